@@ -1,0 +1,197 @@
+"""Frozen dataclasses that go to JSON and come back the same, or say which field stands in the way.
+
+`StepTrace`, `HardwareProfile` and `Plan` are artifacts. A file is one JSON object with ``artifact`` (which of the
+three), ``schema_version`` and the fields. Reading is strict: a missing, unknown or mistyped field is an
+`ArtifactError` that names it by its path, such as ``chunks[3].weight_home``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import tempfile
+import types
+import typing
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from elixir.errors import ArtifactError, InputError
+
+T = TypeVar("T", bound="Artifact")
+
+
+@dataclasses.dataclass(frozen=True)
+class Artifact:
+    """Base of the three artifacts: JSON out, JSON in, and a digest of the content."""
+
+    artifact: ClassVar[str]
+    schema_version: ClassVar[int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The artifact as plain lists, dicts, strings and numbers."""
+        head = {"artifact": self.artifact, "schema_version": self.schema_version}
+        return head | _encode_fields(self)
+
+    def to_json(self) -> str:
+        """JSON text; the same artifact always gives the same text."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the JSON to `path`, atomically: a reader sees the old file or the whole new one."""
+        return write_atomically(path, self.to_json())
+
+    @classmethod
+    def from_dict(cls: type[T], data: Any, *, source: str = "input") -> T:
+        """Build the artifact from what `to_dict` gave; `source` names the origin in errors."""
+        if not isinstance(data, dict):
+            raise ArtifactError(f"{source}: expected a JSON object, found {type(data).__name__}")
+        for key, expected in (("artifact", cls.artifact), ("schema_version", cls.schema_version)):
+            if key not in data:
+                raise ArtifactError(f"{source}: field '{key}' is missing; this is no {cls.artifact} file")
+            if data[key] != expected:
+                raise ArtifactError(
+                    f"{source}: field '{key}' is {data[key]!r}, this version of Elixir reads {expected!r}"
+                )
+        body = {key: value for key, value in data.items() if key not in ("artifact", "schema_version")}
+        decoded: T = _decode(cls, body, "", source)
+        return decoded
+
+    @classmethod
+    def from_json(cls: type[T], text: str, *, source: str = "input") -> T:
+        """Build the artifact from JSON text; `ArtifactError` for text that is cut off or no JSON."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ArtifactError(f"{source}: not valid JSON, perhaps truncated: {error}") from None
+        return cls.from_dict(data, source=source)
+
+    @classmethod
+    def load(cls: type[T], path: str | os.PathLike[str]) -> T:
+        """Read an artifact that `save` wrote; `ArtifactError` where it cannot be read."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ArtifactError(f"{path}: not a text file, so no {cls.artifact}") from None
+        return cls.from_json(text, source=str(path))
+
+
+def digest(*parts: Any) -> str:
+    """16 hex digits that identify `parts` (anything JSON can hold), the same in every process."""
+    text = json.dumps(parts, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_writable(path: str | os.PathLike[str]) -> Path:
+    """`path`, after making sure that a file can be written there; `InputError` otherwise. Leaves no file behind."""
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(f"cannot write {target}: it is a folder")
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror}") from None
+    os.close(handle)
+    os.unlink(name)
+    return target
+
+
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> Path:
+    """Write `content` beside `path`, then rename it there."""
+    target = check_writable(path)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+    return target
+
+
+def _encode(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _encode_fields(value)
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _encode(item) for key, item in value.items()}
+    return value
+
+
+def _encode_fields(value: Any) -> dict[str, Any]:
+    return {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+
+
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _decode(expected: Any, value: Any, path: str, source: str) -> Any:
+    """`value` (plain JSON) as `expected` (a type annotation); errors name `path`."""
+    origin, args = typing.get_origin(expected), typing.get_args(expected)
+    if dataclasses.is_dataclass(expected):
+        return _decode_dataclass(typing.cast(type, expected), value, path, source)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        (inner,) = (arg for arg in args if arg is not type(None))
+        return _decode(inner, value, path, source)
+    if origin is Literal:
+        if value not in args:
+            raise ArtifactError(f"{source}: field '{path}' must be one of {list(args)}, found {value!r}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise _mistyped(source, path, "a list", value)
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(_decode(args[0], item, f"{path}[{i}]", source) for i, item in enumerate(value))
+        if len(args) != len(value):
+            raise _mistyped(source, path, f"a list of {len(args)}", value)
+        pairs = zip(args, value, strict=True)
+        return tuple(_decode(arg, item, f"{path}[{i}]", source) for i, (arg, item) in enumerate(pairs))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise _mistyped(source, path, "an object", value)
+        return {key: _decode(args[1], item, f"{path}.{key}", source) for key, item in value.items()}
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+        raise _mistyped(source, path, expected.__name__, value)
+    if expected is float and not math.isfinite(value):
+        raise _mistyped(source, path, "a finite number", value)
+    return value
+
+
+def _decode_dataclass(cls: type, value: Any, path: str, source: str) -> Any:
+    if not isinstance(value, dict):
+        raise _mistyped(source, path, "an object", value)
+    prefix = f"{path}." if path else ""
+    fields = _field_types(cls)
+    for name in fields:
+        if name not in value:
+            raise ArtifactError(f"{source}: field '{prefix}{name}' is missing")
+    for name in value:
+        if name not in fields:
+            raise ArtifactError(f"{source}: field '{prefix}{name}' is unknown to this version of Elixir")
+    decoded = {name: _decode(hint, value[name], prefix + name, source) for name, hint in fields.items()}
+    try:
+        return cls(**decoded)
+    except ValueError as error:
+        where = f"{source}: field '{path}'" if path else source
+        raise ArtifactError(f"{where}: {error}") from None
+
+
+def _mistyped(source: str, path: str, expected: str, value: Any) -> ArtifactError:
+    return ArtifactError(f"{source}: field '{path}' must be {expected}, found {value!r:.60}")

@@ -1,0 +1,84 @@
+"""What Elixir raises.
+
+A caller's mistake is an `InputError` (also a `ValueError`) or an `InputTypeError` (also a `TypeError`).
+What cannot fit is a `PlanError`, what cannot be traced a `TraceError`, a file that cannot be read back an
+`ArtifactError`, a broken invariant of ours a `StateError`. All are `ElixirError`, so one `except` catches them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class ElixirError(Exception):
+    """Base of everything Elixir raises on purpose."""
+
+
+class InputError(ElixirError, ValueError):
+    """An argument has a value that makes no sense; the message says what was expected and what was found."""
+
+
+class InputTypeError(ElixirError, TypeError):
+    """An argument has the wrong type."""
+
+
+class ArtifactError(ElixirError, ValueError):
+    """A trace, profile or plan file is truncated, of another version, of another model, or lacks a field."""
+
+
+class TraceError(ElixirError, RuntimeError):
+    """The training step cannot be traced; the message names the file and line that stands in the way."""
+
+
+class StateError(ElixirError, RuntimeError):
+    """An invariant of Elixir itself broke. Always a defect of ours, never of the caller."""
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One thing the user can change to make a plan feasible."""
+
+    action: str
+    """What to do, in the imperative."""
+    saves_bytes: int
+    """By how much this alone would lower the need; 0 where it is not known."""
+
+
+class PlanError(ElixirError, RuntimeError):
+    """No plan fits. Carries the need, what there is, and what to change, the most effective lever first.
+
+    Args:
+        message: one sentence that says which memory is short, and why.
+        needed_bytes: smallest amount of that memory with which a plan would exist.
+        available_bytes: the budget given.
+        levers: what would help, in any order; kept sorted by what each saves.
+    """
+
+    def __init__(
+        self, message: str, *, needed_bytes: int, available_bytes: int, levers: Sequence[Lever] = ()
+    ) -> None:
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        self.levers = tuple(sorted(levers, key=lambda lever: (-lever.saves_bytes, lever.action)))
+        lines = [
+            f"{message} (needed {_gib(needed_bytes)}, available {_gib(available_bytes)})",
+            *(
+                f"  - {lever.action}" + (f" (saves {_gib(lever.saves_bytes)})" if lever.saves_bytes else "")
+                for lever in self.levers
+            ),
+        ]
+        super().__init__("\n".join(lines))
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
+    """An `InputError` for a name that is not known, with the nearest names that are."""
+    choices = sorted(known)
+    near = difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(choices)}"
+    return InputError(f"unknown {kind} {name!r}; {hint}")
+
+
+def _gib(amount_bytes: int) -> str:
+    return f"{amount_bytes / 2**30:.2f} GiB"

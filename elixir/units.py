@@ -1,0 +1,76 @@
+"""Sizes and dtypes as people write them, and back."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from elixir.errors import InputError, unknown_name
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+
+_SUFFIX_BYTES = {
+    "": 1, "b": 1,
+    "k": KIB, "kib": KIB, "kb": 10**3,
+    "m": MIB, "mib": MIB, "mb": 10**6,
+    "g": GIB, "gib": GIB, "gb": 10**9,
+    "t": TIB, "tib": TIB, "tb": 10**12,
+}  # fmt: skip
+
+_DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
+    "fp64": torch.float64, "float64": torch.float64, "double": torch.float64,
+}  # fmt: skip
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of ``128GiB``, ``80GB``, ``512M`` (binary) or a plain number of bytes.
+
+    Raises:
+        InputError: the text is no size, or the size is negative.
+    """
+    if isinstance(text, bool) or not isinstance(text, (str, int)):
+        raise InputError(f"a size is a number of bytes or text such as '128GiB', got {text!r}")
+    if isinstance(text, int):
+        if text < 0:
+            raise InputError(f"a size cannot be negative, got {text}")
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _SUFFIX_BYTES:
+        raise InputError(f"{text!r} is no size; write a number and a unit, such as 128GiB, 80GB or 512MiB")
+    return int(float(match[1]) * _SUFFIX_BYTES[match[2].lower()])
+
+
+def format_bytes(amount_bytes: float) -> str:
+    """For people: the largest binary unit that leaves at least one digit before the point."""
+    for unit, size in (("TiB", TIB * 10), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(amount_bytes) >= size:
+            scale = TIB if unit == "TiB" else size
+            return f"{amount_bytes / scale:.2f} {unit}"
+    return f"{amount_bytes:.0f} B"
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The torch dtype for ``bf16``, ``float32``, ... or for a dtype itself; `InputError` for anything else."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = _DTYPES.get(str(dtype).lower().removeprefix("torch."))
+    if found is None:
+        raise unknown_name("dtype", str(dtype), _DTYPES)
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_bytes(name: str) -> int:
+    """Bytes of one element of a dtype given by its torch name, such as ``bfloat16`` or ``int64``."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InputError(f"{name!r} is no torch dtype")
+    return dtype.itemsize
