@@ -1,0 +1,193 @@
+"""Who uses which parameter when: the one interception that tracer and runtime listen to.
+
+Three things together see every use of a parameter:
+
+* In forward and in recompute, a `torch.nn.Parameter` subclass announces each torch function it is an argument of.
+* In backward, a weight that autograd saved is announced when its node asks for it back. For that a pair of
+  `saved_tensors_hooks` is pushed at every module entry, so that it is the innermost one also where a checkpoint has
+  pushed its own; what the listener does not claim goes on to the hooks that were in force before.
+* Module entries and exits delimit scopes: a view of a parameter made in one operator may be used in the next one, so
+  what a function used stays in use until the innermost module that was running returns.
+
+Metadata (`shape`, `dtype`, `size()`, ...) is not a use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+_METADATA_ATTRIBUTES = frozenset(
+    """shape dtype device requires_grad grad grad_fn is_leaf data ndim layout is_cuda is_cpu is_meta is_sparse names
+    _version output_nr retains_grad is_quantized itemsize nbytes grad_dtype""".split()
+)
+_METADATA_METHODS = frozenset(
+    """size dim numel nelement stride element_size is_floating_point is_complex untyped_storage storage_offset data_ptr
+    register_hook register_post_accumulate_grad_hook is_contiguous get_device requires_grad_ __hash__ __reduce_ex__
+    ndimension is_same_size""".split()
+)
+
+
+class AccessListener(Protocol):
+    """What the tracer and the runtime each do when parameters are used."""
+
+    def used(self, parameters: list[nn.Parameter], function: str) -> None:
+        """`function` is about to read `parameters` (each once, in argument order), in forward or in recompute."""
+
+    def entered(self, module: nn.Module) -> None:
+        """`module` starts to run."""
+
+    def left(self, module: nn.Module) -> None:
+        """`module` has returned or raised."""
+
+    def pack(self, tensor: torch.Tensor) -> Any | None:
+        """A handle that stands for `tensor` until backward if it is (a view of) a weight, else None."""
+
+    def unpack(self, handle: Any) -> torch.Tensor:
+        """The tensor behind a handle of `pack`; the autograd node now running is about to read it."""
+
+
+class TrackedParameter(nn.Parameter):
+    """A parameter that tells its listener before a torch function reads it."""
+
+    _listener: AccessListener
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if not _reads_only_metadata(func):
+                found: list[nn.Parameter] = []
+                for item in _tensors_in(args, kwargs):
+                    if isinstance(item, TrackedParameter) and not any(item is other for other in found):
+                        found.append(item)
+                if found:
+                    found[0]._listener.used(found, getattr(func, "__name__", str(func)))
+            return func(*args, **kwargs)
+
+
+class ParameterAccess:
+    """Attaches a listener to every parameter and module of a model, until `remove`.
+
+    Args:
+        model: its parameters become `TrackedParameter`s in place; they keep their identity.
+        listener: is told of every use.
+    """
+
+    def __init__(self, model: nn.Module, listener: AccessListener) -> None:
+        self._listener = listener
+        self._classes: list[tuple[nn.Parameter, type]] = []
+        self._handles: list[RemovableHandle] = []
+        self._open: list[tuple[nn.Module, Any]] = []
+        for parameter in model.parameters():
+            self._classes.append((parameter, parameter.__class__))
+            parameter.__class__ = TrackedParameter
+            parameter._listener = listener  # type: ignore[attr-defined]
+        for module in model.modules():
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def remove(self) -> None:
+        """Give parameters their class back and take all hooks off."""
+        for parameter, original in self._classes:
+            parameter.__class__ = original
+            del parameter._listener
+        for handle in self._handles:
+            handle.remove()
+        while self._open:
+            self._open.pop()[1].__exit__(None, None, None)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        hooks = self._hooks_over(innermost_saved_tensors_hooks())
+        hooks.__enter__()
+        self._open.append((module, hooks))
+        self._listener.entered(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        # A module whose pre-hook raised was never entered, and one that a checkpoint stopped early has not left.
+        if not any(entered is module for entered, _ in self._open):
+            return
+        while True:
+            entered, hooks = self._open.pop()
+            hooks.__exit__(None, None, None)
+            self._listener.left(entered)
+            if entered is module:
+                return
+
+    def _hooks_over(self, outer: _Hooks | None) -> Any:
+        """Hooks that let the listener claim a tensor first and hand all others to `outer`."""
+        listener = self._listener
+        while outer is not None and getattr(outer[0], "_elixir_listener", None) is listener:
+            outer = outer[0]._elixir_outer  # type: ignore[attr-defined]
+
+        def pack(tensor: torch.Tensor) -> Any:
+            handle = listener.pack(tensor)
+            if handle is not None:
+                return _Claimed(handle)
+            return outer[0](tensor) if outer is not None else _detached(tensor)
+
+        def unpack(packed: Any) -> Any:
+            if type(packed) is _Claimed:
+                return listener.unpack(packed.handle)
+            return outer[1](packed) if outer is not None else packed
+
+        pack._elixir_listener = listener  # type: ignore[attr-defined]
+        pack._elixir_outer = outer  # type: ignore[attr-defined]
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]
+
+
+class _Claimed:
+    """A saved tensor that the listener keeps."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+
+def innermost_saved_tensors_hooks() -> _Hooks | None:
+    """The (pack, unpack) pair in force now. PyTorch has no public name for it; a test notices if this one goes."""
+    hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def backward_is_running() -> bool:
+    """Whether autograd is executing a backward pass on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    # An output that a node saves would hold that very node: a cycle that keeps the activation until the garbage
+    # collector runs. `detach` below the dispatch modes costs no dispatch and shares the storage.
+    if tensor.grad_fn is None:
+        return tensor
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
+
+
+def _reads_only_metadata(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return name != "__get__" or getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA_ATTRIBUTES
+    return name in _METADATA_METHODS
+
+
+def _tensors_in(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    stack: list[Any] = [args, kwargs]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, (tuple, list)):
+            stack.extend(reversed(item))
+        elif isinstance(item, dict):
+            stack.extend(reversed(item.values()))

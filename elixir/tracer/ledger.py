@@ -1,0 +1,160 @@
+"""Which storages are alive when: the memory book-keeping of a trace.
+
+Storages are followed from the operator that makes them to the moment their last reference goes, as a real allocator
+would see it. What a storage is for may be known only later (a gradient is an activation until autograd hands it
+over), so the log keeps births and deaths, and `Ledger.curve` sorts them into kinds at the end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from elixir.tracer.step_trace import Kind
+
+KINDS: tuple[Kind, ...] = (
+    "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "workspace",
+)  # fmt: skip
+KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class StorageRecord:
+    """One allocation."""
+
+    __slots__ = ("index", "kind", "module", "nbytes", "operator", "shadow")
+
+    def __init__(self, index: int, nbytes: int, kind: Kind, module: str, operator: Any) -> None:
+        self.index = index
+        self.nbytes = nbytes
+        self.kind = kind
+        self.module = module
+        self.operator = operator
+        self.shadow: Any = None
+        """Its values where they are known; see `elixir.tracer.shadows`."""
+
+
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    __slots__ = ("key", "record")
+    key: int
+    record: StorageRecord
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Live bytes after every log entry."""
+
+    by_kind: Int64Array
+    """(len(KINDS), entries)"""
+    starts: Int64Array
+    """Log position at which each operator begins."""
+
+    @property
+    def total(self) -> Int64Array:
+        """Bytes over all kinds, (entries,)."""
+        total: Int64Array = self.by_kind.sum(axis=0)
+        return total
+
+    def without(self, *kinds: Kind) -> Int64Array:
+        """Bytes over all but some kinds, (entries,)."""
+        rest: Int64Array = self.total - sum(self.by_kind[KIND_INDEX[kind]] for kind in kinds)
+        return rest
+
+
+class Ledger:
+    """Live storages and the log of their births and deaths.
+
+    Args:
+        round_bytes: what the target's allocator makes of a requested size.
+    """
+
+    def __init__(self, round_bytes: Callable[[int], int]) -> None:
+        self._round_bytes = round_bytes
+        self._live: dict[int, _StorageRef] = {}
+        self.records: list[StorageRecord] = []
+        self._log: list[int] = []  # index of the record that is born, or ~index of the one that dies
+        self._starts: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._log)
+
+    @property
+    def operators(self) -> int:
+        """How many operators have begun."""
+        return len(self._starts)
+
+    def begin_operator(self) -> None:
+        """All births and deaths from here on belong to the next operator."""
+        self._starts.append(len(self._log))
+
+    def find(self, tensor: torch.Tensor) -> StorageRecord | None:
+        """The record of the tensor's storage, if it is followed."""
+        ref = self._live.get(tensor.untyped_storage()._cdata)
+        return None if ref is None else ref.record
+
+    def add(self, tensor: torch.Tensor, kind: Kind, module: str, operator: Any) -> StorageRecord:
+        """Follow the tensor's storage from now on; a storage that is followed already stays what it is."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._live.get(key)
+        if known is not None:
+            return known.record
+        record = self._born(self._round_bytes(storage.nbytes()), kind, module, operator)
+        ref = _StorageRef(storage, self._died)
+        ref.key, ref.record = key, record
+        self._live[key] = ref
+        return record
+
+    def add_bytes(self, nbytes: int, kind: Kind, module: str, operator: Any) -> StorageRecord:
+        """Bytes that no tensor of the trace stands for, such as a library's workspace; they stay."""
+        return self._born(self._round_bytes(nbytes), kind, module, operator)
+
+    def touch(self, nbytes: int, module: str, operator: Any) -> None:
+        """Workspace that an operator holds only while it runs."""
+        self._log.append(~self.add_bytes(nbytes, "workspace", module, operator).index)
+
+    def stop(self) -> None:
+        """Follow nothing any more; what dies from now on stays in the log as alive."""
+        self._live.clear()
+
+    def curve(self, *, drop: Callable[[StorageRecord], bool] = lambda record: False) -> Curve:
+        """Live bytes by kind after every entry of the log, leaving out the records that `drop` names."""
+        log = np.asarray(self._log, dtype=np.int64)
+        births = log >= 0
+        index = np.where(births, log, ~log)
+        sizes = np.fromiter((0 if drop(r) else r.nbytes for r in self.records), np.int64, len(self.records))
+        kinds = np.fromiter((KIND_INDEX[r.kind] for r in self.records), np.int64, len(self.records))
+        delta = np.where(births, sizes[index], -sizes[index])
+        by_kind = np.zeros((len(KINDS), len(log)), dtype=np.int64)
+        by_kind[kinds[index], np.arange(len(log))] = delta
+        np.cumsum(by_kind, axis=1, out=by_kind)
+        return Curve(by_kind, np.asarray(self._starts, dtype=np.int64))
+
+    def alive_at(self, position: int) -> list[StorageRecord]:
+        """Records that are alive just after log entry `position`."""
+        alive: dict[int, None] = {}
+        for entry in self._log[: position + 1]:
+            if entry >= 0:
+                alive[entry] = None
+            else:
+                alive.pop(~entry, None)
+        return [self.records[index] for index in alive]
+
+    def _born(self, nbytes: int, kind: Kind, module: str, operator: Any) -> StorageRecord:
+        record = StorageRecord(len(self.records), nbytes, kind, module, operator)
+        self.records.append(record)
+        self._log.append(record.index)
+        return record
+
+    def _died(self, ref: _StorageRef) -> None:  # type: ignore[override]
+        if self._live.get(ref.key) is ref:
+            del self._live[ref.key]
+            self._log.append(~ref.record.index)
+            ref.record.shadow = None

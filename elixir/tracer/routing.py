@@ -1,0 +1,131 @@
+"""Sends composite functions, for meta tensors and for the time of a trace, where the target device would send them.
+
+Attention and dropout are composed of other operators before any dispatch mode sees them, and on meta they fall back to
+forms no GPU would run. An implementation under the `AutogradMeta` key comes earlier, and is in force on the engine's
+threads and inside checkpoint's recompute as well, where a function mode would not be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from elixir.tracer.targets import Attention, Target
+
+aten = torch.ops.aten
+
+_PAD = {"flash": 8, "efficient": 1, "cudnn": 1, "cpu_flash": 1}
+_EFFICIENT_BIAS_ALIGNMENT = 16
+
+
+@contextlib.contextmanager
+def routed(target: Target) -> Iterator[None]:
+    """While open, meta tensors take the target's attention and dropout."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that a kernel is replaced: that is the purpose, and undone below
+        _implement(library, "scaled_dot_product_attention", _attention(target))
+        if target.native_dropout:
+            _implement(library, "dropout", _dropout)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _implement(library: torch.library.Library, name: str, function: Callable[..., Any]) -> None:
+    library.impl(name, function, "AutogradMeta", allow_override=True)
+
+
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """As `at::dropout` on a device with a fused kernel."""
+    if train and 0 < p < 1 and input.numel() > 0:
+        output: torch.Tensor = torch.native_dropout(input, p, train)[0]
+        return output
+    if p == 0 or not train or input.numel() == 0:
+        return input
+    return input * torch.zeros((), dtype=input.dtype, device=input.device)
+
+
+def _attention(target: Target) -> Callable[..., torch.Tensor]:
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        call = Attention(
+            dtype=query.dtype,
+            query_shape=tuple(query.shape),
+            key_shape=tuple(key.shape),
+            value_shape=tuple(value.shape),
+            has_mask=attn_mask is not None,
+            dropout=dropout_p,
+            is_causal=is_causal,
+            enable_gqa=enable_gqa,
+            last_dim_contiguous=query.stride(-1) == key.stride(-1) == value.stride(-1) == 1,
+        )
+        kernel = target.attention_kernel(call)
+        bias = _additive(attn_mask, query.dtype)
+        saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        if kernel == "math":
+            output: torch.Tensor = aten._scaled_dot_product_attention_math(
+                query, key, value, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+            )[0]
+            return output
+        if kernel == "cpu_flash":
+            output = aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale
+            )[0]
+            return output
+        if kernel == "cudnn":
+            output = aten._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, saves, dropout_p, is_causal, False, scale=scale
+            )[0]
+            return output
+        width = query.shape[-1]
+        if kernel == "flash":
+            padding = -width % _PAD["flash"]
+            if padding:
+                query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
+            scale = width**-0.5 if scale is None else scale
+            output = aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+            return output[..., :width] if padding else output
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
+        if bias is not None:
+            bias = _aligned(bias).expand(*query.shape[:3], key.shape[-2])
+        output = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, saves, dropout_p, is_causal, scale=scale
+        )[0]
+        return output
+
+    return scaled_dot_product_attention
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A bool mask as what is added to the scores: a tensor of its own in the query's dtype."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, torch.full((), float("-inf"), dtype=dtype, device=mask.device))
+
+
+def _aligned(bias: torch.Tensor) -> torch.Tensor:
+    """The memory-efficient kernel wants rows whose length is a multiple of 16: padded, then cut, if they are not."""
+    length = bias.shape[-1]
+    padding = -length % _EFFICIENT_BIAS_ALIGNMENT
+    return F.pad(bias, (0, padding))[..., :length] if padding else bias

@@ -1,0 +1,322 @@
+"""Values behind meta tensors, where they are known, and refusals where they are not.
+
+A meta tensor has no values, yet a model may decide by one: skip a layer, pick an expert, stop at a padding token. What
+follows from real data (token ids, masks, positions) is known, so storages of such tensors carry a *shadow*: their
+values on the CPU, worked out only when something asks. What follows from weights or activations is not known, and is
+never guessed: a scalar of it is a number that can be added up and printed, but raises once something decides on it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from elixir.errors import TraceError
+from elixir.tracer.ledger import Ledger, StorageRecord
+
+MAX_SHADOW_NUMEL = 2**26
+"""Values of larger tensors are not worked out: 512 MiB of int64."""
+MAX_EAGER_SHADOW_NUMEL = 2**22
+"""In-place operators must be followed at once; on larger tensors the values are given up instead."""
+
+aten = torch.ops.aten
+
+DATA_DEPENDENT = frozenset(
+    {
+        aten.nonzero.default,
+        aten.masked_select.default,
+        aten.unique_consecutive.default,
+        aten._unique2.default,
+        aten.unique_dim.default,
+        aten.repeat_interleave.Tensor,
+        aten.bincount.default,
+        aten.equal.default,
+        aten.is_nonzero.default,
+        aten.allclose.default,
+    }
+)
+"""Operators whose result's shape, or whose very result, follows from values."""
+
+
+class Shadow:
+    """The values of one storage: a flat CPU tensor, or how to compute it."""
+
+    __slots__ = ("_compute", "_value", "numel")
+
+    def __init__(self, numel: int, compute: Callable[[], torch.Tensor]) -> None:
+        self.numel = numel
+        self._compute: Callable[[], torch.Tensor] | None = compute
+        self._value: torch.Tensor | None = None
+
+    def value(self) -> torch.Tensor:
+        """The storage's elements as a flat CPU tensor; views of it see each other's writes."""
+        if self._value is None:
+            assert self._compute is not None
+            self._value = self._compute()
+            self._compute = None
+        return self._value
+
+
+class View:
+    """A shadow seen with a tensor's size, stride and offset."""
+
+    __slots__ = ("_geometry", "_shadow")
+
+    def __init__(self, shadow: Shadow, tensor: torch.Tensor) -> None:
+        self._shadow = shadow
+        self._geometry = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def value(self) -> torch.Tensor:
+        """A CPU tensor with the values, sharing memory with the shadow."""
+        dtype, size, stride, offset = self._geometry
+        flat = self._shadow.value()
+        if flat.dtype != dtype:
+            flat = flat.view(dtype)
+        return flat.as_strided(size, stride, offset)
+
+
+class Shadows:
+    """Attaches shadows to the storages of a ledger and follows them through operators."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._pending: list[Shadow] = []
+
+    def attach(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """`tensor` (meta) has these values; they are read only when asked for."""
+        record = self._ledger.find(tensor)
+        if record is not None and values.numel():
+            source = values.detach()
+            record.shadow = Shadow(source.numel(), lambda: _flat_like(source, tensor_geometry))
+            tensor_geometry = (tensor.size(), tensor.stride(), tensor.untyped_storage().nbytes() // tensor.itemsize)
+
+    def of(self, tensor: torch.Tensor) -> View | None:
+        """The known values of a meta tensor."""
+        record = self._ledger.find(tensor)
+        if record is None or record.shadow is None:
+            return None
+        return View(record.shadow, tensor)
+
+    def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor, meta or not, as a CPU tensor; None where they are unknown."""
+        if tensor.device.type != "meta":
+            return tensor
+        view = self.of(tensor)
+        return None if view is None else view.value()
+
+    def derive(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Let new storages in `outputs` carry what `func` makes of known inputs, lazily."""
+        views: dict[int, View] = {}
+        for tensor in inputs:
+            if tensor.device.type == "meta":
+                view = self.of(tensor)
+                if view is None:
+                    return
+                views[id(tensor)] = view
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return
+        operands = (tree_map(lambda x: views.get(id(x), x), args), tree_map(lambda x: views.get(id(x), x), kwargs))
+        results: list[Any] = []
+
+        def result(position: int) -> torch.Tensor:
+            if not results:
+                results.append(self._evaluate(func, *operands))
+            made = results[0]
+            tensors = [made] if isinstance(made, torch.Tensor) else [t for t in made if isinstance(t, torch.Tensor)]
+            return tensors[position]
+
+        for position, tensor in enumerate(outputs):
+            record = self._ledger.find(tensor)
+            if record is None or record.shadow is not None or tensor.numel() == 0:
+                continue
+            numel = tensor.untyped_storage().nbytes() // tensor.itemsize
+            if numel > MAX_SHADOW_NUMEL:
+                continue
+            geometry = (tensor.size(), tensor.stride(), numel)
+            record.shadow = Shadow(numel, lambda p=position, g=geometry: _flat_like(result(p), g))  # type: ignore[misc]
+            self._pending.append(record.shadow)
+
+    def mutate(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], written: list[StorageRecord]) -> None:
+        """Follow an in-place operator: apply it to the shadows, or forget those that it makes unknown."""
+        followed = [record for record in written if record.shadow is not None]
+        if not followed and not all(_overwrites(func) for _ in written):
+            return
+        views = [self.of(tensor) if tensor.device.type == "meta" else tensor for tensor in inputs]
+        small = all(record.shadow is None or record.shadow.numel <= MAX_EAGER_SHADOW_NUMEL for record in written)
+        known = all(view is not None for view in views) and torch.Tag.nondeterministic_seeded not in func.tags
+        if not followed or not known or not small:
+            for record in followed:
+                record.shadow = None
+            return
+        # Whatever was derived from the old values must be worked out before they change.
+        for shadow in self._pending:
+            shadow.value()
+        self._pending.clear()
+        by_id = {id(tensor): view for tensor, view in zip(inputs, views, strict=True)}
+        self._evaluate(
+            func, tree_map(lambda x: by_id.get(id(x), x), args), tree_map(lambda x: by_id.get(id(x), x), kwargs)
+        )
+
+    def evaluate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`func` on the real values of its arguments; `TraceError` where one is unknown."""
+
+        def real(item: Any) -> Any:
+            if not isinstance(item, torch.Tensor):
+                return item
+            value = self.real(item)
+            if value is None:
+                raise undecidable(f"the outcome of {func}")
+            return value
+
+        return self._evaluate(func, tree_map(real, args), tree_map(real, kwargs))
+
+    @staticmethod
+    def _evaluate(func: Any, args: Any, kwargs: Any) -> Any:
+        def concrete(item: Any) -> Any:
+            if isinstance(item, View):
+                return item.value()
+            if isinstance(item, torch.device) and item.type == "meta":
+                return torch.device("cpu")
+            return item
+
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            return func(*tree_map(concrete, args), **tree_map(concrete, kwargs))
+
+
+def _overwrites(func: Any) -> bool:
+    return func in (aten.fill_.Scalar, aten.zero_.default, aten.copy_.default)
+
+
+def _flat_like(values: torch.Tensor, geometry: tuple[Any, Any, int]) -> torch.Tensor:
+    """`values` laid out as the meta storage is: flat, of `numel` elements, with the given size and stride."""
+    size, stride, numel = geometry
+    flat = torch.zeros(numel, dtype=values.dtype)
+    flat.as_strided(size, stride).copy_(values)
+    return flat
+
+
+class UnknownNumber:
+    """Node of a `torch.SymInt/SymFloat/SymBool` whose value nobody knows: arithmetic goes on, decisions raise."""
+
+    def __init__(self, kind: type, text: str) -> None:
+        self._kind = kind
+        self._text = text
+
+    def is_int(self) -> bool:
+        """Whether it stands for an integer."""
+        return self._kind is int
+
+    def is_float(self) -> bool:
+        """Whether it stands for a floating-point number."""
+        return self._kind is float
+
+    def is_bool(self) -> bool:
+        """Whether it stands for a truth value."""
+        return self._kind is bool
+
+    def is_symbolic(self) -> bool:
+        """Always: there is no value."""
+        return True
+
+    def is_constant(self) -> bool:
+        """Never."""
+        return False
+
+    def is_nested_int(self) -> bool:
+        """Never."""
+        return False
+
+    def has_hint(self) -> bool:
+        """Never."""
+        return False
+
+    def maybe_as_int(self) -> None:
+        """No integer is known."""
+
+    def str(self) -> str:
+        """How it prints."""
+        return self._text
+
+    def _graph_repr(self) -> str:
+        return self._text
+
+    __str__ = __repr__ = str
+
+    def wrap_int(self, value: int) -> UnknownNumber:
+        """A known operand beside this one."""
+        return UnknownNumber(int, repr(value))
+
+    def wrap_float(self, value: float) -> UnknownNumber:
+        """A known operand beside this one."""
+        return UnknownNumber(float, repr(value))
+
+    def wrap_bool(self, value: bool) -> UnknownNumber:
+        """A known operand beside this one."""
+        return UnknownNumber(bool, repr(value))
+
+    def sym_float(self) -> UnknownNumber:
+        """The same number as a float."""
+        return UnknownNumber(float, self._text)
+
+    def _arithmetic(self, other: UnknownNumber) -> UnknownNumber:
+        return UnknownNumber(float if float in (self._kind, other._kind) else self._kind, "unknown")
+
+    add = sub = mul = pow = mod = sym_max = sym_min = _arithmetic
+    float_pow = int_floordiv = floordiv = pow_by_natural = _arithmetic
+
+    def _true_division(self, other: UnknownNumber) -> UnknownNumber:
+        return UnknownNumber(float, "unknown")
+
+    truediv = float_truediv = int_truediv = _true_division
+
+    def neg(self) -> UnknownNumber:
+        """Its negative."""
+        return UnknownNumber(self._kind, "unknown")
+
+    abs = neg
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_sympy_":
+            raise AttributeError(name)
+
+        def decide(*_: Any) -> Any:
+            raise undecidable("a number")
+
+        return decide
+
+
+def unknown_number(tensor: torch.Tensor) -> Any:
+    """What `.item()` of a tensor without known values gives."""
+    if tensor.dtype is torch.bool:
+        return torch.SymBool(UnknownNumber(bool, "unknown"))
+    if tensor.is_floating_point():
+        return torch.SymFloat(UnknownNumber(float, "unknown"))
+    return torch.SymInt(UnknownNumber(int, "unknown"))
+
+
+def undecidable(what: str) -> TraceError:
+    """The error for control flow that depends on values the trace does not have."""
+    return TraceError(
+        f"{user_location()}: the code decides by {what} that follows from weights or activations, which a trace does "
+        "not have. Make the decision depend on shapes or on the inputs, or leave it out of step_fn"
+    )
+
+
+def user_location() -> str:
+    """``file:line`` of the innermost frame that is neither ours nor PyTorch's."""
+    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+    frame = sys._getframe(1)
+    last = "unknown location"
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith((*ours, "<")) and "importlib" not in filename:
+            return f"{filename}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return last

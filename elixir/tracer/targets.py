@@ -1,0 +1,182 @@
+"""Rules that make meta tensors behave as the target device would.
+
+Meta runs the device-independent part of PyTorch. What differs per device, and matters for memory, is here: which
+attention kernel is chosen, whether dropout keeps a mask or a noise tensor, how sizes are rounded, what libraries keep
+for themselves, how the optimizer runs, and what kernels hold only while they run. Each rule names where it comes from;
+`docs/memory_model.md` says which ones a measurement has confirmed.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from elixir.hardware import HardwareProfile
+from elixir.units import KIB, MIB
+
+AttentionKernel = Literal["cudnn", "flash", "efficient", "cpu_flash", "math"]
+OptimizerKernel = Literal["for-loop", "foreach", "fused"]
+
+CUDA_ALLOCATION_BYTES = 512
+"""`kMinBlockSize` of PyTorch's CUDA caching allocator: every allocation is a multiple of it."""
+
+CUBLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * KIB
+"""PyTorch's default cuBLAS workspace before Hopper, ``:4096:2:16:8`` (CUDABlas / CublasHandlePool)."""
+CUBLAS_HOPPER_WORKSPACE_BYTES = 32 * MIB
+"""The same from compute capability 9.0 on, ``:4096:8``."""
+
+_HALF = (torch.float16, torch.bfloat16)
+_MAX_FLASH_HEAD_DIM = 256
+_MAX_CUDNN_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What the choice of an attention kernel depends on."""
+
+    dtype: torch.dtype
+    query_shape: tuple[int, ...]
+    key_shape: tuple[int, ...]
+    value_shape: tuple[int, ...]
+    has_mask: bool
+    dropout: float
+    is_causal: bool
+    enable_gqa: bool
+    last_dim_contiguous: bool = True
+
+
+class Target:
+    """The device a trace pretends to run on; this base is what holds for every device.
+
+    Args:
+        hardware: profile of the machine, of which kind and compute capability are used.
+    """
+
+    kind: Literal["cuda", "cpu"]
+    native_dropout = False
+    """Whether dropout keeps a bool mask (True) or a noise tensor in the activation's dtype."""
+    counts_host_tensors = False
+    """Whether tensors that the step makes on the CPU are in the memory that is being predicted."""
+
+    def __init__(self, hardware: HardwareProfile) -> None:
+        self.name = hardware.name
+
+    def round_bytes(self, nbytes: int) -> int:
+        """What the allocator takes for a request of `nbytes`."""
+        return nbytes
+
+    def attention_kernel(self, call: Attention) -> AttentionKernel:
+        """The kernel `scaled_dot_product_attention` chooses."""
+        raise NotImplementedError
+
+    def optimizer_kernel(self) -> OptimizerKernel:
+        """How `torch.optim` runs by default."""
+        raise NotImplementedError
+
+    def matmul_workspace_bytes(self) -> int:
+        """What the matrix library allocates, through PyTorch's allocator, at the first product on a thread."""
+        return 0
+
+    def transient_bytes(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> int:
+        """What a kernel allocates and frees again while it runs, beside its results."""
+        return 0
+
+
+class CudaTarget(Target):
+    """A CUDA device of a given compute capability, with PyTorch's default settings."""
+
+    kind = "cuda"
+    native_dropout = True
+
+    def __init__(self, hardware: HardwareProfile) -> None:
+        super().__init__(hardware)
+        self.capability = hardware.compute_capability or (8, 0)
+
+    def round_bytes(self, nbytes: int) -> int:
+        """Multiples of 512 bytes."""
+        return -(-nbytes // CUDA_ALLOCATION_BYTES) * CUDA_ALLOCATION_BYTES
+
+    def attention_kernel(self, call: Attention) -> AttentionKernel:
+        """cuDNN first on data-centre Hopper and Blackwell, then flash, memory-efficient, math.
+
+        Source: `sdp_utils.cpp` (CUDA) of PyTorch 2.11 to 2.14, with the cuDNN (> 9.15) its wheels bring.
+        """
+        if len(call.query_shape) != 4 or call.dtype is torch.float64 or not call.last_dim_contiguous:
+            return "math"
+        head_dims = {call.query_shape[-1], call.key_shape[-1], call.value_shape[-1]}
+        head_dim = call.query_shape[-1]
+        square = call.query_shape[-2] == call.key_shape[-2]
+        half = call.dtype in _HALF
+        prefers_cudnn = self.capability in ((9, 0), (10, 0), (10, 3)) and not _flag("TORCH_CUDNN_SDPA_DEPRIORITIZED")
+        if prefers_cudnn and half and len(head_dims) == 1 and head_dim % 8 == 0 and head_dim <= _MAX_CUDNN_HEAD_DIM:
+            return "cudnn"
+        flash = half and self.capability >= (8, 0) and not call.has_mask and len(head_dims) == 1
+        if flash and head_dim <= _MAX_FLASH_HEAD_DIM and (square or not call.is_causal) and not self._no_wide_heads(call):
+            return "flash"
+        alignment = 8 if half else 4
+        aligned = all(dim % alignment == 0 for dim in (call.query_shape[-1], call.value_shape[-1]))
+        known_dtype = half or call.dtype is torch.float32
+        if call.dtype is torch.bfloat16 and self.capability < (8, 0):
+            known_dtype = False
+        return "efficient" if aligned and known_dtype else "math"
+
+    def _no_wide_heads(self, call: Attention) -> bool:
+        """Consumer Ampere to Blackwell lack the shared memory for flash's backward with wide heads."""
+        if self.capability not in ((8, 6), (8, 9), (12, 0), (12, 1)):
+            return False
+        head_dim = call.query_shape[-1]
+        return 192 < head_dim <= 224 or (head_dim > 224 and call.dropout > 0)
+
+    def optimizer_kernel(self) -> OptimizerKernel:
+        """`torch.optim` takes foreach for CUDA parameters unless told otherwise."""
+        return "foreach"
+
+    def matmul_workspace_bytes(self) -> int:
+        """The cuBLAS workspace of one handle; the thread of the backward pass has a handle of its own."""
+        return CUBLAS_HOPPER_WORKSPACE_BYTES if self.capability >= (9, 0) else CUBLAS_WORKSPACE_BYTES
+
+    def transient_bytes(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> int:
+        """Sorting of token ids in the gradient of an embedding (`EmbeddingBackwardKernel.cu`)."""
+        if func is torch.ops.aten.embedding_dense_backward.default:
+            indices = args[1].numel()
+            if indices > 3072:  # below, one kernel without temporaries
+                return 4 * indices * 8  # original and sorted ids, and as much again inside the sort
+        return 0
+
+
+class CpuTarget(Target):
+    """The CPU: every rule of it can be checked byte for byte against a real run."""
+
+    kind = "cpu"
+    counts_host_tensors = True
+
+    def attention_kernel(self, call: Attention) -> AttentionKernel:
+        """Flash where there is no dropout and heads are equally wide, else math (`sdp_utils_cpp.cpp`)."""
+        same_width = call.query_shape[-1] == call.key_shape[-1] == call.value_shape[-1]
+        if len(call.query_shape) == 4 and call.dropout == 0.0 and same_width and call.last_dim_contiguous:
+            return "cpu_flash"
+        return "math"
+
+    def optimizer_kernel(self) -> OptimizerKernel:
+        """`torch.optim` loops over the parameters on the CPU."""
+        return "for-loop"
+
+    def transient_bytes(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> int:
+        """Temporaries of CPU kernels."""
+        rule = _CPU_TRANSIENTS.get(func)
+        return rule(args, outputs) if rule else 0
+
+
+_CPU_TRANSIENTS: dict[Any, Any] = {}
+
+
+def target_for(hardware: HardwareProfile) -> Target:
+    """The rules for a machine."""
+    return CudaTarget(hardware) if hardware.device_kind == "cuda" else CpuTarget(hardware)
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "0") == "1"
