@@ -1,0 +1,58 @@
+# make quickstart   a fresh clone to a first plan, without a GPU
+# make test         lint, types and all CPU tests that are quick
+# make test-all     the slow ones as well
+PYTHON ?= python3
+VENV   ?= .venv
+OUT    ?= out
+BIN    := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-all lint clean
+
+help:
+	@sed -n '/^# make/s/^# //p' Makefile
+
+quickstart: $(VENV)/.installed
+	@mkdir -p $(OUT)
+	@echo
+	@echo '$$ elixir profile opt-175b --batch 8 --seq 2048 --dtype bf16 --checkpoint --plot $(OUT)/memory.png'
+	@$(BIN)/elixir profile opt-175b --batch 8 --seq 2048 --dtype bf16 --checkpoint --plot $(OUT)/memory.png
+	@echo
+	@echo '$$ elixir plan opt-13b --hardware h200 --world-size 1 --host-memory 128GiB --batch 8 --seq 1024 --dtype bf16 --checkpoint --out $(OUT)/plan.json --plot $(OUT)/plan.png'
+	@$(BIN)/elixir plan opt-13b --hardware h200 --world-size 1 --host-memory 128GiB \
+	  --batch 8 --seq 1024 --dtype bf16 --checkpoint --out $(OUT)/plan.json --plot $(OUT)/plan.png
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict elixir
+
+test: lint
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: lint
+	$(BIN)/python -m pytest
+
+# The stamps let a second run start at once; they are renewed when the requirements change.
+# requirements.txt goes first: it pins torch to a build that pip finds without the CUDA libraries, where one is offered.
+# setuptools is named because building without isolation (which would download it again) needs it, and Python >= 3.12
+# no longer puts it into a new environment.
+$(VENV)/.requirements: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo 'Elixir needs Python 3.10 or newer, but "$(PYTHON)" is' \
+	    "$$($(PYTHON) --version 2>&1 || true). Say make PYTHON=python3.11 (or another) $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo 'cannot create $(VENV): is the venv module of $(PYTHON) installed?' >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet 'setuptools>=68' wheel -r requirements.txt
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.requirements pyproject.toml setup.py
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[hf]'
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(OUT) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

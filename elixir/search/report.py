@@ -1,0 +1,263 @@
+"""Traces, profiles and plans for people: flat records for JSON and comparison, tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from elixir.artifact import Artifact
+from elixir.errors import InputTypeError
+from elixir.hardware import HardwareProfile
+from elixir.plan import ChunkPlan, Plan
+from elixir.tracer.step_trace import StepTrace
+from elixir.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Record = dict[str, Any]
+
+
+def trace_record(trace: StepTrace) -> Record:
+    """The answer to "what does this step need?" as one flat object; keys ending in ``_bytes`` and ``_s`` say units."""
+    return {
+        "model": trace.model_name,
+        "device": trace.device,
+        "dtype": trace.dtype,
+        "optimizer": trace.optimizer,
+        "parameters": trace.numel,
+        "param_bytes": trace.param_bytes,
+        "grad_bytes": trace.grad_bytes,
+        "optimizer_bytes": trace.optimizer_bytes,
+        "buffer_bytes": trace.buffer_bytes,
+        "input_bytes": trace.input_bytes,
+        "workspace_bytes": trace.workspace_bytes,
+        "activation_peak_bytes": trace.activation_peak_bytes,
+        "backward_peak_bytes": trace.backward_peak_bytes,
+        "step_peak_bytes": trace.step_peak_bytes,
+        "peak_module": trace.peak_module,
+        "peak_operator": trace.peak_operator,
+        "events": len(trace.accesses),
+        "operators": trace.operators,
+        "flops": sum(event.flops for event in trace.accesses),
+        "checkpointed_modules": len(trace.checkpointed_modules),
+        "unused_parameters": list(trace.unused_parameters),
+        "assumptions": list(trace.assumptions),
+        "model_fingerprint": trace.model_fingerprint,
+        "trace_s": trace.trace_s,
+    }
+
+
+def plan_record(plan: Plan) -> Record:
+    """A plan as one flat object: the setting, the choices, the prediction."""
+    trainable = [chunk for chunk in plan.chunks if chunk.trainable]
+    predicted = plan.predicted
+    return {
+        "model": plan.model_name,
+        "model_fingerprint": plan.model_fingerprint,
+        "hardware": plan.hardware_name,
+        "hardware_fingerprint": plan.hardware_fingerprint,
+        "world_size": plan.world_size,
+        "dtype": plan.dtype,
+        "optimizer": plan.optimizer,
+        "overlap": plan.overlap,
+        "placement": plan.placement,
+        "device_budget_bytes": plan.device_budget_bytes,
+        "host_budget_bytes": plan.host_budget_bytes,
+        "chunks": len(plan.chunks),
+        "resident_chunks": sum(chunk.resident for chunk in plan.chunks),
+        "weights_on_host_chunks": sum(chunk.weight_home == "host" for chunk in plan.chunks),
+        "states_on_host_chunks": sum(chunk.state_home == "host" for chunk in trainable),
+        "block_count": plan.block_count,
+        "block_bytes": plan.block_bytes,
+        "grad_block_count": plan.grad_block_count,
+        "prefetch_depth": plan.prefetch_depth,
+        "device_peak_bytes": predicted.device_peak_bytes,
+        "host_peak_bytes": predicted.host_peak_bytes,
+        **{f"{link}_bytes": amount for link, amount in sorted(predicted.moved_bytes.items())},
+        "loads": predicted.loads,
+        "hits": predicted.hits,
+        **{f"{part}_s": seconds for part, seconds in sorted(predicted.seconds.items())},
+        "plan_fingerprint": plan.fingerprint,
+    }
+
+
+def hardware_record(profile: HardwareProfile) -> Record:
+    """A hardware profile as one flat object, sources left out."""
+    record = {key: value for key, value in profile.to_dict().items() if key not in ("artifact", "schema_version")}
+    record.pop("sources")
+    for dtype, rate in record.pop("flops_per_s").items():
+        record[f"{dtype}_flops_per_s"] = rate
+    return record | {"fingerprint": profile.fingerprint}
+
+
+def record_of(artifact: Artifact) -> Record:
+    """The flat record of any of the three artifacts."""
+    if isinstance(artifact, StepTrace):
+        return trace_record(artifact)
+    if isinstance(artifact, Plan):
+        return plan_record(artifact)
+    if isinstance(artifact, HardwareProfile):
+        return hardware_record(artifact)
+    raise InputTypeError(f"expected a StepTrace, HardwareProfile or Plan, found {type(artifact).__name__}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a comparison."""
+
+    name: str
+    a: Any
+    b: Any
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two sides are not the same."""
+        return bool(self.a != self.b)
+
+
+def compare(a: Artifact, b: Artifact) -> tuple[Row, ...]:
+    """Two artifacts of one kind, field by field; a field only one of them has is None on the other side.
+
+    Raises:
+        InputTypeError: the two are not of one kind.
+    """
+    if type(a) is not type(b):
+        raise InputTypeError(f"cannot compare a {type(a).__name__} with a {type(b).__name__}; give two of one kind")
+    left, right = record_of(a), record_of(b)
+    names = [*left, *(name for name in right if name not in left)]
+    return tuple(Row(name, left.get(name), right.get(name)) for name in names)
+
+
+def moved_parameters(a: Plan, b: Plan) -> tuple[str, ...]:
+    """Names of the parameters that the two plans place differently, or that only one of them has, in order of `a`."""
+    homes_a, homes_b = _homes(a), _homes(b)
+    names = [*homes_a, *(name for name in homes_b if name not in homes_a)]
+    return tuple(name for name in names if homes_a.get(name) != homes_b.get(name))
+
+
+def _homes(plan: Plan) -> dict[str, tuple[str, str, bool]]:
+    return {
+        slot.name: (chunk.weight_home, chunk.state_home, chunk.resident)
+        for chunk in plan.chunks
+        for slot in chunk.parameters
+    }
+
+
+def show_value(name: str, value: Any) -> str:
+    """`value` for a person, in the unit that the ending of `name` tells."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        return _show_number(name, value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(item) for item in value) or "none"
+    return str(value)
+
+
+def _show_number(name: str, value: float) -> str:
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if name.endswith("_bytes_per_s"):
+        return f"{value / 1e9:,.1f} GB/s"
+    if name.endswith("_flops_per_s"):
+        return f"{value / 1e12:,.1f} TFLOP/s"
+    if name.endswith("_numel_per_s"):
+        return f"{value / 1e9:,.2f} G elements/s"
+    if name == "flops":
+        return f"{value / 1e12:,.1f} TFLOP"
+    if name.endswith("_s"):
+        return f"{value:.3f} s"
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def record_table(title: str, record: Mapping[str, Any]) -> Table:
+    """A record as a two-column table (rich)."""
+    table = _table(title)
+    table.add_column("field", no_wrap=True)
+    table.add_column("value", justify="right", overflow="fold")
+    for name, value in record.items():
+        table.add_row(_label(name), show_value(name, value))
+    return table
+
+
+def comparison_table(title: str, a: str, b: str, rows: tuple[Row, ...]) -> Table:
+    """Two artifacts side by side (rich); rows that differ carry a mark, and for numbers the change."""
+    table = _table(title)
+    table.add_column("", no_wrap=True)
+    table.add_column("field", no_wrap=True)
+    for heading in (a, b):
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("change", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            "*" if row.differs else "",
+            _label(row.name),
+            show_value(row.name, row.a),
+            show_value(row.name, row.b),
+            _change(row),
+            style="bold" if row.differs else "dim",
+        )
+    return table
+
+
+def contributors_table(trace: StepTrace, limit: int = 8) -> Table:
+    """What is alive at the peak of forward and backward, the `limit` largest origins (rich)."""
+    table = _table("alive at the peak of forward and backward")
+    for heading in ("kind", "module", "operator"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("tensors", justify="right")
+    table.add_column("size", justify="right", no_wrap=True)
+    for origin in trace.peak_contributors[:limit]:
+        table.add_row(origin.kind, origin.module, origin.operator, f"{origin.count:,}", format_bytes(origin.bytes))
+    rest = trace.peak_contributors[limit:]
+    if rest:
+        count = sum(origin.count for origin in rest)
+        size = format_bytes(sum(origin.bytes for origin in rest))
+        table.add_row("others", f"{len(rest)} origins", "", f"{count:,}", size)
+    return table
+
+
+def homes_table(plan: Plan) -> Table:
+    """How many chunks and bytes of weights live where (rich)."""
+    table = _table("homes of the chunks")
+    for heading in ("weights", "gradients + states"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("chunks", "parameters", "weight bytes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    groups: dict[tuple[str, str], list[ChunkPlan]] = {}
+    for chunk in plan.chunks:
+        weights = "device, resident" if chunk.resident else f"{chunk.weight_home}, streamed"
+        groups.setdefault((weights, chunk.state_home if chunk.trainable else "none (frozen)"), []).append(chunk)
+    for (weights, states), chunks in sorted(groups.items()):
+        numel = sum(chunk.used_numel for chunk in chunks)
+        size = format_bytes(sum(chunk.weight_bytes for chunk in chunks))
+        table.add_row(weights, states, str(len(chunks)), f"{numel:,}", size)
+    return table
+
+
+def _change(row: Row) -> str:
+    for side in (row.a, row.b):
+        if isinstance(side, bool) or not isinstance(side, (int, float)):
+            return ""
+    if not row.differs:
+        return ""
+    sign = "+" if row.b > row.a else "-"
+    return sign + show_value(row.name, abs(row.b - row.a))
+
+
+def _label(name: str) -> str:
+    for unit in ("_bytes", "_bytes_per_s", "_flops_per_s", "_numel_per_s", "_s"):
+        if name.endswith(unit):
+            return name.removesuffix(unit).replace("_", " ")
+    return name.replace("_", " ")
+
+
+def _table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
