@@ -1,0 +1,49 @@
+"""One short string that says whether two models have the same parameters, so that a plan fits only its model."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from elixir.artifact import digest
+from elixir.errors import InputError
+
+
+def fingerprint(model: nn.Module) -> str:
+    """16 hex digits over the model's layout; the same on meta and real, and in every process.
+
+    Covers, in order, each parameter's first name, shape, whether it is trained and its other (tied) names, and each
+    persistent buffer's name and shape. Left out on purpose: values; dtypes, since a plan made for bf16 fits the fp32
+    model that the wrapper casts; buffers that are not saved, since they are no part of the model's state.
+
+    Raises:
+        InputError: the model has lazy parameters or buffers, whose shapes only a first forward decides.
+    """
+    # Identity is only a key here, never an order: dicts keep the order of `named_parameters`.
+    names: dict[int, list[str]] = {}
+    layout: dict[int, tuple[list[int], bool]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if is_lazy(param):
+            raise _lazy(name)
+        names.setdefault(id(param), []).append(name)
+        layout[id(param)] = (list(param.shape), param.requires_grad)
+    parameters = [(first, *layout[key], aliases) for key, (first, *aliases) in names.items()]
+    return digest(parameters, _persistent_buffers(model))
+
+
+def _persistent_buffers(model: nn.Module) -> list[tuple[str, list[int]]]:
+    found = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            # torch has no public query for this, and `state_dict()` would run hooks that may gather full weights.
+            if name in module._non_persistent_buffers_set:
+                continue
+            full_name = f"{prefix}.{name}" if prefix else name
+            if is_lazy(buffer):
+                raise _lazy(full_name)
+            found.append((full_name, list(buffer.shape)))
+    return found
+
+
+def _lazy(name: str) -> InputError:
+    return InputError(f"{name!r} is lazy and has no shape yet; run one forward through the model first")
