@@ -164,6 +164,8 @@ def build_config(
             built = model_class(config)
         except Exception as error:  # transformers raises what it likes on values that do not go together
             raise InputError(f"transformers cannot build {model_class.__name__} from this config: {error}") from error
+    if model_class.__name__.endswith("LMHeadModel") and getattr(built, "loss_type", "") is None:
+        built.loss_type = "ForCausalLM"  # what transformers takes anyway, after a warning, where the name says less
     _enable_checkpointing(built, checkpoint)
     return cast(nn.Module, built.train())
 
@@ -200,15 +202,21 @@ def _constructing(dtype: torch.dtype | None, device: str) -> Iterator[None]:
 def _enable_checkpointing(model: nn.Module, checkpoint: Checkpoint) -> None:
     if checkpoint == "none":
         return
+    kwargs = {"use_reentrant": checkpoint == "reentrant"}
+    # transformers 5 renames the method and warns about the old name, which 4.57 and models outside it still have.
+    renamed = getattr(model, "activation_checkpointing_enable", None)
     enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
+    if renamed is None and enable is None:
         raise InputError(
             f"{type(model).__name__} has no gradient_checkpointing_enable; "
             "checkpoint inside the model and pass checkpoint='none'"
         )
     try:
-        enable(gradient_checkpointing_kwargs={"use_reentrant": checkpoint == "reentrant"})
-    except ValueError as error:
+        if renamed is not None:
+            renamed(activation_checkpointing_kwargs=kwargs)
+        elif enable is not None:
+            enable(gradient_checkpointing_kwargs=kwargs)
+    except (NotImplementedError, ValueError) as error:
         raise InputError(f"{type(model).__name__} cannot checkpoint activations: {error}") from None
 
 
@@ -278,9 +286,9 @@ def _is_encoder_decoder(config: Any) -> bool:
 
 def _transformers(module: str) -> ModuleType:
     """A module of transformers by its path inside the package, or the package itself for an empty path."""
-    name = f"transformers.{module}".rstrip(".")
     try:
-        return importlib.import_module(name)
+        package = importlib.import_module("transformers")
+        return importlib.import_module(f"transformers.{module}") if module else package
     except ModuleNotFoundError as error:
         if error.name == "transformers":
             raise InputError("named models and config.json need transformers: pip install elixir[hf]") from None

@@ -45,9 +45,7 @@ def tiny(
     `vocabulary` is the number of classes for ``vit``, whose images have 16 patches of 8 x 8. `overrides` go to the
     transformers config class. The global random state is left as it was.
     """
-    shape = tiny_shape(
-        family, layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, positions=positions
-    )
+    shape = tiny_shape(family, layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, positions=positions)
     options: dict[str, Any] = dict.fromkeys(_DROPOUTS[family], dropout) | overrides
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -58,8 +56,8 @@ def tiny_shape(
     family: str, *, layers: int = 2, hidden: int = 64, heads: int = 4, vocabulary: int = 128, positions: int = 64
 ) -> ModelShape:
     """The shape `tiny` builds; its `parameters` is the count to expect."""
-    image = {"image_size": 32, "patch_size": 8} if family == "vit" else {}
-    experts = {"experts": 4, "experts_per_token": 2} if family == "mixtral" else {}
+    image: dict[str, Any] = {"image_size": 32, "patch_size": 8} if family == "vit" else {}
+    experts: dict[str, Any] = {"experts": 4, "experts_per_token": 2} if family == "mixtral" else {}
     return ModelShape(
         name=f"tiny-{family}",
         family=family,
