@@ -1,0 +1,253 @@
+"""Which chunk leaves the rCache, and when chunks come in: pure policy over chunk ids.
+
+The search's simulator and the runtime use the same `EvictionPolicy`, so what was predicted is what happens. It is
+Belady's rule ("A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal, 1966): the
+resident chunk whose next use lies furthest away leaves. With blocks of one size and clean evictions that is optimal,
+also where several chunks are required at once (their simultaneous request equals a request of each, twice in turn).
+
+A *position* is an index into the recorded order. `required[t]` are the chunks that lie in blocks while `t` runs:
+those used at `t` and those still pinned.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from elixir.errors import InputError, PlanError, StateError
+
+
+class TooFewBlocksError(PlanError):
+    """A position of the order requires more chunks at once than there are blocks.
+
+    `needed` and `available` count blocks; `position` is the first position that requires `needed`. The schedule knows
+    no sizes, so `needed_bytes` and `available_bytes` are 0; whoever knows the block size reports bytes.
+    """
+
+    def __init__(self, *, needed: int, available: int, position: int, prefetch_depth: int) -> None:
+        self.needed, self.available, self.position = needed, available, position
+        self.needed_bytes, self.available_bytes, self.levers = 0, 0, ()
+        slots = f", prefetch slots ({prefetch_depth}) included" if prefetch_depth else ""
+        RuntimeError.__init__(
+            self,
+            f"position {position} of the order needs {needed} rCache blocks at once{slots}, there are {available}; "
+            "give it more blocks, smaller chunks or a smaller prefetch depth",
+        )
+
+
+@dataclass(frozen=True)
+class ScheduleResult:
+    """What a block count costs over one step, the cache empty at its start."""
+
+    blocks: int
+    prefetch_depth: int
+    loads: int
+    hits: int
+    """Requirements that were met by what was there: neither loaded for it, nor fetched ahead for it."""
+    timeline: tuple[tuple[int, int], ...]
+    """(position, chunk) of every load, in order; a prefetched chunk carries the position it is fetched beside."""
+
+    @property
+    def loads_by_chunk(self) -> dict[int, int]:
+        """Loads per chunk, in order of chunk id."""
+        counts: dict[int, int] = {}
+        for _, chunk in self.timeline:
+            counts[chunk] = counts.get(chunk, 0) + 1
+        return dict(sorted(counts.items()))
+
+
+class EvictionPolicy:
+    """Names the victim: the chunk whose next use lies furthest away.
+
+    Two forms. `victim(position, residents, pinned)` keeps nothing between calls. `start()` gives a `CacheView` that
+    follows residents step by step and answers in constant time; both give the same answer.
+
+    Every request of the order gets a *slot*, counted through all positions; a chunk that is never used again has a
+    slot behind the end, so that of those the one with the highest id leaves first. Slots are unique, so no ties are
+    left, and chunks required at the same position leave in falling order of id.
+
+    Args:
+        required: chunk ids (not negative) per position; repetitions within a position are ignored.
+
+    Raises:
+        InputError: a chunk id is negative.
+    """
+
+    def __init__(self, required: Sequence[Sequence[int]]) -> None:
+        self.required: tuple[tuple[int, ...], ...] = tuple(
+            (chunks[0],) if len(chunks) == 1 else tuple(sorted(set(chunks))) for chunks in required
+        )
+        if any(chunks and chunks[0] < 0 for chunks in self.required):
+            raise InputError("chunk ids must be 0 or larger")
+        self._slot_chunk: list[int] = []
+        self._first_slot: list[int] = []
+        self._slots_of: dict[int, list[int]] = {}
+        for chunks in self.required:
+            self._first_slot.append(len(self._slot_chunk))
+            for chunk in chunks:
+                self._slots_of.setdefault(chunk, []).append(len(self._slot_chunk))
+                self._slot_chunk.append(chunk)
+        self._end = len(self._slot_chunk)
+        self._first_slot.append(self._end)
+        self._slot_chunk.extend(range(max(self._slots_of, default=-1) + 1))
+        after = dict.fromkeys(self._slots_of, 0)
+        reversed_uses: list[tuple[tuple[int, int], ...]] = []
+        for position in range(len(self.required) - 1, -1, -1):
+            chunks, first = self.required[position], self._first_slot[position]
+            reversed_uses.append(tuple((chunk, after[chunk] or self._end + chunk) for chunk in chunks))
+            for offset, chunk in enumerate(chunks):
+                after[chunk] = first + offset
+        self._next_slots = reversed_uses[::-1]
+        """Per position: (chunk, slot of its next use after this position)."""
+
+    def next_use(self, chunk: int, position: int) -> int | None:
+        """First position from `position` on that requires `chunk`; None where there is none."""
+        slot = self._slot(chunk, position)
+        if slot >= self._end:
+            return None
+        return bisect_left(self._first_slot, slot + 1) - 1
+
+    def upcoming(self, position: int, depth: int) -> tuple[int, ...]:
+        """The next `depth` distinct chunks needed after `position` that `position` itself does not require."""
+        found: dict[int, None] = {}
+        here = self.required[position]
+        for slot in range(self._first_slot[position + 1], self._end):
+            if len(found) == depth:
+                break
+            chunk = self._slot_chunk[slot]
+            if chunk not in here:
+                found[chunk] = None
+        return tuple(found)
+
+    def victim(self, position: int, residents: Iterable[int], pinned: Iterable[int] = ()) -> int | None:
+        """The resident to evict at `position`, or None where all are pinned.
+
+        Next uses count from `position` on, its own requirements included. Chunks the order does not know leave first.
+        """
+        kept = frozenset(pinned)
+        return max(
+            (chunk for chunk in residents if chunk not in kept),
+            key=lambda chunk: (self._slot(chunk, position), chunk),
+            default=None,
+        )
+
+    def start(self) -> CacheView:
+        """An empty cache at the start of the order."""
+        return CacheView(self)
+
+    def _slot(self, chunk: int, position: int) -> int:
+        slots = self._slots_of.get(chunk)
+        if slots is None:
+            return self._end + len(self._slot_chunk) + chunk
+        index = bisect_left(slots, self._first_slot[min(position, len(self.required))])
+        return slots[index] if index < len(slots) else self._end + chunk
+
+
+class CacheView:
+    """The chunks that lie in blocks while the order is walked, ready to name a victim at once.
+
+    Residents are the bits of an integer at the slots of their next uses: the furthest is the highest bit. Only for
+    chunks that the order knows; a runtime that has fetched another asks `EvictionPolicy.victim`.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._next: dict[int, int] = {chunk: slots[0] for chunk, slots in policy._slots_of.items()}
+        self._mask = 0
+        self.residents: set[int] = set()
+
+    def admit(self, chunk: int) -> None:
+        """`chunk` has come into a block."""
+        self.residents.add(chunk)
+        self._mask |= 1 << self._next[chunk]
+
+    def evict(self, chunk: int) -> None:
+        """`chunk` has left its block."""
+        self.residents.remove(chunk)
+        self._mask ^= 1 << self._next[chunk]
+
+    def victim(self, pinned: Iterable[int] = ()) -> int | None:
+        """The resident to evict now, or None where all are pinned."""
+        mask = self._mask
+        for chunk in pinned:
+            if chunk in self.residents:
+                mask ^= 1 << self._next[chunk]
+        return self._policy._slot_chunk[mask.bit_length() - 1] if mask else None
+
+    def passed(self, position: int) -> None:
+        """`position` is behind: what it required is next used later."""
+        for chunk, slot in self._policy._next_slots[position]:
+            if chunk in self.residents:
+                self._mask ^= (1 << self._next[chunk]) | (1 << slot)
+            self._next[chunk] = slot
+
+
+class StepSchedule:
+    """One recorded order, ready to be simulated with any number of blocks.
+
+    While `t` runs, its *window* lies in blocks: `required[t]` and the next `prefetch_depth` distinct chunks needed
+    after it. A window that fits can always be loaded, so prefetch cannot deadlock.
+
+    Raises:
+        InputError: `prefetch_depth` is negative.
+    """
+
+    def __init__(self, required: Sequence[Sequence[int]], prefetch_depth: int = 0) -> None:
+        if prefetch_depth < 0:
+            raise InputError(f"prefetch depth must be 0 or larger, got {prefetch_depth}")
+        self.policy = EvictionPolicy(required)
+        self.prefetch_depth = prefetch_depth
+        self.windows = tuple(
+            chunks + self.policy.upcoming(position, prefetch_depth) if prefetch_depth else chunks
+            for position, chunks in enumerate(self.policy.required)
+        )
+        self.min_blocks = max(map(len, self.windows), default=0)
+        """Fewest blocks with which every window fits."""
+
+    def simulate(self, blocks: int) -> ScheduleResult:
+        """Walk the order with `blocks` blocks.
+
+        Raises:
+            TooFewBlocksError: some window does not fit.
+        """
+        if blocks < self.min_blocks:
+            position = next(i for i, window in enumerate(self.windows) if len(window) == self.min_blocks)
+            raise TooFewBlocksError(
+                needed=self.min_blocks, available=blocks, position=position, prefetch_depth=self.prefetch_depth
+            )
+        cache = self.policy.start()
+        residents = cache.residents
+        timeline: list[tuple[int, int]] = []
+        fresh: set[int] = set()
+        hits = 0
+        for position, window in enumerate(self.windows):
+            for chunk in window:
+                if chunk in residents:
+                    continue
+                if len(residents) == blocks:
+                    # No pins needed: the window's own chunks have the nearest next uses, so none can be the victim.
+                    victim = cache.victim()
+                    if victim is None:
+                        raise StateError(f"position {position}: all {blocks} blocks hold nothing that can leave")
+                    cache.evict(victim)
+                    fresh.discard(victim)
+                cache.admit(chunk)
+                fresh.add(chunk)
+                timeline.append((position, chunk))
+            for chunk in self.policy.required[position]:
+                if chunk in fresh:
+                    fresh.discard(chunk)
+                else:
+                    hits += 1
+            cache.passed(position)
+        return ScheduleResult(blocks, self.prefetch_depth, len(timeline), hits, tuple(timeline))
+
+
+def simulate(required: Sequence[Sequence[int]], blocks: int, prefetch_depth: int = 0) -> ScheduleResult:
+    """Loads of one step with `blocks` rCache blocks; `TooFewBlocksError` where a position needs more.
+
+    >>> simulate([[0], [1, 2], [3], [3], [1, 2], [0]], blocks=2).loads
+    6
+    """
+    return StepSchedule(required, prefetch_depth).simulate(blocks)

@@ -1,0 +1,123 @@
+"""`schedule.py` loads no more than it must, never blocks itself, and its two forms agree."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elixir.errors import InputError, PlanError
+from elixir.schedule import EvictionPolicy, StepSchedule, TooFewBlocksError, simulate
+
+orders = st.lists(st.sets(st.integers(0, 5), min_size=0, max_size=3), min_size=1, max_size=9)
+
+
+def fewest_loads(order: list[set[int]], blocks: int) -> int:
+    """Brute force: try every content of the blocks after every position."""
+    states: dict[frozenset[int], int] = {frozenset(): 0}
+    for required in order:
+        following: dict[frozenset[int], int] = {}
+        for held, loads in states.items():
+            missing = required - held
+            others = held - required
+            for size in range(min(len(others), blocks - len(required)) + 1):
+                for kept in combinations(sorted(others), size):
+                    state = frozenset(required) | frozenset(kept)
+                    following[state] = min(following.get(state, loads + len(missing)), loads + len(missing))
+        states = following
+    return min(states.values())
+
+
+def test_the_known_order_takes_six_loads() -> None:
+    result = simulate([[0], [1, 2], [3], [3], [1, 2], [0]], blocks=2)
+    assert result.loads == 6
+    assert result.hits == 2
+    assert result.loads_by_chunk == {0: 2, 1: 1, 2: 2, 3: 1}
+
+
+@given(orders, st.integers(0, 3))
+@settings(max_examples=200, deadline=None)
+def test_demand_loads_equal_the_optimum(order: list[set[int]], spare: int) -> None:
+    blocks = max(map(len, order)) + spare
+    assert simulate([sorted(s) for s in order], blocks).loads == fewest_loads(order, blocks)
+
+
+@given(orders, st.integers(0, 3), st.integers(0, 4))
+@settings(max_examples=200, deadline=None)
+def test_windows_always_fit_and_lie_in_blocks(order: list[set[int]], depth: int, spare: int) -> None:
+    schedule = StepSchedule([sorted(s) for s in order], depth)
+    result = schedule.simulate(schedule.min_blocks + spare)
+    assert schedule.min_blocks <= max(map(len, order)) + depth
+    assert sum(result.loads_by_chunk.values()) == result.loads == len(result.timeline)
+    assert result.loads >= len(set().union(*order))
+    # Replay: with evictions by the stateless form, the same chunks come in at the same positions.
+    held: set[int] = set()
+    replayed = []
+    for position, window in enumerate(schedule.windows):
+        for chunk in window:
+            if chunk not in held:
+                if len(held) == result.blocks:
+                    victim = schedule.policy.victim(position, sorted(held), pinned=window)
+                    assert victim is not None
+                    held.remove(victim)
+                held.add(chunk)
+                replayed.append((position, chunk))
+        assert order[position] <= held
+        assert len(held) <= result.blocks
+    assert tuple(replayed) == result.timeline
+
+
+@given(orders, st.integers(0, 3))
+@settings(max_examples=100, deadline=None)
+def test_another_block_never_costs_a_load(order: list[set[int]], depth: int) -> None:
+    schedule = StepSchedule([sorted(s) for s in order], depth)
+    loads = [schedule.simulate(schedule.min_blocks + extra).loads for extra in range(5)]
+    assert loads == sorted(loads, reverse=True)
+
+
+def test_prefetch_brings_the_next_distinct_chunks_in_beside_the_present_one() -> None:
+    schedule = StepSchedule([[0], [0], [1], [2], [1]], prefetch_depth=2)
+    assert schedule.windows[0] == (0, 1, 2)
+    assert schedule.windows[2] == (1, 2)
+    assert schedule.simulate(3).timeline == ((0, 0), (0, 1), (0, 2))
+
+
+def test_too_few_blocks_say_how_many_are_needed() -> None:
+    with pytest.raises(TooFewBlocksError) as caught:
+        simulate([[0], [1, 2, 3]], blocks=2)
+    assert (caught.value.needed, caught.value.available, caught.value.position) == (3, 2, 1)
+    assert isinstance(caught.value, PlanError)
+    with pytest.raises(TooFewBlocksError, match="prefetch slots"):
+        simulate([[0], [1]], blocks=1, prefetch_depth=1)
+
+
+def test_ties_are_broken_by_the_highest_id_and_pins_hold() -> None:
+    policy = EvictionPolicy([[0, 1, 2], [3], [1, 2]])
+    assert policy.victim(1, [0, 1, 2]) == 0  # never used again
+    assert policy.victim(1, [1, 2]) == 2
+    assert policy.victim(1, [1, 2], pinned=[2]) == 1
+    assert policy.victim(1, [1, 2], pinned=[1, 2]) is None
+    assert policy.victim(1, [7, 0, 1]) == 7  # unknown to the order
+    assert policy.next_use(2, 1) == 2
+    assert policy.next_use(0, 1) is None
+    view = policy.start()
+    for chunk in (0, 1, 2):
+        view.admit(chunk)
+    view.passed(0)
+    assert view.victim() == 0
+    assert view.victim(pinned=[0]) == 2
+    assert view.victim(pinned=[0, 1, 2]) is None
+
+
+def test_negative_arguments_are_refused() -> None:
+    with pytest.raises(InputError, match="chunk ids"):
+        simulate([[-1]], 1)
+    with pytest.raises(InputError, match="prefetch depth"):
+        simulate([[0]], 1, prefetch_depth=-1)
+
+
+def test_an_empty_order_costs_nothing() -> None:
+    assert simulate([], 0).loads == 0
+    assert simulate([[], []], 0).loads == 0
