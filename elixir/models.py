@@ -153,6 +153,9 @@ def build_config(
         config.max_position_embeddings = max_positions
     if hasattr(config, "use_cache"):
         config.use_cache = False
+    if _is_encoder_decoder(config) and getattr(config, "decoder_start_token_id", None) is None:
+        # Older config files leave it out, and without it the labels cannot be shifted into the decoder's input.
+        config.decoder_start_token_id = config.pad_token_id
     model_class = _model_class(family, config)
     own_dtype = getattr(config, "dtype", None)
     if dtype is None and own_dtype is not None:
@@ -269,15 +272,23 @@ def _model_class(family: str, config: Any) -> Any:
         if family in _CLASSES:
             return getattr(_transformers(f"models.{family}.modeling_{family}"), _CLASSES[family][1])
     auto = _transformers("models.auto.modeling_auto")
-    sequence_to_sequence = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",) if _is_encoder_decoder(config) else ()
-    # Encoders such as RoBERTa are in the causal table as well: ask for the masked form first.
-    others = ("MODEL_FOR_MASKED_LM_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING")
-    for table_name in (*sequence_to_sequence, *others):
+    tables: tuple[str, ...] = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",)
+    if not _is_encoder_decoder(config):
+        # Encoders such as RoBERTa are in the causal table as well: ask for the masked form first.
+        tables = (
+            "MODEL_FOR_MASKED_LM_MAPPING",
+            "MODEL_FOR_CAUSAL_LM_MAPPING",
+            "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+        )
+    for table_name in tables:
         table = getattr(auto, table_name)
         if type(config) in table:
             found = table[type(config)]
             return found[0] if isinstance(found, (tuple, list)) else found
-    raise InputError(f"no class of transformers trains {family!r} with a loss; give the model as module:function")
+    raise InputError(
+        f"no language model or image classifier for {family!r} in transformers: "
+        "name a class with a loss in 'architectures', or give the model as module:function"
+    )
 
 
 def _is_encoder_decoder(config: Any) -> bool:

@@ -245,10 +245,26 @@ def test_config_of_a_family_without_a_name_is_built_and_stepped(tmp_path: Path) 
     default_step(model, inp)
 
 
+def test_encoder_decoder_config_without_a_start_token_can_be_stepped(tmp_path: Path) -> None:
+    values = tiny("t5", device="meta").config.to_dict() | {"architectures": ["T5EncoderModel"]}
+    values.pop("decoder_start_token_id", None)
+    model = build(str(write_config(tmp_path, values)), device="cpu")
+    assert type(model).__name__ == "T5ForConditionalGeneration"
+    default_step(model, default_input(model, seq=8))
+
+
+def test_quantisation_of_a_config_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    values = tiny("opt", device="meta").config.to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    assert count(build(str(write_config(tmp_path, values)))) == tiny_shape("opt").parameters
+    assert "quantization_config is ignored" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "no valid JSON"),
+        ({"model_type": "whisper"}, "no language model or image classifier for 'whisper'"),
+        ({"model_type": "opt", "dtype": "float3"}, "values do not make a OPTConfig: .*float3"),
         ([], "expected an object with 'model_type'"),
         ({"hidden_size": 8}, "expected an object with 'model_type'"),
         ({"model_type": "warp-drive"}, "knows no architecture 'warp-drive'"),
