@@ -1,18 +1,51 @@
-"""`HardwareProfile`: what one machine can do. This module only holds data; `elixir.microbench` measures."""
+"""`HardwareProfile`: what one machine can do. This module holds data and reads how much memory is free.
+
+Profiles come from three places: a preset (`preset`, published numbers with their sources), a JSON file
+(`load_hardware`), or a measurement (`elixir.microbench.measure`). Nothing here measures speed or allocates memory.
+"""
 
 from __future__ import annotations
 
+import datetime
+import math
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
 
 from elixir.artifact import Artifact, digest
+from elixir.errors import InputError, InputTypeError, unknown_name
+from elixir.hardware_presets import PRESETS
+
+_POSITIVE_FIELDS = (
+    "devices_per_host",
+    "device_memory_bytes",
+    "device_memory_bytes_per_s",
+    "matmul_efficiency",
+    "host_memory_bytes_per_s",
+    "host_to_device_bytes_per_s",
+    "device_to_host_bytes_per_s",
+    "device_to_device_bytes_per_s",
+    "host_adam_numel_per_s",
+    "device_adam_numel_per_s",
+)
 
 
 @dataclass(frozen=True)
 class HardwareProfile(Artifact):
-    """One machine: its devices, its host, the links between them. Rates are what a program reaches, not slogans.
+    """One machine: its devices, its host, the links between them.
+
+    Links and Adam rates are what a program reaches. FLOP/s and memory bandwidth of a preset are published peaks, the
+    former brought down by `matmul_efficiency`; a measured profile has reached rates throughout. `sources` tells.
 
     `None` means unknown; the search then names the field it needs.
+
+    Raises:
+        InputError: a number is not positive and finite, the efficiency is not in (0, 1], the device kind is neither
+            ``cuda`` nor ``cpu``, or a dtype is none of torch's; the message names the field.
     """
 
     artifact: ClassVar[str] = "hardware_profile"
@@ -27,13 +60,13 @@ class HardwareProfile(Artifact):
     """(major, minor) of a CUDA device, else None."""
     devices_per_host: int
     device_memory_bytes: int
-    """Of one device, as its driver reports it."""
+    """Of one device, as PyTorch reports it. On a ``cpu`` machine this is the host's memory, not memory beside it."""
     device_memory_bytes_per_s: float
     """Bandwidth of the device's own memory."""
     flops_per_s: dict[str, float]
     """Dense peak by torch dtype name, such as ``bfloat16``."""
     matmul_efficiency: float
-    """Share of `flops_per_s` that large matrix products reach, 0 to 1."""
+    """Share of `flops_per_s` that large matrix products reach, above 0 and at most 1."""
     host_memory_bytes: int | None
     """Of the whole machine."""
     host_memory_bytes_per_s: float
@@ -51,8 +84,235 @@ class HardwareProfile(Artifact):
     measured_at: str | None = None
     """ISO date of the measurement; None for a preset."""
 
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise InputError("hardware field 'name' must not be empty")
+        if self.device_kind not in ("cuda", "cpu"):
+            raise InputError(f"hardware field 'device_kind' must be 'cuda' or 'cpu', found {self.device_kind!r}")
+        for name in _POSITIVE_FIELDS:
+            _check_positive(name, getattr(self, name))
+        if self.host_memory_bytes is not None:
+            _check_positive("host_memory_bytes", self.host_memory_bytes)
+        if self.matmul_efficiency > 1:
+            raise InputError(
+                f"hardware field 'matmul_efficiency' is a share above 0 and at most 1, found {self.matmul_efficiency}"
+            )
+        self._check_capability()
+        if not self.flops_per_s:
+            raise InputError("hardware field 'flops_per_s' must give a rate for at least one dtype, found none")
+        for dtype, rate in self.flops_per_s.items():
+            if not _is_dtype_name(dtype):
+                raise InputError(
+                    f"hardware field 'flops_per_s' has {dtype!r}, which is no torch dtype name such as 'bfloat16'"
+                )
+            _check_positive(f"flops_per_s.{dtype}", rate)
+        if self.measured_at is not None:
+            try:
+                datetime.date.fromisoformat(self.measured_at)
+            except (TypeError, ValueError):
+                raise InputError(
+                    f"hardware field 'measured_at' must be a date such as '2026-01-31', found {self.measured_at!r}"
+                ) from None
+
+    def _check_capability(self) -> None:
+        capability = self.compute_capability
+        if self.device_kind == "cpu" and capability is not None:
+            raise InputError(f"hardware field 'compute_capability' must be null for a cpu, found {capability}")
+        if self.device_kind == "cuda" and (
+            capability is None or len(capability) != 2 or min(capability) < 0 or capability[0] < 1
+        ):
+            raise InputError(
+                f"hardware field 'compute_capability' must be (major, minor) for a cuda device, found {capability}"
+            )
+
     @property
     def fingerprint(self) -> str:
         """Identifies the numbers, not their sources."""
         data = self.to_dict()
         return digest({key: value for key, value in data.items() if key not in ("sources", "measured_at")})
+
+    def flops_rate(self, dtype: str) -> float:
+        """FLOP/s that large matrix products in `dtype` (a torch name, such as ``bfloat16``) reach on one device.
+
+        Raises:
+            InputError: the profile has no rate for this dtype.
+        """
+        if dtype not in self.flops_per_s:
+            known = ", ".join(sorted(self.flops_per_s))
+            raise InputError(
+                f"hardware {self.name!r} has no FLOP/s for dtype {dtype!r}; it has {known}. Choose one of these, "
+                f"or add the dtype to 'flops_per_s' in a JSON profile"
+            )
+        return self.flops_per_s[dtype] * self.matmul_efficiency
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names that `preset` knows, largest devices first within each family."""
+    return tuple(PRESETS)
+
+
+def preset(name: str) -> HardwareProfile:
+    """The preset machine `name` (case does not matter), every number with its source.
+
+    Raises:
+        InputError: there is no such preset; the message suggests the nearest names.
+    """
+    if not isinstance(name, str):
+        raise InputTypeError(f"hardware is named by text such as 'h200', got {type(name).__name__}")
+    entry = PRESETS.get(name.lower())
+    if entry is None:
+        raise unknown_name("hardware", name, PRESETS)
+    values: dict[str, Any] = {key: quoted.value for key, quoted in entry.items()}
+    values["flops_per_s"] = dict(values["flops_per_s"])
+    sources = {key: quoted.source for key, quoted in entry.items() if quoted.source}
+    return HardwareProfile(name=name.lower(), sources=sources, **values)
+
+
+def load_hardware(text: str) -> HardwareProfile:
+    """A profile from what a user writes: a preset's name, or the path of a JSON profile (ending in ``.json``).
+
+    Raises:
+        InputError: an unknown name.
+        ArtifactError: the file cannot be read or is no hardware profile.
+    """
+    if isinstance(text, str) and text.lower().endswith(".json"):
+        return HardwareProfile.load(text)
+    return preset(text)
+
+
+def free_device_bytes(device: torch.device | str | int) -> int:
+    """Bytes that this process could still allocate on `device`: free ones and those its own allocator keeps cached.
+
+    For ``cpu`` this is `free_host_bytes`.
+
+    Raises:
+        InputError: no such device, or one that is neither CUDA nor CPU.
+    """
+    target = _as_device(device)
+    if target.type == "cpu":
+        return free_host_bytes()
+    if not torch.cuda.is_available():
+        raise InputError(f"cannot read free memory of {target}: PyTorch sees no CUDA device here; give a size instead")
+    index = torch.cuda.current_device() if target.index is None else target.index
+    if index >= torch.cuda.device_count():
+        raise InputError(f"no device cuda:{index}; this machine has {torch.cuda.device_count()}")
+    free_bytes, _ = torch.cuda.mem_get_info(index)
+    cached_bytes = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    return int(free_bytes + cached_bytes)
+
+
+def free_host_bytes() -> int:
+    """Bytes of host memory that this process could still use without swapping, its control groups' limits respected.
+
+    Raises:
+        InputError: the operating system does not tell; give the size instead.
+    """
+    available = _meminfo_bytes("MemAvailable")
+    if available is None:
+        available = _sysconf_bytes("SC_AVPHYS_PAGES")
+    if available is None:
+        raise InputError("this operating system does not tell its free memory; give the host memory as a size")
+    return max(0, min([available, *(limit - used for limit, used in _cgroup_memory())]))
+
+
+def total_host_bytes() -> int:
+    """Bytes of host memory of this machine, or the smallest control group limit this process runs under.
+
+    Raises:
+        InputError: the operating system does not tell.
+    """
+    total = _sysconf_bytes("SC_PHYS_PAGES")
+    if total is None:
+        raise InputError("this operating system does not tell its memory size; give the host memory as a size")
+    return min([total, *(limit for limit, _ in _cgroup_memory())])
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise InputError(f"hardware field '{name}' must be a positive finite number, found {value!r}")
+
+
+def _is_dtype_name(name: str) -> bool:
+    """True for canonical names only: an alias such as ``half`` would never be looked up."""
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    return isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"
+
+
+def _as_device(device: torch.device | str | int) -> torch.device:
+    try:
+        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InputError(f"{device!r} is no device; write 'cuda', 'cuda:0' or 'cpu'") from None
+    if target.type not in ("cuda", "cpu"):
+        raise InputError(f"free memory is known for cuda and cpu devices, not for {target.type!r}")
+    return target
+
+
+def _sysconf_bytes(pages: str) -> int | None:
+    try:
+        amount = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+    return amount if amount > 0 else None
+
+
+def _meminfo_bytes(key: str, path: Path = Path("/proc/meminfo")) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, rest = line.partition(":")
+        if name == key:
+            return int(rest.split()[0]) * 1024
+    return None
+
+
+def _cgroup_memory(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use) of every control group above this process that limits memory.
+
+    Page cache that the kernel would drop first does not count as in use. Both hierarchies are read; a container often
+    sees its own group at the root, so groups that are not there are skipped and the root is always read.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        controllers, _, group = line.partition(":")[2].partition(":")
+        if controllers == "":
+            bases, names = [root, root / "unified"], ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            bases, names = [root / "memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        for base in bases:
+            own = base / group.strip("/")
+            for folder in (own, *own.parents):
+                if not folder.is_relative_to(base):
+                    break
+                limit, used = _read_int(folder / names[0]), _read_int(folder / names[1])
+                if limit is not None and used is not None:
+                    yield limit, used - _stat_bytes(folder / "memory.stat", names[2])
+
+
+def _read_int(path: Path) -> int | None:
+    """The number in a control file; None where there is none, such as ``max`` for no limit."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _stat_bytes(path: Path, key: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        name, _, amount = line.partition(" ")
+        if name == key:
+            return int(amount)
+    return 0
