@@ -7,6 +7,7 @@ three), ``schema_version`` and the fields. Reading is strict: a missing, unknown
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -37,8 +38,11 @@ class Artifact:
         return head | _encode_fields(self)
 
     def to_json(self) -> str:
-        """JSON text; the same artifact always gives the same text."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+        """JSON text; the same artifact always gives the same text. `InputError` if a number in it is not finite."""
+        try:
+            return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+        except ValueError as error:
+            raise InputError(f"this {self.artifact} cannot be saved: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the JSON to `path`, atomically: a reader sees the old file or the whole new one."""
@@ -52,7 +56,8 @@ class Artifact:
         for key, expected in (("artifact", cls.artifact), ("schema_version", cls.schema_version)):
             if key not in data:
                 raise ArtifactError(f"{source}: field '{key}' is missing; this is no {cls.artifact} file")
-            if data[key] != expected:
+            # True == 1 and 1.0 == 1, but neither is what `save` writes.
+            if data[key] != expected or type(data[key]) is not type(expected):
                 raise ArtifactError(
                     f"{source}: field '{key}' is {data[key]!r}, this version of Elixir reads {expected!r}"
                 )
@@ -67,6 +72,8 @@ class Artifact:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise ArtifactError(f"{source}: not valid JSON, perhaps truncated: {error}") from None
+        except RecursionError:
+            raise ArtifactError(f"{source}: nested too deeply to be a {cls.artifact}") from None
         return cls.from_dict(data, source=source)
 
     @classmethod
@@ -76,7 +83,8 @@ class Artifact:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError:
+        except ValueError:
+            # UnicodeDecodeError, or a path with a zero byte in it.
             raise ArtifactError(f"{path}: not a text file, so no {cls.artifact}") from None
         return cls.from_json(text, source=str(path))
 
@@ -89,33 +97,55 @@ def digest(*parts: Any) -> str:
 
 def check_writable(path: str | os.PathLike[str]) -> Path:
     """`path`, after making sure that a file can be written there; `InputError` otherwise. Leaves no file behind."""
-    target = Path(path)
-    if target.is_dir():
-        raise InputError(f"cannot write {target}: it is a folder")
-    try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror}") from None
+    handle, name, _ = _open_beside(path)
     os.close(handle)
     os.unlink(name)
-    return target
+    return Path(path)
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> Path:
-    """Write `content` beside `path`, then rename it there."""
-    target = check_writable(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    """Write `content` beside `path`, then rename it there; `InputError` where that cannot be done.
+
+    Whatever is killed when, `path` holds the old content or the new one. A link stays a link, to a new file.
+    """
+    handle, name, target = _open_beside(path)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            # Without this a crash of the machine could leave the new name over an empty file.
+            os.fsync(file.fileno())
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)
         os.replace(name, target)
-    except BaseException:
+    except BaseException as error:
         os.unlink(name)
+        if isinstance(error, OSError):
+            raise InputError(f"cannot write {path}: {error.strerror}") from None
         raise
-    return target
+    return Path(path)
+
+
+def _open_beside(path: str | os.PathLike[str]) -> tuple[int, str, Path]:
+    """A new file in the folder of `path`: its handle, its name, and the file that `path` stands for."""
+    try:
+        target = Path(os.path.realpath(path))
+        if target.is_dir():
+            raise InputError(f"cannot write {path}: it is a folder")
+        if os.path.lexists(target) and not target.is_file():
+            # A rename would put a plain file in place of a device such as /dev/null.
+            raise InputError(f"cannot write {path}: it is no regular file")
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(target)  # the name itself may be impossible, such as too long
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:60]}.")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"cannot write {path!r}: {error}") from None
+    return handle, name, target
 
 
 def _encode(value: Any) -> Any:
@@ -166,7 +196,10 @@ def _decode(expected: Any, value: Any, path: str, source: str) -> Any:
             raise _mistyped(source, path, "an object", value)
         return {key: _decode(args[1], item, f"{path}.{key}", source) for key, item in value.items()}
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise _mistyped(source, path, "a finite number", "an integer beyond 1e308") from None
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         raise _mistyped(source, path, expected.__name__, value)
     if expected is float and not math.isfinite(value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 import torch
 
@@ -38,10 +39,11 @@ def parse_bytes(text: str | int) -> int:
         if text < 0:
             raise InputError(f"a size cannot be negative, got {text}")
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _SUFFIX_BYTES:
         raise InputError(f"{text!r} is no size; write a number and a unit, such as 128GiB, 80GB or 512MiB")
-    return int(float(match[1]) * _SUFFIX_BYTES[match[2].lower()])
+    # Not by way of float, which is exact only up to 2**53.
+    return int(Fraction(match[1]) * _SUFFIX_BYTES[match[2].lower()])
 
 
 def format_bytes(amount_bytes: float) -> str:

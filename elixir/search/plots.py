@@ -64,7 +64,7 @@ def plot_memory(trace: StepTrace, path: str | os.PathLike[str] | None = None) ->
     Raises:
         InputError: the trace has no curve, or `path` names no picture format.
     """
-    if not trace.curve:
+    if not any(sample.total for sample in trace.curve):
         raise InputError(f"the trace of {trace.model_name} holds no memory curve to draw")
     figure = new_figure(2.9)
     axes = figure.add_subplot()
@@ -202,7 +202,7 @@ def plot_activations(traces: Sequence[StepTrace], path: str | os.PathLike[str] |
     axes.grid(axis="x", which="major", color=PALE, linewidth=0.6)
     axes.set_axisbelow(True)
     handles = _activation_handles(traces)
-    legend(axes, handles, columns=2, below=0.42 / (0.9 + 0.26 * len(names)))
+    legend(axes, handles, columns=2, below=0.5 / (0.9 + 0.26 * len(names)))
     return finish(figure, path)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -172,6 +172,60 @@ def _show_number(name: str, value: float) -> str:
     if name.endswith("_s"):
         return f"{value:.3f} s"
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def trace_summary(trace: StepTrace) -> str:
+    """What a step needs, in a few lines."""
+    checkpointed = len(trace.checkpointed_modules)
+    regions = f", {checkpointed} regions checkpointed" if checkpointed else ""
+    return "\n".join(
+        (
+            f"{trace.model_name} on {trace.device}: {trace.dtype}, {trace.optimizer}{regions}",
+            f"  parameters       {trace.numel:,}",
+            f"  activation peak  {format_bytes(trace.activation_peak_bytes)}",
+            f"  backward peak    {format_bytes(trace.backward_peak_bytes)} without optimizer states, "
+            f"in {trace.peak_module or 'the model'} ({trace.peak_operator})",
+            f"  step peak        {format_bytes(trace.step_peak_bytes)} all told",
+            f"  traced           {trace.operators:,} operators, {len(trace.accesses):,} uses of parameters, "
+            f"in {trace.trace_s:.2f} s, no GPU",
+        )
+    )
+
+
+def memory_table(trace: StepTrace) -> Table:
+    """Bytes of a step by kind (rich)."""
+    rows = (
+        ("parameters", trace.param_bytes),
+        ("gradients", trace.grad_bytes),
+        ("optimizer states", trace.optimizer_bytes),
+        ("buffers", trace.buffer_bytes),
+        ("inputs", trace.input_bytes),
+        ("activations, at their peak", trace.activation_peak_bytes),
+        ("library workspace", trace.workspace_bytes),
+    )
+    return list_table("memory by kind", ("kind", "size"), [[kind, format_bytes(size)] for kind, size in rows])
+
+
+def parts_table(plan: Plan) -> Table:
+    """What fills the device and the host at their predicted peaks (rich)."""
+    rows: list[list[str]] = []
+    for memory, parts in (("device", plan.predicted.device_parts), ("host", plan.predicted.host_parts)):
+        for name, size in sorted(parts.items(), key=lambda part: (-part[1], part[0])):
+            if size:
+                rows.append([memory, name.replace("_", " "), format_bytes(size)])
+    return list_table("predicted peaks", ("memory", "held by", "size"), rows)
+
+
+def list_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Rows of text under headings, columns that hold numbers to the right (rich)."""
+    body = [list(row) for row in rows]
+    table = _table(title)
+    for index, heading in enumerate(columns):
+        numeric = bool(body) and all(row[index][:1].isdigit() or row[index] in ("-", "") for row in body)
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+    for row in body:
+        table.add_row(*row)
+    return table
 
 
 def record_table(title: str, record: Mapping[str, Any]) -> Table:

@@ -1,0 +1,66 @@
+"""``elixir profile | hardware | plan | show | compare | models``.
+
+Only argparse and the parser are imported up front, so that ``elixir --help`` answers at once; each command imports
+what it needs. Results go to standard output, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from elixir.cli.parser import build_parser, normalise
+from elixir.errors import ElixirError, StateError
+
+__all__ = ["main"]
+
+BAD_INPUT_STATUS = 2
+DEFECT_STATUS = 1
+INTERRUPTED_STATUS = 130  # 128 + SIGINT, as shells report it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status.
+
+    0: done. 2: the caller's mistake, or a plan that cannot fit, explained on standard error. 1: a defect of ours.
+    130: interrupted. With ``--debug`` an error is raised instead of explained.
+    """
+    args = build_parser().parse_args(normalise(sys.argv[1:] if argv is None else argv))
+    if args.command is None:
+        build_parser().print_help()
+        return BAD_INPUT_STATUS
+    try:
+        from elixir.cli import commands
+
+        status: int = getattr(commands, f"run_{args.command}")(args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        if args.debug:
+            raise
+        print("elixir: interrupted", file=sys.stderr)
+        return INTERRUPTED_STATUS
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. What is left in the buffer must not be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if args.debug:
+            raise
+        return _explain(args.command, error)
+
+
+def _explain(command: str, error: Exception) -> int:
+    """Say what went wrong in one line (a `PlanError` adds its levers), and give the exit status for it."""
+    message = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {error.strerror}"
+    if isinstance(error, (ElixirError, ValueError, OSError)) and not isinstance(error, StateError):
+        print(f"elixir {command}: error: {message}", file=sys.stderr)
+        return BAD_INPUT_STATUS
+    first_line = message.splitlines()[0]
+    print(
+        f"elixir {command}: internal error: {type(error).__name__}: {first_line} (--debug shows where)", file=sys.stderr
+    )
+    return DEFECT_STATUS

@@ -1,0 +1,273 @@
+"""What the commands do. Each checks everything the user gave before the work starts, then works, then prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elixir.cli import files
+from elixir.errors import InputError
+from elixir.search import report
+from elixir.units import format_bytes
+
+if TYPE_CHECKING:
+    from elixir.hardware import HardwareProfile
+    from elixir.tracer.step_trace import StepTrace
+
+_STEP_DEFAULTS = {
+    "batch": 1, "seq": None, "dtype": "bf16", "checkpoint": "none", "optimizer": "adamw", "optimizer_kernel": "default",
+}  # fmt: skip
+
+
+def run_profile(args: argparse.Namespace) -> int:
+    """Trace one training step and say what it needs."""
+    files.check_outputs(pictures=[args.plot], data=[args.out])
+    hardware = files.find_hardware(args.device)
+    trace = _trace(args, hardware)
+    written = [trace.save(args.out)] if args.out else []
+    if args.plot:
+        from elixir.search.plots import plot_memory
+
+        plot_memory(trace, args.plot)
+        written.append(Path(args.plot))
+    if args.json:
+        _print_json(report.trace_record(trace))
+        return 0
+    _print_trace(trace)
+    _print_written(written)
+    return 0
+
+
+def run_hardware(args: argparse.Namespace) -> int:
+    """List presets, show one, or measure this machine."""
+    if args.quick and not args.measure:
+        raise InputError("--quick goes with --measure")
+    if args.out and not (args.measure or args.show):
+        raise InputError("--out goes with --show NAME or --measure")
+    files.check_outputs(data=[args.out])
+    if not (args.measure or args.show):
+        return _list_hardware(as_json=args.json)
+    profile = _measure(quick=args.quick) if args.measure else files.find_hardware(args.show)
+    written = [profile.save(args.out)] if args.out else []
+    if args.json:
+        _print_json(profile.to_dict())
+        return 0
+    _print_hardware(profile)
+    _print_written(written)
+    return 0
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Trace (or read a trace), search, and say what goes where."""
+    files.check_outputs(pictures=[args.plot], data=[args.out])
+    hardware = files.find_hardware(args.hardware)
+    trace = files.trace_in(args.model)
+    if trace is None:
+        trace = _trace(args, hardware)
+    else:
+        _refuse_step_options(args)
+    from elixir.search import plan_from_trace
+
+    plan = plan_from_trace(
+        trace,
+        hardware,
+        args.world_size,
+        optimizer_type=trace.optimizer.split(" ")[0],
+        overlap=not args.no_overlap,
+        device_memory=args.device_memory,
+        host_memory=args.host_memory,
+        placement=args.placement,
+    )
+    written = [plan.save(args.out)] if args.out else []
+    if args.plot:
+        from elixir.search.plots import plot_plan
+
+        plot_plan(plan, args.plot)
+        written.append(Path(args.plot))
+    if args.json:
+        _print_json(plan.to_dict())
+        return 0
+    _print(str(plan))
+    _print_tables(report.parts_table(plan), report.homes_table(plan))
+    _print_written(written)
+    return 0
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Show any saved artifact."""
+    from elixir.hardware import HardwareProfile
+    from elixir.plan import Plan
+    from elixir.tracer.step_trace import StepTrace
+
+    artifact = files.load(args.file)
+    if args.json:
+        _print_json(report.record_of(artifact))
+    elif isinstance(artifact, StepTrace):
+        _print_trace(artifact)
+    elif isinstance(artifact, HardwareProfile):
+        _print_hardware(artifact)
+    elif isinstance(artifact, Plan):
+        _print(str(artifact))
+        _print_tables(report.parts_table(artifact), report.homes_table(artifact))
+    return 0
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Two artifacts of one kind side by side."""
+    from elixir.plan import Plan
+
+    a, b = files.load(args.a), files.load(args.b)
+    rows = report.compare(a, b)
+    moved = report.moved_parameters(a, b) if isinstance(a, Plan) and isinstance(b, Plan) else None
+    if args.json:
+        fields = {row.name: {"a": row.a, "b": row.b, "differs": row.differs} for row in rows}
+        extra = {} if moved is None else {"placed_differently": list(moved)}
+        _print_json({"a": args.a, "b": args.b, "fields": fields, **extra})
+        return 0
+    _print_tables(report.comparison_table(f"{args.a} and {args.b}", "a", "b", rows))
+    differing = sum(row.differs for row in rows)
+    _print(f"{differing} of {len(rows)} fields differ" + ("" if moved is None else _moved_line(moved)))
+    return 0
+
+
+def run_models(args: argparse.Namespace) -> int:
+    """The models known by name."""
+    from elixir.models import describe, model_names
+
+    shapes = [describe(name) for name in model_names()]
+    if args.json:
+        import dataclasses
+
+        _print_json({shape.name: dataclasses.asdict(shape) for shape in shapes})
+        return 0
+    columns = ("name", "family", "layers", "hidden", "heads", "ffn", "positions")
+    rows = [[report.show_value(key, getattr(shape, key)) for key in columns] for shape in shapes]
+    _print_tables(report.list_table("models known by name", columns, rows))
+    return 0
+
+
+def _trace(args: argparse.Namespace, hardware: HardwareProfile) -> StepTrace:
+    """One step of the model the user named, traced for `hardware`."""
+    step: dict[str, Any] = dict(_STEP_DEFAULTS)
+    step.update({key: getattr(args, key) for key in step if getattr(args, key) is not None})
+    optimizer = _optimizer(step["optimizer"])
+    from elixir.units import parse_dtype
+
+    dtype = None if step["dtype"] == "as-built" else parse_dtype(step["dtype"])
+    from elixir.models import build, default_input, default_step
+
+    model = build(args.model, dtype=dtype, checkpoint=step["checkpoint"])
+    inp = default_input(model, batch=step["batch"], seq=step["seq"])
+    from elixir.tracer import trace_step
+
+    kernel = None if step["optimizer_kernel"] == "default" else step["optimizer_kernel"]
+    return trace_step(
+        model,
+        inp,
+        default_step,
+        dtype=dtype,
+        hardware=hardware,
+        optimizer=optimizer,
+        optimizer_kernel=kernel,
+        model_name=args.model,
+    )
+
+
+def _optimizer(name: str) -> str:
+    """The class name torch uses for an optimizer named in any case."""
+    from elixir.errors import unknown_name
+
+    spelling = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
+    if name.lower() not in spelling:
+        raise unknown_name("optimizer", name, spelling)
+    return spelling[name.lower()]
+
+
+def _refuse_step_options(args: argparse.Namespace) -> None:
+    given = [f"--{key.replace('_', '-')}" for key in _STEP_DEFAULTS if getattr(args, key) is not None]
+    if given:
+        raise InputError(f"{args.model} is a trace, which has settled {', '.join(given)}; leave out, or name the model")
+
+
+def _measure(*, quick: bool) -> HardwareProfile:
+    from elixir.microbench import measure
+
+    return measure(progress=lambda text: print(text, file=sys.stderr, flush=True), quick=quick)
+
+
+def _list_hardware(*, as_json: bool) -> int:
+    from elixir.hardware import preset, preset_names
+
+    profiles = [preset(name) for name in preset_names()]
+    if as_json:
+        _print_json({profile.name: report.hardware_record(profile) for profile in profiles})
+        return 0
+    columns = ("name", "device", "memory", "bandwidth", "bf16 peak", "host link")
+    rows = [
+        [
+            profile.name,
+            profile.device_name,
+            format_bytes(profile.device_memory_bytes),
+            report.show_value("_bytes_per_s", profile.device_memory_bytes_per_s),
+            report.show_value("_flops_per_s", profile.flops_per_s.get("bfloat16")),
+            report.show_value("_bytes_per_s", profile.host_to_device_bytes_per_s),
+        ]
+        for profile in profiles
+    ]
+    _print_tables(report.list_table("hardware presets", columns, rows))
+    _print("elixir hardware --show NAME gives every number with its source; --measure fills in this machine")
+    return 0
+
+
+def _print_trace(trace: StepTrace) -> None:
+    """The memory profile of a step: totals, where the peak is, what is alive there, and what was supposed."""
+    _print(report.trace_summary(trace))
+    _print_tables(report.memory_table(trace), report.contributors_table(trace))
+    for label, names in (
+        ("unused parameters", trace.unused_parameters),
+        ("modules that never ran", trace.unused_modules),
+    ):
+        if names:
+            _print(f"{label}: {len(names)}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
+    for assumption in trace.assumptions:
+        _print(f"supposed: {assumption}")
+
+
+def _print_hardware(profile: HardwareProfile) -> None:
+    record = report.hardware_record(profile)
+    _print_tables(report.record_table(f"{profile.name}: {profile.device_name}", record))
+    if profile.sources:
+        rows = [[name, source] for name, source in profile.sources.items()]
+        _print_tables(report.list_table("sources", ("number", "source"), rows))
+
+
+def _moved_line(moved: tuple[str, ...]) -> str:
+    if not moved:
+        return "; every parameter has the same homes in both"
+    names = ", ".join(moved[:5]) + (", ..." if len(moved) > 5 else "")
+    return f"; {len(moved)} parameters are placed differently: {names}"
+
+
+def _print_written(paths: list[Path]) -> None:
+    if paths:
+        _print(f"written: {', '.join(str(path) for path in paths)}")
+
+
+def _print(text: str) -> None:
+    print(text)
+
+
+def _print_json(record: dict[str, Any]) -> None:
+    print(json.dumps(record, indent=1, allow_nan=False))
+
+
+def _print_tables(*tables: Any) -> None:
+    from rich.console import Console
+
+    # Without a terminal (a file, a pipe, a test) lines must not be cut to a width nobody sees.
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    for table in tables:
+        console.print(table)

@@ -1,0 +1,86 @@
+"""Files the command line reads and writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from elixir.artifact import Artifact, check_writable
+from elixir.errors import ArtifactError, InputError
+from elixir.hardware import HardwareProfile
+from elixir.plan import Plan
+from elixir.tracer.step_trace import StepTrace
+
+_KINDS: dict[str, type[Artifact]] = {kind.artifact: kind for kind in (StepTrace, HardwareProfile, Plan)}
+
+
+def check_outputs(*, pictures: Sequence[str | None] = (), data: Sequence[str | None] = ()) -> None:
+    """Make sure that all these can be written, before any work is done; None stands for "not asked for".
+
+    Raises:
+        InputError: a folder is missing or closed, a picture's ending is no format, or two outputs are one file.
+    """
+    from elixir.search.look import picture_format
+
+    seen: list[Path] = []
+    for picture in pictures:
+        if picture is not None:
+            picture_format(picture)
+    for path in (*pictures, *data):
+        if path is None:
+            continue
+        target = check_writable(path).resolve()
+        if target in seen:
+            raise InputError(f"{path} is named for two outputs; give each a file of its own")
+        seen.append(target)
+
+
+def load(path: str) -> Artifact:
+    """A saved artifact of whichever kind; `ArtifactError` where it cannot be read or is none of ours."""
+    data = _read_json(path)
+    kind = data.get("artifact") if isinstance(data, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ArtifactError(f"{path}: field 'artifact' must be one of {sorted(_KINDS)}, found {kind!r}")
+    return _KINDS[kind].from_dict(data, source=path)
+
+
+def trace_in(text: str) -> StepTrace | None:
+    """The trace in the file `text`; None where `text` is no file, or one of another kind (such as config.json).
+
+    Raises:
+        ArtifactError: the file is a plan or a hardware profile, or a trace that cannot be read back.
+    """
+    path = Path(text)
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    data = _read_json(text)
+    if not isinstance(data, dict) or "artifact" not in data:
+        return None
+    if data["artifact"] != StepTrace.artifact:
+        raise ArtifactError(f"{text}: expected a model or a trace, found a {data['artifact']}")
+    return StepTrace.from_dict(data, source=text)
+
+
+def find_hardware(text: str) -> HardwareProfile:
+    """A preset by name, or a profile from a file.
+
+    Raises:
+        InputError: the name is unknown; the message has the nearest names.
+        ArtifactError: the file is no hardware profile.
+    """
+    from elixir.hardware import load_hardware
+
+    return load_hardware(text)
+
+
+def _read_json(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ArtifactError(f"{path}: not a text file") from None
+    except json.JSONDecodeError as error:
+        raise ArtifactError(f"{path}: not valid JSON, perhaps truncated: {error}") from None
