@@ -85,11 +85,12 @@ class ParameterAccess:
         self._classes: list[tuple[nn.Parameter, type]] = []
         self._handles: list[RemovableHandle] = []
         self._open: list[tuple[nn.Module, Any]] = []
-        for parameter in model.parameters():
-            self._classes.append((parameter, parameter.__class__))
-            parameter.__class__ = TrackedParameter
-            parameter._listener = listener  # type: ignore[attr-defined]
         for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                if not isinstance(parameter, TrackedParameter):
+                    self._classes.append((parameter, parameter.__class__))
+                    parameter.__class__ = TrackedParameter
+                    parameter._listener = listener  # type: ignore[attr-defined]
             self._handles.append(module.register_forward_pre_hook(self._enter))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 

@@ -79,11 +79,11 @@ class Ledger:
         self._round_bytes = round_bytes
         self._live: dict[int, _StorageRef] = {}
         self.records: list[StorageRecord] = []
-        self._log: list[int] = []  # index of the record that is born, or ~index of the one that dies
+        self.log: list[int] = []  # index of the record that is born, or ~index of the one that dies
         self._starts: list[int] = []
 
     def __len__(self) -> int:
-        return len(self._log)
+        return len(self.log)
 
     @property
     def operators(self) -> int:
@@ -92,7 +92,7 @@ class Ledger:
 
     def begin_operator(self) -> None:
         """All births and deaths from here on belong to the next operator."""
-        self._starts.append(len(self._log))
+        self._starts.append(len(self.log))
 
     def find(self, tensor: torch.Tensor) -> StorageRecord | None:
         """The record of the tensor's storage, if it is followed."""
@@ -118,7 +118,7 @@ class Ledger:
 
     def touch(self, nbytes: int, module: str, operator: Any) -> None:
         """Workspace that an operator holds only while it runs."""
-        self._log.append(~self.add_bytes(nbytes, "workspace", module, operator).index)
+        self.log.append(~self.add_bytes(nbytes, "workspace", module, operator).index)
 
     def stop(self) -> None:
         """Follow nothing any more; what dies from now on stays in the log as alive."""
@@ -126,7 +126,7 @@ class Ledger:
 
     def curve(self, *, drop: Callable[[StorageRecord], bool] = lambda record: False) -> Curve:
         """Live bytes by kind after every entry of the log, leaving out the records that `drop` names."""
-        log = np.asarray(self._log, dtype=np.int64)
+        log = np.asarray(self.log, dtype=np.int64)
         births = log >= 0
         index = np.where(births, log, ~log)
         sizes = np.fromiter((0 if drop(r) else r.nbytes for r in self.records), np.int64, len(self.records))
@@ -140,7 +140,7 @@ class Ledger:
     def alive_at(self, position: int) -> list[StorageRecord]:
         """Records that are alive just after log entry `position`."""
         alive: dict[int, None] = {}
-        for entry in self._log[: position + 1]:
+        for entry in self.log[: position + 1]:
             if entry >= 0:
                 alive[entry] = None
             else:
@@ -150,11 +150,11 @@ class Ledger:
     def _born(self, nbytes: int, kind: Kind, module: str, operator: Any) -> StorageRecord:
         record = StorageRecord(len(self.records), nbytes, kind, module, operator)
         self.records.append(record)
-        self._log.append(record.index)
+        self.log.append(record.index)
         return record
 
     def _died(self, ref: _StorageRef) -> None:  # type: ignore[override]
         if self._live.get(ref.key) is ref:
             del self._live[ref.key]
-            self._log.append(~ref.record.index)
+            self.log.append(~ref.record.index)
             ref.record.shadow = None

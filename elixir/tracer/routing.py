@@ -70,6 +70,7 @@ def _attention(target: Target) -> Callable[..., torch.Tensor]:
             key_shape=tuple(key.shape),
             value_shape=tuple(value.shape),
             has_mask=attn_mask is not None,
+            mask_needs_grad=attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled(),
             dropout=dropout_p,
             is_causal=is_causal,
             enable_gqa=enable_gqa,

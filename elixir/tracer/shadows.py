@@ -144,12 +144,10 @@ class Shadows:
     def mutate(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], written: list[StorageRecord]) -> None:
         """Follow an in-place operator: apply it to the shadows, or forget those that it makes unknown."""
         followed = [record for record in written if record.shadow is not None]
-        if not followed and not all(_overwrites(func) for _ in written):
-            return
         views = [self.of(tensor) if tensor.device.type == "meta" else tensor for tensor in inputs]
         small = all(record.shadow is None or record.shadow.numel <= MAX_EAGER_SHADOW_NUMEL for record in written)
         known = all(view is not None for view in views) and torch.Tag.nondeterministic_seeded not in func.tags
-        if not followed or not known or not small:
+        if not known or not small:
             for record in followed:
                 record.shadow = None
             return
@@ -186,10 +184,6 @@ class Shadows:
 
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             return func(*tree_map(concrete, args), **tree_map(concrete, kwargs))
-
-
-def _overwrites(func: Any) -> bool:
-    return func in (aten.fill_.Scalar, aten.zero_.default, aten.copy_.default)
 
 
 def _flat_like(values: torch.Tensor, geometry: tuple[Any, Any, int]) -> torch.Tensor:

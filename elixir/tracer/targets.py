@@ -42,6 +42,7 @@ class Attention:
     key_shape: tuple[int, ...]
     value_shape: tuple[int, ...]
     has_mask: bool
+    mask_needs_grad: bool
     dropout: float
     is_causal: bool
     enable_gqa: bool
@@ -110,8 +111,8 @@ class CudaTarget(Target):
         head_dim = call.query_shape[-1]
         square = call.query_shape[-2] == call.key_shape[-2]
         half = call.dtype in _HALF
-        prefers_cudnn = self.capability in ((9, 0), (10, 0), (10, 3)) and not _flag("TORCH_CUDNN_SDPA_DEPRIORITIZED")
-        if prefers_cudnn and half and len(head_dims) == 1 and head_dim % 8 == 0 and head_dim <= _MAX_CUDNN_HEAD_DIM:
+        cudnn = self._prefers_cudnn() and half and not call.mask_needs_grad
+        if cudnn and len(head_dims) == 1 and head_dim % 8 == 0 and head_dim <= _MAX_CUDNN_HEAD_DIM:
             return "cudnn"
         flash = half and self.capability >= (8, 0) and not call.has_mask and len(head_dims) == 1
         if flash and head_dim <= _MAX_FLASH_HEAD_DIM and (square or not call.is_causal) and not self._no_wide_heads(call):
@@ -122,6 +123,10 @@ class CudaTarget(Target):
         if call.dtype is torch.bfloat16 and self.capability < (8, 0):
             known_dtype = False
         return "efficient" if aligned and known_dtype else "math"
+
+    def _prefers_cudnn(self) -> bool:
+        datacenter = self.capability in ((9, 0), (10, 0), (10, 3))
+        return datacenter and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") != "1"
 
     def _no_wide_heads(self, call: Attention) -> bool:
         """Consumer Ampere to Blackwell lack the shared memory for flash's backward with wide heads."""
@@ -154,9 +159,10 @@ class CpuTarget(Target):
     counts_host_tensors = True
 
     def attention_kernel(self, call: Attention) -> AttentionKernel:
-        """Flash where there is no dropout and heads are equally wide, else math (`sdp_utils_cpp.cpp`)."""
+        """Flash where nothing is dropped, heads are equally wide and the mask is a constant (`sdp_utils_cpp.cpp`)."""
         same_width = call.query_shape[-1] == call.key_shape[-1] == call.value_shape[-1]
-        if len(call.query_shape) == 4 and call.dropout == 0.0 and same_width and call.last_dim_contiguous:
+        plain = call.dropout == 0.0 and not call.mask_needs_grad and call.last_dim_contiguous
+        if len(call.query_shape) == 4 and plain and same_width:
             return "cpu_flash"
         return "math"
 
@@ -176,7 +182,3 @@ _CPU_TRANSIENTS: dict[Any, Any] = {}
 def target_for(hardware: HardwareProfile) -> Target:
     """The rules for a machine."""
     return CudaTarget(hardware) if hardware.device_kind == "cuda" else CpuTarget(hardware)
-
-
-def _flag(name: str) -> bool:
-    return os.environ.get(name, "0") == "1"

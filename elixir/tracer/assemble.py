@@ -1,0 +1,176 @@
+"""From what a trace observed to the `StepTrace` artifact."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from elixir.tracer.ledger import KINDS, Curve, Int64Array, Ledger, StorageRecord
+from elixir.tracer.order import UseOrder
+from elixir.tracer.step_trace import AccessEvent, Contributor, CurveSample, ParamInfo, StepTrace
+from elixir.tracer.twin import Twin
+from elixir.units import dtype_name
+
+MAX_CURVE_SAMPLES = 2048
+"""Enough for any picture; each sample keeps the highest moment of its stretch."""
+MAX_CONTRIBUTORS = 64
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What is known of a trace beside its ledger and its use order."""
+
+    twin: Twin
+    model_name: str
+    model_fingerprint: str
+    device: str
+    dtype: torch.dtype | None
+    optimizer: str
+    optimizer_temporaries: bool
+    states: list[torch.Tensor]
+    step_end: int
+    """Length of the ledger's log when `step_fn` had returned."""
+    operators: int
+    assumptions: tuple[str, ...]
+
+
+def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float) -> StepTrace:
+    """Peaks, curve, accesses and gates of a finished trace; `started` is its `time.perf_counter()`."""
+    def dropped(record: StorageRecord) -> bool:
+        return record.kind == "workspace" and record.index >= first_optimizer and not observed.optimizer_temporaries
+
+    first_optimizer = _records_before(ledger, observed.step_end)
+    curve = ledger.curve(drop=dropped)
+    end = observed.step_end
+    model_kinds = ("parameters", "gradients", "buffers", "optimizer")
+    other = curve.without(*model_kinds)[:end]
+    total = curve.total
+    peak = int(np.argmax(total[:end]))
+    state_bytes = int(curve.by_kind[KINDS.index("optimizer"), -1])
+    backward_peak = int(total[peak])
+    optimizer_peak = int(total[end:].max(initial=0))
+    twin = observed.twin
+    alive = ledger.alive_at(peak)
+    last = alive[-1] if alive else None
+    return StepTrace(
+        model_name=observed.model_name,
+        model_fingerprint=observed.model_fingerprint,
+        device=observed.device,
+        dtype="as built" if observed.dtype is None else dtype_name(observed.dtype),
+        optimizer=observed.optimizer,
+        parameters=_parameters(twin, order),
+        param_bytes=sum(parameter.nbytes for parameter in twin.names),
+        grad_bytes=sum(p.grad.nbytes for p in twin.names if p.grad is not None),
+        optimizer_bytes=sum(state.nbytes for state in observed.states),
+        buffer_bytes=sum(buffer.nbytes for buffer, _ in twin.buffers),
+        input_bytes=int(curve.by_kind[KINDS.index("inputs"), end - 1]),
+        workspace_bytes=int(curve.by_kind[KINDS.index("workspace"), end - 1]),
+        activation_peak_bytes=int(other.max(initial=0)),
+        backward_peak_bytes=backward_peak,
+        step_peak_bytes=max(backward_peak + state_bytes, optimizer_peak),
+        peak_module=last.module if last else "",
+        peak_operator=_operator_name(last.operator) if last else "",
+        peak_contributors=_contributors(alive),
+        accesses=_accesses(order, other),
+        curve=_samples(curve, order, observed, state_bytes),
+        operators=observed.operators,
+        checkpointed_modules=order.checkpointed(),
+        unused_parameters=tuple(names[0] for p, names in twin.names.items() if p.requires_grad and p.grad is None),
+        unused_modules=_unused_modules(twin, order),
+        assumptions=observed.assumptions,
+        trace_s=time.perf_counter() - started,
+    )
+
+
+def _records_before(ledger: Ledger, position: int) -> int:
+    """How many records were born before a log position."""
+    return sum(1 for entry in ledger.log[:position] if entry >= 0)
+
+
+def _parameters(twin: Twin, order: UseOrder) -> tuple[ParamInfo, ...]:
+    return tuple(
+        ParamInfo(
+            name=aliases[0],
+            aliases=tuple(aliases[1:]),
+            shape=tuple(parameter.shape),
+            dtype=dtype_name(parameter.dtype),
+            trainable=parameter.requires_grad,
+            grad_event=order.grad_use.get(index),
+        )
+        for index, (parameter, aliases) in enumerate(twin.names.items())
+    )
+
+
+def _accesses(order: UseOrder, other: Int64Array) -> tuple[AccessEvent, ...]:
+    starts = np.minimum([use.log_position for use in order.uses], len(other) - 1)
+    starts[0] = 0  # what comes before the first use belongs to it
+    # A use begins with what the one before left alive, hence one entry earlier.
+    begins = np.maximum(starts - 1, 0)
+    ends = np.append(starts[1:], len(other))
+    highest = [int(np.max(other[b : max(e, b + 1)])) for b, e in zip(begins, ends, strict=True)]
+    return tuple(
+        AccessEvent(
+            phase=use.phase,
+            parameters=tuple(use.parameters),
+            pin_until=use.pin_until,
+            module=use.module,
+            operator=use.operator,
+            flops=use.flops,
+            moved_bytes=use.moved_bytes,
+            live_bytes=live,
+        )
+        for use, live in zip(order.uses, highest, strict=True)
+    )
+
+
+def _samples(curve: Curve, order: UseOrder, observed: Observed, state_bytes: int) -> tuple[CurveSample, ...]:
+    """The curve, thinned to the highest moment of each stretch; a steady step has its states from the start."""
+    total = curve.total
+    entries = len(total)
+    bounds = np.unique(np.linspace(0, entries, min(entries, MAX_CURVE_SAMPLES) + 1).astype(np.int64))
+    bounds = np.union1d(bounds, [min(observed.step_end, entries)])
+    operators = np.searchsorted(curve.starts, np.arange(entries), side="right") - 1
+    highest = [int(begin + total[begin:end].argmax()) for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    uses = np.searchsorted([use.log_position for use in order.uses], highest, side="right") - 1
+    samples = []
+    for at, use, live in zip(highest, uses, curve.by_kind[:, highest].T.tolist(), strict=True):
+        by_kind = dict(zip(KINDS, live, strict=True)) | {"optimizer": state_bytes}
+        phase = "optimizer" if at >= observed.step_end else order.uses[max(int(use), 0)].phase
+        samples.append(CurveSample(operator=max(int(operators[at]), 0), phase=phase, **by_kind))  # type: ignore[arg-type]
+    return tuple(samples)
+
+
+def _contributors(alive: list[StorageRecord]) -> tuple[Contributor, ...]:
+    groups: dict[tuple[Any, str, str], list[int]] = defaultdict(list)
+    for record in alive:
+        groups[record.kind, record.module, _operator_name(record.operator)].append(record.nbytes)
+    found = [
+        Contributor(kind=kind, module=module, operator=operator, count=len(sizes), bytes=sum(sizes))
+        for (kind, module, operator), sizes in groups.items()
+    ]
+    found.sort(key=lambda c: (-c.bytes, c.kind, c.module, c.operator))
+    return tuple(found[:MAX_CONTRIBUTORS])
+
+
+def _unused_modules(twin: Twin, order: UseOrder) -> tuple[str, ...]:
+    """Modules with parameters of their own that neither ran nor had those parameters used by another module."""
+    index = {parameter: position for position, parameter in enumerate(twin.parameters)}
+    touched = {position for use in order.uses for position in use.parameters}
+    return tuple(
+        name
+        for module, name in twin.modules.items()
+        if name not in order.ran
+        and (own := [index[p] for p in module.parameters(recurse=False)])
+        and not any(position in touched for position in own)
+    )
+
+
+def _operator_name(operator: Any) -> str:
+    if operator is None:
+        return ""
+    return str(operator)

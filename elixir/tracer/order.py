@@ -1,0 +1,205 @@
+"""The use order: which parameters each part of the step reads, as the runtime will see it too."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.access import _detached, backward_is_running
+from elixir.tracer.step_trace import Phase
+from elixir.tracer.twin import Twin
+
+_sequence_number: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+_current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+
+@dataclass
+class Use:
+    """An access event while it is being recorded."""
+
+    phase: Phase
+    parameters: list[int]
+    module: str
+    operator: str
+    log_position: int
+    pin_until: int
+    flops: int = 0
+    moved_bytes: int = 0
+
+
+@dataclass
+class _Scope:
+    module: str
+    uses: list[int] = field(default_factory=list)
+
+
+class UseOrder:
+    """The listener of a trace: records uses, knows the running module and the phase.
+
+    Args:
+        twin: the model that is traced.
+        log_position: gives the ledger's current length.
+    """
+
+    def __init__(self, twin: Twin, log_position: Callable[[], int]) -> None:
+        self._names = twin.modules
+        self._index = {parameter: index for index, parameter in enumerate(twin.parameters)}
+        self._storages = {p.untyped_storage()._cdata: index for p, index in self._index.items()}
+        self._log_position = log_position
+        self._scopes: list[_Scope] = []
+        self._forward_depth = 0  # scopes that were open when backward began
+        self._marks: tuple[list[int], list[str]] = ([0], [""])  # sequence numbers at which the module changes
+        self._node = -1  # sequence number of the node that last asked for a weight
+        self._node_uses: list[int] = []
+        self._in_backward = False
+        self._backward_grad_mode = False
+        self.uses: list[Use] = []
+        self.ran: dict[str, None] = {}
+        self._recomputed: dict[int, list[str]] = {}  # by the node that asked for it
+        self.grad_use: dict[int, int] = {}
+        self.backward_seen = False
+
+    # --- what runs now -----------------------------------------------------------------------------------------
+
+    def phase(self) -> Phase:
+        """Forward; recompute when a module runs inside backward; else backward."""
+        running = backward_is_running()
+        if running != self._in_backward:
+            self._in_backward = running
+            if running:
+                self.backward_seen = True
+                self._forward_depth = len(self._scopes)
+                self._backward_grad_mode = torch.is_grad_enabled()
+        if not running:
+            return "forward"
+        if len(self._scopes) > self._forward_depth:
+            return "recompute"
+        # A checkpointed function that is no module: gradients are on inside, though this backward builds no graph.
+        return "recompute" if torch.is_grad_enabled() and not self._backward_grad_mode else "backward"
+
+    def module(self, phase: Phase) -> str:
+        """Qualified name of the module that runs now, or whose forward made the autograd node that runs now."""
+        if phase != "backward":
+            return self._scopes[-1].module if self._scopes else ""
+        node = _current_node()
+        if node is None:
+            return ""
+        marks, modules = self._marks
+        return modules[bisect.bisect_right(marks, node._sequence_nr()) - 1]
+
+    # --- AccessListener ----------------------------------------------------------------------------------------
+
+    def used(self, parameters: list[nn.Parameter], function: str) -> None:
+        """A function is about to read parameters."""
+        phase = self.phase()
+        indices = [self._index[parameter] for parameter in parameters if parameter in self._index]
+        position = self._record(phase, indices, self.module(phase), function)
+        if phase == "forward" and self._scopes:
+            self._scopes[-1].uses.append(position)
+        elif phase == "recompute" and len(self._scopes) > self._forward_depth:
+            self._scopes[-1].uses.append(position)
+        elif phase != "forward":
+            # No module is running inside this backward: only the end of the node bounds the use.
+            self._enter_node()
+            self._node_uses.append(position)
+
+    def entered(self, module: nn.Module) -> None:
+        """A module starts."""
+        name = self._names.get(module, type(module).__name__)
+        self.phase()  # notices that backward has begun while the scopes that were open before are still counted
+        self._scopes.append(_Scope(name))
+        self.ran[name] = None
+        if self.phase() == "recompute" and len(self._scopes) == self._forward_depth + 1:
+            self._recomputed.setdefault(_node_number(), []).append(name)
+        self._mark(name)
+
+    def left(self, module: nn.Module) -> None:
+        """A module is done: what it used may go."""
+        scope = self._scopes.pop()
+        for position in scope.uses:
+            self.uses[position].pin_until = len(self.uses) - 1
+        self._mark(self._scopes[-1].module if self._scopes else "")
+
+    def pack(self, tensor: torch.Tensor) -> Any | None:
+        """Claims weights and views of them."""
+        index = self._storages.get(tensor.untyped_storage()._cdata)
+        return None if index is None else (index, _detached(tensor))
+
+    def unpack(self, handle: Any) -> torch.Tensor:
+        """The running node reads a weight; its uses stay until another node asks."""
+        index, tensor = handle
+        self._enter_node()
+        last = self.uses[-1]
+        if self._node_uses and self._node_uses[-1] == len(self.uses) - 1 and last.phase == "backward":
+            if index not in last.parameters:
+                last.parameters.append(index)
+        else:
+            node = _current_node()
+            name = "" if node is None else node.name()
+            self._node_uses.append(self._record("backward", [index], self.module("backward"), name))
+        result: torch.Tensor = tensor
+        return result
+
+    # --- costs and gradients -----------------------------------------------------------------------------------
+
+    def cost(self, flops: int, moved_bytes: int) -> None:
+        """An operator ran since the last use."""
+        if self.uses:
+            last = self.uses[-1]
+            last.flops += flops
+            last.moved_bytes += moved_bytes
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        """Autograd has accumulated (so far) the gradient of a parameter."""
+        self.grad_use[self._index[parameter]] = len(self.uses) - 1
+
+    def finish(self) -> None:
+        """The step is over: close what is open."""
+        for position in self._node_uses:
+            self.uses[position].pin_until = max(position, self.uses[position].pin_until)
+        self._node_uses = []
+
+    def checkpointed(self) -> tuple[str, ...]:
+        """The modules that enclose each region that ran again in backward, in forward order."""
+        regions = dict.fromkeys(_common_prefix(names) for names in self._recomputed.values())
+        forward = {name: position for position, name in enumerate(self.ran)}
+        return tuple(sorted(regions, key=lambda name: forward.get(name, len(forward))))
+
+    def _enter_node(self) -> None:
+        """Let go of what the autograd node before the one now running used."""
+        sequence = _node_number()
+        if sequence != self._node:
+            for position in self._node_uses:
+                self.uses[position].pin_until = max(position, len(self.uses) - 1)
+            self._node, self._node_uses = sequence, []
+
+    def _record(self, phase: Phase, parameters: list[int], module: str, operator: str) -> int:
+        position = len(self.uses)
+        self.uses.append(Use(phase, parameters, module, operator, self._log_position(), pin_until=position))
+        return position
+
+    def _mark(self, module: str) -> None:
+        marks, modules = self._marks
+        marks.append(_sequence_number())
+        modules.append(module)
+
+
+def _node_number() -> int:
+    node = _current_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
+def _common_prefix(names: list[str]) -> str:
+    """The innermost module that holds all of `names`: ``a.b`` for ``a.b.c`` and ``a.b.d``."""
+    parts = [name.split(".") for name in names]
+    shared = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared)

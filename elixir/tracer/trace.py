@@ -1,0 +1,241 @@
+"""`trace_step`: run one training step on meta tensors and write down what it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.access import ParameterAccess
+from elixir.errors import ElixirError, InputError, InputTypeError, TraceError
+from elixir.fingerprint import fingerprint
+from elixir.hardware import HardwareProfile
+from elixir.tracer import optimizer as optimizers
+from elixir.tracer.assemble import Observed, assemble
+from elixir.tracer.experts import BalancedRouting, Routing
+from elixir.tracer.ledger import Ledger
+from elixir.tracer.order import UseOrder
+from elixir.tracer.recorder import Recorder
+from elixir.tracer.routing import routed
+from elixir.tracer.shadows import Shadows, user_location
+from elixir.tracer.step_trace import StepTrace
+from elixir.tracer.targets import OptimizerKernel, target_for
+from elixir.tracer.twin import Twin, meta_input, meta_twin
+
+StepFn = Callable[[nn.Module, dict[Any, Any]], Any]
+
+
+def trace_step(
+    model: nn.Module,
+    inp: dict[Any, Any],
+    step_fn: StepFn,
+    *,
+    dtype: torch.dtype | None = None,
+    hardware: HardwareProfile,
+    optimizer: str | None = "AdamW",
+    optimizer_kernel: OptimizerKernel | None = None,
+    model_name: str | None = None,
+    routing: Routing | None = None,
+    cache: bool = True,
+) -> StepTrace:
+    """Trace one training step of `model` as `hardware` would run it. Needs no GPU and allocates no weights.
+
+    The model is copied to the meta device first, so it is neither changed nor moved, and may be of any size.
+
+    Args:
+        model: any `nn.Module`, real or on meta.
+        inp: what `step_fn` gets beside the model. Integer and bool tensors keep their values for control flow.
+        step_fn: ``step_fn(model, inp)`` runs forward, loss and backward.
+        dtype: cast floating parameters and inputs to this; None leaves them.
+        hardware: whose kernels and allocator to assume.
+        optimizer: name of a class in `torch.optim`, or None for a step without one.
+        optimizer_kernel: None for what `torch.optim` would choose on that device.
+        model_name: how the trace calls the model; its class by default.
+        routing: which experts tokens go to where that follows from weights; balanced by default.
+        cache: remember shape propagation; the result is the same without, only later.
+
+    Raises:
+        InputError, InputTypeError: an argument makes no sense, or the model has nothing to train.
+        TraceError: the step raised, never called backward, or decided by a value that a trace does not have.
+    """
+    if not callable(step_fn):
+        raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
+    with _garbage_collection_paused():
+        return _trace(
+            model, inp, step_fn, dtype, hardware, optimizer, optimizer_kernel, model_name, routing, cache
+        )
+
+
+def _trace(
+    model: nn.Module,
+    inp: dict[Any, Any],
+    step_fn: StepFn,
+    dtype: torch.dtype | None,
+    hardware: HardwareProfile,
+    optimizer: str | None,
+    optimizer_kernel: OptimizerKernel | None,
+    model_name: str | None,
+    routing: Routing | None,
+    cache: bool,
+) -> StepTrace:
+    started = time.perf_counter()
+    target = target_for(hardware)
+    twin = meta_twin(model, dtype)
+    batch, inputs = meta_input(inp, dtype)
+    parameters = twin.parameters
+    ledger = Ledger(target.round_bytes)
+    shadows = Shadows(ledger)
+    for parameter in parameters:
+        ledger.add(parameter, "parameters", "", None)
+    for kind, pairs in (("buffers", twin.buffers), ("inputs", inputs)):
+        for tensor, real in pairs:
+            ledger.add(tensor, kind, "", None)  # type: ignore[arg-type]
+            if not real.is_meta and (kind == "buffers" or not real.is_floating_point()):
+                shadows.attach(tensor, real)
+    order = UseOrder(twin, lambda: len(ledger))
+    routing = routing if routing is not None else BalancedRouting()
+    recorder = Recorder(target, ledger, order, shadows, routing, cache)
+    with routed(target):
+        _run_step(twin, batch, step_fn, recorder, order, ledger)
+        order.finish()
+        step_end, operators = len(ledger), ledger.operators
+        kernel, states = _run_optimizer(optimizer, optimizer_kernel, parameters, recorder, ledger, target)
+    ledger.stop()
+    trace = assemble(
+        Observed(
+            twin=twin,
+            model_name=model_name or type(model).__name__,
+            model_fingerprint=fingerprint(model),
+            device=hardware.name,
+            dtype=dtype,
+            optimizer="none" if optimizer is None else f"{optimizers.optimizer_class(optimizer).__name__} ({kernel})",
+            optimizer_temporaries=kernel != "fused",
+            states=states,
+            step_end=step_end,
+            operators=operators,
+            assumptions=(routing.assumption,) if routing.assumption else (),
+        ),
+        ledger,
+        order,
+        started,
+    )
+    for parameter in parameters:
+        parameter.grad = None  # the twin may be the caller's own meta model
+    return trace
+
+
+def _run_step(
+    twin: Twin, inp: dict[Any, Any], step_fn: StepFn, recorder: Recorder, order: UseOrder, ledger: Ledger
+) -> None:
+    access = ParameterAccess(twin.model, order)
+    handles = [
+        parameter.register_post_accumulate_grad_hook(order.gradient_ready)
+        for parameter in twin.parameters
+        if parameter.requires_grad
+    ]
+    try:
+        with recorder, _printable_unknowns():
+            step_fn(twin.model, inp)
+    except ElixirError:
+        raise
+    except Exception as error:
+        raise _explained(error) from error
+    finally:
+        access.remove()
+        for handle in handles:
+            handle.remove()
+    if not order.uses:
+        raise TraceError("step_fn used no parameter of the model it was given; it must run the model it gets")
+    if not order.backward_seen:
+        raise TraceError("step_fn never called backward, so there is no training step; call loss.backward() in it")
+    for parameter in twin.parameters:
+        if parameter.grad is not None:
+            record = ledger.find(parameter.grad)
+            if record is not None:
+                record.kind = "gradients"
+
+
+def _run_optimizer(
+    name: str | None,
+    kernel: OptimizerKernel | None,
+    parameters: list[nn.Parameter],
+    recorder: Recorder,
+    ledger: Ledger,
+    target: Any,
+) -> tuple[OptimizerKernel | None, list[torch.Tensor]]:
+    if name is None:
+        return None, []
+    chosen = optimizers.choose_kernel(name, kernel, target)
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    recorder.new_kind = "workspace"
+    with recorder:
+        optimizer = optimizers.build(name, trainable, chosen)
+        optimizer.step()
+    states = optimizers.state_tensors(optimizer)
+    for state in states:
+        record = ledger.find(state)
+        if record is not None:
+            record.kind = "optimizer"
+    if chosen == "fused":
+        # Fused kernels keep their step counters on the device; the stand-in kept them on the host.
+        for state in states:
+            if not state.is_meta:
+                ledger.add_bytes(state.nbytes, "optimizer", "", "step")
+    return chosen, [state for state in states if state.is_meta or chosen == "fused" or target.counts_host_tensors]
+
+
+def _explained(error: Exception) -> TraceError:
+    text = str(error).split("\n")[0]
+    frame = error.__traceback__
+    location = user_location()
+    while frame is not None:
+        filename = frame.tb_frame.f_code.co_filename
+        if "/torch/" not in filename and "/elixir/" not in filename:
+            location = f"{filename}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    hint = ""
+    if "not compiled with CUDA" in text or "No CUDA GPUs" in text:
+        hint = "; take the device from a tensor or parameter (x.device) instead of naming cuda"
+    elif isinstance(error, NotImplementedError):
+        hint = "; the operator has no meta kernel, register one with torch.library.register_fake"
+    return TraceError(f"{location}: step_fn raised {type(error).__name__}: {text}{hint}")
+
+
+@contextlib.contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Collections in the middle of a step cost as much as the step, and would free cycles at random moments."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _printable_unknowns() -> Iterator[None]:
+    """Let a log line format a number that nobody knows: ``f"{loss.item():.3f}"``."""
+    def as_text(self: Any, spec: str) -> str:
+        return str(self)
+
+    patched = [cls for cls in (torch.SymFloat, torch.SymInt) if "__format__" not in vars(cls)]
+    original = torch.Tensor.__format__
+
+    def tensor_format(self: torch.Tensor, spec: str) -> str:
+        return "unknown" if self.is_meta and self.dim() == 0 else original(self, spec)
+
+    for cls in patched:
+        cls.__format__ = as_text  # type: ignore[method-assign]
+    torch.Tensor.__format__ = tensor_format  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.__format__ = original  # type: ignore[method-assign]
+        for cls in patched:
+            del cls.__format__
