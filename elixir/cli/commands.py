@@ -177,13 +177,19 @@ def _trace(args: argparse.Namespace, hardware: HardwareProfile) -> StepTrace:
 
 
 def _optimizer(name: str) -> str:
-    """The class name torch uses for an optimizer named in any case."""
+    """The class of `torch.optim` that is named, in any case."""
+    import torch
+
     from elixir.errors import unknown_name
 
-    spelling = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
-    if name.lower() not in spelling:
-        raise unknown_name("optimizer", name, spelling)
-    return spelling[name.lower()]
+    classes = {
+        found.lower(): found
+        for found, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    if name.lower() not in classes:
+        raise unknown_name("optimizer", name, classes)
+    return classes[name.lower()]
 
 
 def _refuse_step_options(args: argparse.Namespace) -> None:
@@ -267,7 +273,10 @@ def _print_json(record: dict[str, Any]) -> None:
 def _print_tables(*tables: Any) -> None:
     from rich.console import Console
 
-    # Without a terminal (a file, a pipe, a test) lines must not be cut to a width nobody sees.
+    # Without a terminal (a file, a pipe, a test) lines must not be cut to a width nobody sees. Captured, because rich
+    # pads lines with spaces and turns a reader that stops early (head) into a failure.
     console = Console() if sys.stdout.isatty() else Console(width=160)
     for table in tables:
-        console.print(table)
+        with console.capture() as capture:
+            console.print(table)
+        _print("\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()) + "\n")

@@ -51,8 +51,8 @@ _STACK = (
 )
 """What is drawn on what, from the bottom: label, colour, fields of `CurveSample`. What stays longest lies lowest."""
 
-_OPTIMIZER_SHARE = 0.08
-"""Least share of the picture's width for the optimizer phase: fused, it is a handful of operators."""
+_OPTIMIZER_SHARE = 0.12
+"""Share of the picture's width for the optimizer phase, whose operators have no common measure with the others."""
 
 
 # --------------------------------------------------------------------------------------------------- memory of a step
@@ -93,16 +93,18 @@ def plot_memory(trace: StepTrace, path: str | os.PathLike[str] | None = None) ->
 
 
 def _positions(curve: Sequence[CurveSample]) -> list[float]:
-    """Where each sample lies: by operator, the optimizer phase stretched until it can be seen."""
+    """Where each sample lies: by operator; the optimizer phase in its share of the width, sample by sample.
+
+    One fused optimizer operator may be the whole phase, and one foreach operator the whole way up and down again.
+    """
     xs = [float(sample.operator) for sample in curve]
     first = next((i for i, sample in enumerate(curve) if sample.phase == "optimizer"), None)
     if first is None or first == 0:
         return xs
-    start, width = xs[first - 1], xs[-1] - xs[first - 1]
-    least = (start - xs[0]) * _OPTIMIZER_SHARE
-    if width <= 0 or width >= least:
-        return xs
-    return xs[:first] + [start + (x - start) / width * least for x in xs[first:]]
+    start = xs[first - 1]
+    width = max(start - xs[0], 1.0) * _OPTIMIZER_SHARE / (1 - _OPTIMIZER_SHARE)
+    count = len(curve) - first
+    return xs[:first] + [start + width * (i + 1) / count for i in range(count)]
 
 
 def _draw_phases(axes: Axes, curve: Sequence[CurveSample], xs: Sequence[float]) -> None:
@@ -136,23 +138,34 @@ def _draw_phases(axes: Axes, curve: Sequence[CurveSample], xs: Sequence[float]) 
 
 
 def _draw_peak(axes: Axes, trace: StepTrace, xs: Sequence[float], peak: int) -> None:
+    """A mark at the highest total with its size, module and operator; beside one in the optimizer, the one before it."""
     sample = trace.curve[peak]
-    x, y = xs[peak], sample.total / GIB
-    if sample.phase == "optimizer":
-        lines = [f"peak {gib(y)} GiB in the optimizer step"]
-    else:
+    running = [shorten(trace.peak_module or "outside any module", 44), shorten(trace.peak_operator, 44)]
+    lines = [f"peak {gib(sample.total / GIB)} GiB in {sample.phase}", *running]
+    ran = [index for index, other in enumerate(trace.curve) if other.phase != "optimizer"]
+    if sample.phase == "optimizer" and ran:
+        # The model's own peak is what a change of the model can lower, so it is named as well.
+        before = max(ran, key=lambda index: trace.curve[index].total)
+        earlier = trace.curve[before]
+        _mark_peak(axes, xs[before], earlier, face="white")
         lines = [
-            f"peak {gib(y)} GiB in {sample.phase}",
-            shorten(trace.peak_module or "model", 44),
-            shorten(trace.peak_operator, 44),
+            f"peak {gib(sample.total / GIB)} GiB in the optimizer step",
+            f"before it {gib(earlier.total / GIB)} GiB in {earlier.phase}: {running[0]}",
+            running[1],
         ]
-    axes.plot([x], [y], marker="v", markersize=4.5, color=DARK, zorder=6, clip_on=False)
+    _mark_peak(axes, xs[peak], sample, face=DARK)
     # Towards the middle of the picture, so that the longest names stay inside it.
-    early = x - xs[0] < 0.47 * (xs[-1] - xs[0])
+    early = xs[peak] - xs[0] < 0.47 * (xs[-1] - xs[0])
     axes.annotate(
-        "\n".join(lines), (x, y), xytext=(-4 if early else 4, 5), textcoords="offset points",
+        "\n".join(lines), (xs[peak], sample.total / GIB), xytext=(-4 if early else 4, 6), textcoords="offset points",
         ha="left" if early else "right", va="bottom", fontsize=SMALL_PT, color=DARK, linespacing=1.15, zorder=6,
+        bbox={"facecolor": "white", "alpha": 0.85, "pad": 0.6, "linewidth": 0},
     )  # fmt: skip
+
+
+def _mark_peak(axes: Axes, x: float, sample: CurveSample, *, face: str) -> None:
+    style = {"marker": "v", "markersize": 4.5, "color": DARK, "markerfacecolor": face, "zorder": 7, "clip_on": False}
+    axes.plot([x], [sample.total / GIB], **style)
 
 
 def _runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:

@@ -258,21 +258,29 @@ def comparison_table(title: str, a: str, b: str, rows: tuple[Row, ...]) -> Table
     return table
 
 
-def contributors_table(trace: StepTrace, limit: int = 8) -> Table:
-    """What is alive at the peak of forward and backward, the `limit` largest origins (rich)."""
-    table = _table("alive at the peak of forward and backward")
-    for heading in ("kind", "module", "operator"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("tensors", justify="right")
-    table.add_column("size", justify="right", no_wrap=True)
-    for origin in trace.peak_contributors[:limit]:
-        table.add_row(origin.kind, origin.module, origin.operator, f"{origin.count:,}", format_bytes(origin.bytes))
-    rest = trace.peak_contributors[limit:]
-    if rest:
-        count = sum(origin.count for origin in rest)
-        size = format_bytes(sum(origin.bytes for origin in rest))
-        table.add_row("others", f"{len(rest)} origins", "", f"{count:,}", size)
-    return table
+def contributors_table(trace: StepTrace, limit: int = 10) -> Table:
+    """What is alive at the peak of forward and backward, the `limit` largest origins (rich).
+
+    Repeated layers share a line: ``layers.*.fc1`` stands for that module in every layer.
+    """
+    groups: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for origin in trace.peak_contributors:
+        key = (origin.kind, _pattern(origin.module), origin.operator)
+        count, size = groups.get(key, (0, 0))
+        groups[key] = (count + origin.count, size + origin.bytes)
+    ranked = sorted(groups.items(), key=lambda group: (-group[1][1], group[0]))
+    rows = [[*key, f"{count:,}", format_bytes(size)] for key, (count, size) in ranked[:limit]]
+    if ranked[limit:]:
+        count = sum(group[1][0] for group in ranked[limit:])
+        size = sum(group[1][1] for group in ranked[limit:])
+        rows.append(["others", f"{len(ranked) - limit} origins", "", f"{count:,}", format_bytes(size)])
+    title = "alive at the peak of forward and backward"
+    return list_table(title, ("kind", "module", "operator", "tensors", "size"), rows)
+
+
+def _pattern(module: str) -> str:
+    """``model.layers.31.fc1`` -> ``model.layers.*.fc1``."""
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 
 def homes_table(plan: Plan) -> Table:
