@@ -147,7 +147,7 @@ class HardwareProfile(Artifact):
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names that `preset` knows, largest devices first within each family."""
+    """Names that `preset` knows: data centre, desktop, small and shared devices, then ``cpu``."""
     return tuple(PRESETS)
 
 
@@ -183,7 +183,7 @@ def load_hardware(text: str) -> HardwareProfile:
 def free_device_bytes(device: torch.device | str | int) -> int:
     """Bytes that this process could still allocate on `device`: free ones and those its own allocator keeps cached.
 
-    For ``cpu`` this is `free_host_bytes`.
+    For ``cpu`` this is `free_host_bytes`. On CUDA it creates this process's context, as the first use of a device does.
 
     Raises:
         InputError: no such device, or one that is neither CUDA nor CPU.
