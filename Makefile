@@ -39,18 +39,19 @@ test-all: lint
 # no longer puts it into a new environment.
 $(VENV)/.requirements: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
-	  echo 'Elixir needs Python 3.10 or newer, but "$(PYTHON)" is' \
-	    "$$($(PYTHON) --version 2>&1 || true). Say make PYTHON=python3.11 (or another) $(MAKECMDGOALS)" >&2; exit 1; }
+	  found=$$($(PYTHON) --version 2>/dev/null) || found='missing or broken'; \
+	  echo "Elixir needs Python 3.10 or newer, but '$(PYTHON)' is $$found. Try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; \
+	  exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo 'cannot create $(VENV): is the venv module of $(PYTHON) installed?' >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet 'setuptools>=68' wheel -r requirements.txt
+	$(BIN)/python -m pip install -qq 'setuptools>=68' wheel -r requirements.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements pyproject.toml setup.py
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[hf]'
+	$(BIN)/python -m pip install -qq --no-build-isolation -e '.[hf]'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[test]'
+	$(BIN)/python -m pip install -qq --no-build-isolation -e '.[test]'
 	@touch $@
 
 clean:

@@ -37,7 +37,7 @@ def table_of(traces: list[StepTrace], title: str) -> Table:
     """One line per trace; sizes in GiB."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("model")
-    table.add_column("checkpoints")
+    table.add_column("ckpt")
     for heading in ("parameters", "activations", "backward", "step", "traced in"):
         table.add_column(heading, justify="right")
     for trace in traces:

@@ -164,7 +164,14 @@ def _draw_peak(axes: Axes, trace: StepTrace, xs: Sequence[float], peak: int) -> 
 
 
 def _mark_peak(axes: Axes, x: float, sample: CurveSample, *, face: str) -> None:
-    style = {"marker": "v", "markersize": 4.5, "color": DARK, "markerfacecolor": face, "zorder": 7, "clip_on": False}
+    style: dict[str, Any] = {
+        "marker": "v",
+        "markersize": 4.5,
+        "color": DARK,
+        "markerfacecolor": face,
+        "zorder": 7,
+        "clip_on": False,
+    }
     axes.plot([x], [sample.total / GIB], **style)
 
 
