@@ -1,0 +1,76 @@
+"""One complete proposal: a packing, homes, blocks, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elixir.schedule import ScheduleResult
+from elixir.search.cost import CostModel, Traffic, traffic
+from elixir.search.homes import PlacementBuilder
+from elixir.search.memory import MemoryModel, MemoryNeed, Placement
+from elixir.search.workload import Workload
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A proposal with its consequences."""
+
+    work: Workload
+    placement: Placement
+    schedule: ScheduleResult
+    need: MemoryNeed
+    moved: Traffic
+    seconds: Mapping[str, float]
+    overlap: bool
+
+    @property
+    def rank(self) -> tuple[float, int, int, int, int, int, int]:
+        """Sorts candidates: fastest first, then fewest bytes moved, then least memory, then fewest chunks.
+
+        Seconds are compared to a nanosecond, so that the last bits of a sum decide nothing.
+        """
+        return (
+            round(self.seconds["total"], 9),
+            self.moved.link_bytes,
+            self.moved.network_bytes,
+            self.need.device_bytes,
+            self.need.host_bytes,
+            -self.work.packing.capacity_bytes,
+            self.schedule.blocks,
+        )
+
+
+def settle(
+    model: MemoryModel, builder: PlacementBuilder, prefetch_depth: int, budget_bytes: int, cost: CostModel
+) -> Candidate | None:
+    """What a builder has placed, with as many blocks as fit now; None where the smallest legal number does not."""
+    most = builder.most_blocks(budget_bytes)
+    placement = _gathered_for_good(model, builder.placement(), most)
+    schedule = model.work.schedule(placement.residents, prefetch_depth)
+    # Where everything is resident nothing is streamed, and no block is needed.
+    blocks = min(most, builder.streamed) if schedule.min_blocks else 0
+    if most < 0 or blocks < schedule.min_blocks:
+        return None
+    return weigh(model, placement, blocks, prefetch_depth, cost)
+
+
+def weigh(model: MemoryModel, placement: Placement, blocks: int, prefetch_depth: int, cost: CostModel) -> Candidate:
+    """The candidate with exactly this placement and block count, which must be legal."""
+    work, setting = model.work, model.setting
+    result = work.schedule(placement.residents, prefetch_depth).simulate(blocks)
+    moved = traffic(work, setting, placement, result)
+    overlap = setting.overlap and (prefetch_depth > 0 or blocks == 0)
+    seconds = cost.estimate(work, placement, result, moved, overlap=overlap)
+    return Candidate(work, placement, result, model.need(placement, blocks), moved, seconds, overlap)
+
+
+def _gathered_for_good(model: MemoryModel, placement: Placement, blocks: int) -> Placement:
+    """Several ranks: with a block for every streamed chunk and all shards on the device, all chunks are resident.
+
+    Exact chunk sizes take the place of whole blocks, and the shard is part of the gathered chunk, so this needs less.
+    """
+    streamed = placement.resident.count(False)
+    if model.setting.world_size == 1 or not streamed or blocks < streamed or not all(placement.weight_on_device):
+        return placement
+    return Placement((True,) * len(placement.resident), placement.weight_on_device, placement.state_on_device)

@@ -1,0 +1,186 @@
+"""What a placement needs of device and host memory. `docs/search.md` has a formula for every line here.
+
+All device bytes are per rank, over the slots of `StepFacts`; host bytes are of all ranks of one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elixir.search.packing import Ints
+from elixir.search.states import FP32_BYTES, MASTER_BYTES
+from elixir.search.workload import Workload
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Homes of all chunks of a packing, as flags by chunk id."""
+
+    resident: tuple[bool, ...]
+    """Gathered on the device for the whole step."""
+    weight_on_device: tuple[bool, ...]
+    state_on_device: tuple[bool, ...]
+    """For a frozen chunk the same as its weights."""
+
+    @property
+    def residents(self) -> frozenset[int]:
+        """Ids of the resident chunks."""
+        return frozenset(index for index, flag in enumerate(self.resident) if flag)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays the same for all candidates of one search."""
+
+    world_size: int
+    ranks_per_host: int
+    """Ranks that share one machine."""
+    state_bytes: int
+    """Optimizer states per element, master weight not included."""
+    overlap: bool
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Peaks of one candidate and what they are made of; the parts sum to the peak."""
+
+    device_parts: dict[str, int]
+    host_parts: dict[str, int]
+    grad_blocks: int
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak on one device."""
+        return sum(self.device_parts.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Need of one machine."""
+        return sum(self.host_parts.values())
+
+
+class MemoryModel:
+    """Memory of candidates of one workload."""
+
+    def __init__(self, work: Workload, setting: Setting) -> None:
+        self.work = work
+        self.setting = setting
+        facts = work.facts
+        self.base: Ints = facts.live_bytes + facts.trace.buffer_bytes
+        self.transient: Ints = np.zeros(facts.slots, dtype=np.int64)
+        # The step begins when the last gradient has been taken over.
+        self.transient[facts.first_backward_slot : -1] = facts.largest_grad_bytes
+
+    def shard_bytes(self, chunk: int) -> int:
+        """One rank's part of the weights."""
+        return self.work.chunks[chunk].bytes // self.setting.world_size
+
+    def shard_numel(self, chunk: int) -> int:
+        """One rank's part of the elements."""
+        return self.work.chunks[chunk].numel // self.setting.world_size
+
+    def state_shard_bytes(self, chunk: int, *, master: bool) -> int:
+        """One rank's part of moments and, where kept, master weights."""
+        per_numel = self.setting.state_bytes + (MASTER_BYTES if master else 0)
+        return self.shard_numel(chunk) * per_numel if self.work.chunks[chunk].trainable else 0
+
+    def weight_bytes(self, chunk: int, *, resident: bool) -> int:
+        """Device bytes of weights that live there: the whole chunk where it stays gathered, else the shard."""
+        return self.work.chunks[chunk].bytes if resident else self.shard_bytes(chunk)
+
+    def grad_curve(self, chunk: int) -> Ints:
+        """Device bytes over the slots of gradients that wait there for a step on the device."""
+        if self.setting.world_size == 1:
+            arrived: Ints = self.work.arrived_grad_bytes[chunk]
+            return arrived
+        reduced = np.zeros(self.work.facts.slots, dtype=np.int64)
+        slots = self.work.chunks[chunk].grad_slots
+        if slots is not None:
+            reduced[slots[1] :] = self.work.chunks[chunk].grad_bytes // self.setting.world_size
+        return reduced
+
+    def step_temporary_bytes(self, chunk: int) -> int:
+        """The fp32 copy of one gradient shard that a fused step over an fp32 master reads."""
+        facts = self.work.chunks[chunk]
+        return self.shard_numel(chunk) * FP32_BYTES if facts.trainable and facts.low_precision else 0
+
+    def gathers_gradients(self, chunk: int, state_on_device: bool) -> bool:
+        """Whether gradients are put together in a block: to leave for the host, or to be reduced over ranks."""
+        return self.work.chunks[chunk].grad_slots is not None and (self.setting.world_size > 1 or not state_on_device)
+
+    def open_grads(self, gathering: Sequence[int]) -> Ints:
+        """How many gradient blocks are being filled in each slot."""
+        change = np.zeros(self.work.facts.slots + 1, dtype=np.int64)
+        for chunk in gathering:
+            slots = self.work.chunks[chunk].grad_slots
+            if slots is not None:
+                change[slots[0]] += 1
+                change[slots[1] + 1] -= 1
+        opened: Ints = np.cumsum(change[:-1])
+        return opened
+
+    def grad_block_count(self, gathering: Sequence[int]) -> int:
+        """Blocks with which backward never waits for one: those open at once, and one that leaves beside them."""
+        blocks = [chunk for chunk in gathering if not self.work.chunks[chunk].outsized]
+        if not blocks:
+            return 0
+        return min(int(self.open_grads(blocks).max()) + self.setting.overlap, len(blocks))
+
+    def outsized_grad_bytes(self, gathering: Sequence[int]) -> int:
+        """An outsized gradient is one tensor and needs no block, but a second may arrive while it leaves."""
+        outsized = [self.work.chunks[chunk].bytes for chunk in gathering if self.work.chunks[chunk].outsized]
+        return max(outsized, default=0) if self.setting.overlap or self.setting.world_size > 1 else 0
+
+    def need(self, placement: Placement, blocks: int) -> MemoryNeed:
+        """Peaks of a placement with `blocks` rCache blocks."""
+        work, chunks = self.work, range(len(self.work.chunks))
+        gathering = [c for c in chunks if self.gathers_gradients(c, placement.state_on_device[c])]
+        grad_blocks = self.grad_block_count(gathering)
+        on_device = [c for c in chunks if placement.state_on_device[c] and work.chunks[c].trainable]
+        resident = sum(work.chunks[c].bytes for c in chunks if placement.resident[c])
+        shards = sum(self.shard_bytes(c) for c in chunks if placement.weight_on_device[c] and not placement.resident[c])
+        masters = sum(self.state_shard_bytes(c, master=work.chunks[c].low_precision) for c in on_device)
+        gradients = np.zeros(work.facts.slots, dtype=np.int64)
+        for chunk in on_device:
+            gradients += self.grad_curve(chunk)
+        temporaries = np.zeros(work.facts.slots, dtype=np.int64)
+        temporaries[-1] = max((self.step_temporary_bytes(c) for c in on_device), default=0)
+        transient = self.transient if gathering else np.zeros_like(self.transient)
+        slot = int(np.argmax(self.base + gradients + temporaries + transient))
+        device_parts = {
+            "activations": int(work.facts.live_bytes[slot]),
+            "buffers": work.facts.trace.buffer_bytes,
+            "rcache": blocks * work.packing.block_bytes,
+            "resident_weights": resident,
+            "weight_shards": shards,
+            "optimizer_states": masters,
+            "gradients": int(gradients[slot]),
+            "gradient_blocks": grad_blocks * work.packing.block_bytes + self.outsized_grad_bytes(gathering),
+            "gradient_in_flight": int(transient[slot]),
+            "optimizer_temporaries": int(temporaries[slot]),
+        }
+        return MemoryNeed(device_parts, self._host_parts(placement), grad_blocks)
+
+    def _host_parts(self, placement: Placement) -> dict[str, int]:
+        parts = {"weights": 0, "optimizer_states": 0, "gradients": 0}
+        for chunk in range(len(self.work.chunks)):
+            weights, states, gradients = self.host_bytes(
+                chunk, placement.weight_on_device[chunk], placement.state_on_device[chunk]
+            )
+            parts["weights"] += weights
+            parts["optimizer_states"] += states
+            parts["gradients"] += gradients
+        return {name: amount * self.setting.ranks_per_host for name, amount in parts.items()}
+
+    def host_bytes(self, chunk: int, weight_on_device: bool, state_on_device: bool) -> tuple[int, int, int]:
+        """Host bytes of one rank for one chunk: weights, states with master weights, gradients that wait."""
+        facts = self.work.chunks[chunk]
+        weights = 0 if weight_on_device else self.shard_bytes(chunk)
+        if state_on_device or not facts.trainable:
+            return weights, 0, 0
+        # An fp32 weight is its own master, but only where its home is that of the states.
+        master = facts.low_precision or weight_on_device
+        return weights, self.state_shard_bytes(chunk, master=master), facts.grad_bytes // self.setting.world_size

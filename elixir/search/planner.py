@@ -1,0 +1,285 @@
+"""From a trace to a plan: checks what was asked, searches, and writes the outcome down."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from elixir.errors import InputError, InputTypeError
+from elixir.hardware import HardwareProfile
+from elixir.plan import ChunkPlan, Home, ParamSlot, Plan, PlanPrediction
+from elixir.search.budgets import resolve_budgets
+from elixir.search.candidate import Candidate, settle, weigh
+from elixir.search.homes import PlacementBuilder
+from elixir.search.memory import MemoryModel, Setting
+from elixir.search.optimal import find_best
+from elixir.search.shortage import Case, shortage
+from elixir.search.space import Budgets, SearchSpace
+from elixir.search.states import optimizer_name, state_bytes_per_numel
+from elixir.tracer.step_trace import StepTrace
+from elixir.units import dtype_bytes
+
+logger = logging.getLogger(__name__)
+
+HomeChoice = Literal["auto", "cuda", "cpu"]
+SearchName = Literal["optimal", "minimum_waste"]
+PREFETCH_DEPTH = 1
+"""Chunks fetched ahead with overlap: one hides a transfer behind the use before it, and each takes a block."""
+
+
+def plan_from_trace(
+    trace: StepTrace,
+    hardware: HardwareProfile,
+    world_size: int,
+    *,
+    optimizer_type: str = "Adam",
+    overlap: bool = True,
+    device_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    placement: HomeChoice = "auto",
+    search: SearchName = "optimal",
+) -> Plan:
+    """The fastest plan within the budgets, by the time model; the same plan in every process.
+
+    Args:
+        trace: what one step of one rank needs.
+        hardware: the machine, by whose rates candidates are compared.
+        world_size: number of ranks, one device each; `hardware.devices_per_host` of them share a machine.
+        optimizer_type: family whose states are counted, such as ``Adam`` or ``SGD``.
+        overlap: transfers run beside compute, with prefetch. Where only that makes it too large, the plan does without.
+        device_memory: budget of one device in bytes or as text such as ``"80GiB"``; see `resolve_budgets` for None.
+        host_memory: budget of one machine, all its ranks together.
+        placement: ``cuda`` keeps weights and states of every chunk on the device, ``cpu`` all of them on the host.
+        search: ``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least.
+
+    Raises:
+        InputError, InputTypeError: an argument makes no sense, or the model has no trainable parameters.
+        PlanError: nothing fits; carries what would, and what to change.
+    """
+    setting, budgets = _prepare(
+        trace, hardware, world_size, optimizer_type, overlap, device_memory, host_memory, placement
+    )
+    if search not in get_args(SearchName):
+        raise InputError(f"search must be one of {list(get_args(SearchName))}, got {search!r}")
+    space = SearchSpace(trace, hardware, setting)
+    best = _search(space, budgets, placement, search)
+    if best is None:
+        raise shortage(Case(trace, hardware, setting, placement), budgets)
+    return to_plan(space, best, budgets, optimizer_name(optimizer_type), placement)
+
+
+def simple_plan(
+    trace: StepTrace,
+    hardware: HardwareProfile,
+    world_size: int,
+    *,
+    split_number: int = 10,
+    allocate_factor: float = 0.6,
+    shard_device: Literal["cuda", "cpu"] = "cuda",
+    optimizer_type: str = "Adam",
+    overlap: bool = True,
+    device_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    placement: HomeChoice = "auto",
+) -> Plan:
+    """A plan by hand: no search, and a budget is checked only where it is given. For tests and for people who know.
+
+    Args:
+        split_number: about so many chunks; fewer where the largest parameter needs larger ones.
+        allocate_factor: share of the streamed chunks that have an rCache block, above 0 and at most 1.
+        shard_device: home of all weights and states. With one rank ``cuda`` makes every chunk resident.
+        placement: ``cuda`` and ``cpu`` take the place of `shard_device`.
+
+    The other arguments and the errors are those of `plan_from_trace`.
+    """
+    _check_count("split_number", split_number)
+    if not 0 < allocate_factor <= 1:
+        raise InputError(f"allocate_factor must be above 0 and at most 1, got {allocate_factor}")
+    if shard_device not in ("cuda", "cpu"):
+        raise InputError(f"shard_device must be 'cuda' or 'cpu', got {shard_device!r}")
+    home: HomeChoice = shard_device if placement == "auto" else placement
+    unlimited = 1 << 62
+    setting, budgets = _prepare(
+        trace,
+        hardware,
+        world_size,
+        optimizer_type,
+        overlap,
+        unlimited if device_memory is None else device_memory,
+        unlimited if host_memory is None else host_memory,
+        home,
+    )
+    space = SearchSpace(trace, hardware, setting)
+    size = max(space.table.largest_bytes, -(-space.table.total_bytes // split_number))
+    model = space.model(size)
+    builder = _everything(model, home, unlimited)
+    depth = PREFETCH_DEPTH if overlap else 0
+    schedule = model.work.schedule(builder.placement().residents, depth)
+    wanted = -int(-allocate_factor * builder.streamed // 1)
+    blocks = min(max(schedule.min_blocks, wanted), builder.streamed)
+    candidate = weigh(model, builder.placement(), blocks, depth, space.cost)
+    if not _fits(candidate, budgets):
+        raise shortage(Case(trace, hardware, setting, home), budgets)
+    given = Budgets(
+        candidate.need.device_bytes if device_memory is None else budgets.device_bytes,
+        candidate.need.host_bytes if host_memory is None else budgets.host_bytes,
+    )
+    return to_plan(space, candidate, given, optimizer_name(optimizer_type), placement)
+
+
+def _search(space: SearchSpace, budgets: Budgets, placement: HomeChoice, search: SearchName) -> Candidate | None:
+    """The best candidate; prefetch, and then a sensible size, are given up only where nothing fits otherwise."""
+    outsized = placement == "auto" and search == "optimal"
+    tiers = [space.sizes(outsized=outsized), space.tiny_sizes(outsized=outsized)]
+    if search == "minimum_waste":
+        tiers = [(space.waste_size,)]
+    for depth in (PREFETCH_DEPTH, 0) if space.setting.overlap else (0,):
+        for tier, sizes in enumerate(tiers):
+            if placement == "auto":
+                capped = search == "optimal" and tier == 0
+                outcome = find_best(space, budgets, sizes, depth, capped=capped)
+                logger.debug("prefetch %d: %d candidates looked at", depth, outcome.candidates)
+                best = outcome.best
+            else:
+                best = _forced(space, budgets, placement, sizes, depth)
+            if best is not None:
+                return best
+    return None
+
+
+def _forced(
+    space: SearchSpace, budgets: Budgets, placement: HomeChoice, sizes: tuple[int, ...], depth: int
+) -> Candidate | None:
+    found: list[Candidate] = []
+    for model in (space.model(size) for size in sizes):
+        builder = _everything(model, placement, 1 << 62)
+        builder.blocks = 0
+        candidate = settle(model, builder, depth, budgets.device_bytes, space.cost)
+        if candidate is not None and _fits(candidate, budgets):
+            found.append(candidate)
+    return min(found, key=lambda candidate: candidate.rank, default=None)
+
+
+def _everything(model: MemoryModel, placement: HomeChoice, budget_bytes: int) -> PlacementBuilder:
+    builder = PlacementBuilder(model, 0)
+    if placement == "cuda":
+        single = model.setting.world_size == 1
+        builder.move_all(range(len(model.work.chunks)), state=True, resident=single, budget_bytes=budget_bytes)
+    return builder
+
+
+def _fits(candidate: Candidate, budgets: Budgets) -> bool:
+    need = candidate.need
+    return need.device_bytes <= budgets.device_bytes and need.host_bytes <= budgets.host_bytes
+
+
+def _prepare(
+    trace: StepTrace,
+    hardware: HardwareProfile,
+    world_size: int,
+    optimizer_type: str,
+    overlap: bool,
+    device_memory: str | int | None,
+    host_memory: str | int | None,
+    placement: str,
+) -> tuple[Setting, Budgets]:
+    _check_count("world_size", world_size)
+    if not isinstance(trace, StepTrace):
+        raise InputTypeError(f"trace must be a StepTrace, got {type(trace).__name__}")
+    if not isinstance(hardware, HardwareProfile):
+        raise InputTypeError(
+            f"hardware must be a HardwareProfile, such as elixir.hardware.preset('h200'), got {hardware!r}"
+        )
+    if placement not in get_args(HomeChoice):
+        raise InputError(f"placement must be one of {list(get_args(HomeChoice))}, got {placement!r}")
+    if not any(param.trainable for param in trace.parameters):
+        raise InputError(
+            f"{trace.model_name} has no trainable parameters, so there is no step to plan; "
+            "set requires_grad on what is to be trained"
+        )
+    if not trace.accesses:
+        raise InputError(f"the trace of {trace.model_name} uses no parameter; trace a step that runs the model")
+    ranks_per_host = min(world_size, hardware.devices_per_host)
+    setting = Setting(world_size, ranks_per_host, state_bytes_per_numel(optimizer_type), bool(overlap))
+    return setting, resolve_budgets(hardware, ranks_per_host, device_memory, host_memory)
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputTypeError(f"{name} must be a whole number, got {value!r}")
+    if value < 1:
+        raise InputError(f"{name} must be 1 or larger, got {value}")
+
+
+def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: str, placement: HomeChoice) -> Plan:
+    """The candidate as a `Plan`."""
+    trace, work, schedule = space.trace, best.work, best.schedule
+    streamed = not all(best.placement.resident)
+    block_bytes = work.packing.block_bytes if streamed or best.need.grad_blocks else 0
+    return Plan(
+        model_name=trace.model_name,
+        model_fingerprint=trace.model_fingerprint,
+        hardware_name=space.hardware.name,
+        hardware_fingerprint=space.hardware.fingerprint,
+        world_size=space.setting.world_size,
+        dtype=trace.dtype,
+        optimizer=optimizer,
+        state_bytes_per_numel=space.setting.state_bytes,
+        overlap=best.overlap,
+        placement=placement,
+        block_numel=block_bytes // dtype_bytes(_common_dtype(best)),
+        block_bytes=block_bytes,
+        block_count=schedule.blocks,
+        prefetch_depth=schedule.prefetch_depth if streamed else 0,
+        grad_block_count=best.need.grad_blocks,
+        chunks=_chunk_plans(trace, best),
+        order=work.order,
+        device_budget_bytes=budgets.device_bytes,
+        host_budget_bytes=budgets.host_bytes,
+        predicted=PlanPrediction(
+            device_peak_bytes=best.need.device_bytes,
+            device_parts=best.need.device_parts,
+            host_peak_bytes=best.need.host_bytes,
+            host_parts=best.need.host_parts,
+            moved_bytes={
+                "host_to_device": best.moved.fetched_bytes,
+                "device_to_host": best.moved.offloaded_bytes,
+                "network": best.moved.network_bytes,
+            },
+            loads=schedule.loads,
+            hits=schedule.hits,
+            seconds=dict(best.seconds),
+        ),
+    )
+
+
+def _common_dtype(best: Candidate) -> str:
+    sizes: dict[str, int] = {}
+    for chunk in best.work.packing.chunks:
+        sizes[chunk.dtype] = sizes.get(chunk.dtype, 0) + chunk.bytes
+    return max(sorted(sizes), key=lambda dtype: sizes[dtype])
+
+
+def _chunk_plans(trace: StepTrace, best: Candidate) -> tuple[ChunkPlan, ...]:
+    home: Callable[[bool], Home] = lambda on_device: "device" if on_device else "host"  # noqa: E731
+    plans = []
+    for index, chunk in enumerate(best.work.packing.chunks):
+        itemsize = dtype_bytes(chunk.dtype)
+        slots = tuple(
+            ParamSlot(trace.parameters[member].name, offset // itemsize, trace.parameters[member].numel)
+            for member, offset in zip(chunk.parameters, chunk.offset_bytes, strict=True)
+        )
+        weight = best.placement.weight_on_device[index]
+        plans.append(
+            ChunkPlan(
+                dtype=chunk.dtype,
+                trainable=chunk.trainable,
+                numel=chunk.bytes // itemsize,
+                parameters=slots,
+                weight_home=home(weight),
+                state_home=home(best.placement.state_on_device[index] if chunk.trainable else weight),
+                resident=best.placement.resident[index],
+            )
+        )
+    return tuple(plans)

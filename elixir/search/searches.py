@@ -1,0 +1,211 @@
+"""The three searches as users call them: a model (traced here) or a `StepTrace`, in; a `Plan`, out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from elixir.errors import InputError, InputTypeError
+from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names
+from elixir.plan import Plan
+from elixir.search.planner import HomeChoice, SearchName, plan_from_trace, simple_plan
+from elixir.tracer.step_trace import StepTrace
+from elixir.units import dtype_name, parse_dtype
+
+logger = logging.getLogger(__name__)
+
+StepFn = Callable[[nn.Module, dict[str, Any]], Any]
+DEFAULT_HARDWARE = "h200"
+"""Machine planned for where none is named and no known GPU is found here."""
+
+
+def optimal_search(
+    model: nn.Module | StepTrace,
+    world_size: int,
+    unified_dtype: str | torch.dtype | None = None,
+    optimizer_type: str = "Adam",
+    overlap: bool = True,
+    verbose: bool = False,
+    inp: Mapping[str, Any] | None = None,
+    step_fn: StepFn | None = None,
+    hardware: HardwareProfile | str | None = None,
+    device_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    placement: HomeChoice = "auto",
+) -> Plan:
+    """Find chunk size, packing, rCache blocks and homes: the fastest plan that fits both budgets.
+
+    Args:
+        model: what is trained, real or on meta; or a trace of its step.
+        world_size: number of ranks, one device each.
+        unified_dtype: dtype that floating parameters and inputs are cast to, such as ``torch.bfloat16``; None leaves
+            them as built.
+        optimizer_type: family whose states are counted, such as ``Adam`` or ``SGD``.
+        overlap: transfers run beside compute.
+        verbose: log the plan at level INFO rather than DEBUG.
+        inp: one rank's batch, as a dict; None takes `elixir.models.default_input` (Hugging Face models only).
+        step_fn: ``step_fn(model, inp)`` runs forward, loss and backward; None takes `elixir.models.default_step`.
+        hardware: a profile, or the name of a preset; None takes the GPU found here if a preset knows it, for a trace
+            the machine it was made for, and else `DEFAULT_HARDWARE`.
+        device_memory: budget of one device, bytes or text such as ``"80GiB"``.
+        host_memory: budget of one machine, all its ranks together.
+        placement: ``auto``, or ``cuda`` / ``cpu`` to keep every chunk's weights and states there.
+
+    Raises:
+        InputError, InputTypeError: an argument makes no sense.
+        TraceError: the step cannot be traced.
+        PlanError: nothing fits; carries what would, and what to change.
+    """
+    return _searched("optimal", **_arguments(locals()))
+
+
+def minimum_waste_search(
+    model: nn.Module | StepTrace,
+    world_size: int,
+    unified_dtype: str | torch.dtype | None = None,
+    optimizer_type: str = "Adam",
+    overlap: bool = True,
+    verbose: bool = False,
+    inp: Mapping[str, Any] | None = None,
+    step_fn: StepFn | None = None,
+    hardware: HardwareProfile | str | None = None,
+    device_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    placement: HomeChoice = "auto",
+) -> Plan:
+    """As `optimal_search`, but with the one chunk size that pads least; blocks and homes are searched for it alone."""
+    return _searched("minimum_waste", **_arguments(locals()))
+
+
+def simple_search(
+    model: nn.Module | StepTrace,
+    world_size: int,
+    split_number: int = 10,
+    allocate_factor: float = 0.6,
+    unified_dtype: str | torch.dtype | None = None,
+    shard_device: Literal["cuda", "cpu"] = "cuda",
+    optimizer_type: str = "Adam",
+    overlap: bool = True,
+    verbose: bool = False,
+    inp: Mapping[str, Any] | None = None,
+    step_fn: StepFn | None = None,
+    hardware: HardwareProfile | str | None = None,
+    device_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    placement: HomeChoice = "auto",
+) -> Plan:
+    """A plan by hand, without a search: for tests, and for people who know what they want.
+
+    Args:
+        split_number: about so many chunks; fewer where the largest parameter needs larger ones.
+        allocate_factor: share of the streamed chunks that have an rCache block, above 0 and at most 1.
+        shard_device: home of all weights and states, unless `placement` says otherwise. With one rank ``cuda`` makes
+            every chunk resident, so that nothing is streamed.
+
+    The other arguments are those of `optimal_search`; a budget is checked only where it is given.
+    """
+    profile = _profile(hardware, model)
+    trace = _traced(model, unified_dtype, optimizer_type, inp, step_fn, profile)
+    plan = simple_plan(
+        trace,
+        profile,
+        world_size,
+        split_number=split_number,
+        allocate_factor=allocate_factor,
+        shard_device=shard_device,
+        optimizer_type=optimizer_type,
+        overlap=overlap,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        placement=placement,
+    )
+    logger.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
+    return plan
+
+
+def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+    return dict(given)
+
+
+def _searched(
+    search: SearchName,
+    *,
+    model: nn.Module | StepTrace,
+    world_size: int,
+    unified_dtype: str | torch.dtype | None,
+    optimizer_type: str,
+    overlap: bool,
+    verbose: bool,
+    inp: Mapping[str, Any] | None,
+    step_fn: StepFn | None,
+    hardware: HardwareProfile | str | None,
+    device_memory: str | int | None,
+    host_memory: str | int | None,
+    placement: HomeChoice,
+) -> Plan:
+    profile = _profile(hardware, model)
+    trace = _traced(model, unified_dtype, optimizer_type, inp, step_fn, profile)
+    plan = plan_from_trace(
+        trace,
+        profile,
+        world_size,
+        optimizer_type=optimizer_type,
+        overlap=overlap,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        placement=placement,
+        search=search,
+    )
+    logger.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
+    return plan
+
+
+def _profile(hardware: HardwareProfile | str | None, model: nn.Module | StepTrace) -> HardwareProfile:
+    if isinstance(hardware, HardwareProfile):
+        return hardware
+    if isinstance(hardware, str):
+        return load_hardware(hardware)
+    if hardware is not None:
+        raise InputTypeError(f"hardware is a HardwareProfile or a preset's name, got {type(hardware).__name__}")
+    if isinstance(model, StepTrace) and model.device in preset_names():
+        return preset(model.device)
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_name()
+        for name in preset_names():
+            profile = preset(name)
+            if profile.device_name == found:
+                return profile
+        logger.warning("no preset for %r: planning for %s; pass hardware= to choose", found, DEFAULT_HARDWARE)
+    return preset(DEFAULT_HARDWARE)
+
+
+def _traced(
+    model: nn.Module | StepTrace,
+    unified_dtype: str | torch.dtype | None,
+    optimizer_type: str,
+    inp: Mapping[str, Any] | None,
+    step_fn: StepFn | None,
+    hardware: HardwareProfile,
+) -> StepTrace:
+    dtype = None if unified_dtype is None else parse_dtype(unified_dtype)
+    if isinstance(model, StepTrace):
+        if dtype is not None and model.dtype != dtype_name(dtype):
+            raise InputError(
+                f"the trace is of dtype {model.dtype}, unified_dtype asks for {dtype_name(dtype)}; trace the model again"
+            )
+        return model
+    if not isinstance(model, nn.Module):
+        raise InputTypeError(f"model must be an nn.Module or a StepTrace, got {type(model).__name__}")
+    if inp is not None and not isinstance(inp, Mapping):
+        raise InputTypeError(f"inp must be a dict of the model's inputs, got {type(inp).__name__}")
+    # Late, because they load what planning from a trace does not need.
+    from elixir.default_step import default_input, default_step
+    from elixir.tracer import trace_step
+
+    batch = default_input(model) if inp is None else dict(inp)
+    optimizer = "AdamW" if optimizer_type.lower() in ("adam", "adamw") else optimizer_type
+    return trace_step(model, batch, step_fn or default_step, dtype=dtype, hardware=hardware, optimizer=optimizer)

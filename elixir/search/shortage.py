@@ -1,0 +1,183 @@
+"""Why nothing fits, how much would, and what to change: every saving is the outcome of planning again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from elixir.errors import Lever, PlanError
+from elixir.hardware import HardwareProfile
+from elixir.search.homes import PlacementBuilder
+from elixir.search.memory import MemoryModel, Setting
+from elixir.search.space import Budgets, SearchSpace
+from elixir.tracer.step_trace import StepTrace
+from elixir.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Case:
+    """What was asked for."""
+
+    trace: StepTrace
+    hardware: HardwareProfile
+    setting: Setting
+    placement: str
+
+    def space(self) -> SearchSpace:
+        """The case, ready to be searched."""
+        return SearchSpace(self.trace, self.hardware, self.setting)
+
+
+@dataclass(frozen=True)
+class _Least:
+    """The least need over the candidates, and what is in it."""
+
+    bytes: int
+    parts: dict[str, int]
+
+
+def shortage(case: Case, budgets: Budgets) -> PlanError:
+    """The error for a case that has no plan within its budgets."""
+    device = _least_device(case)
+    if device.bytes > budgets.device_bytes:
+        return PlanError(
+            _device_message(case, budgets, device),
+            needed_bytes=device.bytes,
+            available_bytes=budgets.device_bytes,
+            levers=tuple(_device_levers(case, device)),
+        )
+    host = _least_host(case, budgets.device_bytes)
+    return PlanError(
+        f"{case.trace.model_name} at world size {case.setting.world_size} does not fit the host memory, with as much "
+        f"on the device as {format_bytes(budgets.device_bytes)} hold",
+        needed_bytes=host.bytes,
+        available_bytes=budgets.host_bytes,
+        levers=tuple(_host_levers(case, budgets, host)),
+    )
+
+
+def _device_message(case: Case, budgets: Budgets, least: _Least) -> str:
+    where = f"{case.trace.model_name} at world size {case.setting.world_size}"
+    table = case.space().table
+    rest = least.parts["activations"] + least.parts["buffers"]
+    largest = max(range(len(table.aligned)), key=lambda index: (table.aligned[index], -index))
+    if case.placement == "cuda":
+        return f"{where}: weights and states of every chunk on the device (placement 'cuda') exceed its memory"
+    if rest <= budgets.device_bytes < rest + table.aligned[largest]:
+        return (
+            f"{where}: parameter {case.trace.parameters[largest].name!r} of {format_bytes(table.bytes[largest])} is "
+            "larger than every chunk that fits the device"
+        )
+    if rest > budgets.device_bytes:
+        return f"{where}: activations, inputs and buffers alone exceed the device memory, wherever weights are kept"
+    return f"{where} does not fit the device memory, even with everything else on the host"
+
+
+def _device_levers(case: Case, least: _Least) -> Iterator[Lever]:
+    setting, trace = case.setting, case.trace
+    halved = least.bytes - _least_device(replace(case, trace=_half_batch(trace))).bytes
+    if halved > 0:
+        yield Lever("halve the batch of each rank (the same global batch then takes twice the ranks)", halved)
+    if not trace.checkpointed_modules:
+        yield Lever("turn on activation checkpointing and trace again", 0)
+    doubled = least.bytes - _least_device(_twice_the_ranks(case)).bytes
+    if doubled > 0:
+        yield Lever(f"run on {2 * setting.world_size} ranks", doubled)
+    if setting.overlap:
+        plain = least.bytes - _least_device(replace(case, setting=replace(setting, overlap=False))).bytes
+        if plain > 0:
+            yield Lever("turn off overlap, which keeps blocks for transfers under way", plain)
+    if case.placement == "cuda":
+        moved = least.bytes - _least_device(replace(case, placement="auto")).bytes
+        if moved > 0:
+            yield Lever("let weights and states live on the host (placement 'auto')", moved)
+
+
+def _host_levers(case: Case, budgets: Budgets, least: _Least) -> Iterator[Lever]:
+    yield Lever("give more host memory", max(least.bytes - budgets.host_bytes, 0))
+    for action, other in (
+        (f"run on {2 * case.setting.world_size} ranks", _twice_the_ranks(case)),
+        ("halve the batch of each rank, which leaves device memory to states", _with_half_batch(case)),
+    ):
+        saved = least.bytes - _least_host(other, budgets.device_bytes).bytes
+        if saved > 0:
+            yield Lever(action, saved)
+    if case.placement == "cpu":
+        saved = least.bytes - _least_host(replace(case, placement="auto"), budgets.device_bytes).bytes
+        if saved > 0:
+            yield Lever("let weights and states live on the device too (placement 'auto')", saved)
+
+
+def _twice_the_ranks(case: Case) -> Case:
+    ranks = 2 * case.setting.world_size
+    per_host = min(ranks, case.hardware.devices_per_host)
+    return replace(case, setting=replace(case.setting, world_size=ranks, ranks_per_host=per_host))
+
+
+def _with_half_batch(case: Case) -> Case:
+    return replace(case, trace=_half_batch(case.trace))
+
+
+def _half_batch(trace: StepTrace) -> StepTrace:
+    """The trace with inputs and activations halved; what libraries keep does not shrink with the batch."""
+    kept = trace.workspace_bytes
+    events = tuple(
+        replace(event, live_bytes=min(kept, event.live_bytes) + max(event.live_bytes - kept, 0) // 2)
+        for event in trace.accesses
+    )
+    return replace(trace, accesses=events, input_bytes=trace.input_bytes // 2)
+
+
+def _models(space: SearchSpace, placement: str) -> Iterator[MemoryModel]:
+    outsized = placement == "auto"
+    sizes = (*space.tiny_sizes(outsized=outsized), *space.sizes(outsized=outsized))
+    for size in dict.fromkeys(sizes):
+        yield space.model(size)
+
+
+def _least_device(case: Case) -> _Least:
+    """The least device memory any candidate needs, whatever the host has."""
+    found: _Least | None = None
+    space = case.space()
+    for model in _models(space, case.placement):
+        for builder in _emptiest(model, case):
+            fewest = model.work.schedule(builder.placement().residents, 0).min_blocks
+            need = model.need(builder.placement(), fewest)
+            if found is None or need.device_bytes < found.bytes:
+                found = _Least(need.device_bytes, need.device_parts)
+    if found is None:  # there is always the size of the largest parameter
+        raise PlanError("no chunk size can be tried", needed_bytes=0, available_bytes=0)
+    return found
+
+
+def _emptiest(model: MemoryModel, case: Case) -> Iterator[PlacementBuilder]:
+    """Placements that may need least of the device: all on the host, and with one rank, all resident."""
+    plain = PlacementBuilder(model, 0)
+    if case.placement != "cuda":
+        yield plain
+    if case.placement != "cpu":
+        full = PlacementBuilder(model, 0)
+        everything = range(len(model.work.chunks))
+        full.move_all(everything, state=True, resident=case.setting.world_size == 1, budget_bytes=1 << 62)
+        yield full
+
+
+def _least_host(case: Case, device_bytes: int) -> _Least:
+    """The least host memory of any candidate that fits the device."""
+    found: _Least | None = None
+    space = case.space()
+    for model in _models(space, case.placement):
+        builder = PlacementBuilder(model, 0)
+        builder.blocks = model.work.schedule(builder.placement().residents, 0).min_blocks
+        if builder.peak_bytes() > device_bytes:
+            continue
+        if case.placement != "cpu":
+            everything = range(len(model.work.chunks))
+            single = case.setting.world_size == 1
+            builder.move_all(everything, state=True, resident=single, budget_bytes=device_bytes)
+            if not single:
+                builder.move_all(everything, state=False, resident=False, budget_bytes=device_bytes)
+        need = model.need(builder.placement(), builder.blocks)
+        if found is None or need.host_bytes < found.bytes:
+            found = _Least(need.host_bytes, need.host_parts)
+    return found or _Least(0, {})

@@ -1,0 +1,146 @@
+"""A traced step seen through a packing: the order in chunk ids, what each chunk needs, and when its gradient comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from elixir.plan import ChunkUse
+from elixir.schedule import StepSchedule
+from elixir.search.packing import Ints, Packing
+from elixir.tracer.step_trace import StepTrace
+from elixir.units import dtype_bytes
+
+
+class StepFacts:
+    """What the search asks of a trace whatever the packing. Made once per search.
+
+    Time is cut into *slots*: stretches of access events between which no gradient arrives, and one last slot for the
+    optimizer step. `live_bytes[s]` is the highest live amount within the slot.
+    """
+
+    def __init__(self, trace: StepTrace) -> None:
+        self.trace = trace
+        events = trace.accesses
+        first_backward = next((i for i, event in enumerate(events) if event.phase != "forward"), len(events))
+        arrivals = {param.grad_event for param in trace.parameters if param.grad_event is not None}
+        edges = {0, first_backward} | arrivals | {event + 1 for event in arrivals}
+        self.edges: Ints = np.array(sorted(edge for edge in edges if edge < len(events)), dtype=np.int64)
+        live = np.array([event.live_bytes for event in events], dtype=np.int64)
+        at_step = trace.input_bytes + trace.workspace_bytes
+        self.live_bytes: Ints = np.concatenate((np.maximum.reduceat(live, self.edges), [at_step]))
+        self.slots = len(self.live_bytes)
+        self.first_backward_slot = int(np.searchsorted(self.edges, first_backward))
+        self.largest_grad_bytes = max(
+            (param.numel * dtype_bytes(param.dtype) for param in trace.parameters if param.grad_event is not None),
+            default=0,
+        )
+
+    def slot(self, event: int) -> int:
+        """The slot of an access event."""
+        return int(np.searchsorted(self.edges, event, side="right")) - 1
+
+
+@dataclass(frozen=True)
+class ChunkFacts:
+    """One chunk as the memory and the cost model see it. Bytes and elements are those of the gathered chunk."""
+
+    bytes: int
+    numel: int
+    low_precision: bool
+    """Its weights have fewer bits than fp32, so that an optimizer keeps a master copy."""
+    trainable: bool
+    outsized: bool
+    grad_bytes: int
+    """0 where no parameter of it gets a gradient."""
+    grad_slots: tuple[int, int] | None
+    """Slots in which its first and its last gradient arrive."""
+
+
+class Workload:
+    """One packing of one trace.
+
+    Attributes:
+        order: the recorded order in chunk ids; consecutive accesses of the same chunks in the same phase are one entry.
+        required: per entry, the chunks that lie on the device while it runs: used by it or pinned from before.
+        first_backward: the first entry that is not forward.
+    """
+
+    def __init__(self, facts: StepFacts, packing: Packing) -> None:
+        self.facts = facts
+        self.packing = packing
+        self.chunks = tuple(self._chunk_facts(index) for index in range(len(packing.chunks)))
+        self.order = _collapse(facts.trace, packing)
+        required: list[list[int]] = [list(use.chunks) for use in self.order]
+        for entry, use in enumerate(self.order):
+            for later in range(entry + 1, use.pin_until + 1):
+                required[later].extend(use.chunks)
+        self.required = tuple(tuple(sorted(set(chunks))) for chunks in required)
+        self.first_backward = next(
+            (entry for entry, use in enumerate(self.order) if use.phase != "forward"), len(self.order)
+        )
+        self._schedules: dict[tuple[frozenset[int], int], StepSchedule] = {}
+
+    def schedule(self, residents: frozenset[int], prefetch_depth: int) -> StepSchedule:
+        """The order with resident chunks left out; positions stay those of `order`."""
+        key = (residents, prefetch_depth)
+        if key not in self._schedules:
+            required: Sequence[Sequence[int]] = self.required
+            if residents:
+                required = [[c for c in chunks if c not in residents] for chunks in required]
+            self._schedules[key] = StepSchedule(required, prefetch_depth)
+        return self._schedules[key]
+
+    @cached_property
+    def arrived_grad_bytes(self) -> Ints:
+        """[chunk, slot]: bytes of its gradients that have arrived by the slot, parameter by parameter."""
+        arrived = np.zeros((len(self.chunks), self.facts.slots), dtype=np.int64)
+        for index, chunk in enumerate(self.packing.chunks):
+            for member in chunk.parameters:
+                param = self.facts.trace.parameters[member]
+                if param.grad_event is not None:
+                    arrived[index, self.facts.slot(param.grad_event)] += param.numel * dtype_bytes(param.dtype)
+        cumulated: Ints = np.cumsum(arrived, axis=1)
+        return cumulated
+
+    def _chunk_facts(self, index: int) -> ChunkFacts:
+        chunk, trace = self.packing.chunks[index], self.facts.trace
+        itemsize = dtype_bytes(chunk.dtype)
+        arrivals = [event for member in chunk.parameters if (event := trace.parameters[member].grad_event) is not None]
+        return ChunkFacts(
+            bytes=chunk.bytes,
+            numel=chunk.bytes // itemsize,
+            low_precision=itemsize < 4,
+            trainable=chunk.trainable,
+            outsized=chunk.outsized,
+            grad_bytes=chunk.bytes if arrivals else 0,
+            grad_slots=(self.facts.slot(min(arrivals)), self.facts.slot(max(arrivals))) if arrivals else None,
+        )
+
+
+def _collapse(trace: StepTrace, packing: Packing) -> tuple[ChunkUse, ...]:
+    """The trace's accesses in chunk ids, equal neighbours in one entry, pins translated to entries.
+
+    Entries that were joined share the latest of their pins: their chunks are the same, so nothing more is held.
+    """
+    chunk_of = {member: index for index, chunk in enumerate(packing.chunks) for member in chunk.parameters}
+    keys: list[tuple[str, tuple[int, ...]]] = []
+    last_event: list[int] = []
+    entry_of: list[int] = []
+    for event in trace.accesses:
+        chunks = tuple(sorted({chunk_of[member] for member in event.parameters}))
+        if not chunks:
+            entry_of.append(max(len(keys) - 1, 0))
+            continue
+        if not keys or keys[-1] != (event.phase, chunks):
+            keys.append((event.phase, chunks))
+            last_event.append(0)
+        last_event[-1] = max(last_event[-1], event.pin_until)
+        entry_of.append(len(keys) - 1)
+    return tuple(
+        ChunkUse(phase=phase, chunks=chunks, pin_until=max(entry, entry_of[min(until, len(entry_of) - 1)]))  # type: ignore[arg-type]
+        for entry, ((phase, chunks), until) in enumerate(zip(keys, last_event, strict=True))
+    )
