@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _STEP_DEFAULTS = {
     "batch": 1, "seq": None, "dtype": "bf16", "checkpoint": "none", "optimizer": "adamw", "optimizer_kernel": "default",
+    "inp": None, "step": None,
 }  # fmt: skip
 
 
@@ -151,29 +152,50 @@ def run_models(args: argparse.Namespace) -> int:
 
 def _trace(args: argparse.Namespace, hardware: HardwareProfile) -> StepTrace:
     """One step of the model the user named, traced for `hardware`."""
+    from elixir.units import parse_dtype
+
+    if args.inp and (args.batch or args.seq):
+        raise InputError("--inp settles the input; leave out --batch and --seq")
     step: dict[str, Any] = dict(_STEP_DEFAULTS)
     step.update({key: getattr(args, key) for key in step if getattr(args, key) is not None})
     optimizer = _optimizer(step["optimizer"])
-    from elixir.units import parse_dtype
-
     dtype = None if step["dtype"] == "as-built" else parse_dtype(step["dtype"])
-    from elixir.models import build, default_input, default_step
+    step_fn = files.load_function(step["step"]) if step["step"] else None
+    from elixir.models import build, default_step
 
     model = build(args.model, dtype=dtype, checkpoint=step["checkpoint"])
-    inp = default_input(model, batch=step["batch"], seq=step["seq"])
+    inp = _input(model, step)
     from elixir.tracer import trace_step
 
-    kernel = None if step["optimizer_kernel"] == "default" else step["optimizer_kernel"]
     return trace_step(
         model,
         inp,
-        default_step,
+        step_fn or default_step,
         dtype=dtype,
         hardware=hardware,
         optimizer=optimizer,
-        optimizer_kernel=kernel,
+        optimizer_kernel=None if step["optimizer_kernel"] == "default" else step["optimizer_kernel"],
         model_name=args.model,
     )
+
+
+def _input(model: Any, step: dict[str, Any]) -> dict[str, Any]:
+    """What the step is fed with: from the caller's function, or the default of a Hugging Face model."""
+    from elixir.models import default_input
+
+    if step["inp"] is None:
+        try:
+            return default_input(model, batch=step["batch"], seq=step["seq"])
+        except InputError as error:
+            raise InputError(
+                f"{error} (here: --inp module:function)" if "pass inp" in str(error) else str(error)
+            ) from None
+    function = files.load_function(step["inp"])
+    try:
+        inp: dict[str, Any] = function()
+    except Exception as error:  # the caller's code, which may raise anything
+        raise InputError(f"{step['inp']}: the function failed: {type(error).__name__}: {error}") from error
+    return inp
 
 
 def _optimizer(name: str) -> str:

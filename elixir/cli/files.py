@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,31 @@ def find_hardware(text: str) -> HardwareProfile:
     from elixir.hardware import load_hardware
 
     return load_hardware(text)
+
+
+def load_function(text: str) -> Callable[..., Any]:
+    """The function that ``module:function`` names; modules in the working folder are found as well.
+
+    Raises:
+        InputError: the text is of another form, or there is no such module or function.
+    """
+    module_name, colon, function_name = text.partition(":")
+    if not (module_name and colon and function_name):
+        raise InputError(f"expected module:function, found {text!r}")
+    folder = os.getcwd()
+    sys.path.insert(0, folder)  # a console script does not look there of itself
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # an import runs the caller's code, which may raise anything
+        raise InputError(f"{text}: cannot import {module_name}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(folder)
+    for part in function_name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise InputError(f"{text}: {module_name} has no function {function_name}")
+    function: Callable[..., Any] = found
+    return function
 
 
 def _read_json(path: str) -> Any:

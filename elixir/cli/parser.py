@@ -123,6 +123,14 @@ def _add_step(parser: Parser) -> None:
     step.add_argument(
         "--optimizer-kernel", choices=OPTIMIZER_KERNELS, help="how its step runs (default: what torch would choose)"
     )
+    step.add_argument(
+        "--inp",
+        metavar="MODULE:FUNCTION",
+        help="for other than Hugging Face models: returns the dict a step is fed with",
+    )
+    step.add_argument(
+        "--step", metavar="MODULE:FUNCTION", help="function(model, inp) that runs forward, loss and backward"
+    )
 
 
 def _add_json(parser: Parser) -> None:
