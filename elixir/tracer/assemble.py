@@ -33,6 +33,8 @@ class Observed:
     optimizer: str
     optimizer_temporaries: bool
     states: list[torch.Tensor]
+    step_begin: int
+    """Length of the ledger's log before `step_fn` ran."""
     step_end: int
     """Length of the ledger's log when `step_fn` had returned."""
     operators: int
@@ -69,6 +71,7 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         optimizer_bytes=sum(state.nbytes for state in observed.states),
         buffer_bytes=sum(buffer.nbytes for buffer, _ in twin.buffers),
         input_bytes=int(curve.by_kind[KINDS.index("inputs"), end - 1]),
+        resting_bytes=int(total[observed.step_begin - 1]),
         workspace_bytes=int(curve.by_kind[KINDS.index("workspace"), end - 1]),
         activation_peak_bytes=int(other.max(initial=0)),
         backward_peak_bytes=backward_peak,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ def observe(call: Callable[[], Any]) -> ObservedMemory:
 
     A first run of the same code should have gone before, so that lazily allocated buffers of libraries do not count.
     """
+    gc.collect()  # garbage of earlier steps would be freed in the middle of this one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     events: list[tuple[int, int, tuple[str, ...]]] = []

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from elixir.tracer.targets import Target
+
 
 class Category(enum.Enum):
     """What an operator does with memory."""
@@ -56,6 +58,8 @@ class Cost:
     moved_bytes: int
     transient_bytes: int
 
+
+aten = torch.ops.aten
 
 _META = torch.device("meta")
 _ATOMS = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device)
@@ -103,27 +107,31 @@ class OperatorCache:
     """Runs operators on meta, from memory where it can.
 
     Args:
+        target: corrects what differs on the pretend device.
         enabled: False runs every operator anew.
     """
 
-    def __init__(self, enabled: bool = True) -> None:
+    def __init__(self, target: Target, enabled: bool = True) -> None:
+        self._target = target
         self._enabled = enabled
         self._seen: dict[Any, tuple[list[Any], bool, Cost]] = {}
         self._fits: set[Any] = set()
 
-    def run(self, func: Any, args: Any, kwargs: Any, arguments: Arguments, transient: Any) -> tuple[Any, list[Any], Cost]:
-        """`(result, its tensors, cost)` of a PLAIN operator; `transient` gives a kernel's temporaries in bytes."""
+    def run(self, func: Any, args: Any, kwargs: Any, arguments: Arguments) -> tuple[Any, list[Any], Cost]:
+        """`(result, its tensors, cost)` of a PLAIN operator."""
         key = (func, arguments.key) if self._enabled and arguments.key is not None else None
         known = self._seen.get(key) if key is not None else None
         if known is not None:
             return self._repeat(*known)
         result = self._call(func, args, kwargs, arguments)
+        if arguments.all_meta:
+            result = self._target.results(func, args, result)
         outputs = _outputs(result)
         tensors = [item for item in outputs if isinstance(item, torch.Tensor)]
         cost = Cost(
             flops=count_flops(func, args, kwargs, result),
             moved_bytes=sum(t.nbytes for t in arguments.tensors) + sum(t.nbytes for t in tensors),
-            transient_bytes=transient(func, args, tensors),
+            transient_bytes=self._target.transient_bytes(func, args, tensors),
         )
         if key is not None and _repeatable(outputs, arguments.tensors):
             specs = [_spec(item) for item in outputs]
@@ -143,6 +151,8 @@ class OperatorCache:
     def _call(self, func: Any, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         if self._enabled and arguments.all_meta and func._schema.name.startswith("aten::_foreach_"):
             return _foreach_by_representatives(func, args, kwargs)
+        if func is aten._grouped_mm.default and arguments.all_meta:
+            return _grouped_mm(func, args, kwargs)
         return func(*args, **kwargs)
 
     @staticmethod
@@ -196,6 +206,19 @@ def _foreach_by_representatives(func: Any, args: Any, kwargs: Any) -> Any:
         return None
     specs = [_spec(tensor) for tensor in result]
     return [torch.empty_strided(specs[r][0], specs[r][1], dtype=specs[r][2], device=_META) for r in rows]
+
+
+def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
+    """The meta kernel takes bfloat16 only, the kernels of the devices take other dtypes as well."""
+    dtype = args[0].dtype
+    cast = [
+        torch.empty_strided(arg.size(), arg.stride(), dtype=torch.bfloat16, device=_META)
+        if isinstance(arg, torch.Tensor) and arg.dtype == dtype
+        else arg
+        for arg in args
+    ]
+    result = func(*cast, **kwargs)
+    return torch.empty_strided(result.size(), result.stride(), dtype=dtype, device=_META)
 
 
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:

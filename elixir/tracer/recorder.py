@@ -48,7 +48,7 @@ class Recorder(TorchDispatchMode):
         self._order = order
         self._shadows = shadows
         self._routing = routing
-        self._operators = OperatorCache(cache)
+        self._operators = OperatorCache(target, cache)
         self._workspaces: dict[bool, StorageRecord] = {}
         self.new_kind: Kind = "activations"
         """Kind of what operators allocate from now on."""
@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):
         return self._compute(func, args, kwargs, arguments)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, arguments: Arguments) -> Any:
-        result, tensors, cost = self._operators.run(func, args, kwargs, arguments, self._target.transient_bytes)
+        result, tensors, cost = self._operators.run(func, args, kwargs, arguments)
         if tensors and tensors[0].device.type != "meta" and not self._target.counts_host_tensors:
             return result
         phase = self._order.phase()

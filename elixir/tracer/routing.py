@@ -24,17 +24,31 @@ _EFFICIENT_BIAS_ALIGNMENT = 16
 
 
 @contextlib.contextmanager
-def routed(target: Target) -> Iterator[None]:
-    """While open, meta tensors take the target's attention and dropout."""
+def routed(target: Target, count_host_tensor: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """While open, meta tensors take the target's attention and dropout.
+
+    Args:
+        target: the pretend device.
+        count_host_tensor: is told of the CPU generator's states that checkpoints keep, which no dispatch shows.
+    """
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that a kernel is replaced: that is the purpose, and undone below
         _implement(library, "scaled_dot_product_attention", _attention(target))
         if target.native_dropout:
             _implement(library, "dropout", _dropout)
+    get_rng_state = torch.get_rng_state
+
+    def counted_rng_state() -> torch.Tensor:
+        state = get_rng_state()
+        count_host_tensor(state)
+        return state
+
+    torch.get_rng_state = counted_rng_state
     try:
         yield
     finally:
+        torch.get_rng_state = get_rng_state
         library._destroy()
 
 

@@ -182,8 +182,12 @@ class Shadows:
                 return torch.device("cpu")
             return item
 
+        args, kwargs = tree_map(concrete, args), tree_map(concrete, kwargs)
         with torch.no_grad(), torch._C._DisableTorchDispatch():
-            return func(*tree_map(concrete, args), **tree_map(concrete, kwargs))
+            if func is aten.histc.default and not args[0].is_floating_point():
+                # counts of integers: only other devices than the CPU have a kernel for them
+                return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+            return func(*args, **kwargs)
 
 
 def _flat_like(values: torch.Tensor, geometry: tuple[Any, Any, int]) -> torch.Tensor:

@@ -123,6 +123,8 @@ class StepTrace(Artifact):
     """States of the optimizer in plain PyTorch (moments in the dtype of the parameters)."""
     buffer_bytes: int
     input_bytes: int
+    resting_bytes: int
+    """What the allocator holds between steps, without optimizer states: parameters, buffers and inputs, rounded."""
     workspace_bytes: int
     """What matrix libraries keep allocated on the target device."""
     activation_peak_bytes: int
@@ -152,8 +154,3 @@ class StepTrace(Artifact):
     def numel(self) -> int:
         """Number of parameter elements, tied ones counted once."""
         return sum(param.numel for param in self.parameters)
-
-    @property
-    def static_bytes(self) -> int:
-        """Bytes on the device that no plan can move: buffers. Inputs and workspace count in `live_bytes`."""
-        return self.buffer_bytes

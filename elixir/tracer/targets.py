@@ -17,6 +17,8 @@ import torch
 from elixir.hardware import HardwareProfile
 from elixir.units import KIB, MIB
 
+aten = torch.ops.aten
+
 AttentionKernel = Literal["cudnn", "flash", "efficient", "cpu_flash", "math"]
 OptimizerKernel = Literal["for-loop", "foreach", "fused"]
 
@@ -85,6 +87,10 @@ class Target:
         """What a kernel allocates and frees again while it runs, beside its results."""
         return 0
 
+    def results(self, func: Any, args: Any, result: Any) -> Any:
+        """What the device's kernel returns where its meta kernel says otherwise."""
+        return result
+
 
 class CudaTarget(Target):
     """A CUDA device of a given compute capability, with PyTorch's default settings."""
@@ -145,7 +151,7 @@ class CudaTarget(Target):
 
     def transient_bytes(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> int:
         """Sorting of token ids in the gradient of an embedding (`EmbeddingBackwardKernel.cu`)."""
-        if func is torch.ops.aten.embedding_dense_backward.default:
+        if func is aten.embedding_dense_backward.default:
             indices = args[1].numel()
             if indices > 3072:  # below, one kernel without temporaries
                 return 4 * indices * 8  # original and sorted ids, and as much again inside the sort
@@ -171,12 +177,22 @@ class CpuTarget(Target):
         return "for-loop"
 
     def transient_bytes(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> int:
-        """Temporaries of CPU kernels."""
-        rule = _CPU_TRANSIENTS.get(func)
-        return rule(args, outputs) if rule else 0
+        """Copies in oneDNN's layout that a convolution makes (read off the allocator, see docs/memory_model.md)."""
+        if func is aten.convolution.default:
+            return max(args[1].nbytes, outputs[0].nbytes)
+        if func is aten.convolution_backward.default:
+            contiguous_copy = 0 if args[0].is_contiguous() else args[0].nbytes
+            return contiguous_copy + max(args[0].nbytes, sum(output.nbytes for output in outputs))
+        return 0
 
-
-_CPU_TRANSIENTS: dict[Any, Any] = {}
+    def results(self, func: Any, args: Any, result: Any) -> Any:
+        """Layer norm keeps its statistics in the dtype of input and weight, if they agree (`layer_norm_kernel.cpp`)."""
+        if func is aten.native_layer_norm.default and args[0].dtype in _HALF:
+            weight = args[2]
+            if weight is None or weight.dtype == args[0].dtype:
+                output, *statistics = result
+                return (output, *(torch.empty_like(statistic, dtype=args[0].dtype) for statistic in statistics))
+        return result
 
 
 def target_for(hardware: HardwareProfile) -> Target:

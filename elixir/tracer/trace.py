@@ -97,10 +97,16 @@ def _trace(
             ledger.add(tensor, kind, "", None)  # type: ignore[arg-type]
             if not real.is_meta and (kind == "buffers" or not real.is_floating_point()):
                 shadows.attach(tensor, real)
+    step_begin = len(ledger)
     order = UseOrder(twin, lambda: len(ledger))
     routing = routing if routing is not None else BalancedRouting()
     recorder = Recorder(target, ledger, order, shadows, routing, cache)
-    with routed(target):
+
+    def count_host_tensor(tensor: torch.Tensor) -> None:
+        if target.counts_host_tensors:
+            ledger.add(tensor, "activations", order.module(order.phase()), "generator state")
+
+    with routed(target, count_host_tensor):
         _run_step(twin, batch, step_fn, recorder, order, ledger)
         order.finish()
         step_end, operators = len(ledger), ledger.operators
@@ -116,6 +122,7 @@ def _trace(
             optimizer="none" if optimizer is None else f"{optimizers.optimizer_class(optimizer).__name__} ({kernel})",
             optimizer_temporaries=kernel != "fused",
             states=states,
+            step_begin=step_begin,
             step_end=step_end,
             operators=operators,
             assumptions=(routing.assumption,) if routing.assumption else (),

@@ -98,6 +98,7 @@ def make_trace(
         optimizer_bytes=4 * layers * unit,
         buffer_bytes=unit // 10,
         input_bytes=unit // 50,
+        resting_bytes=unit,
         workspace_bytes=unit // 4,
         activation_peak_bytes=max(sample.activations + sample.inputs + sample.workspace for sample in ran),
         backward_peak_bytes=max(sample.total - sample.optimizer for sample in ran),

@@ -121,6 +121,7 @@ class TraceBuilder:
             optimizer_bytes=2 * grad_bytes,
             buffer_bytes=0,
             input_bytes=input_bytes,
+            resting_bytes=param_bytes,
             workspace_bytes=0,
             activation_peak_bytes=live,
             backward_peak_bytes=param_bytes + grad_bytes + live,
