@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from elixir.artifact import Artifact, digest
+from elixir.errors import ArtifactError
 from elixir.units import dtype_bytes, format_bytes
 
 Home = Literal["device", "host"]
@@ -112,14 +113,14 @@ class Plan(Artifact):
     """Whether transfers run beside compute, with prefetch."""
     placement: Literal["auto", "cuda", "cpu"]
     block_numel: int
-    """Elements of one rCache block of the most common dtype (0 where nothing is streamed)."""
+    """`block_bytes` in elements of the most common dtype."""
     block_bytes: int
-    """Size of one rCache block; 0 where nothing is streamed."""
+    """Size of one rCache or gradient block, the same for all; 0 where there is neither."""
     block_count: int
     prefetch_depth: int
     """How many chunks ahead of their use are fetched."""
     grad_block_count: int
-    """Blocks of `block_bytes` that gradients on their way to the host are gathered in."""
+    """Blocks of `block_bytes` that gradients on their way to the host, or to their reduction, are gathered in."""
     chunks: tuple[ChunkPlan, ...]
     order: tuple[ChunkUse, ...]
     device_budget_bytes: int
@@ -130,6 +131,22 @@ class Plan(Artifact):
     def fingerprint(self) -> str:
         """Identifies the plan: same digits, same plan."""
         return digest(self.to_dict())
+
+    def check(self, model_fingerprint: str, world_size: int) -> None:
+        """Make sure that the plan was made for this model (`elixir.fingerprint.fingerprint`) and world size.
+
+        Raises:
+            ArtifactError: it was made for another; names the field and what to do.
+        """
+        for name, expected, found in (
+            ("model_fingerprint", self.model_fingerprint, model_fingerprint),
+            ("world_size", self.world_size, world_size),
+        ):
+            if expected != found:
+                raise ArtifactError(
+                    f"this plan was made for {self.model_name} at world size {self.world_size}: "
+                    f"field '{name}' is {expected!r}, here it is {found!r}; plan again for what runs here"
+                )
 
     def __str__(self) -> str:
         streamed = [chunk for chunk in self.chunks if not chunk.resident]

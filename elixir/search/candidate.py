@@ -65,6 +65,15 @@ def weigh(model: MemoryModel, placement: Placement, blocks: int, prefetch_depth:
     return Candidate(work, placement, result, model.need(placement, blocks), moved, seconds, overlap)
 
 
+def everything_resident(model: MemoryModel, budget_bytes: int, cost: CostModel) -> Candidate | None:
+    """All weights gathered on the device and all states there, no block; None where that does not fit."""
+    flags = (True,) * len(model.work.chunks)
+    placement = Placement(flags, flags, flags)
+    if model.need(placement, 0).device_bytes > budget_bytes:
+        return None
+    return weigh(model, placement, 0, 0, cost)
+
+
 def _gathered_for_good(model: MemoryModel, placement: Placement, blocks: int) -> Placement:
     """Several ranks: with a block for every streamed chunk and all shards on the device, all chunks are resident.
 

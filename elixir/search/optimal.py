@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from elixir.search.candidate import Candidate, settle
+from elixir.search.candidate import Candidate, everything_resident, settle
 from elixir.search.classic import classic_candidates
 from elixir.search.homes import PlacementBuilder, by_saving, loads_per_chunk
 from elixir.search.memory import MemoryModel
@@ -54,6 +54,9 @@ def find_best(
     found = _Collection(budgets.host_bytes, cap, list(classic))
     first: list[tuple[Candidate, MemoryModel, range]] = []
     for model in models.values():
+        resident = everything_resident(model, budgets.device_bytes, space.cost)
+        if resident is not None:
+            found.take([resident])
         counts = block_range(space, model, budgets.device_bytes, prefetch_depth)
         looked = found.take(_at(space, model, budgets, sorted({counts.start, counts.stop - 1}), prefetch_depth))
         if looked is not None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from elixir.errors import InputError, InputTypeError
+from elixir.errors import InputError, InputTypeError, Lever, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.plan import ChunkPlan, Home, ParamSlot, Plan, PlanPrediction
 from elixir.search.budgets import resolve_budgets
-from elixir.search.candidate import Candidate, settle, weigh
+from elixir.search.candidate import Candidate, everything_resident, settle, weigh
 from elixir.search.homes import PlacementBuilder
 from elixir.search.memory import MemoryModel, Setting
 from elixir.search.optimal import find_best
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 HomeChoice = Literal["auto", "cuda", "cpu"]
 SearchName = Literal["optimal", "minimum_waste"]
+UNLIMITED_BYTES = 1 << 62
 PREFETCH_DEPTH = 1
 """Chunks fetched ahead with overlap: one hides a transfer behind the use before it, and each takes a block."""
 
@@ -65,7 +67,7 @@ def plan_from_trace(
     space = SearchSpace(trace, hardware, setting)
     best = _search(space, budgets, placement, search)
     if best is None:
-        raise shortage(Case(trace, hardware, setting, placement), budgets)
+        raise shortage(Case(trace, hardware, setting, placement, search == "optimal"), budgets)
     return to_plan(space, best, budgets, optimizer_name(optimizer_type), placement)
 
 
@@ -99,33 +101,49 @@ def simple_plan(
     if shard_device not in ("cuda", "cpu"):
         raise InputError(f"shard_device must be 'cuda' or 'cpu', got {shard_device!r}")
     home: HomeChoice = shard_device if placement == "auto" else placement
-    unlimited = 1 << 62
     setting, budgets = _prepare(
         trace,
         hardware,
         world_size,
         optimizer_type,
         overlap,
-        unlimited if device_memory is None else device_memory,
-        unlimited if host_memory is None else host_memory,
+        UNLIMITED_BYTES if device_memory is None else device_memory,
+        UNLIMITED_BYTES if host_memory is None else host_memory,
         home,
     )
     space = SearchSpace(trace, hardware, setting)
     size = max(space.table.largest_bytes, -(-space.table.total_bytes // split_number))
     model = space.model(size)
-    builder = _everything(model, home, unlimited)
+    builder = _everything(model, home)
     depth = PREFETCH_DEPTH if overlap else 0
     schedule = model.work.schedule(builder.placement().residents, depth)
-    wanted = -int(-allocate_factor * builder.streamed // 1)
+    wanted = math.ceil(allocate_factor * builder.streamed)
     blocks = min(max(schedule.min_blocks, wanted), builder.streamed)
     candidate = weigh(model, builder.placement(), blocks, depth, space.cost)
     if not _fits(candidate, budgets):
-        raise shortage(Case(trace, hardware, setting, home), budgets)
+        raise _too_large(candidate, budgets)
     given = Budgets(
         candidate.need.device_bytes if device_memory is None else budgets.device_bytes,
         candidate.need.host_bytes if host_memory is None else budgets.host_bytes,
     )
     return to_plan(space, candidate, given, optimizer_name(optimizer_type), placement)
+
+
+def _too_large(candidate: Candidate, budgets: Budgets) -> PlanError:
+    need, levers = candidate.need, [Lever("let optimal_search choose", 0)]
+    if need.device_bytes > budgets.device_bytes:
+        spare = (candidate.schedule.blocks - 1) * candidate.work.packing.block_bytes
+        if spare > 0:
+            levers.append(Lever("lower allocate_factor, which saves at most all blocks but one", spare))
+        needed, available, name = need.device_bytes, budgets.device_bytes, "device"
+    else:
+        needed, available, name = need.host_bytes, budgets.host_bytes, "host"
+    return PlanError(
+        f"the plan that was asked for does not fit the {name} memory",
+        needed_bytes=needed,
+        available_bytes=available,
+        levers=levers,
+    )
 
 
 def _search(space: SearchSpace, budgets: Budgets, placement: HomeChoice, search: SearchName) -> Candidate | None:
@@ -153,19 +171,19 @@ def _forced(
 ) -> Candidate | None:
     found: list[Candidate] = []
     for model in (space.model(size) for size in sizes):
-        builder = _everything(model, placement, 1 << 62)
-        builder.blocks = 0
-        candidate = settle(model, builder, depth, budgets.device_bytes, space.cost)
-        if candidate is not None and _fits(candidate, budgets):
-            found.append(candidate)
+        proposals = [settle(model, _everything(model, placement), depth, budgets.device_bytes, space.cost)]
+        if placement == "cuda":
+            proposals.append(everything_resident(model, budgets.device_bytes, space.cost))
+        found.extend(candidate for candidate in proposals if candidate is not None and _fits(candidate, budgets))
     return min(found, key=lambda candidate: candidate.rank, default=None)
 
 
-def _everything(model: MemoryModel, placement: HomeChoice, budget_bytes: int) -> PlacementBuilder:
+def _everything(model: MemoryModel, placement: HomeChoice) -> PlacementBuilder:
+    """Every chunk where `placement` says, whatever it takes."""
     builder = PlacementBuilder(model, 0)
     if placement == "cuda":
         single = model.setting.world_size == 1
-        builder.move_all(range(len(model.work.chunks)), state=True, resident=single, budget_bytes=budget_bytes)
+        builder.move_all(range(len(model.work.chunks)), state=True, resident=single, budget_bytes=UNLIMITED_BYTES)
     return builder
 
 

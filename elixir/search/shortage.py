@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from elixir.errors import Lever, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.search.homes import PlacementBuilder
-from elixir.search.memory import MemoryModel, Setting
+from elixir.search.memory import MemoryModel, Placement, Setting
 from elixir.search.space import Budgets, SearchSpace
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import format_bytes
@@ -22,6 +22,8 @@ class Case:
     hardware: HardwareProfile
     setting: Setting
     placement: str
+    all_sizes: bool = True
+    """False: only the size of least waste."""
 
     def space(self) -> SearchSpace:
         """The case, ready to be searched."""
@@ -91,6 +93,10 @@ def _device_levers(case: Case, least: _Least) -> Iterator[Lever]:
         moved = least.bytes - _least_device(replace(case, placement="auto")).bytes
         if moved > 0:
             yield Lever("let weights and states live on the host (placement 'auto')", moved)
+    if not case.all_sizes:
+        chosen = least.bytes - _least_device(replace(case, all_sizes=True)).bytes
+        if chosen > 0:
+            yield Lever("let optimal_search choose the chunk size", chosen)
 
 
 def _host_levers(case: Case, budgets: Budgets, least: _Least) -> Iterator[Lever]:
@@ -128,9 +134,12 @@ def _half_batch(trace: StepTrace) -> StepTrace:
     return replace(trace, accesses=events, input_bytes=trace.input_bytes // 2)
 
 
-def _models(space: SearchSpace, placement: str) -> Iterator[MemoryModel]:
-    outsized = placement == "auto"
-    sizes = (*space.tiny_sizes(outsized=outsized), *space.sizes(outsized=outsized))
+def _models(case: Case) -> Iterator[MemoryModel]:
+    """Those that the search tries."""
+    space, outsized = case.space(), case.placement == "auto"
+    sizes: tuple[int, ...] = (space.waste_size,)
+    if case.all_sizes:
+        sizes = (*space.tiny_sizes(outsized=outsized), *space.sizes(outsized=outsized))
     for size in dict.fromkeys(sizes):
         yield space.model(size)
 
@@ -138,11 +147,9 @@ def _models(space: SearchSpace, placement: str) -> Iterator[MemoryModel]:
 def _least_device(case: Case) -> _Least:
     """The least device memory any candidate needs, whatever the host has."""
     found: _Least | None = None
-    space = case.space()
-    for model in _models(space, case.placement):
-        for builder in _emptiest(model, case):
-            fewest = model.work.schedule(builder.placement().residents, 0).min_blocks
-            need = model.need(builder.placement(), fewest)
+    for model in _models(case):
+        for placement in _emptiest(model, case):
+            need = model.need(placement, model.work.schedule(placement.residents, 0).min_blocks)
             if found is None or need.device_bytes < found.bytes:
                 found = _Least(need.device_bytes, need.device_parts)
     if found is None:  # there is always the size of the largest parameter
@@ -150,23 +157,25 @@ def _least_device(case: Case) -> _Least:
     return found
 
 
-def _emptiest(model: MemoryModel, case: Case) -> Iterator[PlacementBuilder]:
-    """Placements that may need least of the device: all on the host, and with one rank, all resident."""
-    plain = PlacementBuilder(model, 0)
+def _emptiest(model: MemoryModel, case: Case) -> Iterator[Placement]:
+    """Placements that may need least of the device: all on the host; or all on the device, resident or in shards."""
     if case.placement != "cuda":
-        yield plain
+        yield PlacementBuilder(model, 0).placement()
     if case.placement != "cpu":
-        full = PlacementBuilder(model, 0)
-        everything = range(len(model.work.chunks))
-        full.move_all(everything, state=True, resident=case.setting.world_size == 1, budget_bytes=1 << 62)
-        yield full
+        flags = (True,) * len(model.work.chunks)
+        yield Placement(flags, flags, flags)
+        if case.setting.world_size > 1:
+            yield Placement(tuple(chunk.outsized for chunk in model.work.chunks), flags, flags)
 
 
 def _least_host(case: Case, device_bytes: int) -> _Least:
     """The least host memory of any candidate that fits the device."""
     found: _Least | None = None
-    space = case.space()
-    for model in _models(space, case.placement):
+    for model in _models(case):
+        if case.placement != "cpu":
+            flags = (True,) * len(model.work.chunks)
+            if model.need(Placement(flags, flags, flags), 0).device_bytes <= device_bytes:
+                return _Least(0, {})
         builder = PlacementBuilder(model, 0)
         builder.blocks = model.work.schedule(builder.placement().residents, 0).min_blocks
         if builder.peak_bytes() > device_bytes:
