@@ -109,3 +109,8 @@ def shorten(text: str, limit: int) -> str:
         return text
     half = (limit - 1) // 2
     return f"{text[: limit - 1 - half]}…{text[-half:]}"
+
+
+def part_label(name: str) -> str:
+    """The name of a part of a plan's memory, as people write it."""
+    return name.replace("_", " ").replace("rcache", "rCache")

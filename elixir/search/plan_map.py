@@ -24,6 +24,7 @@ from elixir.search.look import (
     gib,
     legend,
     new_figure,
+    part_label,
     swatch,
     title_style,
 )
@@ -37,9 +38,10 @@ HOME_COLOURS = {"device": "#332288", "host": "#DDCC77"}
 """Indigo and sand of Paul Tol's muted scheme: safe for the colour-blind, and in no bar above the map."""
 
 _PART_COLOURS = (
+    ("rcache", YELLOW),
+    ("block", "#A5D8C6"),
+    ("flight", PALE),
     ("master", RED),
-    ("cache", YELLOW),
-    ("block", YELLOW),
     ("grad", GREEN),
     ("state", SKY),
     ("optim", SKY),
@@ -104,7 +106,7 @@ def _draw_budget(
     for name, size in sorted(parts.items(), key=lambda item: (-item[1], item[0])):
         if size > 0:
             axes.barh([0], [size / GIB], left=left, height=1, color=colours[name], edgecolor="white", linewidth=0.4)
-            handles.append(swatch(colours[name], f"{name.replace('_', ' ')} {gib(size / GIB)}"))
+            handles.append(swatch(colours[name], f"{part_label(name)} {gib(size / GIB)}"))
             left += size / GIB
     budget = budget_bytes / GIB
     axes.axvline(budget, color=DARK, linewidth=1.6)
@@ -118,9 +120,9 @@ def _draw_budget(
 
 
 def _colours(parts: dict[str, int]) -> dict[str, str]:
-    """A colour for each part; parts that would share one get the next that is free."""
+    """A colour for each part; where two would share one, the smaller gets the next that is free."""
     colours: dict[str, str] = {}
-    for name in sorted(parts):
+    for name in sorted(parts, key=lambda name: (-parts[name], name)):
         wanted = next((colour for word, colour in _PART_COLOURS if word in name.lower()), GREY)
         free = [colour for colour in (wanted, RED, PURPLE, YELLOW, GREY, PALE) if colour not in colours.values()]
         colours[name] = free[0] if free else wanted

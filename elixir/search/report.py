@@ -10,6 +10,7 @@ from elixir.artifact import Artifact
 from elixir.errors import InputTypeError
 from elixir.hardware import HardwareProfile
 from elixir.plan import ChunkPlan, Plan
+from elixir.search.look import part_label
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import format_bytes
 
@@ -212,7 +213,7 @@ def parts_table(plan: Plan) -> Table:
     for memory, parts in (("device", plan.predicted.device_parts), ("host", plan.predicted.host_parts)):
         for name, size in sorted(parts.items(), key=lambda part: (-part[1], part[0])):
             if size:
-                rows.append([memory, name.replace("_", " "), format_bytes(size)])
+                rows.append([memory, part_label(name), format_bytes(size)])
     return list_table("predicted peaks", ("memory", "held by", "size"), rows)
 
 

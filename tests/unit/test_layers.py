@@ -122,11 +122,7 @@ def graph(sources: Mapping[str, str], packages: frozenset[str]) -> dict[str, set
     """Module -> modules it imports while it is itself being imported: not lazily, and not for type checkers only."""
     edges: dict[str, set[str]] = {}
     for module, source in sources.items():
-        at_import = [
-            node
-            for node in ast.parse(source).body
-            if isinstance(node, (ast.Import, ast.ImportFrom)) or (isinstance(node, ast.Try))
-        ]
+        at_import = [node for node in ast.parse(source).body if isinstance(node, (ast.Import, ast.ImportFrom, ast.Try))]
         text = "\n".join(ast.unparse(node) for node in at_import)
         edges[module] = set()
         for _, name in imports(text, module, is_package=module in packages):
