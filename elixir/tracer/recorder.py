@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from elixir.tracer.accumulation import accumulates_in_place
 from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.operators import Arguments, Category, OperatorCache, category, written_arguments
 from elixir.tracer.order import UseOrder
@@ -64,6 +65,9 @@ class Recorder(TorchDispatchMode):
         kind = category(func)
         if kind is Category.VIEW:
             return func(*args, **kwargs)
+        if func is aten.add.Tensor and accumulates_in_place(args, depth=1):
+            self._order.cost(0, 3 * args[0].nbytes)
+            return args[0]
         if func is aten._local_scalar_dense.default:
             value = self._shadows.real(args[0])
             return unknown_number(args[0]) if value is None else value.item()

@@ -16,6 +16,7 @@ from elixir.errors import ElixirError, InputError, InputTypeError, TraceError
 from elixir.fingerprint import fingerprint
 from elixir.hardware import HardwareProfile
 from elixir.tracer import optimizer as optimizers
+from elixir.tracer.accumulation import references_when_alone
 from elixir.tracer.assemble import Observed, assemble
 from elixir.tracer.experts import BalancedRouting, Routing
 from elixir.tracer.ledger import Ledger
@@ -106,6 +107,7 @@ def _trace(
         if target.counts_host_tensors:
             ledger.add(tensor, "activations", order.module(order.phase()), "generator state")
 
+    references_when_alone()
     with routed(target, count_host_tensor):
         _run_step(twin, batch, step_fn, recorder, order, ledger)
         order.finish()
