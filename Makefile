@@ -6,6 +6,11 @@ VENV   ?= .venv
 OUT    ?= out
 BIN    := $(VENV)/bin
 
+STEP    := --dtype bf16 --checkpoint
+PROFILE := profile opt-175b --batch 8 --seq 2048 $(STEP) --brief --plot $(OUT)/memory.png
+PLAN    := plan opt-13b --hardware h200 --world-size 1 --host-memory 128GiB --batch 8 --seq 1024 $(STEP) \
+           --brief --out $(OUT)/plan.json --plot $(OUT)/plan.png
+
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-all lint clean
 
@@ -14,13 +19,11 @@ help:
 
 quickstart: $(VENV)/.installed
 	@mkdir -p $(OUT)
+	@echo '$$ elixir $(PROFILE)'
+	@$(BIN)/elixir $(PROFILE)
 	@echo
-	@echo '$$ elixir profile opt-175b --batch 8 --seq 2048 --dtype bf16 --checkpoint --plot $(OUT)/memory.png'
-	@$(BIN)/elixir profile opt-175b --batch 8 --seq 2048 --dtype bf16 --checkpoint --plot $(OUT)/memory.png
-	@echo
-	@echo '$$ elixir plan opt-13b --hardware h200 --world-size 1 --host-memory 128GiB --batch 8 --seq 1024 --dtype bf16 --checkpoint --out $(OUT)/plan.json --plot $(OUT)/plan.png'
-	@$(BIN)/elixir plan opt-13b --hardware h200 --world-size 1 --host-memory 128GiB \
-	  --batch 8 --seq 1024 --dtype bf16 --checkpoint --out $(OUT)/plan.json --plot $(OUT)/plan.png
+	@echo '$$ elixir $(PLAN)'
+	@$(BIN)/elixir $(PLAN)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

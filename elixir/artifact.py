@@ -70,7 +70,7 @@ class Artifact:
         """Build the artifact from JSON text; `ArtifactError` for text that is cut off or no JSON."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # JSONDecodeError, or an integer of thousands of digits
             raise ArtifactError(f"{source}: not valid JSON, perhaps truncated: {error}") from None
         except RecursionError:
             raise ArtifactError(f"{source}: nested too deeply to be a {cls.artifact}") from None
@@ -221,7 +221,7 @@ def _decode_dataclass(cls: type, value: Any, path: str, source: str) -> Any:
     decoded = {name: _decode(hint, value[name], prefix + name, source) for name, hint in fields.items()}
     try:
         return cls(**decoded)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         where = f"{source}: field '{path}'" if path else source
         raise ArtifactError(f"{where}: {error}") from None
 

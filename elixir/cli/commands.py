@@ -15,6 +15,7 @@ from elixir.units import format_bytes
 
 if TYPE_CHECKING:
     from elixir.hardware import HardwareProfile
+    from elixir.plan import Plan
     from elixir.tracer.step_trace import StepTrace
 
 _STEP_DEFAULTS = {
@@ -37,7 +38,7 @@ def run_profile(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(report.trace_record(trace))
         return 0
-    _print_trace(trace)
+    _print_trace(trace, brief=args.brief)
     _print_written(written)
     return 0
 
@@ -91,8 +92,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(plan.to_dict())
         return 0
-    _print(str(plan))
-    _print_tables(report.parts_table(plan), report.homes_table(plan))
+    _print_plan(plan, brief=args.brief)
     _print_written(written)
     return 0
 
@@ -111,8 +111,7 @@ def run_show(args: argparse.Namespace) -> int:
     elif isinstance(artifact, HardwareProfile):
         _print_hardware(artifact)
     elif isinstance(artifact, Plan):
-        _print(str(artifact))
-        _print_tables(report.parts_table(artifact), report.homes_table(artifact))
+        _print_plan(artifact)
     return 0
 
 
@@ -250,10 +249,17 @@ def _list_hardware(*, as_json: bool) -> int:
     return 0
 
 
-def _print_trace(trace: StepTrace) -> None:
+def _print_plan(plan: Plan, *, brief: bool = False) -> None:
+    _print(str(plan))
+    if not brief:
+        _print_tables(report.parts_table(plan), report.homes_table(plan))
+
+
+def _print_trace(trace: StepTrace, *, brief: bool = False) -> None:
     """The memory profile of a step: totals, where the peak is, what is alive there, and what was supposed."""
     _print(report.trace_summary(trace))
-    _print_tables(report.memory_table(trace), report.contributors_table(trace))
+    if not brief:
+        _print_tables(report.memory_table(trace), report.contributors_table(trace))
     for label, names in (
         ("unused parameters", trace.unused_parameters),
         ("modules that never ran", trace.unused_modules),

@@ -110,5 +110,5 @@ def _read_json(path: str) -> Any:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ArtifactError(f"{path}: not a text file") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: not valid JSON, perhaps truncated: {error}") from None

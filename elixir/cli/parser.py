@@ -72,6 +72,7 @@ def _add_profile(parser: Parser) -> None:
     _add_step(parser)
     parser.add_argument("--device", default="h200", help="preset or hw.json of the device to pretend (default: h200)")
     _add_json(parser)
+    _add_brief(parser)
     parser.add_argument("--plot", metavar="FILE", help="draw the memory curve (.png, .pdf or .svg)")
     parser.add_argument("--out", metavar="FILE", help="save the trace as JSON; `elixir plan` takes it for a model")
 
@@ -102,6 +103,7 @@ def _add_plan(parser: Parser) -> None:
     )
     parser.add_argument("--no-overlap", action="store_true", help="transfers wait for compute: no prefetch")
     _add_json(parser)
+    _add_brief(parser)
     parser.add_argument("--plot", metavar="FILE", help="draw the plan (.png, .pdf or .svg)")
     parser.add_argument("--out", metavar="FILE", help="save the plan as JSON")
 
@@ -135,6 +137,10 @@ def _add_step(parser: Parser) -> None:
 
 def _add_json(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def _add_brief(parser: Parser) -> None:
+    parser.add_argument("--brief", action="store_true", help="only the summary, no tables")
 
 
 def _count(text: str) -> int:

@@ -51,10 +51,35 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     }[hint]
 
 
+RATES = st.floats(1e-3, 1e18)
+SIZES = st.integers(1, 2**80)
+
+
+def profiles() -> st.SearchStrategy[HardwareProfile]:
+    """Hardware profiles that make sense; others refuse to be built."""
+    hints = typing.get_type_hints(HardwareProfile)
+    fields = {
+        name: {int: SIZES, float: RATES}.get(hint, values_of(hint)) for name, hint in hints.items() if name in NAMES
+    }
+    fields |= {
+        "name": st.text(min_size=1, max_size=8),
+        "device_kind": st.just("cuda"),
+        "compute_capability": st.tuples(st.integers(1, 20), st.integers(0, 9)),
+        "flops_per_s": st.dictionaries(st.sampled_from(("bfloat16", "float32", "int8")), RATES, min_size=1),
+        "matmul_efficiency": st.floats(0.01, 1.0),
+        "host_memory_bytes": st.none() | SIZES,
+        "measured_at": st.none() | st.dates().map(str),
+    }
+    return st.builds(HardwareProfile, **fields)
+
+
+NAMES = {field.name for field in dataclasses.fields(HardwareProfile)}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_json_round_trip_gives_the_same_artifact(kind: type[Artifact]) -> None:
     @FEW
-    @given(values_of(kind))
+    @given(profiles() if kind is HardwareProfile else values_of(kind))
     def check(artifact: Artifact) -> None:
         text = artifact.to_json()
         back = kind.from_json(text)
@@ -142,10 +167,17 @@ def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
 
 
 def test_a_number_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
-    profile = dataclasses.replace(make_hardware(), matmul_efficiency=math.nan)
+    trace = dataclasses.replace(make_trace(layers=1), trace_s=math.nan)
     with pytest.raises(InputError, match="cannot be saved"):
-        profile.save(tmp_path / "hw.json")
+        trace.save(tmp_path / "trace.json")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_absurd_integers_are_artifact_errors(digits: int) -> None:
+    text = make_hardware().to_json().replace('"devices_per_host": 8', f'"devices_per_host": {"9" * digits}')
+    with pytest.raises(ArtifactError):
+        HardwareProfile.from_json(text)
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", True, 1.0, None])

@@ -141,6 +141,13 @@ def test_profile_says_peak_and_contributors(stub: Stub, capsys: pytest.CaptureFi
     assert "layers.*" in out  # what is alive there, layers taken together
 
 
+def test_brief_leaves_out_the_tables(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("profile", "plan"):
+        long, short = (run(capsys, command, "x", *flags)[1] for flags in ((), ("--brief",)))
+        assert long.startswith(short)
+        assert len(short.splitlines()) < 10 < len(long.splitlines())
+
+
 PLAIN_MODEL = """
 import torch
 def model(): return torch.nn.Linear(64, 32)
