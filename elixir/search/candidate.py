@@ -26,16 +26,16 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, int, int, int, int, int, int]:
-        """Sorts candidates: fastest first, then fewest bytes moved, then least memory, then fewest chunks.
+        """Sorts candidates: fastest first, then fewest bytes over the host link, then least memory, then fewest chunks.
 
         Seconds are compared to a nanosecond, so that the last bits of a sum decide nothing.
         """
         return (
             round(self.seconds["total"], 9),
             self.moved.link_bytes,
-            self.moved.network_bytes,
             self.need.device_bytes,
             self.need.host_bytes,
+            self.moved.network_bytes,
             -self.work.packing.capacity_bytes,
             self.schedule.blocks,
         )

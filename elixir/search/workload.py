@@ -8,11 +8,14 @@ from functools import cached_property
 
 import numpy as np
 
-from elixir.plan import ChunkUse
+from elixir.plan import ChunkUse, Phase
 from elixir.schedule import StepSchedule
 from elixir.search.packing import Ints, Packing
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import dtype_bytes
+
+OrderEntry = tuple[Phase, tuple[int, ...], int]
+"""Phase, chunks and pin of one entry of the order."""
 
 
 class StepFacts:
@@ -39,9 +42,25 @@ class StepFacts:
             default=0,
         )
 
+        # Accesses without parameters count for the live bytes above, but there is nothing to fetch for them.
+        sets: dict[tuple[int, ...], int] = {}
+        following = np.cumsum([bool(event.parameters) for event in events]).tolist()
+        self.uses: list[tuple[Phase, int, int]] = [
+            (
+                event.phase,
+                sets.setdefault(event.parameters, len(sets)),
+                following[min(event.pin_until, len(events) - 1)] - 1,
+            )
+            for event in events
+            if event.parameters
+        ]
+        """Per access that has any: phase, index into `parameter_sets`, and the last access it is pinned through."""
+        self.parameter_sets = tuple(sets)
+        self._slot_of = {event: int(np.searchsorted(self.edges, event, side="right")) - 1 for event in sorted(arrivals)}
+
     def slot(self, event: int) -> int:
-        """The slot of an access event."""
-        return int(np.searchsorted(self.edges, event, side="right")) - 1
+        """The slot of an access event in which a gradient arrives."""
+        return self._slot_of[event]
 
 
 @dataclass(frozen=True)
@@ -64,8 +83,7 @@ class Workload:
     """One packing of one trace.
 
     Attributes:
-        order: the recorded order in chunk ids; consecutive accesses of the same chunks in the same phase are one entry.
-        required: per entry, the chunks that lie on the device while it runs: used by it or pinned from before.
+        required: per entry of `order`, the chunks that lie on the device while it runs: used by it or pinned from before.
         first_backward: the first entry that is not forward.
     """
 
@@ -73,16 +91,22 @@ class Workload:
         self.facts = facts
         self.packing = packing
         self.chunks = tuple(self._chunk_facts(index) for index in range(len(packing.chunks)))
-        self.order = _collapse(facts.trace, packing)
-        required: list[list[int]] = [list(use.chunks) for use in self.order]
-        for entry, use in enumerate(self.order):
-            for later in range(entry + 1, use.pin_until + 1):
-                required[later].extend(use.chunks)
-        self.required = tuple(tuple(sorted(set(chunks))) for chunks in required)
+        self._order = _collapse(facts, packing)
+        required = [chunks for _, chunks, _ in self._order]
+        for entry, (_, chunks, pin_until) in enumerate(self._order):
+            for later in range(entry + 1, pin_until + 1):
+                if required[later] != chunks:
+                    required[later] = tuple(sorted({*required[later], *chunks}))
+        self.required = tuple(required)
         self.first_backward = next(
-            (entry for entry, use in enumerate(self.order) if use.phase != "forward"), len(self.order)
+            (entry for entry, (phase, _, _) in enumerate(self._order) if phase != "forward"), len(self._order)
         )
         self._schedules: dict[tuple[frozenset[int], int], StepSchedule] = {}
+
+    @property
+    def order(self) -> tuple[ChunkUse, ...]:
+        """The recorded order in chunk ids; consecutive accesses of the same chunks in one phase are one entry."""
+        return tuple(ChunkUse(phase=phase, chunks=chunks, pin_until=until) for phase, chunks, until in self._order)
 
     def schedule(self, residents: frozenset[int], prefetch_depth: int) -> StepSchedule:
         """The order with resident chunks left out; positions stay those of `order`."""
@@ -121,26 +145,25 @@ class Workload:
         )
 
 
-def _collapse(trace: StepTrace, packing: Packing) -> tuple[ChunkUse, ...]:
+def _collapse(facts: StepFacts, packing: Packing) -> list[OrderEntry]:
     """The trace's accesses in chunk ids, equal neighbours in one entry, pins translated to entries.
 
     Entries that were joined share the latest of their pins: their chunks are the same, so nothing more is held.
     """
     chunk_of = {member: index for index, chunk in enumerate(packing.chunks) for member in chunk.parameters}
-    keys: list[tuple[str, tuple[int, ...]]] = []
+    chunks_of = [tuple(sorted({chunk_of[member] for member in members})) for members in facts.parameter_sets]
+    keys: list[tuple[Phase, tuple[int, ...]]] = []
     last_event: list[int] = []
     entry_of: list[int] = []
-    for event in trace.accesses:
-        chunks = tuple(sorted({chunk_of[member] for member in event.parameters}))
-        if not chunks:
-            entry_of.append(max(len(keys) - 1, 0))
-            continue
-        if not keys or keys[-1] != (event.phase, chunks):
-            keys.append((event.phase, chunks))
-            last_event.append(0)
-        last_event[-1] = max(last_event[-1], event.pin_until)
+    for phase, used, pin_until in facts.uses:
+        chunks = chunks_of[used]
+        if not keys or keys[-1][1] != chunks or keys[-1][0] != phase:
+            keys.append((phase, chunks))
+            last_event.append(pin_until)
+        elif pin_until > last_event[-1]:
+            last_event[-1] = pin_until
         entry_of.append(len(keys) - 1)
-    return tuple(
-        ChunkUse(phase=phase, chunks=chunks, pin_until=max(entry, entry_of[min(until, len(entry_of) - 1)]))  # type: ignore[arg-type]
+    return [
+        (phase, chunks, max(entry, entry_of[until]))
         for entry, ((phase, chunks), until) in enumerate(zip(keys, last_event, strict=True))
-    )
+    ]
