@@ -165,7 +165,7 @@ def _show_number(name: str, value: float) -> str:
     if name.endswith("_bytes_per_s"):
         return f"{value / 1e9:,.1f} GB/s"
     if name.endswith("_flops_per_s"):
-        return f"{value / 1e12:,.1f} TFLOP/s"
+        return f"{value / 1e12:,.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:,.1f} GFLOP/s"
     if name.endswith("_numel_per_s"):
         return f"{value / 1e9:,.2f} G elements/s"
     if name == "flops":
@@ -312,10 +312,18 @@ def _change(row: Row) -> str:
     return sign + show_value(row.name, abs(row.b - row.a))
 
 
+_UNIT_LABELS = {
+    "_bytes_per_s": " bandwidth", "_flops_per_s": " peak rate", "_numel_per_s": " rate", "_bytes": "", "_s": "",
+}  # fmt: skip
+"""Ending of a field -> what a person calls it, the unit being shown with the value."""
+
+
 def _label(name: str) -> str:
-    for unit in ("_bytes", "_bytes_per_s", "_flops_per_s", "_numel_per_s", "_s"):
-        if name.endswith(unit):
-            return name.removesuffix(unit).replace("_", " ")
+    if name == "optimizer_bytes":
+        return "optimizer states"  # "optimizer" is the field with its name
+    for ending, words in _UNIT_LABELS.items():
+        if name.endswith(ending):
+            return name.removesuffix(ending).replace("_", " ") + words
     return name.replace("_", " ")
 
 
