@@ -30,11 +30,16 @@ def accumulates_in_place(args: Any, depth: int) -> bool:
     if not backward_is_running() or len(args) != 2 or not isinstance(args[1], torch.Tensor):
         return False
     first, second = args
-    if first.shape != second.shape or first.dtype != second.dtype or not first.is_contiguous():
+    if first.shape != second.shape or first.dtype != second.dtype or not _dense(first):
         return False
     # A sum in a Python `backward` has that function as its caller; the engine's own has the call into the engine.
     caller = sys._getframe(depth + 1).f_code
     return caller.co_name == "_engine_run_backward" and _references(first) == references_when_alone()
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor covers its storage without gaps or overlaps, in whatever order."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes and torch._debug_has_internal_overlap(tensor) == 0
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, int]:

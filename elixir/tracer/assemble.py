@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ import numpy as np
 import torch
 
 from elixir.tracer.ledger import KINDS, Curve, Int64Array, Ledger, StorageRecord
+from elixir.tracer.optimizer import OptimizerPhase
 from elixir.tracer.order import UseOrder
 from elixir.tracer.step_trace import AccessEvent, Contributor, CurveSample, ParamInfo, StepTrace
 from elixir.tracer.twin import Twin
 from elixir.units import dtype_name
 
-MAX_CURVE_SAMPLES = 2048
+MAX_CURVE_SAMPLES = 1024
 """Enough for any picture; each sample keeps the highest moment of its stretch."""
 MAX_CONTRIBUTORS = 64
 
@@ -30,9 +32,7 @@ class Observed:
     model_fingerprint: str
     device: str
     dtype: torch.dtype | None
-    optimizer: str
-    optimizer_temporaries: bool
-    states: list[torch.Tensor]
+    optimizer: OptimizerPhase
     step_begin: int
     """Length of the ledger's log before `step_fn` ran."""
     step_end: int
@@ -43,8 +43,9 @@ class Observed:
 
 def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float) -> StepTrace:
     """Peaks, curve, accesses and gates of a finished trace; `started` is its `time.perf_counter()`."""
+
     def dropped(record: StorageRecord) -> bool:
-        return record.kind == "workspace" and record.index >= first_optimizer and not observed.optimizer_temporaries
+        return record.kind == "workspace" and record.index >= first_optimizer and not observed.optimizer.has_temporaries
 
     first_optimizer = _records_before(ledger, observed.step_end)
     curve = ledger.curve(drop=dropped)
@@ -64,11 +65,11 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         model_fingerprint=observed.model_fingerprint,
         device=observed.device,
         dtype="as built" if observed.dtype is None else dtype_name(observed.dtype),
-        optimizer=observed.optimizer,
+        optimizer=observed.optimizer.description,
         parameters=_parameters(twin, order),
         param_bytes=sum(parameter.nbytes for parameter in twin.names),
         grad_bytes=sum(p.grad.nbytes for p in twin.names if p.grad is not None),
-        optimizer_bytes=sum(state.nbytes for state in observed.states),
+        optimizer_bytes=observed.optimizer.state_bytes,
         buffer_bytes=sum(buffer.nbytes for buffer, _ in twin.buffers),
         input_bytes=int(curve.by_kind[KINDS.index("inputs"), end - 1]),
         resting_bytes=int(total[observed.step_begin - 1]),
@@ -138,7 +139,7 @@ def _samples(curve: Curve, order: UseOrder, observed: Observed, state_bytes: int
     bounds = np.unique(np.linspace(0, entries, min(entries, MAX_CURVE_SAMPLES) + 1).astype(np.int64))
     bounds = np.union1d(bounds, [min(observed.step_end, entries)])
     operators = np.searchsorted(curve.starts, np.arange(entries), side="right") - 1
-    highest = [int(begin + total[begin:end].argmax()) for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    highest = [int(begin + total[begin:end].argmax()) for begin, end in itertools.pairwise(bounds)]
     uses = np.searchsorted([use.log_position for use in order.uses], highest, side="right") - 1
     samples = []
     for at, use, live in zip(highest, uses, curve.by_kind[:, highest].T.tolist(), strict=True):
@@ -167,7 +168,7 @@ def _unused_modules(twin: Twin, order: UseOrder) -> tuple[str, ...]:
     return tuple(
         name
         for module, name in twin.modules.items()
-        if name not in order.ran
+        if (name or type(module).__name__) not in order.ran
         and (own := [index[p] for p in module.parameters(recurse=False)])
         and not any(position in touched for position in own)
     )

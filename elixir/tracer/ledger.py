@@ -99,22 +99,25 @@ class Ledger:
         ref = self._live.get(tensor.untyped_storage()._cdata)
         return None if ref is None else ref.record
 
-    def add(self, tensor: torch.Tensor, kind: Kind, module: str, operator: Any) -> StorageRecord:
-        """Follow the tensor's storage from now on; a storage that is followed already stays what it is."""
+    def add(self, tensor: torch.Tensor, kind: Kind, module: str, operator: Any, copies: int = 1) -> StorageRecord:
+        """Follow the tensor's storage from now on; a storage that is followed already stays what it is.
+
+        It counts `copies` times: for as many others that live and die with it.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._live.get(key)
         if known is not None:
             return known.record
-        record = self._born(self._round_bytes(storage.nbytes()), kind, module, operator)
+        record = self._born(self._round_bytes(storage.nbytes()) * copies, kind, module, operator)
         ref = _StorageRef(storage, self._died)
         ref.key, ref.record = key, record
         self._live[key] = ref
         return record
 
-    def add_bytes(self, nbytes: int, kind: Kind, module: str, operator: Any) -> StorageRecord:
+    def add_bytes(self, nbytes: int, kind: Kind, module: str, operator: Any, copies: int = 1) -> StorageRecord:
         """Bytes that no tensor of the trace stands for, such as a library's workspace; they stay."""
-        return self._born(self._round_bytes(nbytes), kind, module, operator)
+        return self._born(self._round_bytes(nbytes) * copies, kind, module, operator)
 
     def touch(self, nbytes: int, module: str, operator: Any) -> None:
         """Workspace that an operator holds only while it runs."""

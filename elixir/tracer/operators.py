@@ -9,13 +9,43 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from elixir.tracer.targets import Target
+
+aten = torch.ops.aten
+
+_META = torch.device("meta")
+
+_MATRIX_PRODUCTS = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten._grouped_mm.default,
+    }
+)
+"""Operators for which matrix libraries keep a workspace."""
+
+DATA_DEPENDENT = frozenset(
+    {
+        aten.nonzero.default,
+        aten.masked_select.default,
+        aten.unique_consecutive.default,
+        aten._unique2.default,
+        aten.unique_dim.default,
+        aten.repeat_interleave.Tensor,
+        aten.bincount.default,
+        aten.equal.default,
+        aten.is_nonzero.default,
+        aten.allclose.default,
+    }
+)
+"""Operators whose result's shape, or whose very result, follows from values."""
 
 
 class Category(enum.Enum):
@@ -29,25 +59,39 @@ class Category(enum.Enum):
     """It writes to an argument."""
 
 
-@lru_cache(maxsize=None)
-def category(func: Any) -> Category:
-    """The category of an operator, by its schema."""
-    schema = func._schema
-    if schema.is_mutable:
-        return Category.MUTATES
-    if any(argument.alias_info is not None for argument in schema.arguments):
-        return Category.VIEW
-    return Category.PLAIN
+class Traits:
+    """What never changes about an operator, looked up once per dispatch."""
+
+    __slots__ = ("category", "foreach", "func", "matrix_product", "needs_values", "rewrites_first", "written")
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.func = func
+        aliased = [
+            (position, argument.name, argument.alias_info.is_write)
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None
+        ]
+        self.category = Category.MUTATES if schema.is_mutable else Category.VIEW if aliased else Category.PLAIN
+        self.written = tuple((position, name) for position, name, is_write in aliased if is_write)
+        """(position, name) of the arguments that it writes to."""
+        self.foreach = schema.name.startswith("aten::_foreach_")
+        resizes = schema.name in ("aten::resize_", "aten::resize_as_", "aten::set_")
+        self.rewrites_first = schema.name.endswith("_") and not resizes and [p for p, _ in self.written] == [0]
+        """An in-place operator that changes values, never size or storage."""
+        self.matrix_product = func in _MATRIX_PRODUCTS
+        self.needs_values = func in DATA_DEPENDENT or func is aten.index.Tensor
 
 
-@lru_cache(maxsize=None)
-def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """(position, name) of the arguments that an operator writes to."""
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+_TRAITS: dict[int, Traits] = {}
+
+
+def traits(func: Any) -> Traits:
+    """The traits of an operator. Keyed by identity: an `OpOverload` hashes in Python, and lives as long as its traits."""
+    known = _TRAITS.get(id(func))
+    if known is None:
+        known = _TRAITS[id(func)] = Traits(func)
+    return known
 
 
 @dataclass(frozen=True)
@@ -59,10 +103,7 @@ class Cost:
     transient_bytes: int
 
 
-aten = torch.ops.aten
-
-_META = torch.device("meta")
-_ATOMS = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device)
+_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device})
 
 
 class Arguments:
@@ -86,15 +127,12 @@ class Arguments:
         for item in items:
             if isinstance(item, torch.Tensor):
                 self.tensors.append(item)
-                if item.device != _META:
+                if not item.is_meta:
                     self.all_meta = False
-                parts.append(item.shape)
-                parts.append(item.stride())
-                parts.append(item.dtype)
+                parts.append((item.shape, item.stride(), item.dtype))
             elif type(item) in _ATOMS:
                 # 1, 1.0 and True are equal as keys, and mean different result types
-                parts.append(type(item))
-                parts.append(item)
+                parts.append((type(item), item))
             elif isinstance(item, (list, tuple)):
                 parts.append(len(item))
                 cacheable = self._scan(item, parts) and cacheable
@@ -117,13 +155,14 @@ class OperatorCache:
         self._seen: dict[Any, tuple[list[Any], bool, Cost]] = {}
         self._fits: set[Any] = set()
 
-    def run(self, func: Any, args: Any, kwargs: Any, arguments: Arguments) -> tuple[Any, list[Any], Cost]:
+    def run(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> tuple[Any, list[Any], Cost]:
         """`(result, its tensors, cost)` of a PLAIN operator."""
-        key = (func, arguments.key) if self._enabled and arguments.key is not None else None
+        func = op.func
+        key = (op, arguments.key) if self._enabled and arguments.key is not None else None
         known = self._seen.get(key) if key is not None else None
         if known is not None:
             return self._repeat(*known)
-        result = self._call(func, args, kwargs, arguments)
+        result = self._call(op, args, kwargs, arguments)
         if arguments.all_meta:
             result = self._target.results(func, args, result)
         outputs = _outputs(result)
@@ -138,22 +177,22 @@ class OperatorCache:
             self._seen[key] = (specs, isinstance(result, torch.Tensor), cost)
         return result, tensors, cost
 
-    def run_in_place(self, func: Any, args: Any, kwargs: Any, arguments: Arguments) -> Any:
+    def run_in_place(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         """Result of a MUTATES operator: on meta there is nothing to write, once its arguments are known to fit."""
-        key = (func, arguments.key) if self._enabled and arguments.key is not None else None
+        key = (op, arguments.key) if self._enabled and arguments.key is not None else None
         if key is not None and key in self._fits:
-            return args[0] if func._schema.returns else None
-        result = self._call(func, args, kwargs, arguments)
-        if key is not None and _writes_first_argument_only(func) and (result is None or result is args[0]):
+            return args[0] if op.func._schema.returns else None
+        result = self._call(op, args, kwargs, arguments)
+        if key is not None and op.rewrites_first and (result is None or result is args[0]):
             self._fits.add(key)
         return result
 
-    def _call(self, func: Any, args: Any, kwargs: Any, arguments: Arguments) -> Any:
-        if self._enabled and arguments.all_meta and func._schema.name.startswith("aten::_foreach_"):
-            return _foreach_by_representatives(func, args, kwargs)
-        if func is aten._grouped_mm.default and arguments.all_meta:
-            return _grouped_mm(func, args, kwargs)
-        return func(*args, **kwargs)
+    def _call(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
+        if op.foreach and self._enabled and arguments.all_meta:
+            return _foreach_by_representatives(op.func, args, kwargs)
+        if op.func is aten._grouped_mm.default and arguments.all_meta:
+            return _grouped_mm(op.func, args, kwargs)
+        return op.func(*args, **kwargs)
 
     @staticmethod
     def _repeat(specs: list[Any], single: bool, cost: Cost) -> tuple[Any, list[Any], Cost]:
@@ -173,14 +212,6 @@ class OperatorCache:
         return len(self._seen) + len(self._fits)
 
 
-@lru_cache(maxsize=None)
-def _writes_first_argument_only(func: Any) -> bool:
-    """True for in-place operators that change values, never size or storage."""
-    packet = func._schema.name
-    in_place = packet.endswith("_") and packet not in ("aten::resize_", "aten::resize_as_", "aten::set_")
-    return in_place and [position for position, _ in written_arguments(func)] == [0]
-
-
 def _foreach_by_representatives(func: Any, args: Any, kwargs: Any) -> Any:
     """A foreach operator on meta, run on one tensor of each shape: an optimizer has thousands of a few shapes."""
     count = len(args[0])
@@ -190,9 +221,7 @@ def _foreach_by_representatives(func: Any, args: Any, kwargs: Any) -> Any:
     chosen: list[int] = []
     for position in range(count):
         operands = (items[position] for items in lists)
-        key = tuple(
-            (t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else type(t) for t in operands
-        )
+        key = tuple((t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else type(t) for t in operands)
         if key not in representatives:
             representatives[key] = len(chosen)
             chosen.append(position)

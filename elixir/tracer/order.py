@@ -47,7 +47,7 @@ class UseOrder:
     """
 
     def __init__(self, twin: Twin, log_position: Callable[[], int]) -> None:
-        self._names = twin.modules
+        self._names = {module: name or type(module).__name__ for module, name in twin.modules.items()}
         self._index = {parameter: index for index, parameter in enumerate(twin.parameters)}
         self._storages = {p.untyped_storage()._cdata: index for p, index in self._index.items()}
         self._log_position = log_position
@@ -166,9 +166,14 @@ class UseOrder:
 
     def checkpointed(self) -> tuple[str, ...]:
         """The modules that enclose each region that ran again in backward, in forward order."""
-        regions = dict.fromkeys(_common_prefix(names) for names in self._recomputed.values())
         forward = {name: position for position, name in enumerate(self.ran)}
-        return tuple(sorted(regions, key=lambda name: forward.get(name, len(forward))))
+        regions: dict[str, None] = {}
+        for names in self._recomputed.values():
+            region = _common_prefix(names)
+            while region not in forward and "." in region:  # a container that never runs itself
+                region = region.rpartition(".")[0]
+            regions[region] = None
+        return tuple(sorted(regions, key=lambda name: forward.get(name, -1)))
 
     def _enter_node(self) -> None:
         """Let go of what the autograd node before the one now running used."""

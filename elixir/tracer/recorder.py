@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,17 +11,13 @@ from torch.utils._pytree import tree_map
 
 from elixir.tracer.accumulation import accumulates_in_place
 from elixir.tracer.ledger import Ledger, StorageRecord
-from elixir.tracer.operators import Arguments, Category, OperatorCache, category, written_arguments
+from elixir.tracer.operators import Arguments, Category, OperatorCache, Traits, traits
 from elixir.tracer.order import UseOrder
-from elixir.tracer.shadows import DATA_DEPENDENT, Shadows, unknown_number
+from elixir.tracer.shadows import Shadows, unknown_number
 from elixir.tracer.step_trace import Kind
 from elixir.tracer.targets import Target
 
 aten = torch.ops.aten
-
-_MATRIX_PRODUCTS = frozenset(
-    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
-)
 
 
 class Recorder(TorchDispatchMode):
@@ -51,8 +48,11 @@ class Recorder(TorchDispatchMode):
         self._routing = routing
         self._operators = OperatorCache(target, cache)
         self._workspaces: dict[bool, StorageRecord] = {}
+        self.caches = cache
         self.new_kind: Kind = "activations"
         """Kind of what operators allocate from now on."""
+        self.copies: Mapping[torch.Size, int] = {}
+        """How many tensors one of a shape stands for; one where it is not listed."""
 
     @property
     def signatures(self) -> int:
@@ -62,8 +62,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._ledger.begin_operator()
-        kind = category(func)
-        if kind is Category.VIEW:
+        op = traits(func)
+        if op.category is Category.VIEW:
             return func(*args, **kwargs)
         if func is aten.add.Tensor and accumulates_in_place(args, depth=1):
             self._order.cost(0, 3 * args[0].nbytes)
@@ -74,25 +74,28 @@ class Recorder(TorchDispatchMode):
         arguments = Arguments(args, kwargs)
         if func is aten._to_copy.default and args[0].device.type == "meta" and _names_host(kwargs.get("device")):
             return self._to_host(func, args, kwargs)
-        if func in DATA_DEPENDENT or _indexes_by_mask(func, args):
+        if op.needs_values and (func is not aten.index.Tensor or _indexes_by_mask(args)):
             return self._by_value(func, args, kwargs)
         if not arguments.all_meta and any(t.device.type == "meta" for t in arguments.tensors):
             args, kwargs = self._all_on_meta(args, kwargs)
             arguments = Arguments(args, kwargs)
-        if kind is Category.MUTATES:
-            return self._mutate(func, args, kwargs, arguments)
-        return self._compute(func, args, kwargs, arguments)
+        if op.category is Category.MUTATES:
+            return self._mutate(op, args, kwargs, arguments)
+        return self._compute(op, args, kwargs, arguments)
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, arguments: Arguments) -> Any:
-        result, tensors, cost = self._operators.run(func, args, kwargs, arguments)
+    def _compute(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
+        func = op.func
+        result, tensors, cost = self._operators.run(op, args, kwargs, arguments)
         if tensors and tensors[0].device.type != "meta" and not self._target.counts_host_tensors:
             return result
         phase = self._order.phase()
         module = self._order.module(phase)
-        if func in _MATRIX_PRODUCTS:
+        if op.matrix_product:
             self._hold_workspace(phase == "forward", module, func)
         for tensor in tensors:
-            self._ledger.add(tensor, self.new_kind, module, func)
+            self._ledger.add(
+                tensor, self.new_kind, module, func, self.copies.get(tensor.shape, 1) if self.copies else 1
+            )
         if cost.transient_bytes:
             self._ledger.touch(cost.transient_bytes, module, func)
         self._order.cost(cost.flops, cost.moved_bytes)
@@ -102,17 +105,17 @@ class Recorder(TorchDispatchMode):
             self._routing.route(self._shadows, args[0], tensors[1])
         return result
 
-    def _mutate(self, func: Any, args: Any, kwargs: Any, arguments: Arguments) -> Any:
+    def _mutate(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         written = []
-        for position, name in written_arguments(func):
+        for position, name in op.written:
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 record = None if tensor is None else self._ledger.find(tensor)
                 if record is not None:
                     written.append(record)
         if any(record.shadow is not None for record in written):
-            self._shadows.mutate(func, args, kwargs, arguments.tensors, written)
-        result = self._operators.run_in_place(func, args, kwargs, arguments)
+            self._shadows.mutate(op.func, args, kwargs, arguments.tensors, written)
+        result = self._operators.run_in_place(op, args, kwargs, arguments)
         moved = sum(tensor.nbytes for tensor in arguments.tensors)
         self._order.cost(0, moved)
         return result
@@ -176,7 +179,5 @@ def _names_host(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cpu"
 
 
-def _indexes_by_mask(func: Any, args: Any) -> bool:
-    if func is not aten.index.Tensor:
-        return False
+def _indexes_by_mask(args: Any) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])

@@ -26,22 +26,6 @@ MAX_EAGER_SHADOW_NUMEL = 2**22
 
 aten = torch.ops.aten
 
-DATA_DEPENDENT = frozenset(
-    {
-        aten.nonzero.default,
-        aten.masked_select.default,
-        aten.unique_consecutive.default,
-        aten._unique2.default,
-        aten.unique_dim.default,
-        aten.repeat_interleave.Tensor,
-        aten.bincount.default,
-        aten.equal.default,
-        aten.is_nonzero.default,
-        aten.allclose.default,
-    }
-)
-"""Operators whose result's shape, or whose very result, follows from values."""
-
 
 class Shadow:
     """The values of one storage: a flat CPU tensor, or how to compute it."""
@@ -109,7 +93,9 @@ class Shadows:
         view = self.of(tensor)
         return None if view is None else view.value()
 
-    def derive(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    def derive(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
         """Let new storages in `outputs` carry what `func` makes of known inputs, lazily."""
         views: dict[int, View] = {}
         for tensor in inputs:
@@ -141,7 +127,9 @@ class Shadows:
             record.shadow = Shadow(numel, lambda p=position, g=geometry: _flat_like(result(p), g))  # type: ignore[misc]
             self._pending.append(record.shadow)
 
-    def mutate(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], written: list[StorageRecord]) -> None:
+    def mutate(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], written: list[StorageRecord]
+    ) -> None:
         """Follow an in-place operator: apply it to the shadows, or forget those that it makes unknown."""
         followed = [record for record in written if record.shadow is not None]
         views = [self.of(tensor) if tensor.device.type == "meta" else tensor for tensor in inputs]

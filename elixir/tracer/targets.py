@@ -121,7 +121,12 @@ class CudaTarget(Target):
         if cudnn and len(head_dims) == 1 and head_dim % 8 == 0 and head_dim <= _MAX_CUDNN_HEAD_DIM:
             return "cudnn"
         flash = half and self.capability >= (8, 0) and not call.has_mask and len(head_dims) == 1
-        if flash and head_dim <= _MAX_FLASH_HEAD_DIM and (square or not call.is_causal) and not self._no_wide_heads(call):
+        if (
+            flash
+            and head_dim <= _MAX_FLASH_HEAD_DIM
+            and (square or not call.is_causal)
+            and not self._no_wide_heads(call)
+        ):
             return "flash"
         alignment = 8 if half else 4
         aligned = all(dim % alignment == 0 for dim in (call.query_shape[-1], call.value_shape[-1]))

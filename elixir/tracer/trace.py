@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from elixir.access import ParameterAccess
-from elixir.errors import ElixirError, InputError, InputTypeError, TraceError
+from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.fingerprint import fingerprint
 from elixir.hardware import HardwareProfile
-from elixir.tracer import optimizer as optimizers
 from elixir.tracer.accumulation import references_when_alone
 from elixir.tracer.assemble import Observed, assemble
 from elixir.tracer.experts import BalancedRouting, Routing
 from elixir.tracer.ledger import Ledger
+from elixir.tracer.optimizer import run_optimizer
 from elixir.tracer.order import UseOrder
 from elixir.tracer.recorder import Recorder
 from elixir.tracer.routing import routed
@@ -67,9 +67,7 @@ def trace_step(
     if not callable(step_fn):
         raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
     with _garbage_collection_paused():
-        return _trace(
-            model, inp, step_fn, dtype, hardware, optimizer, optimizer_kernel, model_name, routing, cache
-        )
+        return _trace(model, inp, step_fn, dtype, hardware, optimizer, optimizer_kernel, model_name, routing, cache)
 
 
 def _trace(
@@ -112,7 +110,7 @@ def _trace(
         _run_step(twin, batch, step_fn, recorder, order, ledger)
         order.finish()
         step_end, operators = len(ledger), ledger.operators
-        kernel, states = _run_optimizer(optimizer, optimizer_kernel, parameters, recorder, ledger, target)
+        phase = run_optimizer(optimizer, optimizer_kernel, parameters, recorder, ledger, target)
     ledger.stop()
     trace = assemble(
         Observed(
@@ -121,9 +119,7 @@ def _trace(
             model_fingerprint=fingerprint(model),
             device=hardware.name,
             dtype=dtype,
-            optimizer="none" if optimizer is None else f"{optimizers.optimizer_class(optimizer).__name__} ({kernel})",
-            optimizer_temporaries=kernel != "fused",
-            states=states,
+            optimizer=phase,
             step_begin=step_begin,
             step_end=step_end,
             operators=operators,
@@ -169,35 +165,6 @@ def _run_step(
                 record.kind = "gradients"
 
 
-def _run_optimizer(
-    name: str | None,
-    kernel: OptimizerKernel | None,
-    parameters: list[nn.Parameter],
-    recorder: Recorder,
-    ledger: Ledger,
-    target: Any,
-) -> tuple[OptimizerKernel | None, list[torch.Tensor]]:
-    if name is None:
-        return None, []
-    chosen = optimizers.choose_kernel(name, kernel, target)
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    recorder.new_kind = "workspace"
-    with recorder:
-        optimizer = optimizers.build(name, trainable, chosen)
-        optimizer.step()
-    states = optimizers.state_tensors(optimizer)
-    for state in states:
-        record = ledger.find(state)
-        if record is not None:
-            record.kind = "optimizer"
-    if chosen == "fused":
-        # Fused kernels keep their step counters on the device; the stand-in kept them on the host.
-        for state in states:
-            if not state.is_meta:
-                ledger.add_bytes(state.nbytes, "optimizer", "", "step")
-    return chosen, [state for state in states if state.is_meta or chosen == "fused" or target.counts_host_tensors]
-
-
 def _explained(error: Exception) -> TraceError:
     text = str(error).split("\n")[0]
     frame = error.__traceback__
@@ -230,6 +197,7 @@ def _garbage_collection_paused() -> Iterator[None]:
 @contextlib.contextmanager
 def _printable_unknowns() -> Iterator[None]:
     """Let a log line format a number that nobody knows: ``f"{loss.item():.3f}"``."""
+
     def as_text(self: Any, spec: str) -> str:
         return str(self)
 
