@@ -100,10 +100,27 @@ class PlacementBuilder:
         slack = budget_bytes - self.peak_bytes()
         for chunk in chunks:
             least = self.least_bytes(chunk, state=state, resident=resident)
-            if least - given_back > slack:
+            if least > slack + given_back:
                 continue
             if self.move(chunk, state=state, resident=resident, budget_bytes=budget_bytes):
                 slack = budget_bytes - self.peak_bytes()
+
+    def squeeze(self, budget_bytes: int) -> bool:
+        """While the peak is above the budget, make moves that lower it; whether it is within the budget then.
+
+        A chunk on the device can free more than it takes, such as a gradient block that only it kept open.
+        """
+        resident = self.model.setting.world_size == 1
+        while (peak := self.peak_bytes()) > budget_bytes:
+            for chunk in range(len(self.weight)):
+                if not self.state[chunk]:
+                    lower = self.peak_bytes() - 1
+                    self.move_all([chunk], state=True, resident=resident, budget_bytes=lower)
+                    if self.peak_bytes() <= budget_bytes:
+                        return True
+            if self.peak_bytes() == peak:
+                return False
+        return True
 
     def least_bytes(self, chunk: int, *, state: bool, resident: bool) -> int:
         """What a move adds to the device, gradients and blocks not counted."""

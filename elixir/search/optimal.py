@@ -98,13 +98,15 @@ def _placed(
     single = space.setting.world_size == 1
     use_order = range(len(model.work.chunks))
     plain = PlacementBuilder(model, blocks)
+    if not plain.squeeze(device_bytes):
+        return
     plain.move_all(use_order, state=True, resident=single, budget_bytes=device_bytes)
     if not single:
         plain.move_all(_without(plain.weight), state=False, resident=False, budget_bytes=device_bytes)
     yield plain
     saving = PlacementBuilder(model, blocks)
     schedule = model.work.schedule(saving.placement().residents, prefetch_depth)
-    if blocks < schedule.min_blocks:
+    if blocks < schedule.min_blocks or not saving.squeeze(device_bytes):
         return
     loads = loads_per_chunk(len(use_order), schedule.simulate(blocks).timeline)
     if not single:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, get_args
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError
@@ -65,10 +66,10 @@ def plan_from_trace(
     if search not in get_args(SearchName):
         raise InputError(f"search must be one of {list(get_args(SearchName))}, got {search!r}")
     space = SearchSpace(trace, hardware, setting)
-    best = _search(space, budgets, placement, search)
-    if best is None:
+    found = _search(space, budgets, placement, search)
+    if found is None:
         raise shortage(Case(trace, hardware, setting, placement, search == "optimal"), budgets)
-    return to_plan(space, best, budgets, optimizer_name(optimizer_type), placement)
+    return to_plan(*found, budgets, optimizer_name(optimizer_type), placement)
 
 
 def simple_plan(
@@ -146,23 +147,26 @@ def _too_large(candidate: Candidate, budgets: Budgets) -> PlanError:
     )
 
 
-def _search(space: SearchSpace, budgets: Budgets, placement: HomeChoice, search: SearchName) -> Candidate | None:
-    """The best candidate; prefetch, and then a sensible size, are given up only where nothing fits otherwise."""
-    outsized = placement == "auto" and search == "optimal"
-    tiers = [space.sizes(outsized=outsized), space.tiny_sizes(outsized=outsized)]
-    if search == "minimum_waste":
-        tiers = [(space.waste_size,)]
-    for depth in (PREFETCH_DEPTH, 0) if space.setting.overlap else (0,):
-        for tier, sizes in enumerate(tiers):
+def _search(
+    space: SearchSpace, budgets: Budgets, placement: HomeChoice, search: SearchName
+) -> tuple[SearchSpace, Candidate] | None:
+    """The best candidate; sensible sizes, and then overlap, are given up only where nothing fits otherwise."""
+    settings = [space.setting]
+    if space.setting.overlap:
+        settings.append(replace(space.setting, overlap=False))
+    for setting in settings:
+        here = space if setting is space.setting else SearchSpace(space.trace, space.hardware, setting)
+        depth = PREFETCH_DEPTH if setting.overlap else 0
+        for tier, sizes in enumerate(here.tiers(placement, all_sizes=search == "optimal")):
             if placement == "auto":
                 capped = search == "optimal" and tier == 0
-                outcome = find_best(space, budgets, sizes, depth, capped=capped)
-                logger.debug("prefetch %d: %d candidates looked at", depth, outcome.candidates)
+                outcome = find_best(here, budgets, sizes(), depth, capped=capped)
+                logger.debug("overlap %s, tier %d: %d candidates", setting.overlap, tier, outcome.candidates)
                 best = outcome.best
             else:
-                best = _forced(space, budgets, placement, sizes, depth)
+                best = _forced(here, budgets, placement, sizes(), depth)
             if best is not None:
-                return best
+                return here, best
     return None
 
 

@@ -13,6 +13,8 @@ from elixir.search.space import Budgets, SearchSpace
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import format_bytes
 
+PLENTY_BYTES = 1 << 62
+
 
 @dataclass(frozen=True)
 class Case:
@@ -26,8 +28,8 @@ class Case:
     """False: only the size of least waste."""
 
     def space(self) -> SearchSpace:
-        """The case, ready to be searched."""
-        return SearchSpace(self.trace, self.hardware, self.setting)
+        """The case, ready to be searched, without overlap: that is given up before a search fails."""
+        return SearchSpace(self.trace, self.hardware, replace(self.setting, overlap=False))
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,6 @@ def _device_levers(case: Case, least: _Least) -> Iterator[Lever]:
     doubled = least.bytes - _least_device(_twice_the_ranks(case)).bytes
     if doubled > 0:
         yield Lever(f"run on {2 * setting.world_size} ranks", doubled)
-    if setting.overlap:
-        plain = least.bytes - _least_device(replace(case, setting=replace(setting, overlap=False))).bytes
-        if plain > 0:
-            yield Lever("turn off overlap, which keeps blocks for transfers under way", plain)
     if case.placement == "cuda":
         moved = least.bytes - _least_device(replace(case, placement="auto")).bytes
         if moved > 0:
@@ -136,10 +134,9 @@ def _half_batch(trace: StepTrace) -> StepTrace:
 
 def _models(case: Case) -> Iterator[MemoryModel]:
     """Those that the search tries."""
-    space, outsized = case.space(), case.placement == "auto"
-    sizes: tuple[int, ...] = (space.waste_size,)
-    if case.all_sizes:
-        sizes = (*space.tiny_sizes(outsized=outsized), *space.sizes(outsized=outsized))
+    space = case.space()
+    tiers = space.tiers(case.placement, all_sizes=case.all_sizes)
+    sizes = [size for tier in tiers for size in tier()]
     for size in dict.fromkeys(sizes):
         yield space.model(size)
 
@@ -148,8 +145,8 @@ def _least_device(case: Case) -> _Least:
     """The least device memory any candidate needs, whatever the host has."""
     found: _Least | None = None
     for model in _models(case):
-        for placement in _emptiest(model, case):
-            need = model.need(placement, model.work.schedule(placement.residents, 0).min_blocks)
+        for placement, blocks in _emptiest(model, case):
+            need = model.need(placement, blocks)
             if found is None or need.device_bytes < found.bytes:
                 found = _Least(need.device_bytes, need.device_parts)
     if found is None:  # there is always the size of the largest parameter
@@ -157,15 +154,27 @@ def _least_device(case: Case) -> _Least:
     return found
 
 
-def _emptiest(model: MemoryModel, case: Case) -> Iterator[Placement]:
-    """Placements that may need least of the device: all on the host; or all on the device, resident or in shards."""
+def _emptiest(model: MemoryModel, case: Case) -> Iterator[tuple[Placement, int]]:
+    """Placements and blocks that may need least of the device: all on the host; or all on the device."""
     if case.placement != "cuda":
-        yield PlacementBuilder(model, 0).placement()
+        builder = _start(model, 0 if case.placement == "auto" else PLENTY_BYTES)
+        yield builder.placement(), min(builder.blocks, builder.streamed)
     if case.placement != "cpu":
         flags = (True,) * len(model.work.chunks)
-        yield Placement(flags, flags, flags)
+        yield Placement(flags, flags, flags), 0
         if case.setting.world_size > 1:
-            yield Placement(tuple(chunk.outsized for chunk in model.work.chunks), flags, flags)
+            shards = tuple(chunk.outsized for chunk in model.work.chunks)
+            blocks = model.work.schedule(frozenset(c for c, flag in enumerate(shards) if flag), 0).min_blocks
+            yield Placement(shards, flags, flags), blocks
+
+
+def _start(model: MemoryModel, budget_bytes: int) -> PlacementBuilder:
+    """As the search begins with the fewest blocks: on the host, but for moves that lower the peak down to a budget."""
+    builder = PlacementBuilder(
+        model, model.work.schedule(PlacementBuilder(model, 0).placement().residents, 0).min_blocks
+    )
+    builder.squeeze(budget_bytes)
+    return builder
 
 
 def _least_host(case: Case, device_bytes: int) -> _Least:
@@ -176,8 +185,7 @@ def _least_host(case: Case, device_bytes: int) -> _Least:
             flags = (True,) * len(model.work.chunks)
             if model.need(Placement(flags, flags, flags), 0).device_bytes <= device_bytes:
                 return _Least(0, {})
-        builder = PlacementBuilder(model, 0)
-        builder.blocks = model.work.schedule(builder.placement().residents, 0).min_blocks
+        builder = _start(model, device_bytes if case.placement == "auto" else PLENTY_BYTES)
         if builder.peak_bytes() > device_bytes:
             continue
         if case.placement != "cpu":
@@ -186,7 +194,7 @@ def _least_host(case: Case, device_bytes: int) -> _Least:
             builder.move_all(everything, state=True, resident=single, budget_bytes=device_bytes)
             if not single:
                 builder.move_all(everything, state=False, resident=False, budget_bytes=device_bytes)
-        need = model.need(builder.placement(), builder.blocks)
+        need = model.need(builder.placement(), min(builder.blocks, builder.streamed))
         if found is None or need.host_bytes < found.bytes:
             found = _Least(need.host_bytes, need.host_parts)
     return found or _Least(0, {})

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from elixir.hardware import HardwareProfile
 from elixir.search.cost import BandwidthCost, CostModel
 from elixir.search.memory import MemoryModel, Setting
-from elixir.search.packing import MIN_CHUNK_BYTES, ParamTable, minimum_waste_size, round_up
+from elixir.search.packing import MIN_CHUNK_BYTES, ParamTable, minimum_waste_size, round_up, search_grid
 from elixir.search.workload import StepFacts, Workload
 from elixir.tracer.step_trace import StepTrace
 
@@ -49,14 +51,14 @@ class SearchSpace:
         self.table = ParamTable(trace, setting.world_size)
         self.facts = StepFacts(trace)
         self._models: dict[int, MemoryModel] = {}
-        self._by_chunks: dict[tuple[tuple[int, ...], ...], MemoryModel] = {}
+        self._by_chunks: dict[tuple[tuple[tuple[int, ...], bool], ...], MemoryModel] = {}
 
     def model(self, capacity_bytes: int) -> MemoryModel:
         """Memory model (and in it workload and packing) for a capacity; capacities that pack alike share one."""
         found = self._models.get(capacity_bytes)
         if found is None:
             packing = self.table.pack(capacity_bytes)
-            key = tuple(chunk.parameters for chunk in packing.chunks)
+            key = tuple((chunk.parameters, chunk.outsized) for chunk in packing.chunks)
             found = self._by_chunks.get(key)
             if found is None:
                 found = self._by_chunks[key] = MemoryModel(Workload(self.facts, packing), self.setting)
@@ -88,6 +90,27 @@ class SearchSpace:
         if outsized:
             tried += self._param_sizes()[1 : MAX_OUTSIZED + 1]
         return self._kept(tried, self.smallest_size, outsized=outsized)
+
+    def tiers(self, placement: str, *, all_sizes: bool) -> tuple[Callable[[], tuple[int, ...]], ...]:
+        """Groups of capacities, each to be tried only where nothing fits with those before it.
+
+        Args:
+            placement: only ``auto`` allows outsized parameters.
+            all_sizes: False gives the size of least waste alone.
+        """
+        if not all_sizes:
+            return (lambda: (self.waste_size,),)
+        outsized = placement == "auto"
+        return (
+            lambda: self.sizes(outsized=outsized),
+            lambda: self.tiny_sizes(outsized=outsized),
+            self.grid_sizes,
+        )
+
+    def grid_sizes(self) -> tuple[int, ...]:
+        """Every capacity of the first Elixir's grid that packs differently, as tight as its packing allows."""
+        survey = self.table.survey(search_grid(self.table))
+        return tuple(np.unique(survey.block_bytes[survey.distinct()]).tolist())
 
     def tiny_sizes(self, *, outsized: bool) -> tuple[int, ...]:
         """Capacities below `smallest_size`, for when nothing else fits."""

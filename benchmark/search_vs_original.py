@@ -1,0 +1,152 @@
+"""Our search against the first Elixir's rule: bytes moved, predicted seconds, and how long each takes to decide.
+
+    python benchmark/search_vs_original.py [--models opt-13b opt-175b] [--out benchmark/results/search_vs_original.csv]
+
+Every case is one model, device budget and world size, on the H200 preset with host memory enough for any plan. Rows are
+appended. Fails if any plan of ours moves more over the host link than the rule would at the same device budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmark.original_rule import OriginalRule
+from elixir import __version__
+from elixir.default_step import default_input, default_step
+from elixir.errors import PlanError
+from elixir.hardware import preset
+from elixir.models import build
+from elixir.search import plan_from_trace
+from elixir.search.memory import Setting
+from elixir.tracer import StepTrace, trace_step
+
+MODELS = (
+    *("opt-1.3b", "opt-2.7b", "opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "opt-175b"),
+    *("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b"),
+)
+BUDGETS_GIB = (24, 40, 80, 140)
+WORLD_SIZES = (1, 2, 4, 8)
+HOST_MEMORY = "16TiB"
+BATCH, SEQUENCE = 8, 1024
+FIELDS = (
+    *("date", "elixir", "torch", "cpu", "hardware", "model", "batch", "seq", "device_gib", "world_size"),
+    *("our_link_bytes", "original_link_bytes", "original_with_margins_link_bytes", "ours_over_original"),
+    *("our_step_s", "our_chunk_bytes", "our_blocks", "our_device_states", "our_chunks"),
+    *("original_chunk_bytes", "original_blocks", "original_device_chunks", "original_chunks"),
+    *("our_search_s", "original_search_s"),
+)
+
+
+def trace(name: str) -> StepTrace:
+    """One step with checkpointing in bf16."""
+    model = build(name, dtype=torch.bfloat16, checkpoint="non-reentrant")
+    batch = default_input(model, batch=BATCH, seq=SEQUENCE)
+    hardware = preset("h200")
+    return trace_step(model, batch, default_step, dtype=torch.bfloat16, hardware=hardware, model_name=name)
+
+
+def rows(name: str) -> list[dict[str, object]]:
+    """All cases of one model."""
+    hardware, step = preset("h200"), trace(name)
+    found = []
+    for world in WORLD_SIZES:
+        started = time.perf_counter()
+        rule = OriginalRule(step, Setting(world, min(world, hardware.devices_per_host), 8, True))
+        prepared_s = time.perf_counter() - started
+        for gib in BUDGETS_GIB:
+            started = time.perf_counter()
+            original = rule.choose(gib * 2**30)
+            original_s = prepared_s + time.perf_counter() - started
+            careful = rule.choose(gib * 2**30, margins=True)
+            started = time.perf_counter()
+            try:
+                plan = plan_from_trace(
+                    step, hardware, world, device_memory=gib * 2**30, host_memory=HOST_MEMORY, optimizer_type="Adam"
+                )
+            except PlanError as error:
+                print(f"{name:10} {gib:4} GiB x {world}: {str(error).splitlines()[0]}")
+                if original is not None:
+                    raise
+                continue
+            ours_s = time.perf_counter() - started
+            moved = plan.predicted.moved_bytes
+            ours = moved["host_to_device"] + moved["device_to_host"]
+            theirs = original.link_bytes if original else None
+            ratio = None if theirs is None else 1.0 if theirs == ours == 0 else ours / max(theirs, 1)
+            found.append(
+                {
+                    "date": datetime.date.today().isoformat(),
+                    "elixir": __version__,
+                    "torch": torch.__version__,
+                    "cpu": platform.machine(),
+                    "hardware": hardware.name,
+                    "model": name,
+                    "batch": BATCH,
+                    "seq": SEQUENCE,
+                    "device_gib": gib,
+                    "world_size": world,
+                    "our_link_bytes": ours,
+                    "original_link_bytes": theirs,
+                    "original_with_margins_link_bytes": careful.link_bytes if careful else None,
+                    "ours_over_original": None if ratio is None else round(ratio, 4),
+                    "our_step_s": round(plan.predicted.seconds["total"], 4),
+                    "our_chunk_bytes": plan.block_bytes or max(chunk.weight_bytes for chunk in plan.chunks),
+                    "our_blocks": plan.block_count,
+                    "our_device_states": sum(chunk.state_home == "device" for chunk in plan.chunks),
+                    "our_chunks": len(plan.chunks),
+                    "original_chunk_bytes": original.chunk_bytes if original else None,
+                    "original_blocks": original.blocks if original else None,
+                    "original_device_chunks": original.device_chunks if original else None,
+                    "original_chunks": original.chunks if original else None,
+                    "our_search_s": round(ours_s, 4),
+                    "original_search_s": round(original_s, 4),
+                }
+            )
+            text = f"{ratio:.3f} of the original's" if ratio is not None else "the original finds no plan"
+            print(f"{name:10} {gib:4} GiB x {world}: {ours / 2**30:8.2f} GiB a step, {text}; found in {ours_s:.2f} s")
+    return found
+
+
+def main() -> int:
+    """Run, append, summarise; 1 if any case moves more than the original."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "search_vs_original.csv")
+    arguments = parser.parse_args()
+    table = [row for name in arguments.models for row in rows(name)]
+    new = not arguments.out.exists()
+    with arguments.out.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        if new:
+            writer.writeheader()
+        writer.writerows(table)
+    compared = [row for row in table if row["ours_over_original"] is not None]
+    worse = [row for row in compared if int(str(row["our_link_bytes"])) > int(str(row["original_link_bytes"]))]
+    for label, key in (
+        ("bytes, ours over the original's", "ours_over_original"),
+        ("our search, s", "our_search_s"),
+        ("its search, s", "original_search_s"),
+    ):
+        values = sorted(float(str(row[key])) for row in compared)
+        if len(values) > 1:
+            p20, p50, p80 = (statistics.quantiles(values, n=10, method="inclusive")[i] for i in (1, 4, 7))
+            print(f"{label}: p20 {p20:.3f}  p50 {p50:.3f}  p80 {p80:.3f}  max {values[-1]:.3f}")
+    print(
+        f"{len(compared)} cases compared, {len(table) - len(compared)} where only ours finds a plan, {len(worse)} worse"
+    )
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
