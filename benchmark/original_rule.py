@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from elixir.schedule import StepSchedule
 from elixir.search.memory import MemoryModel, Placement, Setting
@@ -54,15 +55,14 @@ class OriginalRule:
         facts = StepFacts(trace)
         self._region = self._largest_region(table)
         self._packed: list[tuple[int, MemoryModel, StepSchedule]] = []
-        known: set[tuple[tuple[int, ...], ...]] = set()
+        same_below = 0
         for step in range(TRIES + 1):
             size = smallest + (REACH - 1) * smallest * step // TRIES
             size = -(-size // unit) * unit
-            packing: Packing = table.pack(size)
-            content = tuple(chunk.parameters for chunk in packing.chunks)
-            if content in known:
+            if size < same_below:
                 continue  # the same chunks in larger blocks: more bytes for the same moves
-            known.add(content)
+            packing = table.pack(size)
+            same_below = _next_change(table, packing)
             work = Workload(facts, packing)
             model = MemoryModel(work, setting)
             self._packed.append((size, model, StepSchedule(work.required, self.depth)))
@@ -144,6 +144,17 @@ class OriginalRule:
     def _weight_bytes(self) -> int:
         sizes = {"float64": 8, "float32": 4}
         return max(sizes.get(param.dtype, 2) for param in self.trace.parameters)
+
+
+def _next_change(table: ParamTable, packing: Packing) -> int:
+    """The smallest capacity at which some chunk would take its successor's first parameter as well."""
+    changes = [1 << 62]
+    for dtype, trainable in table.groups:
+        chunks = [chunk for chunk in packing.chunks if (chunk.dtype, chunk.trainable) == (dtype, trainable)]
+        for chunk, after in pairwise(chunks):
+            end = chunk.offset_bytes[-1] + table.aligned[chunk.parameters[-1]]
+            changes.append(end + table.aligned[after.parameters[0]])
+    return min(changes)
 
 
 def rcache_first(gpus: int, weight_bytes: int, state_bytes: int) -> bool:

@@ -1,18 +1,14 @@
 """Our search against the first Elixir's rule: bytes moved, predicted seconds, and how long each takes to decide.
 
-    python benchmark/search_vs_original.py [--models opt-13b opt-175b] [--out benchmark/results/search_vs_original.csv]
+    python benchmark/search_vs_original.py [--models opt-13b opt-175b] [--dry]
 
 Every case is one model, device budget and world size, on the H200 preset with host memory enough for any plan. Rows are
-appended. Fails if any plan of ours moves more over the host link than the rule would at the same device budget.
+appended to `results/search_vs_original.csv`. Fails if any plan of ours moves more over the host link than the rule would at the same device budget.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import platform
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -21,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmark.common import Row, append_rows, conditions, percentiles
 from benchmark.original_rule import OriginalRule
-from elixir import __version__
 from elixir.default_step import default_input, default_step
 from elixir.errors import PlanError
 from elixir.hardware import preset
@@ -39,13 +35,6 @@ BUDGETS_GIB = (24, 40, 80, 140)
 WORLD_SIZES = (1, 2, 4, 8)
 HOST_MEMORY = "16TiB"
 BATCH, SEQUENCE = 8, 1024
-FIELDS = (
-    *("date", "elixir", "torch", "cpu", "hardware", "model", "batch", "seq", "device_gib", "world_size"),
-    *("our_link_bytes", "original_link_bytes", "original_with_margins_link_bytes", "ours_over_original"),
-    *("our_step_s", "our_chunk_bytes", "our_blocks", "our_device_states", "our_chunks"),
-    *("original_chunk_bytes", "original_blocks", "original_device_chunks", "original_chunks"),
-    *("our_search_s", "original_search_s"),
-)
 
 
 def trace(name: str) -> StepTrace:
@@ -56,10 +45,10 @@ def trace(name: str) -> StepTrace:
     return trace_step(model, batch, default_step, dtype=torch.bfloat16, hardware=hardware, model_name=name)
 
 
-def rows(name: str) -> list[dict[str, object]]:
+def rows(name: str) -> list[Row]:
     """All cases of one model."""
     hardware, step = preset("h200"), trace(name)
-    found = []
+    found: list[Row] = []
     for world in WORLD_SIZES:
         started = time.perf_counter()
         rule = OriginalRule(step, Setting(world, min(world, hardware.devices_per_host), 8, True))
@@ -86,10 +75,7 @@ def rows(name: str) -> list[dict[str, object]]:
             ratio = None if theirs is None else 1.0 if theirs == ours == 0 else ours / max(theirs, 1)
             found.append(
                 {
-                    "date": datetime.date.today().isoformat(),
-                    "elixir": __version__,
-                    "torch": torch.__version__,
-                    "cpu": platform.machine(),
+                    **conditions(),
                     "hardware": hardware.name,
                     "model": name,
                     "batch": BATCH,
@@ -122,26 +108,23 @@ def main() -> int:
     """Run, append, summarise; 1 if any case moves more than the original."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "search_vs_original.csv")
+    parser.add_argument("--dry", action="store_true", help="append nothing")
     arguments = parser.parse_args()
     table = [row for name in arguments.models for row in rows(name)]
-    new = not arguments.out.exists()
-    with arguments.out.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        if new:
-            writer.writeheader()
-        writer.writerows(table)
+    if not arguments.dry:
+        append_rows("search_vs_original", table)
     compared = [row for row in table if row["ours_over_original"] is not None]
-    worse = [row for row in compared if int(str(row["our_link_bytes"])) > int(str(row["original_link_bytes"]))]
+    worse = [row for row in compared if row["our_link_bytes"] > row["original_link_bytes"]]
     for label, key in (
         ("bytes, ours over the original's", "ours_over_original"),
         ("our search, s", "our_search_s"),
         ("its search, s", "original_search_s"),
     ):
-        values = sorted(float(str(row[key])) for row in compared)
-        if len(values) > 1:
-            p20, p50, p80 = (statistics.quantiles(values, n=10, method="inclusive")[i] for i in (1, 4, 7))
-            print(f"{label}: p20 {p20:.3f}  p50 {p50:.3f}  p80 {p80:.3f}  max {values[-1]:.3f}")
+        values = [float(row[key]) for row in compared]
+        p20, p50, p80 = percentiles(values)
+        print(f"{label}: p20 {p20:.3f}  p50 {p50:.3f}  p80 {p80:.3f}  max {max(values):.3f}")
+    for name in arguments.models:
+        print(f"slowest search, {name}: {max(row['our_search_s'] for row in table if row['model'] == name):.2f} s")
     print(
         f"{len(compared)} cases compared, {len(table) - len(compared)} where only ours finds a plan, {len(worse)} worse"
     )

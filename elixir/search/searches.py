@@ -60,7 +60,7 @@ def optimal_search(
         TraceError: the step cannot be traced.
         PlanError: nothing fits; carries what would, and what to change.
     """
-    return _searched("optimal", **_arguments(locals()))
+    return _searched("optimal", **locals())
 
 
 def minimum_waste_search(
@@ -78,7 +78,7 @@ def minimum_waste_search(
     placement: HomeChoice = "auto",
 ) -> Plan:
     """As `optimal_search`, but with the one chunk size that pads least; blocks and homes are searched for it alone."""
-    return _searched("minimum_waste", **_arguments(locals()))
+    return _searched("minimum_waste", **locals())
 
 
 def simple_search(
@@ -109,7 +109,7 @@ def simple_search(
     The other arguments are those of `optimal_search`; a budget is checked only where it is given.
     """
     profile = _profile(hardware, model)
-    trace = _traced(model, unified_dtype, optimizer_type, inp, step_fn, profile)
+    trace = _traced(model, unified_dtype, inp, step_fn, profile)
     plan = simple_plan(
         trace,
         profile,
@@ -125,10 +125,6 @@ def simple_search(
     )
     logger.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
     return plan
-
-
-def _arguments(given: dict[str, Any]) -> dict[str, Any]:
-    return dict(given)
 
 
 def _searched(
@@ -148,7 +144,7 @@ def _searched(
     placement: HomeChoice,
 ) -> Plan:
     profile = _profile(hardware, model)
-    trace = _traced(model, unified_dtype, optimizer_type, inp, step_fn, profile)
+    trace = _traced(model, unified_dtype, inp, step_fn, profile)
     plan = plan_from_trace(
         trace,
         profile,
@@ -186,7 +182,6 @@ def _profile(hardware: HardwareProfile | str | None, model: nn.Module | StepTrac
 def _traced(
     model: nn.Module | StepTrace,
     unified_dtype: str | torch.dtype | None,
-    optimizer_type: str,
     inp: Mapping[str, Any] | None,
     step_fn: StepFn | None,
     hardware: HardwareProfile,
@@ -207,5 +202,5 @@ def _traced(
     from elixir.tracer import trace_step
 
     batch = default_input(model) if inp is None else dict(inp)
-    optimizer = "AdamW" if optimizer_type.lower() in ("adam", "adamw") else optimizer_type
-    return trace_step(model, batch, step_fn or default_step, dtype=dtype, hardware=hardware, optimizer=optimizer)
+    # Without an optimizer: its states and temporaries follow from the placement, not from plain PyTorch.
+    return trace_step(model, batch, step_fn or default_step, dtype=dtype, hardware=hardware, optimizer=None)

@@ -126,7 +126,7 @@ def check_consistent(made: Plan, trace: StepTrace) -> None:
 
 
 @given(traces(), st.sampled_from([1, 2, 3, 8]), st.integers(0, 100), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_plans_fit_say_what_they_need_and_move_no_more_than_the_original(
     trace: StepTrace, world_size: int, percent: int, overlap: bool
 ) -> None:
@@ -148,7 +148,7 @@ def _needed(trace: StepTrace, world_size: int, **options: Any) -> int:
 
 
 @given(traces(), st.sampled_from([1, 4]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_what_an_error_says_is_needed_is_exactly_enough(trace: StepTrace, world_size: int) -> None:
     needed = _needed(trace, world_size)
     made = plan(trace, world_size, device=needed)
@@ -180,12 +180,11 @@ def test_the_builders_running_peak_is_the_models(trace: StepTrace, world_size: i
         assert builder.most_blocks(budget) == min(blocks + 3, builder.streamed)
 
 
-@pytest.mark.parametrize("name", ["opt-1.3b", "opt-13b", "gpt2-4b", "gpt2-20b"])
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize(("name", "world_size"), [("opt-1.3b", 1), ("opt-13b", 4), ("gpt2-4b", 2), ("gpt2-20b", 1)])
 def test_known_models_move_no_more_than_the_original(name: str, world_size: int) -> None:
     trace = stack_trace(name)
     rule = OriginalRule(trace, Setting(world_size, world_size, 8, True))
-    for gib in (12, 24, 48, 96):
+    for gib in (12, 40, 96):
         original = rule.choose(gib * GIB)
         if original is not None:
             assert link_bytes(plan(trace, world_size, device=gib * GIB)) <= original.link_bytes
@@ -426,16 +425,20 @@ def test_budgets_come_from_the_profile_where_it_is_another_machine() -> None:
 
 def test_the_same_plan_in_every_process() -> None:
     code = (
-        "from tests.unit.test_search import *\n"
-        "print(plan(stack_trace(SMALL), 4, device=1100 * MIB).fingerprint, plan(stack_trace(SMALL)).fingerprint)"
+        "from tests.common.samples import make_hardware\n"
+        "from tests.common.synthetic_trace import StackShape, stack_trace\n"
+        "from elixir.search import plan_from_trace\n"
+        "trace = stack_trace(StackShape(hidden=1024, layers=8, ffn=4096, vocab=16384, positions=1024))\n"
+        "for budget in ('1100MiB', '100GiB'):\n"
+        "    options = {'device_memory': budget, 'host_memory': '1TiB'}\n"
+        "    print(plan_from_trace(trace, make_hardware(), 4, **options).fingerprint)\n"
     )
     root = Path(__file__).parents[2]
     outputs = set()
-    for seed in ("0", "1", "31"):
+    for seed in ("0", "31"):
         environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root)}
-        outputs.add(
-            subprocess.run(
-                [sys.executable, "-c", code], cwd=root, env=environment, check=True, capture_output=True, text=True
-            ).stdout
-        )
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True, text=True)
+        outputs.add(done.stdout)
     assert len(outputs) == 1
+    assert len(outputs.pop().split()) == 2
