@@ -63,12 +63,12 @@ class TrackedParameter(nn.Parameter):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if not _reads_only_metadata(func):
-                found: list[nn.Parameter] = []
+                found: list[TrackedParameter] = []
                 for item in _tensors_in(args, kwargs):
                     if isinstance(item, TrackedParameter) and not any(item is other for other in found):
                         found.append(item)
                 if found:
-                    found[0]._listener.used(found, getattr(func, "__name__", str(func)))
+                    found[0]._listener.used([*found], getattr(func, "__name__", str(func)))
             return func(*args, **kwargs)
 
 
@@ -97,8 +97,8 @@ class ParameterAccess:
     def remove(self) -> None:
         """Give parameters their class back and take all hooks off."""
         for parameter, original in self._classes:
+            del parameter._listener  # type: ignore[attr-defined]
             parameter.__class__ = original
-            del parameter._listener
         for handle in self._handles:
             handle.remove()
         while self._open:

@@ -73,7 +73,7 @@ def default_step(model: nn.Module, inp: Mapping[str, Any]) -> None:
         )
     if not loss.requires_grad:
         raise InputError(f"the loss of {type(model).__name__} depends on no trainable parameter: nothing to train")
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
 
 
 def max_positions(model: nn.Module) -> int | None:

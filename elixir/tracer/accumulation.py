@@ -45,7 +45,7 @@ def _dense(tensor: torch.Tensor) -> bool:
 def _references(tensor: torch.Tensor) -> tuple[int, int]:
     """How many hold the tensor, and how many its storage, seen from inside a dispatch."""
     storage = tensor.untyped_storage()
-    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)
+    return int(tensor._use_count()), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -63,6 +63,6 @@ def references_when_alone() -> tuple[int, int]:
             return func(*args, **(kwargs or {}))
 
     x = torch.ones(2, device="meta", requires_grad=True)
-    with Probe():
+    with Probe():  # type: ignore[no-untyped-call]
         (x * 2 + x * 3).sum().backward()
     return seen[0] if seen else (0, 0)

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -50,8 +50,7 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     first_optimizer = _records_before(ledger, observed.step_end)
     curve = ledger.curve(drop=dropped)
     end = observed.step_end
-    model_kinds = ("parameters", "gradients", "buffers", "optimizer")
-    other = curve.without(*model_kinds)[:end]
+    other = curve.without("parameters", "gradients", "buffers", "optimizer")[:end]
     total = curve.total
     peak = int(np.argmax(total[:end]))
     state_bytes = int(curve.by_kind[KINDS.index("optimizer"), -1])
@@ -144,8 +143,12 @@ def _samples(curve: Curve, order: UseOrder, observed: Observed, state_bytes: int
     samples = []
     for at, use, live in zip(highest, uses, curve.by_kind[:, highest].T.tolist(), strict=True):
         by_kind = dict(zip(KINDS, live, strict=True)) | {"optimizer": state_bytes}
-        phase = "optimizer" if at >= observed.step_end else order.uses[max(int(use), 0)].phase
-        samples.append(CurveSample(operator=max(int(operators[at]), 0), phase=phase, **by_kind))  # type: ignore[arg-type]
+        phase: Literal["forward", "recompute", "backward", "optimizer"] = order.uses[max(int(use), 0)].phase
+        if at >= observed.step_end:
+            phase = "optimizer"
+        elif phase == "forward" and at >= order.backward_position:
+            phase = "backward"  # the gradient of the loss, before any weight is read
+        samples.append(CurveSample(operator=max(int(operators[at]), 0), phase=phase, **by_kind))
     return tuple(samples)
 
 

@@ -156,8 +156,8 @@ class Ledger:
         self.log.append(record.index)
         return record
 
-    def _died(self, ref: _StorageRef) -> None:  # type: ignore[override]
-        if self._live.get(ref.key) is ref:
+    def _died(self, ref: weakref.ref[torch.UntypedStorage]) -> None:
+        if isinstance(ref, _StorageRef) and self._live.get(ref.key) is ref:
             del self._live[ref.key]
             self.log.append(~ref.record.index)
             ref.record.shadow = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,8 @@ class UseOrder:
         self.ran: dict[str, None] = {}
         self._recomputed: dict[int, list[str]] = {}  # by the node that asked for it
         self.grad_use: dict[int, int] = {}
-        self.backward_seen = False
+        self.backward_position = sys.maxsize
+        """Length of the ledger's log when backward began; larger than any if it never did."""
 
     # --- what runs now -----------------------------------------------------------------------------------------
 
@@ -72,7 +74,7 @@ class UseOrder:
         if running != self._in_backward:
             self._in_backward = running
             if running:
-                self.backward_seen = True
+                self.backward_position = min(self.backward_position, self._log_position())
                 self._forward_depth = len(self._scopes)
                 self._backward_grad_mode = torch.is_grad_enabled()
         if not running:

@@ -13,9 +13,10 @@ from elixir.tracer.accumulation import accumulates_in_place
 from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.operators import Arguments, Category, OperatorCache, Traits, traits
 from elixir.tracer.order import UseOrder
-from elixir.tracer.shadows import Shadows, unknown_number
+from elixir.tracer.shadows import Shadows
 from elixir.tracer.step_trace import Kind
 from elixir.tracer.targets import Target
+from elixir.tracer.unknowns import unknown_number
 
 aten = torch.ops.aten
 
@@ -40,7 +41,7 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self, target: Target, ledger: Ledger, order: UseOrder, shadows: Shadows, routing: Any, cache: bool
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._target = target
         self._ledger = ledger
         self._order = order

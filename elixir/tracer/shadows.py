@@ -1,23 +1,21 @@
-"""Values behind meta tensors, where they are known, and refusals where they are not.
+"""Values behind meta tensors, where they are known.
 
 A meta tensor has no values, yet a model may decide by one: skip a layer, pick an expert, stop at a padding token. What
 follows from real data (token ids, masks, positions) is known, so storages of such tensors carry a *shadow*: their
 values on the CPU, worked out only when something asks. What follows from weights or activations is not known, and is
-never guessed: a scalar of it is a number that can be added up and printed, but raises once something decides on it.
+never guessed: see `elixir.tracer.unknowns`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-from elixir.errors import TraceError
 from elixir.tracer.ledger import Ledger, StorageRecord
+from elixir.tracer.unknowns import undecidable
 
 MAX_SHADOW_NUMEL = 2**26
 """Values of larger tensors are not worked out: 512 MiB of int64."""
@@ -184,125 +182,3 @@ def _flat_like(values: torch.Tensor, geometry: tuple[Any, Any, int]) -> torch.Te
     flat = torch.zeros(numel, dtype=values.dtype)
     flat.as_strided(size, stride).copy_(values)
     return flat
-
-
-class UnknownNumber:
-    """Node of a `torch.SymInt/SymFloat/SymBool` whose value nobody knows: arithmetic goes on, decisions raise."""
-
-    def __init__(self, kind: type, text: str) -> None:
-        self._kind = kind
-        self._text = text
-
-    def is_int(self) -> bool:
-        """Whether it stands for an integer."""
-        return self._kind is int
-
-    def is_float(self) -> bool:
-        """Whether it stands for a floating-point number."""
-        return self._kind is float
-
-    def is_bool(self) -> bool:
-        """Whether it stands for a truth value."""
-        return self._kind is bool
-
-    def is_symbolic(self) -> bool:
-        """Always: there is no value."""
-        return True
-
-    def is_constant(self) -> bool:
-        """Never."""
-        return False
-
-    def is_nested_int(self) -> bool:
-        """Never."""
-        return False
-
-    def has_hint(self) -> bool:
-        """Never."""
-        return False
-
-    def maybe_as_int(self) -> None:
-        """No integer is known."""
-
-    def str(self) -> str:
-        """How it prints."""
-        return self._text
-
-    def _graph_repr(self) -> str:
-        return self._text
-
-    __str__ = __repr__ = str
-
-    def wrap_int(self, value: int) -> UnknownNumber:
-        """A known operand beside this one."""
-        return UnknownNumber(int, repr(value))
-
-    def wrap_float(self, value: float) -> UnknownNumber:
-        """A known operand beside this one."""
-        return UnknownNumber(float, repr(value))
-
-    def wrap_bool(self, value: bool) -> UnknownNumber:
-        """A known operand beside this one."""
-        return UnknownNumber(bool, repr(value))
-
-    def sym_float(self) -> UnknownNumber:
-        """The same number as a float."""
-        return UnknownNumber(float, self._text)
-
-    def _arithmetic(self, other: UnknownNumber) -> UnknownNumber:
-        return UnknownNumber(float if float in (self._kind, other._kind) else self._kind, "unknown")
-
-    add = sub = mul = pow = mod = sym_max = sym_min = _arithmetic
-    float_pow = int_floordiv = floordiv = pow_by_natural = _arithmetic
-
-    def _true_division(self, other: UnknownNumber) -> UnknownNumber:
-        return UnknownNumber(float, "unknown")
-
-    truediv = float_truediv = int_truediv = _true_division
-
-    def neg(self) -> UnknownNumber:
-        """Its negative."""
-        return UnknownNumber(self._kind, "unknown")
-
-    abs = neg
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_sympy_":
-            raise AttributeError(name)
-
-        def decide(*_: Any) -> Any:
-            raise undecidable("a number")
-
-        return decide
-
-
-def unknown_number(tensor: torch.Tensor) -> Any:
-    """What `.item()` of a tensor without known values gives."""
-    if tensor.dtype is torch.bool:
-        return torch.SymBool(UnknownNumber(bool, "unknown"))
-    if tensor.is_floating_point():
-        return torch.SymFloat(UnknownNumber(float, "unknown"))
-    return torch.SymInt(UnknownNumber(int, "unknown"))
-
-
-def undecidable(what: str) -> TraceError:
-    """The error for control flow that depends on values the trace does not have."""
-    return TraceError(
-        f"{user_location()}: the code decides by {what} that follows from weights or activations, which a trace does "
-        "not have. Make the decision depend on shapes or on the inputs, or leave it out of step_fn"
-    )
-
-
-def user_location() -> str:
-    """``file:line`` of the innermost frame that is neither ours nor PyTorch's."""
-    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
-    frame = sys._getframe(1)
-    last = "unknown location"
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith((*ours, "<")) and "importlib" not in filename:
-            return f"{filename}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return last

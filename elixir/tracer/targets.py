@@ -157,7 +157,7 @@ class CudaTarget(Target):
     def transient_bytes(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> int:
         """Sorting of token ids in the gradient of an embedding (`EmbeddingBackwardKernel.cu`)."""
         if func is aten.embedding_dense_backward.default:
-            indices = args[1].numel()
+            indices = int(args[1].numel())
             if indices > 3072:  # below, one kernel without temporaries
                 return 4 * indices * 8  # original and sorted ids, and as much again inside the sort
         return 0
@@ -184,10 +184,11 @@ class CpuTarget(Target):
     def transient_bytes(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> int:
         """Copies in oneDNN's layout that a convolution makes (read off the allocator, see docs/memory_model.md)."""
         if func is aten.convolution.default:
-            return max(args[1].nbytes, outputs[0].nbytes)
+            return max(int(args[1].nbytes), outputs[0].nbytes)
         if func is aten.convolution_backward.default:
-            contiguous_copy = 0 if args[0].is_contiguous() else args[0].nbytes
-            return contiguous_copy + max(args[0].nbytes, sum(output.nbytes for output in outputs))
+            grad_bytes = int(args[0].nbytes)
+            contiguous_copy = 0 if args[0].is_contiguous() else grad_bytes
+            return contiguous_copy + max(grad_bytes, sum(output.nbytes for output in outputs))
         return 0
 
     def results(self, func: Any, args: Any, result: Any) -> Any:

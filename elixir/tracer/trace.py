@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,20 +18,35 @@ from elixir.fingerprint import fingerprint
 from elixir.hardware import HardwareProfile
 from elixir.tracer.accumulation import references_when_alone
 from elixir.tracer.assemble import Observed, assemble
+from elixir.tracer.autocast import autocast_emulated
 from elixir.tracer.experts import BalancedRouting, Routing
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.optimizer import run_optimizer
 from elixir.tracer.order import UseOrder
 from elixir.tracer.recorder import Recorder
 from elixir.tracer.routing import routed
-from elixir.tracer.shadows import Shadows, user_location
+from elixir.tracer.shadows import Shadows
 from elixir.tracer.step_trace import StepTrace
 from elixir.tracer.targets import OptimizerKernel, target_for
 from elixir.tracer.twin import Twin, meta_input, meta_twin
+from elixir.tracer.unknowns import user_location
 
 StepFn = Callable[[nn.Module, dict[Any, Any]], Any]
 
 
+@contextlib.contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Collections in the middle of a step cost as much as the step, and would free cycles at random moments."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_garbage_collection_paused()
 def trace_step(
     model: nn.Module,
     inp: dict[Any, Any],
@@ -66,22 +82,6 @@ def trace_step(
     """
     if not callable(step_fn):
         raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
-    with _garbage_collection_paused():
-        return _trace(model, inp, step_fn, dtype, hardware, optimizer, optimizer_kernel, model_name, routing, cache)
-
-
-def _trace(
-    model: nn.Module,
-    inp: dict[Any, Any],
-    step_fn: StepFn,
-    dtype: torch.dtype | None,
-    hardware: HardwareProfile,
-    optimizer: str | None,
-    optimizer_kernel: OptimizerKernel | None,
-    model_name: str | None,
-    routing: Routing | None,
-    cache: bool,
-) -> StepTrace:
     started = time.perf_counter()
     target = target_for(hardware)
     twin = meta_twin(model, dtype)
@@ -106,14 +106,14 @@ def _trace(
             ledger.add(tensor, "activations", order.module(order.phase()), "generator state")
 
     references_when_alone()
-    with routed(target, count_host_tensor):
-        _run_step(twin, batch, step_fn, recorder, order, ledger)
+    try:
+        with routed(target, count_host_tensor), autocast_emulated(target), _compiled_regions_run_eagerly():
+            _run_step(twin, batch, step_fn, recorder, order, ledger)
         order.finish()
         step_end, operators = len(ledger), ledger.operators
         phase = run_optimizer(optimizer, optimizer_kernel, parameters, recorder, ledger, target)
-    ledger.stop()
-    trace = assemble(
-        Observed(
+        ledger.stop()
+        observed = Observed(
             twin=twin,
             model_name=model_name or type(model).__name__,
             model_fingerprint=fingerprint(model),
@@ -124,14 +124,11 @@ def _trace(
             step_end=step_end,
             operators=operators,
             assumptions=(routing.assumption,) if routing.assumption else (),
-        ),
-        ledger,
-        order,
-        started,
-    )
-    for parameter in parameters:
-        parameter.grad = None  # the twin may be the caller's own meta model
-    return trace
+        )
+        return assemble(observed, ledger, order, started)
+    finally:
+        for parameter in parameters:
+            parameter.grad = None  # the twin may be the caller's own meta model
 
 
 def _run_step(
@@ -156,7 +153,7 @@ def _run_step(
             handle.remove()
     if not order.uses:
         raise TraceError("step_fn used no parameter of the model it was given; it must run the model it gets")
-    if not order.backward_seen:
+    if order.backward_position > len(ledger):
         raise TraceError("step_fn never called backward, so there is no training step; call loss.backward() in it")
     for parameter in twin.parameters:
         if parameter.grad is not None:
@@ -183,15 +180,13 @@ def _explained(error: Exception) -> TraceError:
 
 
 @contextlib.contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """Collections in the middle of a step cost as much as the step, and would free cycles at random moments."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+def _compiled_regions_run_eagerly() -> Iterator[None]:
+    """Compiled code cannot run on meta, and what it will fuse is not known here."""
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes a second
         yield
-    finally:
-        if enabled:
-            gc.enable()
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextlib.contextmanager
@@ -202,7 +197,7 @@ def _printable_unknowns() -> Iterator[None]:
         return str(self)
 
     patched = [cls for cls in (torch.SymFloat, torch.SymInt) if "__format__" not in vars(cls)]
-    original = torch.Tensor.__format__
+    original: Callable[[torch.Tensor, str], str] = torch.Tensor.__format__
 
     def tensor_format(self: torch.Tensor, spec: str) -> str:
         return "unknown" if self.is_meta and self.dim() == 0 else original(self, spec)

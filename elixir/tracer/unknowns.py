@@ -1,0 +1,135 @@
+"""Numbers that a trace does not have, and the errors of code that decides by one.
+
+`loss.item()` follows from weights, which a trace does not have. It gives a number that can be added up and printed, as
+a log line does, but raises once something compares it, converts it to bool or takes it for a size.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elixir.errors import TraceError
+
+
+class UnknownNumber:
+    """Node of a `torch.SymInt/SymFloat/SymBool` whose value nobody knows: arithmetic goes on, decisions raise."""
+
+    def __init__(self, kind: type, text: str) -> None:
+        self._kind = kind
+        self._text = text
+
+    def is_int(self) -> bool:
+        """Whether it stands for an integer."""
+        return self._kind is int
+
+    def is_float(self) -> bool:
+        """Whether it stands for a floating-point number."""
+        return self._kind is float
+
+    def is_bool(self) -> bool:
+        """Whether it stands for a truth value."""
+        return self._kind is bool
+
+    def is_symbolic(self) -> bool:
+        """Always: there is no value."""
+        return True
+
+    def is_constant(self) -> bool:
+        """Never."""
+        return False
+
+    def is_nested_int(self) -> bool:
+        """Never."""
+        return False
+
+    def has_hint(self) -> bool:
+        """Never."""
+        return False
+
+    def maybe_as_int(self) -> None:
+        """No integer is known."""
+
+    def _graph_repr(self) -> str:
+        return self._text
+
+    __str__ = __repr__ = _graph_repr
+
+    def wrap_int(self, value: int) -> UnknownNumber:
+        """A known operand beside this one."""
+        return UnknownNumber(int, repr(value))
+
+    def wrap_float(self, value: float) -> UnknownNumber:
+        """A known operand beside this one."""
+        return UnknownNumber(float, repr(value))
+
+    def wrap_bool(self, value: bool) -> UnknownNumber:
+        """A known operand beside this one."""
+        return UnknownNumber(bool, repr(value))
+
+    def sym_float(self) -> UnknownNumber:
+        """The same number as a float."""
+        return UnknownNumber(float, self._text)
+
+    def _arithmetic(self, other: UnknownNumber) -> UnknownNumber:
+        return UnknownNumber(float if float in (self._kind, other._kind) else self._kind, "unknown")
+
+    add = sub = mul = pow = mod = sym_max = sym_min = _arithmetic
+    float_pow = int_floordiv = floordiv = pow_by_natural = _arithmetic
+
+    def _true_division(self, other: UnknownNumber) -> UnknownNumber:
+        return UnknownNumber(float, "unknown")
+
+    truediv = float_truediv = int_truediv = _true_division
+
+    def neg(self) -> UnknownNumber:
+        """Its negative."""
+        return UnknownNumber(self._kind, "unknown")
+
+    abs = neg
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "str":
+            return self._graph_repr
+        if name.startswith("__") or name == "_sympy_":
+            raise AttributeError(name)
+
+        def decide(*_: Any) -> Any:
+            raise undecidable("a number")
+
+        return decide
+
+
+def unknown_number(tensor: torch.Tensor) -> Any:
+    """What `.item()` of a tensor without known values gives."""
+    if tensor.dtype is torch.bool:
+        return torch.SymBool(UnknownNumber(bool, "unknown"))
+    if tensor.is_floating_point():
+        return torch.SymFloat(UnknownNumber(float, "unknown"))
+    return torch.SymInt(UnknownNumber(int, "unknown"))
+
+
+def undecidable(what: str) -> TraceError:
+    """The error for control flow that depends on values the trace does not have."""
+    return TraceError(
+        f"{user_location()}: the code decides by {what} that follows from weights or activations, which a trace does "
+        "not have. Make the decision depend on shapes or on the inputs, or leave it out of step_fn"
+    )
+
+
+def user_location() -> str:
+    """``file:line`` of the innermost frame that is neither ours nor PyTorch's."""
+    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+    frame = sys._getframe(1)
+    last = "unknown location"
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith((*ours, "<")) and "importlib" not in filename:
+            return f"{filename}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return last
