@@ -53,7 +53,7 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     other = curve.without("parameters", "gradients", "buffers", "optimizer")[:end]
     total = curve.total
     peak = int(np.argmax(total[:end]))
-    state_bytes = int(curve.by_kind[KINDS.index("optimizer"), -1])
+    state_bytes = sum(record.nbytes for record in ledger.records if record.kind == "optimizer")
     backward_peak = int(total[peak])
     optimizer_peak = int(total[end:].max(initial=0))
     twin = observed.twin
