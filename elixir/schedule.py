@@ -198,15 +198,27 @@ class StepSchedule:
             raise InputError(f"prefetch depth must be 0 or larger, got {prefetch_depth}")
         self.policy = EvictionPolicy(required)
         self.prefetch_depth = prefetch_depth
-        self.windows = tuple(
-            chunks + self.policy.upcoming(position, prefetch_depth) if prefetch_depth else chunks
-            for position, chunks in enumerate(self.policy.required)
-        )
+        self.windows = self._windows()
         self.min_blocks = max(map(len, self.windows), default=0)
         """Fewest blocks with which every window fits."""
+        self._results: dict[int, ScheduleResult] = {}
+
+    def _windows(self) -> tuple[tuple[int, ...], ...]:
+        policy, depth = self.policy, self.prefetch_depth
+        if depth == 0:
+            return policy.required
+        if depth > 1:
+            return tuple(here + policy.upcoming(position, depth) for position, here in enumerate(policy.required))
+        windows = []  # the usual depth, without a call per position
+        for position, here in enumerate(policy.required):
+            slot = policy._first_slot[position + 1]
+            while slot < policy._end and policy._slot_chunk[slot] in here:
+                slot += 1
+            windows.append((*here, policy._slot_chunk[slot]) if slot < policy._end else here)
+        return tuple(windows)
 
     def simulate(self, blocks: int) -> ScheduleResult:
-        """Walk the order with `blocks` blocks.
+        """Walk the order with `blocks` blocks; an answer given once is remembered.
 
         Raises:
             TooFewBlocksError: some window does not fit.
@@ -216,6 +228,11 @@ class StepSchedule:
             raise TooFewBlocksError(
                 needed=self.min_blocks, available=blocks, position=position, prefetch_depth=self.prefetch_depth
             )
+        if blocks not in self._results:
+            self._results[blocks] = self._walk(blocks)
+        return self._results[blocks]
+
+    def _walk(self, blocks: int) -> ScheduleResult:
         cache = self.policy.start()
         residents = cache.residents
         timeline: list[tuple[int, int]] = []

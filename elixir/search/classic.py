@@ -12,7 +12,7 @@ import numpy as np
 from elixir.search.candidate import Candidate, weigh
 from elixir.search.homes import PlacementBuilder
 from elixir.search.memory import MemoryModel
-from elixir.search.packing import Ints, search_grid
+from elixir.search.packing import Ints
 from elixir.search.space import SearchSpace
 
 FEWEST_BLOCKS = 4
@@ -24,7 +24,7 @@ def classic_candidates(space: SearchSpace, device_bytes: int, prefetch_depth: in
     """The rule's one or two proposals; empty where it finds no chunk size that fits."""
     region = _largest_checkpointed_bytes(space)
     best: tuple[int, int, MemoryModel, int, int] | None = None
-    survey = space.table.survey(search_grid(space.table))
+    survey = space.table.grid
     lower_bounds = _least_moves(survey.forward_chunks, survey.backward_chunks, survey.block_bytes, device_bytes)
     for index in survey.distinct().tolist():
         size = int(survey.sizes[index])
@@ -68,12 +68,11 @@ def _least_moves(forward: Ints, backward: Ints, block_bytes: Ints, device_bytes:
 
 
 def _largest_checkpointed_bytes(space: SearchSpace) -> int:
-    largest = 0
-    for module in space.trace.checkpointed_modules:
-        names = (
-            size
-            for param, size in zip(space.trace.parameters, space.table.aligned, strict=True)
-            if param.name.startswith(f"{module}.")
-        )
-        largest = max(largest, sum(names))
-    return largest
+    sums = dict.fromkeys(space.trace.checkpointed_modules, 0)
+    for param, size in zip(space.trace.parameters, space.table.aligned, strict=True):
+        module = param.name
+        while "." in module:
+            module = module.rpartition(".")[0]
+            if module in sums:
+                sums[module] += size
+    return max(sums.values(), default=0)

@@ -94,16 +94,24 @@ class PlacementBuilder:
 
     def move_all(self, chunks: Iterable[int], *, state: bool, resident: bool, budget_bytes: int) -> None:
         """Walk `chunks` and move each that still fits."""
-        # The most a chunk can give back: its block, its gradient block, the room of the gradients in flight.
-        given_back = 2 * self.model.work.packing.block_bytes + 2 * self.model.work.facts.largest_grad_bytes
-        given_back += self.model.outsized_grad_bytes(self._outsized)
         slack = budget_bytes - self.peak_bytes()
         for chunk in chunks:
             least = self.least_bytes(chunk, state=state, resident=resident)
-            if least > slack + given_back:
+            if least > slack + self._most_given_back(resident):
                 continue
             if self.move(chunk, state=state, resident=resident, budget_bytes=budget_bytes):
                 slack = budget_bytes - self.peak_bytes()
+
+    def _most_given_back(self, resident: bool) -> int:
+        """The most that moving one chunk can free: its block, its gradient block, the room of gradients in flight."""
+        block = self.model.work.packing.block_bytes
+        freed = block if resident and self.give_back and self.streamed <= self.blocks else 0
+        if self.model.setting.world_size == 1:  # with more ranks gradients are gathered wherever their states live
+            freed += block if self._grad_chunks else 0
+            freed += self.model.outsized_grad_bytes(self._outsized)
+            if self._grad_chunks + len(self._outsized) == 1:
+                freed += self.model.work.facts.largest_grad_bytes
+        return freed
 
     def squeeze(self, budget_bytes: int) -> bool:
         """While the peak is above the budget, make moves that lower it; whether it is within the budget then.

@@ -172,6 +172,11 @@ class ParamTable:
         block = -(-largest // self.unit_bytes) * self.unit_bytes
         return GridSurvey(sizes, counts[0], counts[1], counts[2], block, mark, sum(self.bytes))
 
+    @cached_property
+    def grid(self) -> GridSurvey:
+        """The survey of `search_grid`."""
+        return self.survey(search_grid(self))
+
     @property
     def _flags(self) -> tuple[list[bool], list[bool]]:
         return self.in_forward, self.in_backward
@@ -222,9 +227,12 @@ def minimum_waste_size(table: ParamTable) -> int:
     Searched from the largest parameter (at least `MIN_CHUNK_BYTES`) up to `GRID_REACH` times that: an even grid, and
     multiples of a layer.
     """
-    grid = search_grid(table)
-    low, high = int(grid[0]), int(grid[-1])
+    grid = table.grid
+    low, high = int(grid.sizes[0]), int(grid.sizes[-1])
     multiples = [k * size for size in table.layer_bytes[:1] for k in range(1, high // size + 1) if k * size >= low]
-    sizes = np.unique(np.concatenate((grid, np.array(multiples, dtype=np.int64))))
-    survey = table.survey(sizes)
-    return int(survey.block_bytes[int(np.argmin(survey.waste_bytes))])
+    found = []
+    for survey in (grid, table.survey(np.array(multiples, dtype=np.int64))):
+        if len(survey.sizes):
+            best = int(np.argmin(survey.waste_bytes))
+            found.append((int(survey.waste_bytes[best]), int(survey.block_bytes[best])))
+    return min(found)[1]

@@ -11,7 +11,7 @@ import numpy as np
 from elixir.hardware import HardwareProfile
 from elixir.search.cost import BandwidthCost, CostModel
 from elixir.search.memory import MemoryModel, Setting
-from elixir.search.packing import MIN_CHUNK_BYTES, ParamTable, minimum_waste_size, round_up, search_grid
+from elixir.search.packing import MIN_CHUNK_BYTES, ParamTable, minimum_waste_size, round_up
 from elixir.search.workload import StepFacts, Workload
 from elixir.tracer.step_trace import StepTrace
 
@@ -109,7 +109,7 @@ class SearchSpace:
 
     def grid_sizes(self) -> tuple[int, ...]:
         """Every capacity of the first Elixir's grid that packs differently, as tight as its packing allows."""
-        survey = self.table.survey(search_grid(self.table))
+        survey = self.table.grid
         return tuple(np.unique(survey.block_bytes[survey.distinct()]).tolist())
 
     def tiny_sizes(self, *, outsized: bool) -> tuple[int, ...]:
