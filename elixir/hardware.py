@@ -1,4 +1,4 @@
-"""`HardwareProfile`: what one machine can do. This module holds data and reads how much memory is free.
+"""`HardwareProfile`: what one machine can do. This module holds data.
 
 Profiles come from three places: a preset (`preset`, published numbers with their sources), a JSON file
 (`load_hardware`), or a measurement (`elixir.microbench.measure`). Nothing here measures speed or allocates memory.
@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -180,53 +177,6 @@ def load_hardware(text: str) -> HardwareProfile:
     return preset(text)
 
 
-def free_device_bytes(device: torch.device | str | int) -> int:
-    """Bytes that this process could still allocate on `device`: free ones and those its own allocator keeps cached.
-
-    For ``cpu`` this is `free_host_bytes`. On CUDA it creates this process's context, as the first use of a device does.
-
-    Raises:
-        InputError: no such device, or one that is neither CUDA nor CPU.
-    """
-    target = _as_device(device)
-    if target.type == "cpu":
-        return free_host_bytes()
-    if not torch.cuda.is_available():
-        raise InputError(f"cannot read free memory of {target}: PyTorch sees no CUDA device here; give a size instead")
-    index = torch.cuda.current_device() if target.index is None else target.index
-    if index >= torch.cuda.device_count():
-        raise InputError(f"no device cuda:{index}; this machine has {torch.cuda.device_count()}")
-    free_bytes, _ = torch.cuda.mem_get_info(index)
-    cached_bytes = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-    return int(free_bytes + cached_bytes)
-
-
-def free_host_bytes() -> int:
-    """Bytes of host memory that this process could still use without swapping, its control groups' limits respected.
-
-    Raises:
-        InputError: the operating system does not tell; give the size instead.
-    """
-    available = _meminfo_bytes("MemAvailable")
-    if available is None:
-        available = _sysconf_bytes("SC_AVPHYS_PAGES")
-    if available is None:
-        raise InputError("this operating system does not tell its free memory; give the host memory as a size")
-    return max(0, min([available, *(limit - used for limit, used in _cgroup_memory())]))
-
-
-def total_host_bytes() -> int:
-    """Bytes of host memory of this machine, or the smallest control group limit this process runs under.
-
-    Raises:
-        InputError: the operating system does not tell.
-    """
-    total = _sysconf_bytes("SC_PHYS_PAGES")
-    if total is None:
-        raise InputError("this operating system does not tell its memory size; give the host memory as a size")
-    return min([total, *(limit for limit, _ in _cgroup_memory())])
-
-
 def _check_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise InputError(f"hardware field '{name}' must be a positive finite number, found {value!r}")
@@ -236,83 +186,3 @@ def _is_dtype_name(name: str) -> bool:
     """True for canonical names only: an alias such as ``half`` would never be looked up."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     return isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"
-
-
-def _as_device(device: torch.device | str | int) -> torch.device:
-    try:
-        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except (RuntimeError, TypeError):
-        raise InputError(f"{device!r} is no device; write 'cuda', 'cuda:0' or 'cpu'") from None
-    if target.type not in ("cuda", "cpu"):
-        raise InputError(f"free memory is known for cuda and cpu devices, not for {target.type!r}")
-    return target
-
-
-def _sysconf_bytes(pages: str) -> int | None:
-    try:
-        amount = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-    return amount if amount > 0 else None
-
-
-def _meminfo_bytes(key: str, path: Path = Path("/proc/meminfo")) -> int | None:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        name, _, rest = line.partition(":")
-        if name == key:
-            return int(rest.split()[0]) * 1024
-    return None
-
-
-def _cgroup_memory(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of every control group above this process that limits memory.
-
-    Page cache that the kernel would drop first does not count as in use. Both hierarchies are read; a container often
-    sees its own group at the root, so groups that are not there are skipped and the root is always read.
-    """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        controllers, _, group = line.partition(":")[2].partition(":")
-        if controllers == "":
-            bases, names = [root, root / "unified"], ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            bases, names = [root / "memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        for base in bases:
-            own = base / group.strip("/")
-            for folder in (own, *own.parents):
-                if not folder.is_relative_to(base):
-                    break
-                limit, used = _read_int(folder / names[0]), _read_int(folder / names[1])
-                if limit is not None and used is not None:
-                    yield limit, used - _stat_bytes(folder / "memory.stat", names[2])
-
-
-def _read_int(path: Path) -> int | None:
-    """The number in a control file; None where there is none, such as ``max`` for no limit."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _stat_bytes(path: Path, key: str) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    for line in lines:
-        name, _, amount = line.partition(" ")
-        if name == key:
-            return int(amount)
-    return 0

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile, total_host_bytes
+from elixir.free_memory import total_host_bytes
+from elixir.hardware import HardwareProfile
 from elixir.microbench.adam import adam_rate
 from elixir.microbench.compute import matmul_rate
 from elixir.microbench.measurement import Measurement, threads_text, today

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from elixir.errors import InputError
-from elixir.hardware import free_device_bytes
+from elixir.free_memory import free_device_bytes
 from elixir.units import MIB
 
 _SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

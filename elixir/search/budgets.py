@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile, free_device_bytes, free_host_bytes
+from elixir.free_memory import free_device_bytes, free_host_bytes
+from elixir.hardware import HardwareProfile
 from elixir.search.space import Budgets
 from elixir.units import MIB, parse_bytes
 

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "elixir"
 
 LEAVES = frozenset(
     {
-        "access", "artifact", "default_step", "errors", "fingerprint", "hardware", "hardware_presets", "model_shapes",
+        "access", "artifact", "default_step", "errors", "fingerprint", "free_memory", "hardware", "hardware_presets", "model_shapes",
         "models", "plan", "schedule", "units",
     }
 )  # fmt: skip
@@ -35,8 +35,8 @@ TOP = frozenset({"", "__main__", "api", "cli", "integrations"})
 
 FORBIDDEN_IN_LEAVES = ("torch.cuda", "torch.distributed")
 
-EXEMPT = {"elixir.hardware": "torch.cuda"}
-"""`hardware.free_device_bytes` asks the driver how much is free. It allocates nothing, and runs only when called."""
+EXEMPT = {"elixir.free_memory": "torch.cuda"}
+"""`free_device_bytes` asks the driver how much is free. It allocates nothing, and runs only when called."""
 
 
 def layer_of(module: str) -> str:

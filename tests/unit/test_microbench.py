@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile, free_host_bytes, load_hardware, total_host_bytes
+from elixir.free_memory import free_host_bytes, total_host_bytes
+from elixir.hardware import HardwareProfile, load_hardware
 from elixir.microbench import (
     Measurement,
     adam_rate,
