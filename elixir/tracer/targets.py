@@ -8,6 +8,7 @@ for themselves, how the optimizer runs, and what kernels hold only while they ru
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,6 +30,17 @@ CUBLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * KIB
 """PyTorch's default cuBLAS workspace before Hopper, ``:4096:2:16:8`` (CUDABlas / CublasHandlePool)."""
 CUBLAS_HOPPER_WORKSPACE_BYTES = 32 * MIB
 """The same from compute capability 9.0 on, ``:4096:8``."""
+
+_MATRIX_OPERANDS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
+"""Which arguments of a product go to a BLAS as they are, if their layout allows."""
+
+_LOSSES_KEEPING_TERMS = {
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.binary_cross_entropy.default: 3,
+    aten.soft_margin_loss.default: 2,
+}
+"""Losses that write their terms into the result before reducing it, and the position of `reduction`."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _MAX_FLASH_HEAD_DIM = 256
@@ -84,12 +96,27 @@ class Target:
         return 0
 
     def transient_bytes(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> int:
-        """What a kernel allocates and frees again while it runs, beside its results."""
+        """What a kernel allocates and frees again while it runs, beside its results.
+
+        This base knows matrix products: an operand that no BLAS can read as it lies is copied first, one at a time
+        (`prepare_matrix_for_cublas` in `cuda/Blas.cpp`, `addmm_impl_cpu_` in `LinearAlgebra.cpp`).
+        """
+        if func in _MATRIX_OPERANDS:
+            unreadable = [args[at] for at in _MATRIX_OPERANDS[func] if not _blas_reads(args[at])]
+            return sum(operand.numel() * operand.itemsize for operand in unreadable)
         return 0
 
     def results(self, func: Any, args: Any, result: Any) -> Any:
-        """What the device's kernel returns where its meta kernel says otherwise."""
-        return result
+        """What the device's kernel returns where its meta kernel says otherwise.
+
+        A mean squared error and its kin are scalars in a storage of the size of their terms: the kernels resize their
+        output after the terms were in it (`BinaryOps.cpp`, `Loss.cpp`), and a storage does not shrink.
+        """
+        position = _LOSSES_KEEPING_TERMS.get(func)
+        if position is None or result.dim() or (len(args) > position and args[position] == 0):
+            return result
+        terms = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return torch.empty(terms, dtype=result.dtype, device=result.device).resize_(())
 
 
 class CudaTarget(Target):
@@ -160,7 +187,7 @@ class CudaTarget(Target):
             indices = int(args[1].numel())
             if indices > 3072:  # below, one kernel without temporaries
                 return 4 * indices * 8  # original and sorted ids, and as much again inside the sort
-        return 0
+        return super().transient_bytes(func, args, outputs)
 
 
 class CpuTarget(Target):
@@ -182,14 +209,26 @@ class CpuTarget(Target):
         return "for-loop"
 
     def transient_bytes(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> int:
-        """Copies in oneDNN's layout that a convolution makes (read off the allocator, see docs/memory_model.md)."""
+        """Buffers of each thread, and copies that kernels make; as many threads as PyTorch has here.
+
+        Convolutions copy to oneDNN's layout (read off the allocator, see docs/memory_model.md); the rest follows
+        `FlashAttentionKernel.cpp`, `layer_norm_kernel.cpp` and `Normalization.cpp`.
+        """
         if func is aten.convolution.default:
-            return max(int(args[1].nbytes), outputs[0].nbytes)
+            return max(args[1].nbytes, outputs[0].nbytes)
         if func is aten.convolution_backward.default:
-            grad_bytes = int(args[0].nbytes)
-            contiguous_copy = 0 if args[0].is_contiguous() else grad_bytes
-            return contiguous_copy + max(grad_bytes, sum(output.nbytes for output in outputs))
-        return 0
+            contiguous_copy = 0 if args[0].is_contiguous() else args[0].nbytes
+            return contiguous_copy + max(args[0].nbytes, sum(output.nbytes for output in outputs))
+        if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+            return _cpu_flash_buffers(args[0], args[1], backward=False)
+        if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            return _contiguous_copy(args[0].transpose(1, 2)) + _cpu_flash_buffers(args[1], args[2], backward=True)
+        if func is aten.native_layer_norm_backward.default:
+            sums = 2 * torch.get_num_threads() * math.prod(args[2]) * args[0].itemsize
+            return _contiguous_copy(args[0]) + sums
+        if func is aten.native_batch_norm_backward.default:
+            return args[1].numel() * args[1].itemsize  # a second gradient of the input, of which one is thrown away
+        return super().transient_bytes(func, args, outputs)
 
     def results(self, func: Any, args: Any, result: Any) -> Any:
         """Layer norm keeps its statistics in the dtype of input and weight, if they agree (`layer_norm_kernel.cpp`)."""
@@ -198,7 +237,32 @@ class CpuTarget(Target):
             if weight is None or weight.dtype == args[0].dtype:
                 output, *statistics = result
                 return (output, *(torch.empty_like(statistic, dtype=args[0].dtype) for statistic in statistics))
-        return result
+        return super().results(func, args, result)
+
+
+def _cpu_flash_buffers(query: torch.Tensor, key: torch.Tensor, *, backward: bool) -> int:
+    """What the threads of the CPU's flash attention share out among them."""
+    length = query.shape[2]
+    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
+    columns = min(key.shape[2], 512)
+    accumulated = 8 if query.dtype is torch.float64 else 4
+    if backward:
+        nbytes = (2 * rows * columns + rows) * accumulated
+    else:
+        nbytes = (rows * columns + 2 * rows + rows * query.shape[3]) * accumulated
+    if query.dtype in _HALF:
+        nbytes += (2 if backward else 1) * rows * columns * query.itemsize
+    return nbytes * torch.get_num_threads()
+
+
+def _contiguous_copy(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_contiguous() else tensor.numel() * tensor.itemsize
+
+
+def _blas_reads(matrix: torch.Tensor) -> bool:
+    """Whether rows or columns lie one after the other without overlap."""
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows)) or matrix.numel() <= 1
 
 
 def target_for(hardware: HardwareProfile) -> Target:
