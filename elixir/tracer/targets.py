@@ -98,12 +98,17 @@ class Target:
     def transient_bytes(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> int:
         """What a kernel allocates and frees again while it runs, beside its results.
 
-        This base knows matrix products: an operand that no BLAS can read as it lies is copied first, one at a time
-        (`prepare_matrix_for_cublas` in `cuda/Blas.cpp`, `addmm_impl_cpu_` in `LinearAlgebra.cpp`).
+        This base knows what is composed alike everywhere. Matrix products: an operand that no BLAS can read as it lies
+        is copied first, one at a time (`prepare_matrix_for_cublas` in `cuda/Blas.cpp`, `addmm_impl_cpu_` in
+        `LinearAlgebra.cpp`). The softmax of the math form of attention: what it masks by.
         """
         if func in _MATRIX_OPERANDS:
             unreadable = [args[at] for at in _MATRIX_OPERANDS[func] if not _blas_reads(args[at])]
             return sum(operand.numel() * operand.itemsize for operand in unreadable)
+        if func is aten._safe_softmax.default and outputs[0].numel():
+            # Which scores are -inf, which rows have nothing else, and a zero for those (`attention.cpp`).
+            scores = outputs[0].numel()
+            return scores + scores // outputs[0].shape[args[1]] + outputs[0].itemsize
         return 0
 
     def results(self, func: Any, args: Any, result: Any) -> Any:
