@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from elixir.tracer.accumulation import accumulates_in_place
+from elixir.tracer.indexing import SELECTIONS, listed_indices_known, picked
 from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.operators import Arguments, Category, OperatorCache, Traits, traits
 from elixir.tracer.order import UseOrder
-from elixir.tracer.shadows import Shadows
+from elixir.tracer.shadows import CONSTANTS_LIKE, MAX_EAGER_SHADOW_NUMEL, Shadows
 from elixir.tracer.step_trace import Kind
 from elixir.tracer.targets import Target
 from elixir.tracer.unknowns import unknown_number
@@ -54,6 +55,16 @@ class Recorder(TorchDispatchMode):
         """Kind of what operators allocate from now on."""
         self.copies: Mapping[torch.Size, int] = {}
         """How many tensors one of a shape stands for; one where it is not listed."""
+
+    def __enter__(self) -> Recorder:
+        self._lists = listed_indices_known()
+        self._lists.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._lists.__exit__(None, None, None)
 
     @property
     def signatures(self) -> int:
@@ -100,7 +111,7 @@ class Recorder(TorchDispatchMode):
         if cost.transient_bytes:
             self._ledger.touch(cost.transient_bytes, module, func)
         self._order.cost(cost.flops, cost.moved_bytes)
-        if self._may_be_known(arguments, tensors):
+        if self._may_be_known(func, arguments, tensors):
             self._shadows.derive(func, args, kwargs, arguments.tensors, tensors)
         elif func is aten.topk.default and self._routing is not None:
             self._routing.route(self._shadows, args[0], tensors[1])
@@ -123,6 +134,11 @@ class Recorder(TorchDispatchMode):
 
     def _by_value(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator whose result's shape follows from values: worked out on the known ones."""
+        if func in SELECTIONS and self._shadows.real(args[0]) is None:
+            args, taken = picked(self._shadows, func, args)
+            result = self._compute(traits(aten.index.Tensor), args, {}, Arguments(args, {}))
+            self._ledger.touch(taken, self._order.module(self._order.phase()), func)
+            return result
         result = self._shadows.evaluate(func, args, kwargs)
         phase = self._order.phase()
         module = self._order.module(phase)
@@ -160,9 +176,9 @@ class Recorder(TorchDispatchMode):
 
         return tree_map(on_meta, args), tree_map(on_meta, kwargs)
 
-    def _may_be_known(self, arguments: Arguments, outputs: list[Any]) -> bool:
-        if not arguments.tensors:
-            return any(not t.is_floating_point() or t.numel() == 1 for t in outputs)
+    def _may_be_known(self, func: Any, arguments: Arguments, outputs: list[Any]) -> bool:
+        if not arguments.tensors or func in CONSTANTS_LIKE:
+            return any(not t.is_floating_point() or t.numel() <= MAX_EAGER_SHADOW_NUMEL for t in outputs)
         for tensor in arguments.tensors:
             if tensor.device.type == "meta":
                 record = self._ledger.find(tensor)

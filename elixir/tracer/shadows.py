@@ -24,6 +24,18 @@ MAX_EAGER_SHADOW_NUMEL = 2**22
 
 aten = torch.ops.aten
 
+CONSTANTS_LIKE = frozenset(
+    {
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+    }
+)
+"""Operators whose result is known even where the values of their argument are not."""
+
 
 class Shadow:
     """The values of one storage: a flat CPU tensor, or how to compute it."""
@@ -62,6 +74,18 @@ class View:
         return flat.as_strided(size, stride, offset)
 
 
+class Blank(View):
+    """Stands for a tensor of which only shape and dtype matter."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._like = (tensor.dtype, tensor.size())
+
+    def value(self) -> torch.Tensor:
+        """Zeros that take no memory."""
+        dtype, size = self._like
+        return torch.zeros((), dtype=dtype).expand(size)
+
+
 class Shadows:
     """Attaches shadows to the storages of a ledger and follows them through operators."""
 
@@ -98,7 +122,7 @@ class Shadows:
         views: dict[int, View] = {}
         for tensor in inputs:
             if tensor.device.type == "meta":
-                view = self.of(tensor)
+                view = Blank(tensor) if func in CONSTANTS_LIKE else self.of(tensor)
                 if view is None:
                     return
                 views[id(tensor)] = view
