@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from elixir.errors import TraceError
 from elixir.tracer.targets import Target
+from elixir.tracer.unknowns import user_location
 
 aten = torch.ops.aten
 
@@ -167,6 +169,12 @@ class OperatorCache:
             result = self._target.results(func, args, result)
         outputs = _outputs(result)
         tensors = [item for item in outputs if isinstance(item, torch.Tensor)]
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                raise TraceError(
+                    f"{user_location()}: {func} gives a {tensor.layout} tensor, and only dense ones can be followed; "
+                    "an embedding takes sparse=False"
+                )
         cost = Cost(
             flops=count_flops(func, args, kwargs, result),
             moved_bytes=sum(t.nbytes for t in arguments.tensors) + sum(t.nbytes for t in tensors),

@@ -104,7 +104,7 @@ class Target:
         """
         if func in _MATRIX_OPERANDS:
             unreadable = [args[at] for at in _MATRIX_OPERANDS[func] if not _blas_reads(args[at])]
-            return sum(operand.numel() * operand.itemsize for operand in unreadable)
+            return int(sum(operand.nbytes for operand in unreadable))
         if func is aten._safe_softmax.default and outputs[0].numel():
             # Which scores are -inf, which rows have nothing else, and a zero for those (`attention.cpp`).
             scores = outputs[0].numel()
@@ -220,19 +220,19 @@ class CpuTarget(Target):
         `FlashAttentionKernel.cpp`, `layer_norm_kernel.cpp` and `Normalization.cpp`.
         """
         if func is aten.convolution.default:
-            return max(args[1].nbytes, outputs[0].nbytes)
+            return int(max(args[1].nbytes, outputs[0].nbytes))
         if func is aten.convolution_backward.default:
             contiguous_copy = 0 if args[0].is_contiguous() else args[0].nbytes
-            return contiguous_copy + max(args[0].nbytes, sum(output.nbytes for output in outputs))
+            return int(contiguous_copy + max(args[0].nbytes, sum(output.nbytes for output in outputs)))
         if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
             return _cpu_flash_buffers(args[0], args[1], backward=False)
         if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
             return _contiguous_copy(args[0].transpose(1, 2)) + _cpu_flash_buffers(args[1], args[2], backward=True)
         if func is aten.native_layer_norm_backward.default:
-            sums = 2 * torch.get_num_threads() * math.prod(args[2]) * args[0].itemsize
+            sums: int = 2 * torch.get_num_threads() * math.prod(args[2]) * args[0].itemsize
             return _contiguous_copy(args[0]) + sums
         if func is aten.native_batch_norm_backward.default:
-            return args[1].numel() * args[1].itemsize  # a second gradient of the input, of which one is thrown away
+            return int(args[1].nbytes)  # a second gradient of the input, of which one is thrown away
         return super().transient_bytes(func, args, outputs)
 
     def results(self, func: Any, args: Any, result: Any) -> Any:

@@ -59,6 +59,11 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
         memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
     for buffer in buffers:
         memo[id(buffer)] = torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device="meta")
+    for module in original.modules:
+        for value in vars(module).values():
+            # Computed from a parameter by a pre-hook (torch.nn.utils.weight_norm), which computes it anew on the twin.
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                memo[id(value)] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
     pairs = [(memo[id(buffer)], buffer) for buffer in buffers]
     try:
         return _walk(copy.deepcopy(model, memo), pairs)
@@ -82,6 +87,8 @@ def meta_input(inp: Any, dtype: torch.dtype | None) -> tuple[dict[Any, Any], Pai
     def on_meta(item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
+        if item.layout is not torch.strided or item.is_nested:
+            raise InputError(f"inp holds a {'nested' if item.is_nested else item.layout} tensor; pass dense ones")
         cast = dtype if dtype is not None and item.is_floating_point() else item.dtype
         twin = torch.empty_strided(item.size(), item.stride(), dtype=cast, device="meta")
         twin.requires_grad_(item.requires_grad)
