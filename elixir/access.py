@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from elixir.errors import InputError
+
 _METADATA_ATTRIBUTES = frozenset(
     """shape dtype device requires_grad grad grad_fn is_leaf data ndim layout is_cuda is_cpu is_meta is_sparse names
     _version output_nr retains_grad is_quantized itemsize nbytes grad_dtype""".split()
@@ -105,6 +107,12 @@ class ParameterAccess:
             self._open.pop()[1].__exit__(None, None, None)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            raise InputError(
+                f"a {type(module).__name__} runs where saved-tensor hooks are switched off, as torch.func.grad, vjp, "
+                "jacrev and hessian do, so its weights cannot be seen in backward; use loss.backward() or "
+                "torch.autograd.grad instead"
+            )
         hooks = self._hooks_over(innermost_saved_tensors_hooks())
         hooks.__enter__()
         self._open.append((module, hooks))
