@@ -55,7 +55,8 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     peak = int(np.argmax(total[:end]))
     state_bytes = sum(record.nbytes for record in ledger.records if record.kind == "optimizer")
     backward_peak = int(total[peak])
-    optimizer_peak = int(total[end:].max(initial=0))
+    # A steady step has its states from the start; in the trace, which is a first step, they come one by one.
+    optimizer_peak = state_bytes + int(curve.without("optimizer")[end:].max(initial=0))
     twin = observed.twin
     alive = ledger.alive_at(peak)
     last = alive[-1] if alive else None

@@ -80,8 +80,9 @@ def run_optimizer(
             if record is not None:
                 record.kind = "optimizer"
                 state_bytes += state.nbytes * count
-            elif kernel == "fused":
-                # Fused kernels keep their step counters on the device; the stand-in kept them on the host.
+            elif kernel == "fused" or target.counts_host_tensors:
+                # Fused kernels keep their step counters on the device; the stand-in kept them on the host. A target
+                # that is the host has them either way.
                 state_bytes += state.nbytes * count
                 ledger.add_bytes(state.nbytes, "optimizer", "", "step", count)
     return OptimizerPhase(f"{cls.__name__} ({kernel})", state_bytes, has_temporaries=kernel != "fused")

@@ -108,7 +108,7 @@ class Target:
         if func is aten._safe_softmax.default and outputs[0].numel():
             # Which scores are -inf, which rows have nothing else, and a zero for those (`attention.cpp`).
             scores = outputs[0].numel()
-            return scores + scores // outputs[0].shape[args[1]] + outputs[0].itemsize
+            return scores + scores // int(outputs[0].shape[args[1]]) + outputs[0].itemsize
         return 0
 
     def results(self, func: Any, args: Any, result: Any) -> Any:
