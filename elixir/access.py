@@ -14,7 +14,7 @@ Metadata (`shape`, `dtype`, `size()`, ...) is not a use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -43,8 +43,8 @@ class AccessListener(Protocol):
     def entered(self, module: nn.Module) -> None:
         """`module` starts to run."""
 
-    def left(self, module: nn.Module) -> None:
-        """`module` has returned or raised."""
+    def left(self, module: nn.Module, output: Any) -> Any:
+        """`module` has returned `output`, or raised (None). Gives what it returns instead."""
 
     def pack(self, tensor: torch.Tensor) -> Any | None:
         """A handle that stands for `tensor` until backward if it is (a view of) a weight, else None."""
@@ -80,16 +80,20 @@ class ParameterAccess:
     Args:
         model: its parameters become `TrackedParameter`s in place; they keep their identity.
         listener: is told of every use.
+        parameters: only these are tracked; all of them by default.
     """
 
-    def __init__(self, model: nn.Module, listener: AccessListener) -> None:
+    def __init__(
+        self, model: nn.Module, listener: AccessListener, parameters: Collection[nn.Parameter] | None = None
+    ) -> None:
         self._listener = listener
         self._classes: list[tuple[nn.Parameter, type]] = []
         self._handles: list[RemovableHandle] = []
         self._open: list[tuple[nn.Module, Any]] = []
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
-                if not isinstance(parameter, TrackedParameter):
+                wanted = parameters is None or parameter in parameters
+                if wanted and not isinstance(parameter, TrackedParameter):
                     self._classes.append((parameter, parameter.__class__))
                     parameter.__class__ = TrackedParameter
                     parameter._listener = listener  # type: ignore[attr-defined]
@@ -118,16 +122,16 @@ class ParameterAccess:
         self._open.append((module, hooks))
         self._listener.entered(module)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         # A module whose pre-hook raised was never entered, and one that a checkpoint stopped early has not left.
         if not any(entered is module for entered, _ in self._open):
-            return
+            return output
         while True:
             entered, hooks = self._open.pop()
             hooks.__exit__(None, None, None)
-            self._listener.left(entered)
             if entered is module:
-                return
+                return self._listener.left(entered, output)
+            self._listener.left(entered, None)
 
     def _hooks_over(self, outer: _Hooks | None) -> Any:
         """Hooks that let the listener claim a tensor first and hand all others to `outer`."""
@@ -139,12 +143,12 @@ class ParameterAccess:
             handle = listener.pack(tensor)
             if handle is not None:
                 return _Claimed(handle)
-            return outer[0](tensor) if outer is not None else _detached(tensor)
+            return outer[0](tensor) if outer is not None else _Kept(tensor)
 
         def unpack(packed: Any) -> Any:
             if type(packed) is _Claimed:
                 return listener.unpack(packed.handle)
-            return outer[1](packed) if outer is not None else packed
+            return outer[1](packed) if outer is not None else packed.tensor_if_unchanged()
 
         pack._elixir_listener = listener  # type: ignore[attr-defined]
         pack._elixir_outer = outer  # type: ignore[attr-defined]
@@ -163,6 +167,25 @@ class _Claimed:
         self.handle = handle
 
 
+class _Kept:
+    """A saved tensor that nobody claims. Hooks switch off PyTorch's check for writes after saving, so it is made here."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = _detached(tensor)
+        self._version = tensor._version
+
+    def tensor_if_unchanged(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a {self._tensor.dtype} tensor of shape {list(self._tensor.shape)} is at version "
+                f"{self._tensor._version}, it was saved at version {self._version}"
+            )
+        return self._tensor
+
+
 def innermost_saved_tensors_hooks() -> _Hooks | None:
     """The (pack, unpack) pair in force now. PyTorch has no public name for it; a test notices if this one goes."""
     hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -172,6 +195,12 @@ def innermost_saved_tensors_hooks() -> _Hooks | None:
 def backward_is_running() -> bool:
     """Whether autograd is executing a backward pass on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def current_node_number() -> int:
+    """Sequence number of the autograd node that runs on this thread; -1 where none does."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access import _detached, backward_is_running
+from elixir.access import _detached, backward_is_running, current_node_number
 from elixir.tracer.step_trace import Phase
 from elixir.tracer.twin import Twin
 
@@ -117,15 +117,16 @@ class UseOrder:
         self._scopes.append(_Scope(name))
         self.ran[name] = None
         if self.phase() == "recompute" and len(self._scopes) == self._forward_depth + 1:
-            self._recomputed.setdefault(_node_number(), []).append(name)
+            self._recomputed.setdefault(current_node_number(), []).append(name)
         self._mark(name)
 
-    def left(self, module: nn.Module) -> None:
+    def left(self, module: nn.Module, output: Any) -> Any:
         """A module is done: what it used may go."""
         scope = self._scopes.pop()
         for position in scope.uses:
             self.uses[position].pin_until = len(self.uses) - 1
         self._mark(self._scopes[-1].module if self._scopes else "")
+        return output
 
     def pack(self, tensor: torch.Tensor) -> Any | None:
         """Claims weights and views of them."""
@@ -179,7 +180,7 @@ class UseOrder:
 
     def _enter_node(self) -> None:
         """Let go of what the autograd node before the one now running used."""
-        sequence = _node_number()
+        sequence = current_node_number()
         if sequence != self._node:
             for position in self._node_uses:
                 self.uses[position].pin_until = max(position, len(self.uses) - 1)
@@ -194,11 +195,6 @@ class UseOrder:
         marks, modules = self._marks
         marks.append(_sequence_number())
         modules.append(module)
-
-
-def _node_number() -> int:
-    node = _current_node()
-    return -1 if node is None else int(node._sequence_nr())
 
 
 def _common_prefix(names: list[str]) -> str:
