@@ -42,6 +42,11 @@ _LOSSES_KEEPING_TERMS = {
 }
 """Losses that write their terms into the result before reducing it, and the position of `reduction`."""
 
+_CONTIGUOUS_FIRST = frozenset(
+    {aten.native_layer_norm_backward.default, aten._log_softmax_backward_data.default, aten.mse_loss_backward.default}
+)
+"""Kernels that write a contiguous first result on every device, where the meta kernels keep the argument's strides."""
+
 _HALF = (torch.float16, torch.bfloat16)
 _MAX_FLASH_HEAD_DIM = 256
 _MAX_CUDNN_HEAD_DIM = 128
@@ -61,6 +66,13 @@ class Attention:
     is_causal: bool
     enable_gqa: bool
     last_dim_contiguous: bool = True
+
+    @property
+    def broadcasts(self) -> bool:
+        """Whether batches or heads differ where they are not said to be grouped: only the math form takes that."""
+        (batch, heads), key, value = self.query_shape[:2], self.key_shape[:2], self.value_shape[:2]
+        grouped = self.enable_gqa and heads % key[1] == heads % value[1] == 0
+        return key[0] != batch or value[0] != batch or not (grouped or heads == key[1] == value[1])
 
 
 class Target:
@@ -104,7 +116,8 @@ class Target:
         """
         if func in _MATRIX_OPERANDS:
             unreadable = [args[at] for at in _MATRIX_OPERANDS[func] if not _blas_reads(args[at])]
-            return int(sum(operand.nbytes for operand in unreadable))
+            nbytes: int = sum(operand.nbytes for operand in unreadable)
+            return nbytes
         if func is aten._safe_softmax.default and outputs[0].numel():
             # Which scores are -inf, which rows have nothing else, and a zero for those (`attention.cpp`).
             scores = outputs[0].numel()
@@ -114,9 +127,16 @@ class Target:
     def results(self, func: Any, args: Any, result: Any) -> Any:
         """What the device's kernel returns where its meta kernel says otherwise.
 
+        Strides matter: a gradient that is not contiguous is copied by the next `reshape`.
         A mean squared error and its kin are scalars in a storage of the size of their terms: the kernels resize their
         output after the terms were in it (`BinaryOps.cpp`, `Loss.cpp`), and a storage does not shrink.
         """
+        if func in _CONTIGUOUS_FIRST:
+            first, *others = (result,) if isinstance(result, torch.Tensor) else result
+            if first is None or first.is_contiguous():
+                return result
+            first = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+            return (first, *others) if others else first
         position = _LOSSES_KEEPING_TERMS.get(func)
         if position is None or result.dim() or (len(args) > position and args[position] == 0):
             return result
@@ -144,6 +164,8 @@ class CudaTarget(Target):
         Source: `sdp_utils.cpp` (CUDA) of PyTorch 2.11 to 2.14, with the cuDNN (> 9.15) its wheels bring.
         """
         if len(call.query_shape) != 4 or call.dtype is torch.float64 or not call.last_dim_contiguous:
+            return "math"
+        if call.broadcasts:
             return "math"
         head_dims = {call.query_shape[-1], call.key_shape[-1], call.value_shape[-1]}
         head_dim = call.query_shape[-1]
@@ -205,7 +227,7 @@ class CpuTarget(Target):
         """Flash where nothing is dropped, heads are equally wide and the mask is a constant (`sdp_utils_cpp.cpp`)."""
         same_width = call.query_shape[-1] == call.key_shape[-1] == call.value_shape[-1]
         plain = call.dropout == 0.0 and not call.mask_needs_grad and call.last_dim_contiguous
-        if len(call.query_shape) == 4 and plain and same_width:
+        if len(call.query_shape) == 4 and plain and same_width and not call.broadcasts:
             return "cpu_flash"
         return "math"
 
