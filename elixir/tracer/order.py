@@ -59,6 +59,7 @@ class UseOrder:
         self._node_uses: list[int] = []
         self._in_backward = False
         self._backward_grad_mode = False
+        self._finished = False
         self.uses: list[Use] = []
         self.ran: dict[str, None] = {}
         self._recomputed: dict[int, list[str]] = {}  # by the node that asked for it
@@ -151,8 +152,8 @@ class UseOrder:
     # --- costs and gradients -----------------------------------------------------------------------------------
 
     def cost(self, flops: int, moved_bytes: int) -> None:
-        """An operator ran since the last use."""
-        if self.uses:
+        """An operator ran since the last use. What runs after the step, such as an optimizer, belongs to no use."""
+        if self.uses and not self._finished:
             last = self.uses[-1]
             last.flops += flops
             last.moved_bytes += moved_bytes
@@ -166,6 +167,7 @@ class UseOrder:
         for position in self._node_uses:
             self.uses[position].pin_until = max(position, self.uses[position].pin_until)
         self._node_uses = []
+        self._finished = True
 
     def checkpointed(self) -> tuple[str, ...]:
         """The modules that enclose each region that ran again in backward, in forward order."""
