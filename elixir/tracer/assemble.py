@@ -136,10 +136,11 @@ def _samples(curve: Curve, order: UseOrder, observed: Observed, state_bytes: int
     """The curve, thinned to the highest moment of each stretch; a steady step has its states from the start."""
     total = curve.total
     entries = len(total)
-    bounds = np.unique(np.linspace(0, entries, min(entries, MAX_CURVE_SAMPLES) + 1).astype(np.int64))
+    begin = max(observed.step_begin - 1, 0)  # before it, what rests in memory is only being listed
+    bounds = np.unique(np.linspace(begin, entries, min(entries - begin, MAX_CURVE_SAMPLES) + 1).astype(np.int64))
     bounds = np.union1d(bounds, [min(observed.step_end, entries)])
     operators = np.searchsorted(curve.starts, np.arange(entries), side="right") - 1
-    highest = [int(begin + total[begin:end].argmax()) for begin, end in itertools.pairwise(bounds)]
+    highest = [int(low + total[low:high].argmax()) for low, high in itertools.pairwise(bounds)]
     uses = np.searchsorted([use.log_position for use in order.uses], highest, side="right") - 1
     samples = []
     for at, use, live in zip(highest, uses, curve.by_kind[:, highest].T.tolist(), strict=True):
