@@ -118,6 +118,7 @@ class UseOrder:
         self._scopes.append(_Scope(name))
         self.ran[name] = None
         if self.phase() == "recompute" and len(self._scopes) == self._forward_depth + 1:
+            self._enter_node()  # a reentrant checkpoint is a node of its own
             self._recomputed.setdefault(current_node_number(), []).append(name)
         self._mark(name)
 

@@ -76,7 +76,9 @@ class Recorder(TorchDispatchMode):
         self._ledger.begin_operator()
         op = traits(func)
         if op.category is Category.VIEW:
-            return func(*args, **kwargs)
+            # Autograd detaches a weight that it gets back in backward: not a use that a runtime would see.
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if func is aten.add.Tensor and accumulates_in_place(args, depth=1):
             self._order.cost(0, 3 * args[0].nbytes)
             return args[0]
