@@ -26,9 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmark.common import Row, append_rows, conditions, percentiles, print_table, quiet_profiler
+from benchmark.common import Row, TopkChoices, append_rows, conditions, percentiles, print_table, quiet_profiler
 from elixir.hardware import preset
 from elixir.model_shapes import ModelShape, describe
 from elixir.models import Checkpoint, build_shape, default_input, default_step
@@ -104,20 +103,6 @@ def seeded_step(model: nn.Module, inp: dict[str, Any]) -> None:
     """The default step with the same dropout every time, on which expert choices depend."""
     torch.manual_seed(0)
     default_step(model, inp)
-
-
-class TopkChoices(TorchDispatchMode):
-    """Writes down what `topk` chose, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.choices: list[torch.Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.topk.default:
-            self.choices.append(result[1].clone())
-        return result
 
 
 def recorded_routing(model: nn.Module, inp: dict[str, Any]) -> list[torch.Tensor]:
