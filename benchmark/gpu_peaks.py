@@ -72,8 +72,9 @@ CASES = (
     Case("vit-large", 6, "none", "fused", batch=32, seq=None),
     Case("mixtral-8x7b", 1, "none", "fused", batch=1, seq=512),
 )
-"""What each is for: every checkpointing and Adam, small batches at which Adam's temporaries are the peak, an fp32
-model (attention without flash), position tables, grouped heads, dropout in attention, a learned attention bias (which rules out flash), a convolution, experts."""
+"""What each is for: every checkpointing and Adam, small batches at which Adam's temporaries are the peak, an fp32 model
+(attention without flash), position tables, grouped heads, dropout in attention, a learned attention bias (which rules
+out flash), a convolution, experts."""
 
 
 def machine() -> HardwareProfile:
