@@ -18,8 +18,10 @@ from elixir.tracer.step_trace import AccessEvent, Contributor, CurveSample, Para
 from elixir.tracer.twin import Twin
 from elixir.units import dtype_name
 
-MAX_CURVE_SAMPLES = 1024
-"""Enough for any picture; each sample keeps the highest moment of its stretch."""
+MAX_STEP_SAMPLES = 896
+"""Of the curve in `step_fn`. Enough for any picture; each sample keeps the highest moment of its stretch."""
+MAX_OPTIMIZER_SAMPLES = 128
+"""Of the optimizer's part; apart, since its length depends on how it was traced and would shift the others."""
 MAX_CONTRIBUTORS = 64
 
 
@@ -137,8 +139,8 @@ def _samples(curve: Curve, order: UseOrder, observed: Observed, state_bytes: int
     total = curve.total
     entries = len(total)
     begin = max(observed.step_begin - 1, 0)  # before it, what rests in memory is only being listed
-    bounds = np.unique(np.linspace(begin, entries, min(entries - begin, MAX_CURVE_SAMPLES) + 1).astype(np.int64))
-    bounds = np.union1d(bounds, [min(observed.step_end, entries)])
+    end = min(observed.step_end, entries)
+    bounds = np.union1d(_stretches(begin, end, MAX_STEP_SAMPLES), _stretches(end, entries, MAX_OPTIMIZER_SAMPLES))
     operators = np.searchsorted(curve.starts, np.arange(entries), side="right") - 1
     highest = [int(low + total[low:high].argmax()) for low, high in itertools.pairwise(bounds)]
     uses = np.searchsorted([use.log_position for use in order.uses], highest, side="right") - 1
@@ -152,6 +154,12 @@ def _samples(curve: Curve, order: UseOrder, observed: Observed, state_bytes: int
             phase = "backward"  # the gradient of the loss, before any weight is read
         samples.append(CurveSample(operator=max(int(operators[at]), 0), phase=phase, **by_kind))
     return tuple(samples)
+
+
+def _stretches(begin: int, end: int, most: int) -> Int64Array:
+    """Where stretches of about equal length begin and end, at most so many."""
+    bounds: Int64Array = np.unique(np.linspace(begin, end, min(end - begin, most) + 1).astype(np.int64))
+    return bounds
 
 
 def _contributors(alive: list[StorageRecord]) -> tuple[Contributor, ...]:
