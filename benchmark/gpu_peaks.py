@@ -2,7 +2,7 @@
 
     python benchmark/gpu_peaks.py [--quick] [--cases opt-1.3b t5] [--no-record]
 
-Every case is a named model with fewer layers, so that any device of 16 GiB will do. After two steps that do not count,
+Every case is a named model with fewer layers, so that any device of 24 GiB will do. After two steps that do not count,
 one step is run; its peak is read once after backward and once after the optimizer. Appends to ``results/gpu_peaks.csv``.
 `requested` is what was asked of the allocator before it rounded: where it agrees and `allocated` does not, the rounding
 rule is what is wrong. Fails if a case misses `BAR_PERCENT`. Needs a GPU; `tests/gpu/test_peaks.py` runs the same cases.
