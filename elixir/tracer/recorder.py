@@ -14,7 +14,7 @@ from elixir.tracer.indexing import SELECTIONS, listed_indices_known, picked
 from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.operators import Arguments, Category, OperatorCache, Traits, traits
 from elixir.tracer.order import UseOrder
-from elixir.tracer.shadows import CONSTANTS_LIKE, MAX_EAGER_SHADOW_NUMEL, Shadows
+from elixir.tracer.shadows import CONSTANTS_LIKE, MAX_EAGER_SHADOW_NUMEL, Shadows, snapshot
 from elixir.tracer.step_trace import Kind
 from elixir.tracer.targets import Target
 from elixir.tracer.unknowns import unknown_number
@@ -100,7 +100,8 @@ class Recorder(TorchDispatchMode):
     def _compute(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         func = op.func
         result, tensors, cost = self._operators.run(op, args, kwargs, arguments)
-        if tensors and tensors[0].device.type != "meta" and not self._target.counts_host_tensors:
+        real = bool(tensors) and tensors[0].device.type != "meta"
+        if real and not self._target.counts_host_tensors:
             return result
         phase = self._order.phase()
         module = self._order.module(phase)
@@ -113,6 +114,8 @@ class Recorder(TorchDispatchMode):
         if cost.transient_bytes:
             self._ledger.touch(cost.transient_bytes, module, func)
         self._order.cost(cost.flops, cost.moved_bytes)
+        if real:
+            return result
         if self._may_be_known(func, arguments, tensors):
             self._shadows.derive(func, args, kwargs, arguments.tensors, tensors)
         elif func is aten.topk.default and self._routing is not None:
@@ -173,7 +176,7 @@ class Recorder(TorchDispatchMode):
             record = self._ledger.add(tensor, self.new_kind, "", "copy of a CPU tensor")
             if self._target.counts_host_tensors:
                 record.nbytes = 0  # the CPU tensor itself is counted
-            self._shadows.attach(tensor, item)
+            self._shadows.attach(tensor, snapshot(item))
             return tensor
 
         return tree_map(on_meta, args), tree_map(on_meta, kwargs)

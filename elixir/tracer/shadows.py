@@ -119,9 +119,11 @@ class Shadows:
         self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> None:
         """Let new storages in `outputs` carry what `func` makes of known inputs, lazily."""
-        views: dict[int, View] = {}
+        views: dict[int, Any] = {}
         for tensor in inputs:
-            if tensor.device.type == "meta":
+            if tensor.device.type != "meta":
+                views[id(tensor)] = snapshot(tensor)
+            else:
                 view = Blank(tensor) if func in CONSTANTS_LIKE else self.of(tensor)
                 if view is None:
                     return
@@ -198,6 +200,14 @@ class Shadows:
                 # counts of integers: only other devices than the CPU have a kernel for them
                 return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             return func(*args, **kwargs)
+
+
+def snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor's present values, apart from it: it may be written to, and must not live longer for being known."""
+    if tensor.numel() > MAX_EAGER_SHADOW_NUMEL:
+        return tensor.detach()
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach().clone()
 
 
 def _flat_like(values: torch.Tensor, geometry: tuple[Any, Any, int]) -> torch.Tensor:
