@@ -2,6 +2,8 @@
 
 A plan packs parameters into chunks, gives each chunk a home for its weights and one for its gradients and optimizer
 states, and says how many rCache blocks the streamed chunks share. All bytes are per rank unless a name says otherwise.
+
+Every class here checks its values: what exists can be run. An `InputError` names the field that stands in the way.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from elixir.artifact import Artifact, digest
-from elixir.errors import ArtifactError
+from elixir.errors import ArtifactError, InputError
+from elixir.schedule import StepSchedule, required_chunks
 from elixir.units import dtype_bytes, format_bytes
 
 Home = Literal["device", "host"]
@@ -18,6 +21,7 @@ Phase = Literal["forward", "recompute", "backward"]
 
 PARAM_ALIGNMENT_BYTES = 512
 """Parameters start at multiples of this inside a chunk: other offsets change the bits some kernels give."""
+LINKS = ("host_to_device", "device_to_host", "network")
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,10 @@ class ParamSlot:
     offset: int
     """In elements from the start of the chunk."""
     numel: int
+
+    def __post_init__(self) -> None:
+        _check_at_least(0, "offset", self.offset)
+        _check_at_least(0, "numel", self.numel)
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,36 @@ class ChunkPlan:
     """Where the shard of gradients, master weights and optimizer states lives; for a frozen chunk, its weight home."""
     resident: bool
     """True: gathered on the device for the whole step, in memory of its own. False: gathered into rCache blocks."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, "numel", self.numel)
+        itemsize, end = _itemsize(self.dtype), 0
+        for index, slot in enumerate(self.parameters):
+            field = f"parameters[{index}].offset"
+            if slot.offset * itemsize % PARAM_ALIGNMENT_BYTES:
+                raise InputError(
+                    f"field '{field}': {slot.name!r} starts at byte {slot.offset * itemsize} of its chunk, which is no "
+                    f"multiple of {PARAM_ALIGNMENT_BYTES}"
+                )
+            if slot.offset < end:
+                raise InputError(f"field '{field}': {slot.name!r} starts at {slot.offset}, inside what ends at {end}")
+            end = slot.offset + slot.numel
+            if end > self.numel:
+                raise InputError(
+                    f"field '{field}': {slot.name!r} ends at element {end} of a chunk that has {self.numel}"
+                )
+        self._check_homes()
+
+    def _check_homes(self) -> None:
+        if self.resident and self.weight_home != "device":
+            raise InputError("field 'weight_home' must be 'device' for a chunk that is resident there, found 'host'")
+        if not self.trainable and self.state_home != self.weight_home:
+            raise InputError(
+                f"field 'state_home' must be the weight home {self.weight_home!r} for a frozen chunk, which has no "
+                f"states, found {self.state_home!r}"
+            )
+        if self.state_home == "device" and self.weight_home == "host":
+            raise InputError("field 'weight_home' must be 'device' where the states are updated there, found 'host'")
 
     @property
     def used_numel(self) -> int:
@@ -82,13 +120,33 @@ class PlanPrediction:
     host_parts: dict[str, int]
     """The host peak by what holds it; sums to `host_peak_bytes`."""
     moved_bytes: dict[str, int]
-    """Bytes per rank and step over each link: ``host_to_device``, ``device_to_host``, ``network``."""
+    """Bytes per rank and step over each of `LINKS`."""
     loads: int
     """Gathers into rCache blocks per step."""
     hits: int
     """Uses of streamed chunks that found them in a block already."""
     seconds: dict[str, float]
     """Predicted time by part; ``total`` is the step."""
+
+    def __post_init__(self) -> None:
+        for name, parts, peak in (
+            ("device_parts", self.device_parts, self.device_peak_bytes),
+            ("host_parts", self.host_parts, self.host_peak_bytes),
+        ):
+            for part, amount in parts.items():
+                _check_at_least(0, f"{name}.{part}", amount)
+            if sum(parts.values()) != peak:
+                raise InputError(f"field '{name}' must sum to the peak of {peak} bytes, found {sum(parts.values())}")
+        if sorted(self.moved_bytes) != sorted(LINKS):
+            raise InputError(f"field 'moved_bytes' must have the links {list(LINKS)}, found {sorted(self.moved_bytes)}")
+        for link, amount in self.moved_bytes.items():
+            _check_at_least(0, f"moved_bytes.{link}", amount)
+        _check_at_least(0, "loads", self.loads)
+        _check_at_least(0, "hits", self.hits)
+        if "total" not in self.seconds:
+            raise InputError(f"field 'seconds' must have the step's 'total', found {sorted(self.seconds)}")
+        for part, seconds in self.seconds.items():
+            _check_at_least(0, f"seconds.{part}", seconds)
 
 
 @dataclass(frozen=True)
@@ -126,6 +184,64 @@ class Plan(Artifact):
     device_budget_bytes: int
     host_budget_bytes: int
     predicted: PlanPrediction
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, "world_size", self.world_size)
+        for name in _COUNTS:
+            _check_at_least(0, name, getattr(self, name))
+        if self.dtype != "as built":
+            _itemsize(self.dtype)
+        self._check_chunks()
+        self._check_order()
+
+    def _check_chunks(self) -> None:
+        seen: dict[str, int] = {}
+        for index, chunk in enumerate(self.chunks):
+            if chunk.numel % self.world_size:
+                raise InputError(
+                    f"field 'chunks[{index}].numel' must be a multiple of the world size {self.world_size}, so that it "
+                    f"can be sharded evenly, found {chunk.numel}"
+                )
+            if not chunk.resident and chunk.weight_bytes > self.block_bytes:
+                raise InputError(
+                    f"field 'block_bytes' must hold chunk {index}, which is streamed and takes {chunk.weight_bytes} "
+                    f"bytes, found {self.block_bytes}"
+                )
+            for slot in chunk.parameters:
+                if slot.name in seen:
+                    raise InputError(
+                        f"field 'chunks[{index}].parameters': {slot.name!r} is in chunk {seen[slot.name]} already"
+                    )
+                seen[slot.name] = index
+        if self.grad_block_count and not self.block_bytes:
+            raise InputError(
+                f"field 'block_bytes' must be above 0 for {self.grad_block_count} gradient blocks, found 0"
+            )
+
+    def _check_order(self) -> None:
+        for index, use in enumerate(self.order):
+            for chunk in use.chunks:
+                if not 0 <= chunk < len(self.chunks):
+                    raise InputError(
+                        f"field 'order[{index}].chunks' refers to chunk {chunk}, there are {len(self.chunks)}"
+                    )
+            if not index <= use.pin_until < len(self.order):
+                raise InputError(
+                    f"field 'order[{index}].pin_until' must be from {index} to {len(self.order) - 1}, "
+                    f"found {use.pin_until}"
+                )
+        needed = self.schedule().min_blocks
+        if self.block_count < needed:
+            raise InputError(
+                f"field 'block_count' must be {needed} or larger, so that all chunks that the order needs at once, with "
+                f"{self.prefetch_depth} fetched ahead, lie in blocks; found {self.block_count}"
+            )
+
+    def schedule(self) -> StepSchedule:
+        """The order without the resident chunks, as the rCache walks it."""
+        residents = frozenset(index for index, chunk in enumerate(self.chunks) if chunk.resident)
+        required = required_chunks(((use.chunks, use.pin_until) for use in self.order), residents)
+        return StepSchedule(required, self.prefetch_depth)
 
     @property
     def fingerprint(self) -> str:
@@ -169,3 +285,27 @@ class Plan(Artifact):
                 f"  step          {seconds.get('total', 0.0):.3f} s predicted",
             )
         )
+
+
+_COUNTS = (
+    "state_bytes_per_numel",
+    "block_numel",
+    "block_bytes",
+    "block_count",
+    "prefetch_depth",
+    "grad_block_count",
+    "device_budget_bytes",
+    "host_budget_bytes",
+)
+
+
+def _check_at_least(least: int, name: str, value: float) -> None:
+    if value < least:
+        raise InputError(f"field '{name}' must be {least} or larger, found {value}")
+
+
+def _itemsize(dtype: str) -> int:
+    try:
+        return dtype_bytes(dtype)
+    except InputError as error:
+        raise InputError(f"field 'dtype': {error}") from None

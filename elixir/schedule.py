@@ -261,6 +261,26 @@ class StepSchedule:
         return ScheduleResult(blocks, self.prefetch_depth, len(timeline), hits, tuple(timeline))
 
 
+def required_chunks(
+    uses: Iterable[tuple[Sequence[int], int]], residents: frozenset[int] = frozenset()
+) -> tuple[tuple[int, ...], ...]:
+    """Per position of an order, the chunks that lie in blocks while it runs: used by it or pinned from before.
+
+    Args:
+        uses: per position, the chunks used there and the last position they are pinned through.
+        residents: chunks that need no block, left out.
+    """
+    order = [(tuple(chunks), pin_until) for chunks, pin_until in uses]
+    required = [chunks for chunks, _ in order]
+    for position, (chunks, pin_until) in enumerate(order):
+        for later in range(position + 1, pin_until + 1):
+            if required[later] != chunks:
+                required[later] = tuple(sorted({*required[later], *chunks}))
+    if residents:
+        required = [tuple(chunk for chunk in chunks if chunk not in residents) for chunks in required]
+    return tuple(required)
+
+
 def simulate(required: Sequence[Sequence[int]], blocks: int, prefetch_depth: int = 0) -> ScheduleResult:
     """Loads of one step with `blocks` rCache blocks; `TooFewBlocksError` where a position needs more.
 

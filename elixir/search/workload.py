@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from elixir.plan import ChunkUse, Phase
-from elixir.schedule import StepSchedule
+from elixir.schedule import StepSchedule, required_chunks
 from elixir.search.packing import Ints, Packing
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import dtype_bytes
@@ -92,12 +92,7 @@ class Workload:
         self.packing = packing
         self.chunks = tuple(self._chunk_facts(index) for index in range(len(packing.chunks)))
         self._order = _collapse(facts, packing)
-        required = [chunks for _, chunks, _ in self._order]
-        for entry, (_, chunks, pin_until) in enumerate(self._order):
-            for later in range(entry + 1, pin_until + 1):
-                if required[later] != chunks:
-                    required[later] = tuple(sorted({*required[later], *chunks}))
-        self.required = tuple(required)
+        self.required = required_chunks((chunks, pin_until) for _, chunks, pin_until in self._order)
         self.first_backward = next(
             (entry for entry, (phase, _, _) in enumerate(self._order) if phase != "forward"), len(self._order)
         )

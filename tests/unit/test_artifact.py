@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from elixir.artifact import Artifact, check_writable, digest, write_atomically
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware import HardwareProfile
-from elixir.plan import Plan
+from elixir.plan import LINKS, Plan, PlanPrediction
 from elixir.tracer.step_trace import StepTrace
 from tests.common.samples import make_hardware, make_plan, make_trace
 
@@ -76,10 +76,53 @@ def profiles() -> st.SearchStrategy[HardwareProfile]:
 NAMES = {field.name for field in dataclasses.fields(HardwareProfile)}
 
 
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Plans that make sense: a sample with other words, budgets and predictions."""
+    world_size = draw(st.sampled_from((1, 2, 8)))
+    plan = make_plan(
+        draw(st.integers(1, 4)), world_size=world_size, resident=draw(st.floats(0.3, 1.0)), frozen=draw(st.floats(0, 1))
+    )
+    counts, words = st.integers(0, 2**80), st.text(max_size=8)
+    parts = draw(st.dictionaries(words, counts, max_size=2))
+    seconds = st.floats(0, 1e9)
+    predicted = PlanPrediction(
+        device_peak_bytes=sum(parts.values()),
+        device_parts=parts,
+        host_peak_bytes=sum(parts.values()),
+        host_parts=parts,
+        moved_bytes={link: draw(counts) for link in LINKS},
+        loads=draw(counts),
+        hits=draw(counts),
+        seconds=draw(st.dictionaries(words, seconds, max_size=2)) | {"total": draw(seconds)},
+    )
+    return dataclasses.replace(
+        plan,
+        model_name=draw(words),
+        model_fingerprint=draw(words),
+        hardware_name=draw(words),
+        hardware_fingerprint=draw(words),
+        dtype=draw(st.sampled_from(("as built", "bfloat16", "float32"))),
+        optimizer=draw(words),
+        state_bytes_per_numel=draw(counts),
+        overlap=draw(st.booleans()),
+        placement=draw(st.sampled_from(("auto", "cuda", "cpu"))),
+        block_numel=draw(counts),
+        grad_block_count=draw(counts),
+        device_budget_bytes=draw(counts),
+        host_budget_bytes=draw(counts),
+        predicted=predicted,
+    )
+
+
+VALID = {HardwareProfile: profiles(), Plan: plans()}
+"""Artifacts that refuse values which make no sense, so that not every value of the right type will do."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_json_round_trip_gives_the_same_artifact(kind: type[Artifact]) -> None:
     @FEW
-    @given(profiles() if kind is HardwareProfile else values_of(kind))
+    @given(VALID[kind] if kind in VALID else values_of(kind))
     def check(artifact: Artifact) -> None:
         text = artifact.to_json()
         back = kind.from_json(text)

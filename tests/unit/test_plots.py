@@ -120,7 +120,7 @@ def test_plan_with_nothing_on_the_host() -> None:
 
 def test_plan_without_chunks_is_refused() -> None:
     with pytest.raises(InputError, match="no chunks"):
-        plot_plan(dataclasses.replace(make_plan(1), chunks=()))
+        plot_plan(dataclasses.replace(make_plan(1), chunks=(), order=()))
 
 
 def test_activations_draw_one_line_per_model() -> None:
