@@ -79,6 +79,16 @@ def test_order_of_first_use_is_kept_within_a_kind(trace: StepTrace, world_size: 
     assert firsts == sorted(firsts)
 
 
+def test_first_use_decides_the_order_not_the_model() -> None:
+    build = TraceBuilder()
+    for index in range(4):
+        build.parameter(f"p{index}", 256)
+    for index in (2, 0, 2, 3):
+        build.use("forward", index)
+    packing = ParamTable(build.build("shuffled"), 1).pack(1024)
+    assert [chunk.parameters for chunk in packing.chunks] == [(2, 0), (3, 1)]
+
+
 @given(traces(), st.integers(1, 4), st.lists(st.integers(0, 30_000), min_size=1, max_size=8))
 @settings(max_examples=100, deadline=None)
 def test_the_survey_agrees_with_packing_each_size(trace: StepTrace, world_size: int, extra: list[int]) -> None:

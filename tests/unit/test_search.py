@@ -17,17 +17,19 @@ from torch import nn
 
 from benchmark.original_rule import OriginalRule, rcache_first
 from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
-from elixir.hardware import HardwareProfile
-from elixir.plan import Plan
-from elixir.schedule import simulate
+from elixir.hardware import HardwareProfile, preset
+from elixir.plan import PARAM_ALIGNMENT_BYTES, Plan
 from elixir.search import minimum_waste_search, optimal_search, plan_from_trace, simple_search
 from elixir.search.budgets import CUDA_CONTEXT_BYTES, resolve_budgets
 from elixir.search.homes import PlacementBuilder
 from elixir.search.memory import MemoryModel, Setting
+from elixir.search.optimal import find_best
 from elixir.search.packing import ParamTable
+from elixir.search.space import Budgets, SearchSpace
 from elixir.search.workload import StepFacts, Workload
 from elixir.tracer.step_trace import StepTrace
-from elixir.units import GIB, MIB, dtype_bytes
+from elixir.units import GIB, MIB
+from tests.common.recount import Recount, Recounter
 from tests.common.samples import make_hardware
 from tests.common.synthetic_trace import StackShape, TraceBuilder, stack_trace
 
@@ -50,13 +52,13 @@ def link_bytes(made: Plan) -> int:
 def traces(draw: st.DrawFn) -> StepTrace:
     """Layers of large parameters: some frozen, unused, tied across the step or pinned for long, maybe of two dtypes."""
     build = TraceBuilder()
-    layers = draw(st.integers(1, 6))
+    layers = draw(st.integers(1, 12))
     per_layer = draw(st.integers(1, 3))
     index_of = [
         [
             build.parameter(
                 f"layers.{layer}.p{part}",
-                draw(st.sampled_from([1, 3, 8, 16, 24, 40])) * MIB // 2 + draw(st.integers(0, 3)),
+                draw(st.sampled_from([2, 3, 8, 16, 24, 40])) * MIB + draw(st.integers(0, 3)),
                 dtype=draw(st.sampled_from(["bfloat16", "bfloat16", "float32"])),
                 trainable=draw(st.integers(0, 4)) > 0,
             )
@@ -82,60 +84,59 @@ def traces(draw: st.DrawFn) -> StepTrace:
             build.use("backward", index, flops=10**9, live=live, pin=draw(st.sampled_from([0, 0, 2])))
     build.use("backward", tied, live=live)
     names = tuple(f"layers.{layer}" for layer in range(layers)) if checkpointed else ()
-    return build.build("random", checkpointed=names, input_bytes=MIB)
+    sizes = {name: draw(st.integers(0, 4)) * MIB for name in ("buffer_bytes", "workspace_bytes")}
+    return replace(build.build("random", checkpointed=names, input_bytes=MIB), **sizes)
 
 
 def check_consistent(made: Plan, trace: StepTrace) -> None:
-    """What holds for every plan, from the plan alone."""
+    """What holds for every plan: it can be run from its file alone, and an independent count gives its numbers."""
     predicted = made.predicted
-    assert sum(predicted.device_parts.values()) == predicted.device_peak_bytes <= made.device_budget_bytes
-    assert sum(predicted.host_parts.values()) == predicted.host_peak_bytes <= made.host_budget_bytes
-    assert min(*predicted.device_parts.values(), *predicted.host_parts.values()) >= 0
+    assert predicted.device_peak_bytes <= made.device_budget_bytes
+    assert predicted.host_peak_bytes <= made.host_budget_bytes
+    infos = {param.name: param for param in trace.parameters}
     names = sorted(slot.name for chunk in made.chunks for slot in chunk.parameters)
-    assert names == sorted(param.name for param in trace.parameters)
+    assert names == sorted(infos)
     for chunk in made.chunks:
-        assert chunk.numel % made.world_size == 0
-        assert chunk.resident or chunk.weight_bytes <= made.block_bytes
-        assert not chunk.resident or chunk.weight_home == "device"
+        assert chunk.weight_bytes % (made.world_size * PARAM_ALIGNMENT_BYTES) == 0
         assert made.world_size > 1 or (chunk.weight_home == "device") == chunk.resident
-        assert chunk.trainable or chunk.state_home == chunk.weight_home
-        assert chunk.state_home == "host" or chunk.weight_home == "device"
-        itemsize = dtype_bytes(chunk.dtype)
-        assert all(slot.offset * itemsize % 512 == 0 for slot in chunk.parameters)
-    # The order alone, replayed by the schedule, gives the predicted loads: the runtime will see the same.
-    required: list[set[int]] = [set() for _ in made.order]
-    for entry, use in enumerate(made.order):
-        assert entry <= use.pin_until < len(made.order)
-        for later in range(entry, use.pin_until + 1):
-            required[later].update(c for c in use.chunks if not made.chunks[c].resident)
-    result = simulate([sorted(chunks) for chunks in required], made.block_count, made.prefetch_depth)
-    assert result.loads == predicted.loads
-    assert result.hits == predicted.hits
-    fetched = sum(
-        times * made.chunks[c].weight_bytes // made.world_size
-        for c, times in result.loads_by_chunk.items()
-        if made.chunks[c].weight_home == "host"
+        for slot in chunk.parameters:
+            info = infos[slot.name]
+            assert (slot.numel, chunk.dtype, chunk.trainable) == (info.numel, info.dtype, info.trainable)
+    recounter = Recounter(made, trace, min(made.world_size, HARDWARE.devices_per_host))
+    recounter.check_order()
+    assert recounter.everything() == Recount(
+        device_peak_bytes=predicted.device_peak_bytes,
+        host_peak_bytes=predicted.host_peak_bytes,
+        moved_bytes=predicted.moved_bytes,
+        loads=predicted.loads,
+        grad_blocks=made.grad_block_count,
     )
-    has_grad = {param.name for param in trace.parameters if param.grad_event is not None}
-    trained = [chunk for chunk in made.chunks if any(slot.name in has_grad for slot in chunk.parameters)]
-    uploads = sum(c.weight_bytes for c in trained if c.state_home == "host" and c.weight_home == "device")
-    offloads = sum(c.weight_bytes for c in trained if c.state_home == "host")
-    assert predicted.moved_bytes["host_to_device"] == fetched + uploads // made.world_size
-    assert predicted.moved_bytes["device_to_host"] == offloads // made.world_size
+    # The runtime replays the order with the plan's own schedule: it will see the same loads.
+    replayed = made.schedule().simulate(made.block_count)
+    assert (replayed.loads, replayed.hits) == (predicted.loads, predicted.hits)
     assert Plan.from_json(made.to_json()) == made
 
 
-@given(traces(), st.sampled_from([1, 2, 3, 8]), st.integers(0, 100), st.booleans())
+@given(
+    traces(),
+    st.sampled_from([1, 1, 2, 3, 12]),
+    st.sampled_from([0, 3, 10, 25, 50, 75, 100]),
+    st.booleans(),
+    st.sampled_from(["Adam", "SGD"]),
+)
 @settings(max_examples=40, deadline=None)
 def test_plans_fit_say_what_they_need_and_move_no_more_than_the_original(
-    trace: StepTrace, world_size: int, percent: int, overlap: bool
+    trace: StepTrace, world_size: int, percent: int, overlap: bool, optimizer: str
 ) -> None:
-    least = _needed(trace, world_size, overlap=overlap)
-    most = plan(trace, world_size, placement="cuda").predicted.device_peak_bytes
+    options: dict[str, Any] = {"overlap": overlap, "optimizer_type": optimizer}
+    least = _needed(trace, world_size, **options)
+    most = plan(trace, world_size, placement="cuda", **options).predicted.device_peak_bytes
     device = least + max(most - least, 0) * percent // 100
-    made = plan(trace, world_size, device=device, overlap=overlap)
+    made = plan(trace, world_size, device=device, **options)
+    assert made.state_bytes_per_numel == (8 if optimizer == "Adam" else 4)
     check_consistent(made, trace)
-    setting = Setting(world_size, min(world_size, HARDWARE.devices_per_host), 8, overlap)
+    ranks_per_host = min(world_size, HARDWARE.devices_per_host)
+    setting = Setting(world_size, ranks_per_host, made.state_bytes_per_numel, overlap)
     original = OriginalRule(trace, setting).choose(device)
     if original is not None:
         assert link_bytes(made) <= original.link_bytes
@@ -190,6 +191,22 @@ def test_known_models_move_no_more_than_the_original(name: str, world_size: int)
             assert link_bytes(plan(trace, world_size, device=gib * GIB)) <= original.link_bytes
 
 
+def test_where_the_cap_binds_the_fastest_candidate_would_have_moved_more() -> None:
+    trace = stack_trace("opt-30b")
+    hardware = replace(HARDWARE, host_adam_numel_per_s=1e8)  # so slow that states on the device win against bytes
+    setting = Setting(1, 1, 8, True)
+    space = SearchSpace(trace, hardware, setting)
+    budgets = Budgets(80 * GIB, PLENTY)
+    outcomes = [find_best(space, budgets, space.sizes(outsized=True), 1, capped=capped) for capped in (True, False)]
+    capped, free = (outcome.best for outcome in outcomes)
+    assert capped is not None
+    assert free is not None
+    original = OriginalRule(trace, setting).choose(budgets.device_bytes)
+    assert original is not None
+    assert capped.moved.link_bytes <= original.link_bytes < free.moved.link_bytes
+    assert free.seconds["total"] < capped.seconds["total"]
+
+
 def test_the_originals_constants_serve_the_cache_first_on_one_gpu_only() -> None:
     cases = [(2, 8), (2, 4), (4, 8), (4, 4)]
     assert [[rcache_first(gpus, *case) for gpus in (1, 2, 4, 8)] for case in cases] == [[True, False, False, False]] * 4
@@ -234,6 +251,58 @@ def test_more_memory_never_costs_time_or_host_memory_below_the_need() -> None:
     seconds = [plan(trace, device=gib * GIB).predicted.seconds["total"] for gib in (6, 10, 16, 30, 60)]
     assert seconds[-1] == min(seconds)
     assert seconds[0] == max(seconds)
+
+
+def test_seconds_are_bytes_over_bandwidth_and_work_over_rates() -> None:
+    build = TraceBuilder()
+    numel = 2**24
+    weights = [build.parameter(f"w{i}", numel) for i in range(4)]
+    for index in weights:
+        build.use("forward", index, flops=10**12, moved=10**6)
+    for index in reversed(weights):
+        build.use("backward", index, flops=10**6, moved=10**11)
+    trace = build.build("timed")
+    hardware = replace(
+        HARDWARE,
+        flops_per_s={"bfloat16": 1e15},
+        matmul_efficiency=0.5,
+        device_memory_bytes_per_s=1e12,
+        host_memory_bytes_per_s=2e10,
+        host_to_device_bytes_per_s=2e10,
+        device_to_host_bytes_per_s=5e9,
+        device_to_device_bytes_per_s=1e11,
+        host_adam_numel_per_s=1e9,
+    )
+    world_size = 4
+    for overlap in (True, False):
+        made = plan_from_trace(
+            trace, hardware, world_size, device_memory=PLENTY, host_memory=PLENTY, placement="cpu", overlap=overlap
+        )
+        moved, seconds = made.predicted.moved_bytes, made.predicted.seconds
+        # Large products are bound by FLOP/s, the others by memory.
+        assert seconds["compute"] == pytest.approx(4 * 10**12 / 0.5e15 + 4 * 10**11 / 1e12)
+        # Four devices share a host memory of 20 GB/s, so each link gets no more than 5 of them.
+        assert seconds["host_to_device"] == pytest.approx(moved["host_to_device"] / 5e9)
+        assert seconds["device_to_host"] == pytest.approx(moved["device_to_host"] / 5e9)
+        assert seconds["network"] == pytest.approx(moved["network"] / 1e11)
+        # The host's Adam updates the shards of all four ranks.
+        assert seconds["host_adam"] == pytest.approx(4 * numel / 1e9)
+        resources = ("compute", "host_to_device", "device_to_host", "network", "host_adam", "device_adam")
+        in_turn = sum(seconds[name] for name in resources)
+        assert seconds["total"] == pytest.approx(seconds["forward"] + seconds["backward"] + seconds["optimizer"])
+        if overlap:
+            assert seconds["forward"] == pytest.approx(seconds["host_adam"])
+            assert seconds["backward"] == pytest.approx(4 * 10**11 / 1e12)
+        else:
+            assert seconds["total"] == pytest.approx(in_turn)
+
+
+def test_a_cpu_shares_its_memory_between_devices_and_host() -> None:
+    shared = replace(preset("cpu"), host_memory_bytes=64 * GIB, measured_at=None)
+    budgets = resolve_budgets(shared, 4, None, None)
+    assert (budgets.device_bytes, budgets.host_bytes) == (8 * GIB, 32 * GIB)
+    assert resolve_budgets(shared, 4, 10 * GIB, None).host_bytes == 24 * GIB
+    assert resolve_budgets(shared, 4, None, 16 * GIB).device_bytes == 12 * GIB
 
 
 def test_placement_is_obeyed_by_all_three() -> None:
