@@ -77,7 +77,7 @@ class UseOrder:
             if running:
                 self.backward_position = min(self.backward_position, self._log_position())
                 self._forward_depth = len(self._scopes)
-                self._backward_grad_mode = torch.is_grad_enabled()
+                self._backward_grad_mode = _creates_graph()
         if not running:
             return "forward"
         if len(self._scopes) > self._forward_depth:
@@ -198,6 +198,20 @@ class UseOrder:
         marks, modules = self._marks
         marks.append(_sequence_number())
         modules.append(module)
+
+
+def _creates_graph() -> bool:
+    """Whether the backward pass that runs now was asked for a graph of itself.
+
+    The grad mode does not tell where the first thing that runs is a checkpoint, which switches it on.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_engine_run_backward":  # (outputs, *(gradients, retain_graph, create_graph, ...))
+            arguments = frame.f_locals.get("args", ())
+            return len(arguments) > 2 and arguments[2] is True
+    return torch.is_grad_enabled()
 
 
 def _common_prefix(names: list[str]) -> str:

@@ -1,0 +1,260 @@
+"""The use order, derived by hand for models small enough to do so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from elixir.tracer import StepTrace
+from tests.common.tracing import cpu_trace, sum_step
+
+Event = tuple[str, tuple[str, ...], str]
+
+
+class Mlp(nn.Module):
+    """Two linear layers, checkpointed one by one where told."""
+
+    def __init__(self, recompute: str = "none") -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.first = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(16, 4), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in (self.first, self.second):
+            if self.recompute == "none":
+                x = part(x)
+            else:
+                x = checkpoint(part, x.requires_grad_(), use_reentrant=self.recompute == "reentrant")  # type: ignore[assignment]
+        return x
+
+
+INP = {"x": torch.ones(2, 8)}
+
+
+def events(trace: StepTrace) -> list[Event]:
+    """(phase, names, module) of every access."""
+    return [
+        (event.phase, tuple(trace.parameters[index].name for index in event.parameters), event.module)
+        for event in trace.accesses
+    ]
+
+
+def first_and_second() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return ("first.0.weight", "first.0.bias"), ("second.0.weight", "second.0.bias")
+
+
+def test_two_layers() -> None:
+    trace = cpu_trace(Mlp(), INP, sum_step)
+    first, second = first_and_second()
+    # The first layer's input needs no gradient, so nothing reads its weight in backward; no bias is ever read there.
+    assert events(trace) == [
+        ("forward", first, "first.0"),
+        ("forward", second, "second.0"),
+        ("backward", ("second.0.weight",), "second.0"),
+    ]
+    assert [event.pin_until for event in trace.accesses] == [0, 1, 2]
+    assert [event.operator for event in trace.accesses][:2] == ["linear", "linear"]
+    assert trace.accesses[2].operator.startswith("AddmmBackward")
+    assert {p.name: p.grad_event for p in trace.parameters} == dict.fromkeys((*first, *second), 2)
+    assert trace.checkpointed_modules == trace.unused_parameters == trace.unused_modules == ()
+
+
+def test_two_layers_recomputed_reentrantly() -> None:
+    trace = cpu_trace(Mlp("reentrant"), INP, sum_step)
+    first, second = first_and_second()
+    assert events(trace) == [
+        ("forward", first, "first.0"),
+        ("forward", second, "second.0"),
+        ("recompute", second, "second.0"),
+        ("backward", ("second.0.weight",), "second.0"),
+        ("recompute", first, "first.0"),
+        ("backward", ("first.0.weight",), "first.0"),
+    ]
+    assert [event.pin_until for event in trace.accesses] == [0, 1, 2, 3, 4, 5]
+    grads = {p.name: p.grad_event for p in trace.parameters}
+    assert [grads[name] for name in (*first, *second)] == [5, 5, 3, 3]
+    assert trace.checkpointed_modules == ("first", "second")
+
+
+def test_two_layers_recomputed_without_reentrance() -> None:
+    trace = cpu_trace(Mlp("non-reentrant"), INP, sum_step)
+    order = events(trace)
+    first, second = first_and_second()
+    assert [e for e in order if e[0] == "forward"] == [("forward", first, "first.0"), ("forward", second, "second.0")]
+    assert [e for e in order if e[0] == "recompute"] == [
+        ("recompute", second, "second.0"),
+        ("recompute", first, "first.0"),
+    ]
+    assert [e[1] for e in order if e[0] == "backward"] == [("second.0.weight",), ("first.0.weight",)]
+    assert trace.checkpointed_modules == ("first", "second")
+
+
+@pytest.mark.parametrize("recompute", ["none", "reentrant", "non-reentrant"])
+def test_an_access_stays_until_its_module_returns(recompute: str) -> None:
+    """A view made in one operator is read in a later one; children run and return in between."""
+
+    class Hoists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+            self.child = nn.Linear(8, 8)
+            self.last = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            turned = self.weight.t()
+            x = self.child(x)
+            return self.last(x @ turned)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Hoists()
+            self.after = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if recompute != "none":
+                x = checkpoint(self.inner, x.requires_grad_(), use_reentrant=recompute == "reentrant")  # type: ignore[assignment]
+            else:
+                x = self.inner(x)
+            return self.after(x)
+
+    trace = cpu_trace(Outer(), INP, sum_step)
+    order = events(trace)
+    for phase in ("forward", "recompute") if recompute != "none" else ("forward",):
+        uses = [i for i, event in enumerate(order) if event[0] == phase and event[2].startswith("inner")]
+        turned = next(i for i in uses if order[i][1] == ("inner.weight",))
+        assert trace.accesses[turned].operator == "t"
+        assert trace.accesses[turned].pin_until == uses[-1], "until inner returns"
+        child = next(i for i in uses if order[i][2] == "inner.child")
+        assert trace.accesses[child].pin_until == child, "a leaf module returns at once"
+
+
+def test_pins_nest_and_never_end_before_their_use() -> None:
+    trace = cpu_trace(Mlp("reentrant"), INP, sum_step)
+    for index, event in enumerate(trace.accesses):
+        assert index <= event.pin_until < len(trace.accesses)
+
+
+def test_tied_weights_are_one_parameter_used_twice() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(32, 8)
+            self.out = nn.Linear(8, 32, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.embed(x))
+
+    trace = cpu_trace(Tied(), {"x": torch.zeros(2, 4, dtype=torch.int64)}, sum_step)
+    (parameter,) = trace.parameters
+    assert (parameter.name, parameter.aliases) == ("embed.weight", ("out.weight",))
+    assert events(trace) == [
+        ("forward", ("embed.weight",), "embed"),
+        ("forward", ("embed.weight",), "out"),
+        ("backward", ("embed.weight",), "out"),
+    ]
+    assert trace.param_bytes == trace.grad_bytes == 32 * 8 * 4
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_function_is_recognised(reentrant: bool) -> None:
+    class Runs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda x: torch.tanh(x @ self.a) @ self.b, x.requires_grad_(), use_reentrant=reentrant)  # type: ignore[return-value]
+
+    order = events(cpu_trace(Runs(), INP, sum_step))
+    assert [e[1] for e in order if e[0] == "forward"] == [("a",), ("b",)]
+    assert [e[1] for e in order if e[0] == "recompute"] == [("a",), ("b",)]
+    assert [e[1] for e in order if e[0] == "backward"] == [("b",), ("a",)]
+
+
+def test_a_graph_of_the_backward_is_no_recompute() -> None:
+    def penalises(model: nn.Module, inp: dict[str, Any]) -> None:
+        x = inp["x"].clone().requires_grad_()
+        y = model(x).sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        (y + slope.pow(2).sum()).backward()
+
+    trace = cpu_trace(Mlp(), INP, penalises)
+    assert {event.phase for event in trace.accesses} == {"forward", "backward"}
+    assert trace.checkpointed_modules == ()
+
+
+def test_a_module_that_runs_twice_is_used_twice() -> None:
+    def twice(model: nn.Module, inp: dict[str, Any]) -> None:
+        (model(inp["x"]).sum() + model(inp["x"] * 2).sum()).backward()
+
+    trace = cpu_trace(nn.Linear(8, 8), INP, twice)
+    assert [event.phase for event in trace.accesses] == ["forward", "forward"]
+    assert {p.grad_event for p in trace.parameters} == {1}
+
+
+def test_accumulation_keeps_the_last_moment_of_a_gradient() -> None:
+    def accumulates(model: nn.Module, inp: dict[str, Any]) -> None:
+        for part in inp["x"].chunk(2):
+            model(part).sum().backward()
+
+    trace = cpu_trace(Mlp(), INP, accumulates)
+    assert [event.phase for event in trace.accesses] == ["forward", "forward", "backward"] * 2
+    assert {p.grad_event for p in trace.parameters} == {5}
+
+
+def test_one_function_that_reads_two_parameters_is_one_access() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.layer_norm(x, (8,), self.a, self.b) + torch.stack([self.b, self.a]).sum(0) + self.a.numel()
+
+    order = events(cpu_trace(Two(), INP, sum_step))
+    assert [e[1] for e in order if e[0] == "forward"] == [("a", "b"), ("b", "a")]
+
+
+def test_costs_belong_to_the_access_before_them() -> None:
+    trace = cpu_trace(Mlp(), {"x": torch.ones(32, 8)}, sum_step)
+    flops = [event.flops for event in trace.accesses]
+    assert flops[0] == 2 * 32 * 8 * 16
+    assert flops[1] == 2 * 32 * 16 * 4 + 0
+    # In backward the last layer's weight, its input, and the first layer's weight.
+    assert flops[2] == 2 * 32 * (16 * 4 + 16 * 4 + 8 * 16)
+    assert all(event.moved_bytes > 0 for event in trace.accesses)
+
+
+def test_frozen_parameters_are_used_and_get_no_gradient() -> None:
+    model = Mlp()
+    model.first.requires_grad_(False)
+    trace = cpu_trace(model, INP, sum_step)
+    by_name = {p.name: p for p in trace.parameters}
+    assert not by_name["first.0.weight"].trainable
+    assert by_name["first.0.weight"].grad_event is None
+    assert by_name["second.0.weight"].grad_event is not None
+    assert trace.unused_parameters == ()
+    assert trace.grad_bytes == (16 * 4 + 4) * 4
+
+
+def test_a_nested_checkpoint_is_followed() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Mlp("non-reentrant")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[return-value]
+
+    trace = cpu_trace(Nested(), INP, sum_step)
+    assert sum(event.phase == "forward" for event in trace.accesses) == 2
+    assert "inner" in trace.checkpointed_modules
+    assert all(p.grad_event is not None for p in trace.parameters)
