@@ -70,7 +70,13 @@ class TrackedParameter(nn.Parameter):
                     if isinstance(item, TrackedParameter) and not any(item is other for other in found):
                         found.append(item)
                 if found:
-                    found[0]._listener.used([*found], getattr(func, "__name__", str(func)))
+                    listener = found[0]._listener
+                    listener.used([*found], getattr(func, "__name__", str(func)))
+                    outer = innermost_saved_tensors_hooks()
+                    if torch.is_grad_enabled() and _listener_of(outer) is not listener:
+                        # Outside every module: in step_fn itself, or in a checkpointed function that runs again.
+                        with _hooks_over(listener, outer):
+                            return func(*args, **kwargs)
             return func(*args, **kwargs)
 
 
@@ -111,13 +117,7 @@ class ParameterAccess:
             self._open.pop()[1].__exit__(None, None, None)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-            raise InputError(
-                f"a {type(module).__name__} runs where saved-tensor hooks are switched off, as torch.func.grad, vjp, "
-                "jacrev and hessian do, so its weights cannot be seen in backward; use loss.backward() or "
-                "torch.autograd.grad instead"
-            )
-        hooks = self._hooks_over(innermost_saved_tensors_hooks())
+        hooks = _hooks_over(self._listener, innermost_saved_tensors_hooks())
         hooks.__enter__()
         self._open.append((module, hooks))
         self._listener.entered(module)
@@ -133,29 +133,40 @@ class ParameterAccess:
                 return self._listener.left(entered, output)
             self._listener.left(entered, None)
 
-    def _hooks_over(self, outer: _Hooks | None) -> Any:
-        """Hooks that let the listener claim a tensor first and hand all others to `outer`."""
-        listener = self._listener
-        while outer is not None and getattr(outer[0], "_elixir_listener", None) is listener:
-            outer = outer[0]._elixir_outer  # type: ignore[attr-defined]
-
-        def pack(tensor: torch.Tensor) -> Any:
-            handle = listener.pack(tensor)
-            if handle is not None:
-                return _Claimed(handle)
-            return outer[0](tensor) if outer is not None else _Kept(tensor)
-
-        def unpack(packed: Any) -> Any:
-            if type(packed) is _Claimed:
-                return listener.unpack(packed.handle)
-            return outer[1](packed) if outer is not None else packed.tensor_if_unchanged()
-
-        pack._elixir_listener = listener  # type: ignore[attr-defined]
-        pack._elixir_outer = outer  # type: ignore[attr-defined]
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]
+
+
+def _hooks_over(listener: AccessListener, outer: _Hooks | None) -> Any:
+    """Hooks that let the listener claim a tensor first and hand all others to `outer`."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        raise InputError(
+            "a weight is used where saved-tensor hooks are switched off, as torch.func.grad, vjp, "
+            "jacrev and hessian do, so its use in backward cannot be seen; use loss.backward() or "
+            "torch.autograd.grad instead"
+        )
+    while outer is not None and _listener_of(outer) is listener:
+        outer = outer[0]._elixir_outer  # type: ignore[attr-defined]
+
+    def pack(tensor: torch.Tensor) -> Any:
+        handle = listener.pack(tensor)
+        if handle is not None:
+            return _Claimed(handle)
+        return outer[0](tensor) if outer is not None else _Kept(tensor)
+
+    def unpack(packed: Any) -> Any:
+        if type(packed) is _Claimed:
+            return listener.unpack(packed.handle)
+        return outer[1](packed) if outer is not None else packed.tensor_if_unchanged()
+
+    pack._elixir_listener = listener  # type: ignore[attr-defined]
+    pack._elixir_outer = outer  # type: ignore[attr-defined]
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _listener_of(hooks: _Hooks | None) -> Any:
+    """Whose hooks these are; None for those of others."""
+    return None if hooks is None else getattr(hooks[0], "_elixir_listener", None)
 
 
 class _Claimed:
