@@ -56,6 +56,9 @@ class Artifact:
         for key, expected in (("artifact", cls.artifact), ("schema_version", cls.schema_version)):
             if key not in data:
                 raise ArtifactError(f"{source}: field '{key}' is missing; this is no {cls.artifact} file")
+            if key == "artifact" and data[key] != expected:
+                wanted = cls.artifact.replace("_", " ")
+                raise ArtifactError(f"{source}: expected a {wanted}, but field 'artifact' is {data[key]!r}")
             # True == 1 and 1.0 == 1, but neither is what `save` writes.
             if data[key] != expected or type(data[key]) is not type(expected):
                 raise ArtifactError(

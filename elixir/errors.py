@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 class ElixirError(Exception):
@@ -43,7 +44,9 @@ class Lever:
     action: str
     """What to do, in the imperative."""
     saves_bytes: int
-    """By how much this alone would lower the need; 0 where it is not known."""
+    """By how much this alone would lower the need, or raise what is available; 0 where it is not known."""
+    effect: Literal["saves", "adds"] = "saves"
+    """Which of the two `saves_bytes` is."""
 
 
 class PlanError(ElixirError, RuntimeError):
@@ -56,16 +59,14 @@ class PlanError(ElixirError, RuntimeError):
         levers: what would help, in any order; kept sorted by what each saves.
     """
 
-    def __init__(
-        self, message: str, *, needed_bytes: int, available_bytes: int, levers: Sequence[Lever] = ()
-    ) -> None:
+    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int, levers: Sequence[Lever] = ()) -> None:
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.levers = tuple(sorted(levers, key=lambda lever: (-lever.saves_bytes, lever.action)))
         lines = [
             f"{message} (needed {_gib(needed_bytes)}, available {_gib(available_bytes)})",
             *(
-                f"  - {lever.action}" + (f" (saves {_gib(lever.saves_bytes)})" if lever.saves_bytes else "")
+                f"  - {lever.action}" + (f" ({lever.effect} {_gib(lever.saves_bytes)})" if lever.saves_bytes else "")
                 for lever in self.levers
             ),
         ]

@@ -93,7 +93,7 @@ def build(
     if shape is not None:
         return build_shape(shape, dtype=dtype, checkpoint=checkpoint, device=device, max_positions=max_positions)
     path = Path(model).expanduser()
-    if path.exists() or path.suffix == ".json" or os.sep in model:
+    if (model and path.exists()) or path.suffix == ".json" or os.sep in model:
         values = _read_config(path)
         family = values.pop("model_type")
         return build_config(
@@ -106,7 +106,8 @@ def build(
         built = _call_factory(model, dtype, device)
         _enable_checkpointing(built, checkpoint)
         return built.train()
-    raise unknown_name("model", model, model_names())
+    unknown = unknown_name("model", model, model_names())
+    raise InputError(f"{unknown}; or give a config.json, or module:function")
 
 
 def build_shape(
@@ -333,11 +334,13 @@ def _call_factory(text: str, dtype: torch.dtype | None, device: str) -> nn.Modul
 
 
 def _what(error: Exception) -> str:
-    """An error of the caller's code in one line, with the place it came from."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
+    """An error of the caller's code in one line, with the last place in a file that is neither ours nor Python's."""
+    place, frame = "", error.__traceback__
+    while frame is not None:
+        file = frame.tb_frame.f_code.co_filename
+        if file != __file__ and not file.startswith("<") and file != importlib.__file__:
+            place = f" ({file}:{frame.tb_lineno})"
         frame = frame.tb_next
-    place = f" ({frame.tb_frame.f_code.co_filename}:{frame.tb_lineno})" if frame is not None else ""
     return f"{type(error).__name__}: {error}{place}"
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from elixir.artifact import Artifact, digest
 from elixir.errors import ArtifactError, InputError
 from elixir.schedule import StepSchedule, required_chunks
-from elixir.units import dtype_bytes, format_bytes
+from elixir.units import dtype_bytes, format_bytes, format_seconds
 
 Home = Literal["device", "host"]
 Phase = Literal["forward", "recompute", "backward"]
@@ -269,20 +269,24 @@ class Plan(Artifact):
         states_on_host = [chunk for chunk in self.chunks if chunk.trainable and chunk.state_home == "host"]
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
         moved, seconds = self.predicted.moved_bytes, self.predicted.seconds
-        links = ", ".join(f"{link} {format_bytes(amount)}" for link, amount in moved.items())
+        links = ", ".join(f"{link.replace('_', ' ')} {format_bytes(amount)}" for link, amount in moved.items())
+        cache = "none: every chunk is resident"
+        if streamed:
+            cache = (
+                f"{self.block_count} blocks of {format_bytes(self.block_bytes)}, prefetch {self.prefetch_depth} ahead"
+            )
         return "\n".join(
             (
                 f"plan {self.fingerprint}: {self.model_name} ({self.dtype}) on {self.world_size} x {self.hardware_name}",
                 f"  chunks        {len(self.chunks)}, {len(self.chunks) - len(streamed)} resident on the device",
                 f"  states        {len(states_on_host)} of {len(trainable)} trainable chunks on the host",
-                f"  rCache        {self.block_count} blocks of {format_bytes(self.block_bytes)}, "
-                f"prefetch {self.prefetch_depth} ahead",
+                f"  rCache        {cache}",
                 f"  device peak   {format_bytes(self.predicted.device_peak_bytes)} "
                 f"of {format_bytes(self.device_budget_bytes)}",
                 f"  host peak     {format_bytes(self.predicted.host_peak_bytes)} "
                 f"of {format_bytes(self.host_budget_bytes)}",
                 f"  moved a step  {links}",
-                f"  step          {seconds.get('total', 0.0):.3f} s predicted",
+                f"  step          {format_seconds(seconds.get('total', 0.0))} predicted",
             )
         )
 

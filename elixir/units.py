@@ -55,9 +55,19 @@ def format_bytes(amount_bytes: float) -> str:
     return f"{amount_bytes:.0f} B"
 
 
+def format_seconds(seconds: float) -> str:
+    """For people: seconds, or a smaller unit where three decimals of a second would hide too much."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= size / 100 or seconds == 0:
+            return f"{seconds / size:.3f} {unit}"
+    return f"{seconds / 1e-6:.3f} us"
+
+
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The torch dtype for ``bf16``, ``float32``, ... or for a dtype itself; `InputError` for anything else."""
+    """The dtype to train in, for ``bf16``, ``float32``, ... or a dtype itself; `InputError` for anything else."""
     if isinstance(dtype, torch.dtype):
+        if dtype not in _DTYPES.values():
+            raise InputError(f"{dtype} cannot be trained in; give float32, bfloat16, float16 or float64")
         return dtype
     found = _DTYPES.get(str(dtype).lower().removeprefix("torch."))
     if found is None:

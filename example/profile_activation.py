@@ -1,7 +1,7 @@
 """How much memory do the activations of OPT take, from 125M to 175B parameters? No GPU needed, none used.
 
 python example/profile_activation.py                      # table, and activations.png
-python example/profile_activation.py opt-13b llama-2-13b --batch 4 --seq 4096 --device a100 --plot mine.pdf
+python example/profile_activation.py opt-13b llama-2-13b --batch 4 --seq 1024 --device a100 --plot mine.pdf
 """
 
 from __future__ import annotations

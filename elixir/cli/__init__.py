@@ -26,18 +26,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 2: the caller's mistake, or a plan that cannot fit, explained on standard error. 1: a defect of ours.
     130: interrupted. With ``--debug`` an error is raised instead of explained.
     """
-    args = build_parser().parse_args(normalise(sys.argv[1:] if argv is None else argv))
-    if args.command is None:
-        build_parser().print_help()
-        return BAD_INPUT_STATUS
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    if sys.stdout is None:  # closed by the caller, as `elixir ... >&-` does
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
+        args = build_parser().parse_args(normalise(words))
+        if args.command is None:
+            build_parser().print_help()
+            return BAD_INPUT_STATUS
         from elixir.cli import commands
 
         status: int = getattr(commands, f"run_{args.command}")(args)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        if args.debug:
+        if debug:
             raise
         print("elixir: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
@@ -46,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if args.debug:
+        if debug:
             raise
         return _explain(args.command, error)
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from elixir.plan import Plan
     from elixir.tracer.step_trace import StepTrace
 
+DEFAULT_HARDWARE = "h200"
+NARROWEST_TABLE = 80
+"""Characters."""
 _STEP_DEFAULTS = {
     "batch": 1, "seq": None, "dtype": "bf16", "checkpoint": "none", "optimizer": "adamw", "optimizer_kernel": "default",
     "inp": None, "step": None,
@@ -27,6 +30,7 @@ _STEP_DEFAULTS = {
 def run_profile(args: argparse.Namespace) -> int:
     """Trace one training step and say what it needs."""
     files.check_outputs(pictures=[args.plot], data=[args.out])
+    files.refuse_artifact(args.model)
     hardware = files.find_hardware(args.device)
     trace = _trace(args, hardware)
     written = [trace.save(args.out)] if args.out else []
@@ -65,14 +69,22 @@ def run_hardware(args: argparse.Namespace) -> int:
 def run_plan(args: argparse.Namespace) -> int:
     """Trace (or read a trace), search, and say what goes where."""
     files.check_outputs(pictures=[args.plot], data=[args.out])
-    hardware = files.find_hardware(args.hardware)
+    hardware = None if args.hardware is None else files.find_hardware(args.hardware)
     trace = files.trace_in(args.model)
     if trace is None:
+        hardware = hardware or files.find_hardware(DEFAULT_HARDWARE)
         trace = _trace(args, hardware)
     else:
         _refuse_step_options(args)
+        hardware = hardware or _traced_hardware(trace, args.model)
+        if hardware.name != trace.device:
+            _note(f"{args.model} was traced for {trace.device}; on {hardware.name} activations may take another size")
     from elixir.search import plan_from_trace
+    from elixir.search.budgets import host_memory_here
 
+    host_memory = args.host_memory
+    if host_memory is None and args.hardware is None:
+        host_memory = host_memory_here(hardware)
     plan = plan_from_trace(
         trace,
         hardware,
@@ -80,7 +92,7 @@ def run_plan(args: argparse.Namespace) -> int:
         optimizer_type=trace.optimizer.split(" ")[0],
         overlap=not args.no_overlap,
         device_memory=args.device_memory,
-        host_memory=args.host_memory,
+        host_memory=host_memory,
         placement=args.placement,
     )
     written = [plan.save(args.out)] if args.out else []
@@ -141,9 +153,9 @@ def run_models(args: argparse.Namespace) -> int:
     if args.json:
         import dataclasses
 
-        _print_json({shape.name: dataclasses.asdict(shape) for shape in shapes})
+        _print_json({shape.name: {**dataclasses.asdict(shape), "parameters": shape.parameters} for shape in shapes})
         return 0
-    columns = ("name", "family", "layers", "hidden", "heads", "ffn", "positions")
+    columns = ("name", "family", "parameters", "layers", "hidden", "heads", "ffn", "positions")
     rows = [[report.show_value(key, getattr(shape, key)) for key in columns] for shape in shapes]
     _print_tables(report.list_table("models known by name", columns, rows))
     return 0
@@ -160,8 +172,10 @@ def _trace(args: argparse.Namespace, hardware: HardwareProfile) -> StepTrace:
     optimizer = _optimizer(step["optimizer"])
     dtype = None if step["dtype"] == "as-built" else parse_dtype(step["dtype"])
     step_fn = files.load_function(step["step"]) if step["step"] else None
+    from elixir.model_shapes import find
     from elixir.models import build, default_step
 
+    shape = find(args.model)
     model = build(args.model, dtype=dtype, checkpoint=step["checkpoint"])
     inp = _input(model, step)
     from elixir.tracer import trace_step
@@ -174,8 +188,17 @@ def _trace(args: argparse.Namespace, hardware: HardwareProfile) -> StepTrace:
         hardware=hardware,
         optimizer=optimizer,
         optimizer_kernel=None if step["optimizer_kernel"] == "default" else step["optimizer_kernel"],
-        model_name=args.model,
+        model_name=shape.name if shape else args.model,
     )
+
+
+def _traced_hardware(trace: StepTrace, path: str) -> HardwareProfile:
+    """The machine a saved trace was made for, if that is a preset."""
+    from elixir.hardware import preset, preset_names
+
+    if trace.device not in preset_names():
+        raise InputError(f"{path} was traced for {trace.device!r}, which is no preset; give --hardware")
+    return preset(trace.device)
 
 
 def _input(model: Any, step: dict[str, Any]) -> dict[str, Any]:
@@ -285,6 +308,10 @@ def _moved_line(moved: tuple[str, ...]) -> str:
     return f"; {len(moved)} parameters are placed differently: {names}"
 
 
+def _note(text: str) -> None:
+    print(f"elixir: note: {text}", file=sys.stderr)
+
+
 def _print_written(paths: list[Path]) -> None:
     if paths:
         _print(f"written: {', '.join(str(path) for path in paths)}")
@@ -303,7 +330,9 @@ def _print_tables(*tables: Any) -> None:
 
     # Without a terminal (a file, a pipe, a test) lines must not be cut to a width nobody sees. Captured, because rich
     # pads lines with spaces and turns a reader that stops early (head) into a failure.
+    # A narrow terminal wraps the lines itself: columns squeezed to a few characters could not be read.
     console = Console() if sys.stdout.isatty() else Console(width=160)
+    console.width = max(console.width, NARROWEST_TABLE)
     for table in tables:
         with console.capture() as capture:
             console.print(table)

@@ -45,7 +45,10 @@ def load(path: str) -> Artifact:
     data = _read_json(path)
     kind = data.get("artifact") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ArtifactError(f"{path}: field 'artifact' must be one of {sorted(_KINDS)}, found {kind!r}")
+        raise ArtifactError(
+            f"{path}: no plan, trace or hardware profile that Elixir saved "
+            f"(field 'artifact' must be one of {', '.join(sorted(_KINDS))}, found {kind!r})"
+        )
     return _KINDS[kind].from_dict(data, source=path)
 
 
@@ -64,6 +67,23 @@ def trace_in(text: str) -> StepTrace | None:
     if data["artifact"] != StepTrace.artifact:
         raise ArtifactError(f"{text}: expected a model or a trace, found a {data['artifact']}")
     return StepTrace.from_dict(data, source=text)
+
+
+def refuse_artifact(text: str) -> None:
+    """Say what to do with a file of ours that is given where a model is wanted.
+
+    Raises:
+        InputError: `text` is the path of such a file.
+    """
+    path = Path(text)
+    if path.suffix != ".json" or not path.is_file():
+        return
+    data = _read_json(text)
+    kind = data.get("artifact") if isinstance(data, dict) else None
+    if isinstance(kind, str) and kind in _KINDS:
+        raise InputError(
+            f"{text}: expected a model, found a {kind.replace('_', ' ')}, which `elixir show {text}` prints"
+        )
 
 
 def find_hardware(text: str) -> HardwareProfile:

@@ -89,13 +89,17 @@ def _add_hardware(parser: Parser) -> None:
 
 def _add_plan(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL|trace.json", help=f"{MODEL_HELP}, or a trace `elixir profile` saved")
-    parser.add_argument("--hardware", default="h200", help="preset or hw.json (default: h200)")
+    parser.add_argument("--hardware", help="preset or hw.json (default: h200; of a trace, its device)")
     parser.add_argument("--world-size", type=_count, default=1, metavar="N", help="ranks, one device each (default: 1)")
     parser.add_argument(
         "--device-memory", type=_size, metavar="SIZE", help="budget of each device, such as 80GiB (default: all of it)"
     )
     parser.add_argument(
-        "--host-memory", type=_size, metavar="SIZE", help="budget of the host for all its ranks, such as 128GiB"
+        "--host-memory",
+        type=_size,
+        metavar="SIZE",
+        help="budget of the host for all its ranks, such as 128GiB (default: what the hardware's file says; "
+        "without --hardware, what is free here)",
     )
     _add_step(parser)
     parser.add_argument(
@@ -115,7 +119,9 @@ def _add_step(parser: Parser) -> None:
     step.add_argument(
         "--seq", type=_count, metavar="N", help="tokens per sample (default: 1024, or the model's maximum if smaller)"
     )
-    step.add_argument("--dtype", metavar="DTYPE", help="of parameters and floating inputs: bf16 (default), fp16, fp32")
+    step.add_argument(
+        "--dtype", metavar="DTYPE", help="of parameters and floating inputs: bf16 (default), fp16, fp32, fp64, as-built"
+    )
     step.add_argument(
         "--checkpoint",
         choices=CHECKPOINT_FORMS,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from elixir.errors import InputError
 from elixir.free_memory import free_device_bytes, free_host_bytes
 from elixir.hardware import HardwareProfile
 from elixir.search.space import Budgets
-from elixir.units import MIB, parse_bytes
+from elixir.units import MIB, format_bytes, parse_bytes
+
+logger = logging.getLogger(__name__)
 
 CUDA_CONTEXT_BYTES = 1343 * MIB
 """Device memory that a process holds besides its tensors: the CUDA context and loaded kernels.
@@ -52,6 +56,22 @@ def resolve_budgets(
     return Budgets(device, host)
 
 
+def host_memory_here(hardware: HardwareProfile) -> int | None:
+    """The host budget in bytes where neither a machine nor its host memory was named: what is free on this one.
+
+    None where `resolve_budgets` finds one itself. A machine that was named gets no memory from here: its plan must not
+    depend on where it was made.
+    """
+    if hardware.device_kind == "cpu" or hardware.host_memory_bytes is not None or is_this_machine(hardware):
+        return None
+    free_bytes = free_host_bytes()
+    logger.warning(
+        "no host memory given: planning with the %s that are free on this machine (host_memory=, --host-memory)",
+        format_bytes(free_bytes),
+    )
+    return free_bytes
+
+
 def is_this_machine(hardware: HardwareProfile) -> bool:
     """Whether the profile describes the machine this runs on, as far as names tell."""
     if hardware.device_kind == "cpu":
@@ -62,8 +82,8 @@ def is_this_machine(hardware: HardwareProfile) -> bool:
 def _profile_host(hardware: HardwareProfile) -> int:
     if hardware.host_memory_bytes is None:
         raise InputError(
-            f"hardware profile {hardware.name!r} does not say how much host memory its machine has "
-            "(host_memory_bytes); give host_memory, such as '512GiB'"
+            f"hardware profile {hardware.name!r} does not say how much host memory its machine has; "
+            "give it: host_memory='512GiB', on the command line --host-memory 512GiB"
         )
     return hardware.host_memory_bytes
 

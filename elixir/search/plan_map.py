@@ -112,7 +112,7 @@ def _draw_budget(
     axes.axvline(budget, color=DARK, linewidth=1.6)
     axes.set_xlim(0, max(budget, peak_bytes / GIB) * 1.005 or 1.0)
     axes.set_ylim(-0.5, 0.5)
-    axes.set_yticks([0], [label])
+    axes.set_yticks([0], [f"{label}\n(GiB)"])
     axes.tick_params(axis="y", length=0)
     _corner(axes, f"{gib(peak_bytes / GIB)} of {gib(budget)} GiB")
     if handles:

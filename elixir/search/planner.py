@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 HomeChoice = Literal["auto", "cuda", "cpu"]
 SearchName = Literal["optimal", "minimum_waste"]
 UNLIMITED_BYTES = 1 << 62
+MOST_RANKS = 1 << 20
+"""More than any machine has; with more, the padding that makes shards equal would outgrow the models."""
 PREFETCH_DEPTH = 1
 """Chunks fetched ahead with overlap: one hides a transfer behind the use before it, and each takes a block."""
 
@@ -97,6 +99,8 @@ def simple_plan(
     The other arguments and the errors are those of `plan_from_trace`.
     """
     _check_count("split_number", split_number)
+    if isinstance(allocate_factor, bool) or not isinstance(allocate_factor, (int, float)):
+        raise InputTypeError(f"allocate_factor must be a number, got {allocate_factor!r}")
     if not 0 < allocate_factor <= 1:
         raise InputError(f"allocate_factor must be above 0 and at most 1, got {allocate_factor}")
     if shard_device not in ("cuda", "cpu"):
@@ -207,6 +211,8 @@ def _prepare(
     placement: str,
 ) -> tuple[Setting, Budgets]:
     _check_count("world_size", world_size)
+    if world_size > MOST_RANKS:
+        raise InputError(f"world_size must be at most {MOST_RANKS:,}, got {world_size:,}")
     if not isinstance(trace, StepTrace):
         raise InputTypeError(f"trace must be a StepTrace, got {type(trace).__name__}")
     if not isinstance(hardware, HardwareProfile):

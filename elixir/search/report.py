@@ -12,7 +12,7 @@ from elixir.hardware import HardwareProfile
 from elixir.plan import ChunkPlan, Plan
 from elixir.search.look import part_label
 from elixir.tracer.step_trace import StepTrace
-from elixir.units import format_bytes
+from elixir.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -171,7 +171,7 @@ def _show_number(name: str, value: float) -> str:
     if name == "flops":
         return f"{value / 1e12:,.1f} TFLOP"
     if name.endswith("_s"):
-        return f"{value:.3f} s"
+        return format_seconds(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
@@ -312,15 +312,29 @@ def _change(row: Row) -> str:
     return sign + show_value(row.name, abs(row.b - row.a))
 
 
+_LABELS = {
+    "optimizer_bytes": "optimizer states",  # "optimizer" is the field with its name
+    "host_to_device_bytes": "moved host to device",
+    "device_to_host_bytes": "moved device to host",
+    "network_bytes": "moved by the network",
+    "weights_on_host_chunks": "chunks with weights on host",
+    "states_on_host_chunks": "chunks with states on host",
+    "block_count": "rCache blocks",
+    "block_bytes": "size of a block",
+    "grad_block_count": "gradient blocks",
+    "loads": "rCache loads",
+    "hits": "rCache hits",
+}
+"""Fields whose name alone would not tell a person what they are."""
 _UNIT_LABELS = {
-    "_bytes_per_s": " bandwidth", "_flops_per_s": " peak rate", "_numel_per_s": " rate", "_bytes": "", "_s": "",
+    "_bytes_per_s": " bandwidth", "_flops_per_s": " peak rate", "_numel_per_s": " rate", "_bytes": "", "_s": " time",
 }  # fmt: skip
 """Ending of a field -> what a person calls it, the unit being shown with the value."""
 
 
 def _label(name: str) -> str:
-    if name == "optimizer_bytes":
-        return "optimizer states"  # "optimizer" is the field with its name
+    if name in _LABELS:
+        return _LABELS[name]
     for ending, words in _UNIT_LABELS.items():
         if name.endswith(ending):
             return name.removesuffix(ending).replace("_", " ") + words

@@ -12,6 +12,7 @@ from torch import nn
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names
 from elixir.plan import Plan
+from elixir.search.budgets import host_memory_here
 from elixir.search.planner import HomeChoice, SearchName, plan_from_trace, simple_plan
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import dtype_name, parse_dtype
@@ -52,7 +53,8 @@ def optimal_search(
         hardware: a profile, or the name of a preset; None takes the GPU found here if a preset knows it, for a trace
             the machine it was made for, and else `DEFAULT_HARDWARE`.
         device_memory: budget of one device, bytes or text such as ``"80GiB"``.
-        host_memory: budget of one machine, all its ranks together.
+        host_memory: budget of one machine, all its ranks together. None: what the profile says; where it knows none and
+            `hardware` is None too, what is free on this machine.
         placement: ``auto``, or ``cuda`` / ``cpu`` to keep every chunk's weights and states there.
 
     Raises:
@@ -144,6 +146,8 @@ def _searched(
     placement: HomeChoice,
 ) -> Plan:
     profile = _profile(hardware, model)
+    if hardware is None and host_memory is None:
+        host_memory = host_memory_here(profile)
     trace = _traced(model, unified_dtype, inp, step_fn, profile)
     plan = plan_from_trace(
         trace,

@@ -51,9 +51,11 @@ def shortage(case: Case, budgets: Budgets) -> PlanError:
             levers=tuple(_device_levers(case, device)),
         )
     host = _least_host(case, budgets.device_bytes)
+    beside = f", with as much on the device as {format_bytes(budgets.device_bytes)} hold"
+    if case.placement == "cpu":
+        beside = ", where placement 'cpu' puts all weights and states"
     return PlanError(
-        f"{case.trace.model_name} at world size {case.setting.world_size} does not fit the host memory, with as much "
-        f"on the device as {format_bytes(budgets.device_bytes)} hold",
+        f"{case.trace.model_name} at world size {case.setting.world_size} does not fit the host memory{beside}",
         needed_bytes=host.bytes,
         available_bytes=budgets.host_bytes,
         levers=tuple(_host_levers(case, budgets, host)),
@@ -67,10 +69,13 @@ def _device_message(case: Case, budgets: Budgets, least: _Least) -> str:
     largest = max(range(len(table.aligned)), key=lambda index: (table.aligned[index], -index))
     if case.placement == "cuda":
         return f"{where}: weights and states of every chunk on the device (placement 'cuda') exceed its memory"
-    if rest <= budgets.device_bytes < rest + table.aligned[largest]:
+    parameter = case.trace.parameters[largest]
+    together = 2 if parameter.trainable else 1
+    if rest <= budgets.device_bytes < rest + together * table.aligned[largest]:
+        gradient = " with its gradient" if parameter.trainable else ""
         return (
-            f"{where}: parameter {case.trace.parameters[largest].name!r} of {format_bytes(table.bytes[largest])} is "
-            "larger than every chunk that fits the device"
+            f"{where}: parameter {parameter.name!r} of {format_bytes(table.bytes[largest])}{gradient} is larger than "
+            "every chunk that fits the device; split it into several"
         )
     if rest > budgets.device_bytes:
         return f"{where}: activations, inputs and buffers alone exceed the device memory, wherever weights are kept"
@@ -81,7 +86,7 @@ def _device_levers(case: Case, least: _Least) -> Iterator[Lever]:
     setting, trace = case.setting, case.trace
     halved = least.bytes - _least_device(replace(case, trace=_half_batch(trace))).bytes
     if halved > 0:
-        yield Lever("halve the batch of each rank (the same global batch then takes twice the ranks)", halved)
+        yield Lever("halve the batch of each rank, or the length of its sequences", halved)
     if not trace.checkpointed_modules:
         yield Lever("turn on activation checkpointing and trace again", 0)
     doubled = least.bytes - _least_device(_twice_the_ranks(case)).bytes
@@ -98,7 +103,7 @@ def _device_levers(case: Case, least: _Least) -> Iterator[Lever]:
 
 
 def _host_levers(case: Case, budgets: Budgets, least: _Least) -> Iterator[Lever]:
-    yield Lever("give more host memory", max(least.bytes - budgets.host_bytes, 0))
+    yield Lever("give the host more memory", max(least.bytes - budgets.host_bytes, 0), effect="adds")
     for action, other in (
         (f"run on {2 * case.setting.world_size} ranks", _twice_the_ranks(case)),
         ("halve the batch of each rank, which leaves device memory to states", _with_half_batch(case)),

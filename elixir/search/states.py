@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elixir.errors import unknown_name
+from elixir.errors import InputTypeError, unknown_name
 
 FP32_BYTES = 4
 MASTER_BYTES = FP32_BYTES
@@ -27,8 +27,10 @@ def state_bytes_per_numel(optimizer_type: str) -> int:
     """Bytes of optimizer states per trained element, master weight not included.
 
     Raises:
-        InputError: the family is unknown.
+        InputError, InputTypeError: the family is unknown, or no name.
     """
+    if not isinstance(optimizer_type, str):
+        raise InputTypeError(f"optimizer_type is a name such as 'Adam', got {optimizer_type!r}")
     by_lower = {name.lower(): size for name, size in _STATE_BYTES.items()}
     size = by_lower.get(optimizer_type.lower())
     if size is None:
