@@ -123,7 +123,7 @@ class MemoryModel:
         return opened
 
     def grad_block_count(self, gathering: Sequence[int]) -> int:
-        """Blocks with which backward never waits for one: those open at once, and one that leaves beside them."""
+        """Those open at once, and with overlap one that leaves beside them: more are needed only on a link that lags."""
         blocks = [chunk for chunk in gathering if not self.work.chunks[chunk].outsized]
         if not blocks:
             return 0

@@ -108,7 +108,7 @@ class Recounter:
         ]
 
     def grad_blocks(self) -> int:
-        """Gradient blocks with which backward never waits."""
+        """Gradient blocks that are open at once, and with overlap one that leaves."""
         blocks = self.gathering(outsized=False)
         spans = {c: [event for event, _ in self.arrivals[c]] for c in blocks}
         most = max(
