@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from elixir.cli import main
 from elixir.cli.parser import build_parser, normalise
 
 ROOT = Path(__file__).parents[2]
@@ -55,3 +56,24 @@ def test_quickstart_runs_what_the_readme_shows() -> None:
         for inner in ("STEP", "OUT"):
             call = call.replace(f"$({inner})", values[inner])
         assert f"$ elixir {' '.join(call.split())}\n" in readme
+
+
+@pytest.mark.parametrize("command", ["profile", "plan"])
+def test_readme_shows_what_the_quickstart_prints(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Line for line; only the time that tracing took, and the plan's fingerprint, may differ."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(rf"^\$ elixir ({command} .*)\n((?:.+\n)+)", readme, re.MULTILINE)
+    assert found is not None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    assert main(shlex.split(found[1])) == 0
+    shown = found[2].removesuffix("```\n")
+    assert without_varying(capsys.readouterr().out) == without_varying(shown)
+
+
+def without_varying(text: str) -> list[str]:
+    """The lines of `text`, what changes from run to run left out."""
+    text = re.sub(r"in [0-9.]+ s, no GPU", "in ... s, no GPU", text)
+    return re.sub(r"plan [0-9a-f]{16}:", "plan ...:", text).splitlines()
