@@ -246,6 +246,43 @@ def test_bytes_of_a_plan_that_streams_everything() -> None:
     assert made.predicted.moved_bytes["device_to_host"] == whole // 2
 
 
+def test_host_memory_is_that_of_the_ranks_of_one_machine() -> None:
+    trace = stack_trace(SMALL)
+    made = plan(trace, 16, placement="cpu")
+    check_consistent(made, trace)
+    whole = sum(chunk.weight_bytes for chunk in made.chunks)
+    assert made.predicted.host_parts["weights"] == whole * HARDWARE.devices_per_host // 16
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_peaks_at_the_optimizer_step_and_while_a_chunk_fills(world_size: int) -> None:
+    for live in ((0, 0), (64 * MIB, 0), (0, 64 * MIB)):
+        build = TraceBuilder()
+        # Small enough to share a chunk, so that its gradient is whole only when the second has come.
+        both = [build.parameter(f"w{i}", 2**20) for i in range(2)]
+        rest = [build.parameter(f"rest{i}", 2**24) for i in range(2)]
+        for index in (*both, *rest):
+            build.use("forward", index)
+        for index in rest:
+            build.use("backward", index)
+        for index, amount in zip(both, live, strict=True):
+            build.use("backward", index, live=amount)
+        trace = build.build("waiting")
+        for placement in ("cuda", "cpu"):
+            made = plan(trace, world_size, placement=placement)
+            assert {"w0", "w1"} <= {slot.name for slot in made.chunks[0].parameters}
+            check_consistent(made, trace)
+
+
+def test_an_outsized_gradient_beside_another_is_counted() -> None:
+    shape = StackShape(hidden=512, layers=12, ffn=2048, vocab=200_000, positions=512)
+    trace = stack_trace(shape, batch=1, seq=128)
+    for world_size in (1, 2):
+        for overlap in (True, False):
+            made = plan(trace, world_size, device=_needed(trace, world_size, overlap=overlap), overlap=overlap)
+            check_consistent(made, trace)
+
+
 def test_more_memory_never_costs_time_or_host_memory_below_the_need() -> None:
     trace = stack_trace("opt-1.3b")
     seconds = [plan(trace, device=gib * GIB).predicted.seconds["total"] for gib in (6, 10, 16, 30, 60)]
