@@ -1,8 +1,9 @@
-"""Indices whose values a trace must keep: lists of numbers, and masks that say how many elements are picked."""
+"""Values that PyTorch would drop on meta: lists of numbers in an index, or made a tensor; and picking by a known mask."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,12 +19,24 @@ SELECTIONS = frozenset({aten.index.Tensor, aten.masked_select.default})
 
 
 @contextlib.contextmanager
-def listed_indices_known() -> Iterator[None]:
-    """While open, ``x[:, [-1, 0]]`` indexes with a CPU tensor.
+def python_values_known() -> Iterator[None]:
+    """While open, ``x[:, [-1, 0]]`` and ``torch.tensor([1, 2], device=x.device)`` go by way of a CPU tensor.
 
     PyTorch would make the list a tensor on meta, below every dispatch mode, and its values would be lost.
     """
     get, put = torch.Tensor.__getitem__, torch.Tensor.__setitem__
+    makers = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
+
+    def by_way_of_host(make: Any) -> Any:
+        @functools.wraps(make)
+        def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device")
+            if device is None or torch.device(device).type != "meta" or isinstance(data, torch.Tensor):
+                return make(data, *args, **kwargs)
+            wants_gradient = kwargs.pop("requires_grad", False)
+            return make(data, *args, **{**kwargs, "device": "cpu"}).to("meta").requires_grad_(wants_gradient)
+
+        return made
 
     def getitem(self: torch.Tensor, index: Any) -> Any:
         return get(self, _as_tensors(index) if self.is_meta else index)
@@ -34,9 +47,13 @@ def listed_indices_known() -> Iterator[None]:
     own = {name: vars(torch.Tensor).get(name) for name in ("__getitem__", "__setitem__")}
     torch.Tensor.__getitem__ = getitem  # type: ignore[assignment]
     torch.Tensor.__setitem__ = setitem  # type: ignore[assignment]
+    for name, make in makers.items():
+        setattr(torch, name, by_way_of_host(make))
     try:
         yield
     finally:
+        for name, make in makers.items():
+            setattr(torch, name, make)
         for name, function in own.items():
             if function is None:
                 delattr(torch.Tensor, name)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from elixir.tracer.accumulation import accumulates_in_place
-from elixir.tracer.indexing import SELECTIONS, listed_indices_known, picked
+from elixir.tracer.indexing import SELECTIONS, picked, python_values_known
 from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.operators import Arguments, Category, OperatorCache, Traits, traits
 from elixir.tracer.order import UseOrder
@@ -57,14 +57,14 @@ class Recorder(TorchDispatchMode):
         """How many tensors one of a shape stands for; one where it is not listed."""
 
     def __enter__(self) -> Recorder:
-        self._lists = listed_indices_known()
-        self._lists.__enter__()
+        self._python_values = python_values_known()
+        self._python_values.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._lists.__exit__(None, None, None)
+        self._python_values.__exit__(None, None, None)
 
     @property
     def signatures(self) -> int:
