@@ -1,0 +1,114 @@
+"""Memory that chunks live in, and the count of it.
+
+Every buffer of the runtime is made by an `Arena`, so what the plan predicted can be held against what was taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from elixir.errors import StateError
+from elixir.plan import Home
+
+
+class Arena:
+    """Makes buffers on the device and on the host, and counts their bytes by what they are for.
+
+    Args:
+        device: where compute runs. With ``cpu``, both homes are host memory, and "device bytes" are what is counted
+            for the device here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._live: dict[Home, Counter[str]] = {"device": Counter(), "host": Counter()}
+        self.peak_bytes: dict[Home, int] = {"device": 0, "host": 0}
+        self._registered: list[torch.Tensor] = []
+
+    def make(self, numel: int, dtype: torch.dtype, home: Home, kind: str) -> torch.Tensor:
+        """A flat zeroed buffer of exactly `numel` elements; pinned where it is host memory beside a CUDA device."""
+        device = self.device if home == "device" else torch.device("cpu")
+        buffer = torch.zeros(numel, dtype=dtype, device=device)
+        if home == "host" and self.device.type == "cuda" and numel:
+            self._pin(buffer)
+        self.count(buffer.nbytes, home, kind)
+        return buffer
+
+    def count(self, nbytes: int, home: Home, kind: str) -> None:
+        """So many more bytes (fewer, if negative) are in use."""
+        live = self._live[home]
+        live[kind] += nbytes
+        if live[kind] < 0:
+            raise StateError(f"{kind} on the {home}: {-live[kind]} bytes more were freed than were ever taken")
+        self.peak_bytes[home] = max(self.peak_bytes[home], self.live_bytes(home))
+
+    def live_bytes(self, home: Home) -> int:
+        """Bytes in use now."""
+        return sum(self._live[home].values())
+
+    def parts(self, home: Home) -> dict[str, int]:
+        """Bytes in use now, by kind."""
+        return {kind: nbytes for kind, nbytes in sorted(self._live[home].items()) if nbytes}
+
+    def release(self) -> None:
+        """Undo the pinning; buffers must not be used for transfers afterwards."""
+        for buffer in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        self._registered.clear()
+
+    def _pin(self, buffer: torch.Tensor) -> None:
+        # The caching host allocator rounds up to a power of two; registering pins the exact size.
+        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+        if int(status) != 0:
+            raise StateError(f"pinning {buffer.nbytes} bytes of host memory failed with CUDA error {int(status)}")
+        self._registered.append(buffer)
+
+
+class BlockPool:
+    """rCache: `count` blocks of one size in one storage, so that a tensor's storage tells whether it lies in a block.
+
+    Args:
+        arena: makes the memory.
+        count: number of blocks.
+        block_bytes: size of one.
+        poison: fill what leaves a block with NaN, so that a stale use cannot go unnoticed; for tests.
+    """
+
+    def __init__(self, arena: Arena, count: int, block_bytes: int, *, poison: bool = False) -> None:
+        self.block_bytes = block_bytes
+        self.count = count
+        self._poison = poison
+        self._memory = arena.make(count * block_bytes, torch.uint8, "device", "rcache")
+        self._free = list(range(count - 1, -1, -1))
+        self._storage = self._memory.untyped_storage()._cdata if count else -1
+
+    @property
+    def free(self) -> int:
+        """How many blocks are free."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """Index of a free block, which is now taken."""
+        if not self._free:
+            raise StateError(f"all {self.count} rCache blocks are taken")
+        return self._free.pop()
+
+    def give_back(self, block: int) -> None:
+        """The block holds nothing any more."""
+        if self._poison:
+            self._memory[block * self.block_bytes : (block + 1) * self.block_bytes].fill_(0xFF)  # NaN in every dtype
+        self._free.append(block)
+
+    def view(self, block: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first `numel` elements of a block."""
+        start = block * self.block_bytes
+        return self._memory[start : start + numel * dtype.itemsize].view(dtype)
+
+    def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """(block, offset in elements inside it) of a tensor that lies in the pool, else None."""
+        if tensor.untyped_storage()._cdata != self._storage:
+            return None
+        block, offset = divmod(int(tensor.storage_offset()) * tensor.itemsize, self.block_bytes)
+        return block, offset // tensor.itemsize

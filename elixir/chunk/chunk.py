@@ -1,0 +1,133 @@
+"""One chunk while it runs: its parameters, where its weights are, and the only ways from one state to the next."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from elixir.chunk.lanes import Ticket
+from elixir.errors import StateError
+from elixir.plan import ChunkPlan
+
+
+class ChunkState(enum.Enum):
+    """Who holds a chunk's weights, and what its parameters point to."""
+
+    HOME = "home"
+    """Only the shards hold weights. Parameters are placeholders: right shape, NaN, no memory to speak of."""
+    FETCHING = "fetching"
+    """A block is taken and being filled beside compute. Parameters are still placeholders."""
+    CACHED = "cached"
+    """A block holds the gathered weights, and parameters are views of it."""
+    RESIDENT = "resident"
+    """The chunk's own device buffer holds the gathered weights for good, and parameters are views of it."""
+
+
+_ALLOWED = {
+    ChunkState.HOME: (ChunkState.FETCHING, ChunkState.RESIDENT),
+    ChunkState.FETCHING: (ChunkState.CACHED, ChunkState.HOME),
+    ChunkState.CACHED: (ChunkState.HOME,),
+    ChunkState.RESIDENT: (),
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter inside its chunk."""
+
+    parameter: nn.Parameter
+    name: str
+    offset: int
+    shape: torch.Size
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return self.shape.numel()
+
+
+class Chunk:
+    """A chunk of one rank.
+
+    Args:
+        index: position in `Plan.chunks`.
+        plan: its part of the plan.
+        parameters: the model's parameters, in the order of `plan.parameters`.
+        rank: this rank; for messages.
+        world_size: over how many ranks it is sharded.
+    """
+
+    def __init__(
+        self, index: int, plan: ChunkPlan, parameters: Sequence[nn.Parameter], *, rank: int, world_size: int
+    ) -> None:
+        self.index = index
+        self.plan = plan
+        self.rank = rank
+        self.dtype: torch.dtype = getattr(torch, plan.dtype)
+        self.slots = tuple(
+            Slot(parameter, slot.name, slot.offset, parameter.shape)
+            for parameter, slot in zip(parameters, plan.parameters, strict=True)
+        )
+        self.shard_numel = plan.numel // world_size
+        self.state = ChunkState.HOME
+        self.pins = 0
+        """How many scopes and autograd nodes are using the block; it cannot be evicted meanwhile."""
+        self.block: int | None = None
+        self.filled: Ticket | None = None
+        """Of the transfer into the block, or of the update of a resident chunk's weights."""
+        self.updated: Ticket | None = None
+        """Of the optimizer step that last wrote the shard."""
+        self.shard: torch.Tensor | None = None
+        """This rank's part of the weights, at their home; None where a resident chunk's own buffer is the home."""
+        self.whole: torch.Tensor | None = None
+        """The gathered weights of a resident chunk."""
+        self._placeholders = [_placeholder(slot.shape, self.dtype) for slot in self.slots]
+
+    @property
+    def shard_start(self) -> int:
+        """First element of this rank's shard."""
+        return self.rank * self.shard_numel
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the gathered weights."""
+        return self.plan.numel * self.dtype.itemsize
+
+    def to(self, state: ChunkState, memory: torch.Tensor | None = None) -> None:
+        """Change state; parameters point into `memory` where the new state has any.
+
+        Raises:
+            StateError: the change is not allowed, or the chunk is pinned where it would lose its block.
+        """
+        if state not in _ALLOWED[self.state] or (state is ChunkState.HOME and self.pins):
+            names = ", ".join(slot.name for slot in self.slots[:3])
+            more = f" and {len(self.slots) - 3} more" if len(self.slots) > 3 else ""
+            raise StateError(
+                f"rank {self.rank}: chunk {self.index} ({names}{more}) cannot go from {self.state.value} to "
+                f"{state.value} with {self.pins} pins"
+            )
+        self.state = state
+        if memory is not None:
+            for slot in self.slots:
+                slot.parameter.data = memory[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        elif state is ChunkState.HOME:
+            for slot, placeholder in zip(self.slots, self._placeholders, strict=True):
+                slot.parameter.data = placeholder
+
+    def hold_placeholders(self) -> None:
+        """Parameters give up the memory they came with; they must have been copied into the shard."""
+        for slot, placeholder in zip(self.slots, self._placeholders, strict=True):
+            slot.parameter.data = placeholder
+
+
+def _placeholder(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Right shape and dtype, NaN, and storage for one element of its own."""
+    return (
+        torch.full((1,), float("nan"), dtype=dtype).expand(shape)
+        if len(shape)
+        else torch.full((), float("nan"), dtype=dtype)
+    )

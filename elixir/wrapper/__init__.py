@@ -1,0 +1,6 @@
+"""Runs a plan: `ElixirModule` holds the weights where the plan says, `ElixirOptimizer` steps them there."""
+
+from elixir.wrapper.module import ElixirModule
+from elixir.wrapper.optimizer import ElixirOptimizer
+
+__all__ = ["ElixirModule", "ElixirOptimizer"]

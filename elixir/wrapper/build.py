@@ -1,0 +1,57 @@
+"""From a model and a plan to chunks that hold its weights, chunk by chunk, so that nothing is held twice."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from elixir.chunk.buffers import Arena
+from elixir.chunk.chunk import Chunk, ChunkState
+from elixir.chunk.group import Group
+from elixir.errors import InputError
+from elixir.plan import Plan
+
+
+def build_chunks(model: nn.Module, plan: Plan, arena: Arena, group: Group) -> list[Chunk]:
+    """Chunks with the model's weights at their homes; the model's parameters no longer own memory.
+
+    Raises:
+        InputError: the model is on meta, so it has no weights.
+    """
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    if any(parameter.is_meta for parameter in by_name.values()):
+        raise InputError("the model is on the meta device and has no weights; build it on the CPU")
+    chunks = []
+    for index, chunk_plan in enumerate(plan.chunks):
+        parameters = [by_name[slot.name] for slot in chunk_plan.parameters]
+        chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size)
+        _load_weights(chunk, arena)
+        chunks.append(chunk)
+    return chunks
+
+
+def _load_weights(chunk: Chunk, arena: Arena) -> None:
+    plan = chunk.plan
+    if plan.resident:
+        chunk.whole = arena.make(plan.numel, chunk.dtype, "device", "resident_weights")
+        for slot in chunk.slots:
+            chunk.whole[slot.offset : slot.offset + slot.numel].copy_(slot.parameter.data.flatten())
+        chunk.to(ChunkState.RESIDENT, chunk.whole)
+        return
+    kind = "weight_shards" if plan.weight_home == "device" else "weights"
+    chunk.shard = arena.make(chunk.shard_numel, chunk.dtype, plan.weight_home, kind)
+    start, end = chunk.shard_start, chunk.shard_start + chunk.shard_numel
+    for slot in chunk.slots:
+        begin, stop = max(slot.offset, start), min(slot.offset + slot.numel, end)
+        if begin < stop:
+            values = slot.parameter.data.flatten()[begin - slot.offset : stop - slot.offset]
+            chunk.shard[begin - start : stop - start].copy_(values)
+    chunk.hold_placeholders()
+
+
+def place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers live on the device, in their own dtype."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)

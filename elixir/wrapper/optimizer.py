@@ -1,0 +1,315 @@
+"""`ElixirOptimizer`: steps a torch optimizer where the states live, chunk by chunk.
+
+Each chunk has an optimizer of the user's class over this rank's shard: master weights where the weights are of low
+precision, the weights themselves where they are float32. Elementwise optimizers give the same numbers on a shard as on
+whole tensors, so parameter groups may cut across chunks and ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.gradients import GradShard
+from elixir.chunk.lanes import Ticket
+from elixir.errors import InputError, InputTypeError
+from elixir.wrapper.module import ElixirModule
+
+_NOT_ELEMENTWISE = ("Adafactor", "LAMB", "Lamb", "LARS", "Muon", "Shampoo", "SOAP", "LBFGS", "SparseAdam", "NovoGrad")
+
+
+@dataclass
+class _Segment:
+    """A stretch of one parameter inside this rank's shard."""
+
+    name: str
+    group: int
+    start: int
+    """In elements from the start of the shard."""
+    weights: nn.Parameter
+    """What the chunk's optimizer steps: float32 master weights, or the weights themselves."""
+    source: nn.Parameter
+    """The model's parameter."""
+
+
+class _ChunkOptimizer:
+    """The optimizer of one chunk."""
+
+    def __init__(self, owner: ElixirOptimizer, chunk: Chunk) -> None:
+        self._owner = owner
+        self.chunk = chunk
+        module = owner.module
+        self._shard: GradShard | None = module.gradients.shards.get(chunk.index)
+        home = chunk.plan.state_home
+        low_precision = chunk.dtype != torch.float32
+        apart = low_precision or (chunk.whole is not None and home == "host") or chunk.plan.weight_home != home
+        self._master = (
+            module._arena.make(chunk.shard_numel, torch.float32, home, "optimizer_states") if apart else self._weights()
+        )
+        self._separate = apart
+        self.reload(chunk)
+        self.segments = self._cut()
+        self.optimizer = owner.make_inner([segment.weights for segment in self.segments], self.segments)
+        self._counted_states = False
+
+    def reload(self, chunk: Chunk) -> None:
+        """The weights were written from outside: master weights follow."""
+        if chunk is self.chunk and self._separate:
+            self._master.copy_(self._weights())
+
+    def gradients(self) -> list[tuple[_Segment, torch.Tensor]]:
+        """The segments that got a gradient, with it."""
+        found = []
+        for segment in self.segments:
+            if self._shard is None:
+                gradient = segment.source.grad
+                if gradient is not None:
+                    found.append((segment, gradient.view(-1)))
+            elif segment.name in self._owner.used_parameters:
+                numel = segment.weights.numel()
+                found.append((segment, self._shard.memory[segment.start : segment.start + numel]))
+        return found
+
+    def step(self, factor: float, hyperparameters: list[dict[str, Any]]) -> None:
+        """One step with gradients times `factor`, and the new weights back to their home."""
+        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
+            group.update(values)
+        arrived = self.gradients()  # before what is cleared next, which for plain parameters is the same
+        for segment in self.segments:
+            segment.weights.grad = None
+        for segment, gradient in arrived:
+            # In float32 without a factor the gradient itself is stepped with, as plain PyTorch would.
+            value = gradient.float() if gradient.dtype != torch.float32 else gradient
+            segment.weights.grad = (value * factor if factor != 1.0 else value).view_as(segment.weights)
+        self.optimizer.step()
+        for segment in self.segments:
+            segment.weights.grad = None
+        if self._separate:
+            self._weights().copy_(self._master)
+        self._count_states()
+
+    def _weights(self) -> torch.Tensor:
+        """This rank's part of the weights, wherever they are."""
+        chunk = self.chunk
+        if chunk.shard is not None:
+            return chunk.shard
+        if chunk.whole is None:
+            raise InputError(f"chunk {chunk.index} has no weights")
+        return chunk.whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
+
+    def _cut(self) -> list[_Segment]:
+        chunk, owner = self.chunk, self._owner
+        start, end = chunk.shard_start, chunk.shard_start + chunk.shard_numel
+        segments = []
+        for slot in chunk.slots:
+            begin, stop = max(slot.offset, start), min(slot.offset + slot.numel, end)
+            group = owner.group_of.get(slot.parameter)
+            if begin >= stop or group is None or not slot.parameter.requires_grad:
+                continue
+            part = self._master[begin - start : stop - start]
+            if not self._separate and owner.module.is_ordinary(chunk):
+                weights = slot.parameter  # plain PyTorch's own: same kernel, same bits
+            else:
+                weights = nn.Parameter(part, requires_grad=True)
+            segments.append(_Segment(slot.name, group, begin - start, weights, slot.parameter))
+        return segments
+
+    def _count_states(self) -> None:
+        if self._counted_states:
+            return
+        self._counted_states = True
+        states = sum(
+            value.nbytes
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.numel() > 1
+        )
+        self._owner.module._arena.count(states, self.chunk.plan.state_home, "optimizer_states")
+
+
+class ElixirOptimizer(torch.optim.Optimizer):
+    """A torch optimizer over an `ElixirModule`.
+
+    Schedulers and loggers see an ordinary optimizer: its ``param_groups`` are those of the optimizer given.
+
+    Args:
+        module: the wrapped model.
+        optimizer: over the model's parameters, made before or after wrapping; its class and options are taken over.
+        initial_scale: loss scale to begin with; used with float16 only.
+        max_norm: clip the global gradient norm to this; 0 or None for no clipping.
+        growth_interval: steps without overflow after which the loss scale doubles.
+
+    Raises:
+        InputError: the optimizer is not elementwise, or has parameters that are not the module's.
+    """
+
+    def __init__(
+        self,
+        module: ElixirModule,
+        optimizer: torch.optim.Optimizer,
+        initial_scale: float = 2.0**16,
+        max_norm: float | None = None,
+        growth_interval: int = 2000,
+        **_: Any,
+    ) -> None:
+        if not isinstance(module, ElixirModule):
+            raise InputTypeError(f"module must be an ElixirModule, got {type(module).__name__}")
+        name = type(optimizer).__name__
+        if name in _NOT_ELEMENTWISE:
+            raise InputError(
+                f"{name} is not elementwise: its update of one weight depends on others, which live in other shards; "
+                "use an elementwise optimizer such as AdamW, SGD, RMSprop or Adagrad"
+            )
+        self.module = module
+        self._class = type(optimizer)
+        self.group_of = {
+            parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+        }
+        own = {slot.parameter for chunk in module.chunks for slot in chunk.slots}
+        foreign = sum(parameter not in own for parameter in self.group_of)
+        if foreign:
+            raise InputError(f"{foreign} parameters of the optimizer are not parameters of the module")
+        super().__init__(optimizer.param_groups, dict(optimizer.defaults))
+        self.max_norm = max_norm or 0.0
+        self.scales = module.plan.dtype == "float16"
+        self.loss_scale = float(initial_scale) if self.scales else 1.0
+        self._growth_interval = growth_interval
+        self._good_steps = 0
+        self.used_parameters: set[str] = set()
+        self._position = {parameter: index for index, parameter in enumerate(module.module.parameters())}
+        self._parts = [_ChunkOptimizer(self, chunk) for chunk in self._in_order() if chunk.plan.trainable]
+        module.rewrite_hooks.extend(part.reload for part in self._parts)
+
+    def make_inner(self, weights: list[nn.Parameter], segments: list[_Segment]) -> torch.optim.Optimizer:
+        """An optimizer of the user's class over segments, with their groups' options."""
+        groups = []
+        for index, group in enumerate(self.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**options, "params": [segment.weights for segment in segments if segment.group == index]})
+        defaults = {key: value for key, value in self.defaults.items() if key not in ("differentiable",)}
+        return self._class(groups, **_accepted(self._class, defaults))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """`loss.backward()`, with the loss scaled where the weights are float16."""
+        (loss * self.loss_scale if self.scales else loss).backward()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.module.gradients.clear()
+        for part in self._parts:
+            for slot in part.chunk.slots:
+                slot.parameter.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """The global norm of the gradients; the next `step` clips them to `max_norm`."""
+        self._clip_once = max_norm
+        self._agree_on_used()
+        return self._norm() / self.loss_scale
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step everywhere. With float16, a step whose gradients overflowed is left out, on all ranks alike.
+
+        Returns:
+            What `closure` returned, else None.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        module = self.module
+        module.gradients.settle()
+        self._agree_on_used()
+        factor = 1.0 / self.loss_scale
+        limit = getattr(self, "_clip_once", 0.0) or self.max_norm
+        self._clip_once = 0.0
+        if limit or self.scales:
+            norm = self._norm()
+            if self.scales and not math.isfinite(norm):
+                self._overflowed()
+                return result
+            if limit:
+                # As torch.nn.utils.clip_grad_norm_: the same epsilon, in float32, and never a factor above 1.
+                factor *= float(torch.clamp(limit / (norm / self.loss_scale + 1e-6), max=1.0))
+        hyperparameters = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
+        ]
+        updates = [ticket for part in self._parts if (ticket := self._start(part, factor, hyperparameters)) is not None]
+        module.weights_changed(updates)
+        self._stepped()
+        return result
+
+    def _start(self, part: _ChunkOptimizer, factor: float, hyperparameters: list[dict[str, Any]]) -> Ticket | None:
+        """Step one chunk: on the host beside what comes next, on the device at once."""
+        chunk, group = part.chunk, self.module._group
+        if chunk.plan.state_home == "host":
+            chunk.updated = self.module._lanes.host_adam.submit(lambda: part.step(factor, hyperparameters))
+            after: list[Ticket] = [chunk.updated]
+        else:
+            part.step(factor, hyperparameters)
+            after = []
+        if chunk.whole is None:
+            return None
+        if group.size == 1:
+            return after[0] if after else None
+        whole = chunk.whole
+        mine = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
+        return self.module._lanes.network.submit(lambda: group.gather(whole, mine), after=after)
+
+    def _agree_on_used(self) -> None:
+        """Names of the parameters that got a gradient on any rank, the same on all ranks."""
+        names = [slot.name for part in self._parts for slot in part.chunk.slots]
+        arrived: set[str] = set()
+        for shard in self.module.gradients.shards.values():
+            arrived |= shard.arrived
+        if self.module._group.size > 1:
+            flags = torch.tensor([float(name in arrived) for name in names])
+            self.module._lanes.network.submit(lambda: self.module._group.largest(flags)).synchronize()
+            arrived = {name for name, flag in zip(names, flags.tolist(), strict=True) if flag}
+        self.used_parameters = arrived
+
+    def _norm(self) -> torch.Tensor:
+        """Norm of all gradients over all ranks, loss scale included; float32, on the CPU."""
+        module = self.module
+        module.gradients.settle()
+        found = [item for part in self._parts for item in part.gradients()]
+        # In the order of the model, so that one rank sums the norms as PyTorch would.
+        found.sort(key=lambda item: self._position[item[0].source])
+        gradients = [gradient for _, gradient in found]
+        norm = torch.nn.utils.get_total_norm(gradients).float().cpu() if gradients else torch.zeros(())
+        if module._group.size == 1:
+            return norm
+        square = norm.double() ** 2
+        module._lanes.network.submit(lambda: module._group.sum(square)).synchronize()
+        return square.sqrt().float()
+
+    def _overflowed(self) -> None:
+        self.loss_scale = max(self.loss_scale / 2, 1.0)
+        self._good_steps = 0
+
+    def _stepped(self) -> None:
+        self._good_steps += 1
+        if self.scales and self._good_steps % self._growth_interval == 0:
+            self.loss_scale *= 2
+
+    def _in_order(self) -> list[Chunk]:
+        """Chunks in the order in which the next forward asks for them."""
+        first: dict[int, int] = {}
+        for position, use in enumerate(self.module.plan.order):
+            for index in use.chunks:
+                first.setdefault(index, position)
+        return sorted(self.module.chunks, key=lambda chunk: (first.get(chunk.index, len(first)), chunk.index))
+
+
+def _accepted(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of `options` that the class's constructor takes."""
+    import inspect
+
+    names = inspect.signature(cls).parameters
+    return {key: value for key, value in options.items() if key in names}
