@@ -283,7 +283,7 @@ def test_an_outsized_gradient_beside_another_is_counted() -> None:
             check_consistent(made, trace)
 
 
-def test_more_memory_never_costs_time_or_host_memory_below_the_need() -> None:
+def test_the_least_memory_is_slowest_and_the_most_is_fastest() -> None:
     trace = stack_trace("opt-1.3b")
     seconds = [plan(trace, device=gib * GIB).predicted.seconds["total"] for gib in (6, 10, 16, 30, 60)]
     assert seconds[-1] == min(seconds)
