@@ -104,6 +104,7 @@ def seeded_step(model: nn.Module, inp: dict[str, Any]) -> None:
 def observe_case(case: Case) -> tuple[dict[str, int], list[torch.Tensor]]:
     """Bytes of a real step above what the process held before the model, and its expert choices."""
     gc.collect()
+    torch.cuda.init()  # before it there are no statistics
     torch.cuda.empty_cache()
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_stats()
@@ -147,7 +148,8 @@ def measure(case: Case) -> Row:
     observed, choices = observe_case(case)
     trace = predict_case(case, machine(), choices)
     # States are there from the first step on, and so are beside the activations in a real forward and backward.
-    backward = trace.backward_peak_bytes + trace.optimizer_bytes
+    states = trace.curve[0].optimizer  # as the allocator rounds them
+    backward = trace.backward_peak_bytes + states
     return {
         "case": case.label,
         "batch": case.batch,
@@ -160,7 +162,7 @@ def measure(case: Case) -> Row:
         "step_percent": round(100 * (trace.step_peak_bytes / observed["step"] - 1), 4),
         "observed_requested_bytes": observed["requested"],
         "observed_reserved_bytes": observed["reserved"],
-        "predicted_resting_bytes": trace.resting_bytes + trace.optimizer_bytes + trace.workspace_bytes,
+        "predicted_resting_bytes": trace.resting_bytes + states + trace.workspace_bytes,
         "observed_resting_bytes": observed["resting"],
         "states_exact": trace.optimizer_bytes == observed["states"],
         "peak_operator": trace.peak_operator,
