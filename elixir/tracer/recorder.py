@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from elixir.errors import TraceError
 from elixir.tracer.accumulation import accumulates_in_place
 from elixir.tracer.indexing import SELECTIONS, picked, python_values_known
 from elixir.tracer.ledger import Ledger, StorageRecord
@@ -17,7 +18,7 @@ from elixir.tracer.order import UseOrder
 from elixir.tracer.shadows import CONSTANTS_LIKE, MAX_EAGER_SHADOW_NUMEL, Shadows, snapshot
 from elixir.tracer.step_trace import Kind
 from elixir.tracer.targets import Target
-from elixir.tracer.unknowns import unknown_number
+from elixir.tracer.unknowns import unknown_number, user_location
 
 aten = torch.ops.aten
 
@@ -172,6 +173,12 @@ class Recorder(TorchDispatchMode):
         def on_meta(item: Any) -> Any:
             if not isinstance(item, torch.Tensor) or item.device.type == "meta" or item.dim() == 0:
                 return item
+            origin = item._base if item._is_view() else item
+            if origin is not None and origin.requires_grad:
+                raise TraceError(
+                    f"{user_location()}: step_fn combines the traced model with a CPU tensor that needs a gradient; it "
+                    "must run the model it is given, not one from outside, and make new tensors on the input's device"
+                )
             tensor = torch.empty_like(item, device="meta")
             record = self._ledger.add(tensor, self.new_kind, "", "copy of a CPU tensor")
             if self._target.counts_host_tensors:
