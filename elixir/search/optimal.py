@@ -44,14 +44,14 @@ def find_best(
         capped: drop candidates that move more than the first Elixir would.
     """
     classic = classic_candidates(space, budgets.device_bytes, prefetch_depth) if capped else []
-    classic = [candidate for candidate in classic if candidate.need.host_bytes <= budgets.host_bytes]
-    cap = min((candidate.moved.link_bytes for candidate in classic), default=None)
+    fitting = [candidate for candidate in classic if candidate.need.host_bytes <= budgets.host_bytes]
+    cap = min((candidate.moved.link_bytes for candidate in fitting), default=None)
     # Capacities that pack alike share a model, which the first of them names.
     models = {model.work.packing.capacity_bytes: model for model in (space.model(size) for size in sizes)}
-    for candidate in classic:
+    for candidate in fitting:
         capacity = candidate.work.packing.capacity_bytes
         models[capacity] = space.model(capacity)
-    found = _Collection(budgets.host_bytes, cap, list(classic))
+    found = _Collection(budgets.host_bytes, cap, fitting, least_host=min(classic, key=_by_host, default=None))
     first: list[tuple[Candidate, MemoryModel, range]] = []
     for model in models.values():
         resident = everything_resident(model, budgets.device_bytes, space.cost)
@@ -124,13 +124,15 @@ def _without(flags: list[bool]) -> list[int]:
 class _Collection:
     """Keeps the best of what it is shown."""
 
-    def __init__(self, host_bytes: int, cap: int | None, candidates: list[Candidate]) -> None:
+    def __init__(
+        self, host_bytes: int, cap: int | None, candidates: list[Candidate], *, least_host: Candidate | None
+    ) -> None:
         self._host_bytes = host_bytes
         self._cap = cap
         self._best = min(candidates, key=lambda candidate: candidate.rank, default=None)
         if self._best is not None and cap is not None and self._best.moved.link_bytes > cap:
             self._best = min(candidates, key=lambda candidate: (candidate.moved.link_bytes, candidate.rank))
-        self._least_host: Candidate | None = None
+        self._least_host = least_host
         self._count = len(candidates)
 
     def take(self, candidates: Iterable[Candidate]) -> Candidate | None:

@@ -15,7 +15,7 @@ from elixir.search.budgets import resolve_budgets
 from elixir.search.candidate import Candidate, everything_resident, settle, weigh
 from elixir.search.homes import PlacementBuilder
 from elixir.search.memory import MemoryModel, Setting
-from elixir.search.optimal import find_best
+from elixir.search.optimal import Outcome, find_best
 from elixir.search.shortage import Case, shortage
 from elixir.search.space import Budgets, SearchSpace
 from elixir.search.states import optimizer_name, state_bytes_per_numel
@@ -68,9 +68,9 @@ def plan_from_trace(
     if search not in get_args(SearchName):
         raise InputError(f"search must be one of {list(get_args(SearchName))}, got {search!r}")
     space = SearchSpace(trace, hardware, setting)
-    found = _search(space, budgets, placement, search)
+    found, least_host_bytes = _search(space, budgets, placement, search)
     if found is None:
-        raise shortage(Case(trace, hardware, setting, placement, search == "optimal"), budgets)
+        raise shortage(Case(trace, hardware, setting, placement, search == "optimal"), budgets, least_host_bytes)
     return to_plan(*found, budgets, optimizer_name(optimizer_type), placement)
 
 
@@ -153,8 +153,12 @@ def _too_large(candidate: Candidate, budgets: Budgets) -> PlanError:
 
 def _search(
     space: SearchSpace, budgets: Budgets, placement: HomeChoice, search: SearchName
-) -> tuple[SearchSpace, Candidate] | None:
-    """The best candidate; sensible sizes, and then overlap, are given up only where nothing fits otherwise."""
+) -> tuple[tuple[SearchSpace, Candidate] | None, int]:
+    """The best candidate; sensible sizes, and then overlap, are given up only where nothing fits otherwise.
+
+    With it the least host bytes of all that fit the device, at most `UNLIMITED_BYTES`.
+    """
+    least_host_bytes = UNLIMITED_BYTES
     settings = [space.setting]
     if space.setting.overlap:
         settings.append(replace(space.setting, overlap=False))
@@ -166,24 +170,24 @@ def _search(
                 capped = search == "optimal" and tier == 0
                 outcome = find_best(here, budgets, sizes(), depth, capped=capped)
                 logger.debug("overlap %s, tier %d: %d candidates", setting.overlap, tier, outcome.candidates)
-                best = outcome.best
             else:
-                best = _forced(here, budgets, placement, sizes(), depth)
-            if best is not None:
-                return here, best
-    return None
+                outcome = _forced(here, budgets, placement, sizes(), depth)
+            if outcome.best is not None:
+                return (here, outcome.best), least_host_bytes
+            if outcome.least_host is not None:
+                least_host_bytes = min(least_host_bytes, outcome.least_host.need.host_bytes)
+    return None, least_host_bytes
 
 
-def _forced(
-    space: SearchSpace, budgets: Budgets, placement: HomeChoice, sizes: tuple[int, ...], depth: int
-) -> Candidate | None:
+def _forced(space: SearchSpace, budgets: Budgets, placement: HomeChoice, sizes: tuple[int, ...], depth: int) -> Outcome:
     found: list[Candidate] = []
     for model in (space.model(size) for size in sizes):
         proposals = [settle(model, _everything(model, placement), depth, budgets.device_bytes, space.cost)]
         if placement == "cuda":
             proposals.append(everything_resident(model, budgets.device_bytes, space.cost))
-        found.extend(candidate for candidate in proposals if candidate is not None and _fits(candidate, budgets))
-    return min(found, key=lambda candidate: candidate.rank, default=None)
+        found.extend(candidate for candidate in proposals if candidate is not None)
+    best = min((c for c in found if _fits(c, budgets)), key=lambda candidate: candidate.rank, default=None)
+    return Outcome(best, len(found), min(found, key=lambda candidate: candidate.need.host_bytes, default=None))
 
 
 def _everything(model: MemoryModel, placement: HomeChoice) -> PlacementBuilder:
@@ -291,7 +295,7 @@ def _common_dtype(best: Candidate) -> str:
 
 def _chunk_plans(trace: StepTrace, best: Candidate) -> tuple[ChunkPlan, ...]:
     home: Callable[[bool], Home] = lambda on_device: "device" if on_device else "host"  # noqa: E731
-    plans = []
+    plans, ranks = [], _grad_ranks(trace, best)
     for index, chunk in enumerate(best.work.packing.chunks):
         itemsize = dtype_bytes(chunk.dtype)
         slots = tuple(
@@ -308,6 +312,19 @@ def _chunk_plans(trace: StepTrace, best: Candidate) -> tuple[ChunkPlan, ...]:
                 weight_home=home(weight),
                 state_home=home(best.placement.state_on_device[index] if chunk.trainable else weight),
                 resident=best.placement.resident[index],
+                grad_rank=ranks.get(index),
             )
         )
     return tuple(plans)
+
+
+def _grad_ranks(trace: StepTrace, best: Candidate) -> dict[int, int]:
+    """Chunks that get gradients, by their place in the order in which the last of them arrives."""
+    last: dict[int, int] = {}
+    for index, chunk in enumerate(best.work.packing.chunks):
+        events = [trace.parameters[member].grad_event for member in chunk.parameters]
+        arrived = [event for event in events if event is not None]
+        if arrived:
+            last[index] = max(arrived)
+    order = sorted(last, key=lambda index: (last[index], -index))
+    return {index: rank for rank, index in enumerate(order)}

@@ -40,8 +40,14 @@ class _Least:
     parts: dict[str, int]
 
 
-def shortage(case: Case, budgets: Budgets) -> PlanError:
-    """The error for a case that has no plan within its budgets."""
+def shortage(case: Case, budgets: Budgets, least_host_bytes: int) -> PlanError:
+    """The error for a case that has no plan within its budgets.
+
+    Args:
+        case: what was asked for.
+        budgets: what it was searched with.
+        least_host_bytes: least host need of all that the search found to fit the device.
+    """
     device = _least_device(case)
     if device.bytes > budgets.device_bytes:
         return PlanError(
@@ -50,7 +56,8 @@ def shortage(case: Case, budgets: Budgets) -> PlanError:
             available_bytes=budgets.device_bytes,
             levers=tuple(_device_levers(case, device)),
         )
-    host = _least_host(case, budgets.device_bytes)
+    estimate = _least_host(case, budgets.device_bytes)
+    host = replace(estimate, bytes=min(estimate.bytes, least_host_bytes))
     beside = f", with as much on the device as {format_bytes(budgets.device_bytes)} hold"
     if case.placement == "cpu":
         beside = ", where placement 'cpu' puts all weights and states"

@@ -164,6 +164,27 @@ def test_what_an_error_says_is_needed_is_exactly_enough(trace: StepTrace, world_
         assert plan(trace, world_size, device=needed, host=enough).predicted.host_peak_bytes <= enough
 
 
+@given(traces(), st.sampled_from([1, 2, 4]), st.integers(0, 90), st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_the_host_memory_that_is_needed_is_the_least_at_every_device_budget(
+    trace: StepTrace, world_size: int, percent: int, overlap: bool
+) -> None:
+    least = _needed(trace, world_size, overlap=overlap)
+    most = plan(trace, world_size, placement="cuda").predicted.device_peak_bytes
+    for placement in ("auto", "cpu"):
+        options: dict[str, Any] = {"overlap": overlap, "placement": placement}
+        if placement == "cpu":
+            least = _needed(trace, world_size, **options)
+        options["device"] = least + max(most - least, 0) * percent // 100
+        try:
+            plan(trace, world_size, host=0, **options)
+        except PlanError as short:
+            needed = short.needed_bytes
+            assert plan(trace, world_size, host=needed, **options).predicted.host_peak_bytes == needed
+            with pytest.raises(PlanError):
+                plan(trace, world_size, host=needed - 1, **options)
+
+
 @given(traces(), st.sampled_from([1, 2]), st.booleans(), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_the_builders_running_peak_is_the_models(trace: StepTrace, world_size: int, overlap: bool, random: Any) -> None:
@@ -179,6 +200,25 @@ def test_the_builders_running_peak_is_the_models(trace: StepTrace, world_size: i
         assert builder.peak_bytes() == model.need(builder.placement(), blocks).device_bytes
         budget = builder.peak_bytes() + 3 * packing.block_bytes
         assert builder.most_blocks(budget) == min(blocks + 3, builder.streamed)
+
+
+def test_a_chunk_that_moves_gives_back_its_gradient_block() -> None:
+    build = TraceBuilder()
+    weights = [build.parameter(f"w{i}", 2**20) for i in range(4)]
+    for index in weights:
+        build.use("forward", index)
+    # Two pairs of gradients, each pair at once: two blocks, until one of either pair stays on the device.
+    build.use("backward", *weights[2:])
+    build.use("backward", *weights[:2])
+    trace = build.build("pairs")
+    table = ParamTable(trace, 1)
+    model = MemoryModel(Workload(StepFacts(trace), table.pack(table.largest_bytes)), Setting(1, 1, 8, False))
+    builder = PlacementBuilder(model, 2)
+    for chunk, grad_blocks in ((0, 2), (2, 1), (1, 1), (3, 0)):
+        assert builder.move(chunk, state=True, resident=True, budget_bytes=PLENTY)
+        need = model.need(builder.placement(), min(2, builder.streamed))
+        assert builder.peak_bytes() == need.device_bytes
+        assert need.grad_blocks == grad_blocks
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("opt-1.3b", 1), ("opt-13b", 4), ("gpt2-4b", 2), ("gpt2-20b", 1)])
