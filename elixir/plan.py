@@ -55,6 +55,9 @@ class ChunkPlan:
     """Where the shard of gradients, master weights and optimizer states lives; for a frozen chunk, its weight home."""
     resident: bool
     """True: gathered on the device for the whole step, in memory of its own. False: gathered into rCache blocks."""
+    grad_rank: int | None = None
+    """Its place among the chunks in the order in which their gradients are complete; None where it gets none. Ranks
+    reduce gradients in this order, whatever their data does."""
 
     def __post_init__(self) -> None:
         _check_at_least(1, "numel", self.numel)

@@ -32,6 +32,8 @@ class CacheCounts:
     """What the cache did since `begin` of a step."""
 
     loads: int = 0
+    hits: int = 0
+    """Requirements of the order that were met by what was there: neither loaded for it, nor fetched ahead for it."""
     demand_loads: int = 0
     """Loads that nothing had foreseen: the use had to wait for all of the transfer."""
     deviations: int = 0
@@ -77,6 +79,7 @@ class RCache:
         """A forward starts: the order is walked from its beginning, with whatever is in the blocks."""
         with self._lock:
             self._position = -1
+            self._fresh: set[int] = set()  # loaded, and not required since
             self._view = self._schedule.policy.start()
             for index in self._in_block.values():
                 if index in self._known:
@@ -142,6 +145,11 @@ class RCache:
                         self._view.passed(self._position)
                     self._position = passed
                     self._load_window(self._schedule.windows[passed])
+                    for index in required[passed]:
+                        if index in self._fresh:
+                            self._fresh.remove(index)
+                        else:
+                            self.counts.hits += 1
                 return
         self.counts.deviations += 1
 
@@ -187,6 +195,7 @@ class RCache:
         del self._in_block[chunk.block]
         if chunk.index in self._view.residents:
             self._view.evict(chunk.index)
+        self._fresh.discard(chunk.index)
         self._pool.give_back(chunk.block)
         chunk.block = chunk.filled = None
 
@@ -201,6 +210,7 @@ class RCache:
         if shard is None:
             raise StateError(f"chunk {chunk.index} has no shard to fetch from")
         self.counts.loads += 1
+        self._fresh.add(chunk.index)
         after = [] if chunk.updated is None else [chunk.updated]
         if self._group.size == 1:
             chunk.filled = self._lanes.fetch.submit(

@@ -89,6 +89,7 @@ class GradientFlow:
             for chunk in chunks
         }
         self.offloaded_bytes = 0
+        self.network_bytes = 0
         self.reduce = True
         """False while micro-batches are accumulated without a reduction."""
 
@@ -174,7 +175,8 @@ class GradientFlow:
         shard = self.shards[chunk.index]
         shard.arrived |= opened.arrived
         whole = opened.block
-        after: list[Ticket] = []
+        # The step before may still read the shard that is written below.
+        after: list[Ticket] = [] if chunk.updated is None else [chunk.updated]
         mine = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
         if self._group.size > 1:
             reduced = torch.empty_like(mine, dtype=torch.float32 if self._reduce_fp32 else mine.dtype)
@@ -183,7 +185,8 @@ class GradientFlow:
             def reduce() -> None:
                 self._group.reduce_mean(reduced, wide)
 
-            after = [self._lanes.network.submit(reduce, nbytes=whole.nbytes - mine.nbytes)]
+            self.network_bytes += whole.nbytes - mine.nbytes
+            after.append(self._lanes.network.submit(reduce, nbytes=whole.nbytes - mine.nbytes))
             mine = reduced
         adds, shard.holds = shard.holds, True
 

@@ -205,6 +205,10 @@ class Lanes:
     host_adam: Lane
     """Optimizer steps on the host."""
 
+    def by_name(self) -> dict[str, Lane]:
+        """The four lanes by what they are for."""
+        return {name: getattr(self, name) for name in ("fetch", "network", "offload", "host_adam")}
+
     def all(self) -> tuple[Lane, ...]:
         """The four lanes."""
         return (self.fetch, self.network, self.offload, self.host_adam)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,7 +25,10 @@ from elixir.plan import Plan
 from elixir.schedule import StepSchedule, required_chunks
 from elixir.units import dtype_name
 from elixir.wrapper.build import build_chunks, place_buffers
+from elixir.wrapper.report import StepReport
 from elixir.wrapper.uses import WeightUses
+
+logger = logging.getLogger(__name__)
 
 
 class ElixirModule(nn.Module):
@@ -98,6 +102,13 @@ class ElixirModule(nn.Module):
         self.gradients = self._gradient_flow(reduce_always_fp32)
         self.rewrite_hooks: list[Callable[[Chunk], None]] = []
         """Called with a chunk whose weights were written from outside."""
+        self.refreshed_bytes = 0
+        """Host to device since the last report, for resident weights that the host has updated."""
+        self.regathered_bytes = 0
+        """Network, likewise, for resident weights whose shards have been updated."""
+        self.last_report: StepReport | None = None
+        """What the last step did, beside what the plan predicted; None before the first."""
+        self._warned = False
         self._in_backward = False
         self._pending_updates: list[Ticket] = []
         self.module = module
@@ -169,6 +180,41 @@ class ElixirModule(nn.Module):
         self._pending_updates.extend(updates)
         self.cache.invalidate()
 
+    def step_over(self) -> None:
+        """An optimizer has stepped: write the step's report, and say so where the plan was wrong."""
+        counts, flow = self.cache.take_counts(), self.gradients
+        parts, moved = self.plan.predicted.device_parts, self.plan.predicted.moved_bytes
+        ours = ["rcache", "resident_weights", "weight_shards", "optimizer_states", "gradient_blocks"]
+        if self._group.size > 1:
+            ours.append("gradients")
+        self.last_report = StepReport(
+            observed={
+                "loads": counts.loads,
+                "hits": counts.hits,
+                "host_to_device": counts.host_to_device_bytes + self.refreshed_bytes,
+                "device_to_host": flow.offloaded_bytes,
+                "network": counts.network_bytes + flow.network_bytes + self.regathered_bytes,
+                "device_peak": self._arena.peak_bytes["device"],
+            },
+            predicted={
+                "loads": self.plan.predicted.loads,
+                "hits": self.plan.predicted.hits,
+                **moved,
+                "device_peak": sum(parts.get(name, 0) for name in ours),
+            },
+            demand_loads=counts.demand_loads,
+            deviations=counts.deviations,
+            waited_s={name: lane.waited_s for name, lane in self._lanes.by_name().items()},
+        )
+        self.refreshed_bytes = self.regathered_bytes = flow.offloaded_bytes = flow.network_bytes = 0
+        for lane in self._lanes.all():
+            lane.waited_s = 0.0
+        surprises = self.last_report.surprises()
+        if surprises and not self._warned:
+            self._warned = True
+            text = ", ".join(f"{name} {seen} instead of {expected}" for name, (seen, expected) in surprises.items())
+            logger.warning("this step differs from its plan: %s", text)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's state dict with full weights, under the model's own names, on the CPU."""
         with self.gathered():
@@ -215,11 +261,10 @@ class ElixirModule(nn.Module):
         return chunk.plan.resident and chunk.plan.state_home == "device" and self._group.size == 1
 
     def _gradient_flow(self, reduce_fp32: bool) -> GradientFlow:
-        last_use: dict[int, int] = {}
-        for position, use in enumerate(self.plan.order):
-            last_use.update(dict.fromkeys(use.chunks, position))
         gathering = [chunk for chunk in self.chunks if chunk.plan.trainable and not self.is_ordinary(chunk)]
-        gathering.sort(key=lambda chunk: (last_use.get(chunk.index, -1), -chunk.index))
+        # Those that got no gradient in the traced step come last: nobody shall wait for them.
+        last = len(self.chunks)
+        gathering.sort(key=lambda chunk: (last if chunk.plan.grad_rank is None else chunk.plan.grad_rank, chunk.index))
         return GradientFlow(
             gathering,
             self._arena,

@@ -242,6 +242,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         ]
         updates = [ticket for part in self._parts if (ticket := self._start(part, factor, hyperparameters)) is not None]
         module.weights_changed(updates)
+        module.step_over()
         self._stepped()
         return result
 
@@ -256,10 +257,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
             after = []
         if chunk.whole is None:
             return None
+        shard_bytes = chunk.shard_numel * chunk.dtype.itemsize
+        if after:
+            self.module.refreshed_bytes += shard_bytes
         if group.size == 1:
             return after[0] if after else None
         whole = chunk.whole
         mine = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
+        self.module.regathered_bytes += whole.nbytes - shard_bytes
         return self.module._lanes.network.submit(lambda: group.gather(whole, mine), after=after)
 
     def _agree_on_used(self) -> None:
