@@ -273,13 +273,12 @@ def _cpu_flash_buffers(query: torch.Tensor, key: torch.Tensor, *, backward: bool
     rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
     columns = min(key.shape[2], 512)
     accumulated = 8 if query.dtype is torch.float64 else 4
+    halves = query.itemsize if query.dtype in _HALF else 0
     if backward:
-        nbytes = (2 * rows * columns + rows) * accumulated
-    else:
-        nbytes = (rows * columns + 2 * rows + rows * query.shape[3]) * accumulated
-    if query.dtype in _HALF:
-        nbytes += (2 if backward else 1) * rows * columns * query.itemsize
-    return nbytes * torch.get_num_threads()
+        each = rows * columns * (2 * accumulated + 2 * halves)
+        return each * torch.get_num_threads() + rows * accumulated
+    each = (rows * columns + 2 * rows + rows * query.shape[3]) * accumulated + rows * columns * halves
+    return each * torch.get_num_threads()
 
 
 def _contiguous_copy(tensor: torch.Tensor) -> int:

@@ -5,6 +5,7 @@ The residue of a few bytes is the Python scalars that autograd keeps as 0-dim te
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,15 @@ from tests.common.tracing import H200, predicted_bytes, real_routing
 SCALARS_BYTES = 8 * 8
 CHECKPOINTS = ("none", "reentrant", "non-reentrant")
 QUICK_DROPOUT = {("opt", "reentrant"), ("gpt2", "none"), ("t5", "non-reentrant"), ("bert", "none")}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Steps are tiny: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def batch_for(family: str, model: torch.nn.Module, batch: int = 2) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,15 @@ from tests.common.tracing import H200, Step, cpu_trace, predicted_bytes, sum_ste
 
 SCALARS_BYTES = 64
 """Python scalars that autograd keeps as 0-dim tensors, 8 bytes each."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Steps are tiny: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Fn(nn.Module):
@@ -143,6 +152,16 @@ def test_predicted_peak_is_the_real_one(name: str) -> None:
     predicted = predicted_bytes(model, inp, sum_step)
     real = observe_step(model, inp, sum_step).peak_bytes
     assert abs(predicted - real) <= min(SCALARS_BYTES, 0.002 * real), f"predicted {predicted}, real {real}"
+
+
+def test_buffers_of_each_thread_count() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    model, inp = attention(False), x(64, 2, 32)
+    predicted = predicted_bytes(model, inp, sum_step)
+    assert abs(predicted - observe_step(model, inp, sum_step).peak_bytes) <= SCALARS_BYTES
+    torch.set_num_threads(1)
+    assert predicted_bytes(model, inp, sum_step) < predicted
 
 
 def accumulates(model: nn.Module, inp: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,15 @@ from tests.common.tracing import CPU, H200, cpu_trace, predicted_bytes
 
 HERE = __file__
 TOKENS = torch.tensor([[5, 7, 0, 2], [3, 3, 1, 0]])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Steps are tiny: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def branches(decide: Callable[[Any, torch.Tensor], Any]) -> nn.Module:
