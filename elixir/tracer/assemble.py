@@ -82,7 +82,8 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         peak_module=last.module if last else "",
         peak_operator=_operator_name(last.operator) if last else "",
         peak_contributors=_contributors(alive),
-        accesses=_accesses(order, other),
+        # A gradient that is still summed up is with autograd; a plan counts it from the event at which it is complete.
+        accesses=_accesses(order, other + ledger.incomplete_gradients()[:end]),
         curve=_samples(curve, order, observed, state_bytes),
         operators=observed.operators,
         checkpointed_modules=order.checkpointed(),

@@ -29,7 +29,7 @@ Int64Array = npt.NDArray[np.int64]
 class StorageRecord:
     """One allocation."""
 
-    __slots__ = ("index", "kind", "module", "nbytes", "operator", "shadow")
+    __slots__ = ("complete_at", "index", "kind", "module", "nbytes", "operator", "shadow")
 
     def __init__(self, index: int, nbytes: int, kind: Kind, module: str, operator: Any) -> None:
         self.index = index
@@ -39,6 +39,8 @@ class StorageRecord:
         self.operator = operator
         self.shadow: Any = None
         """Its values where they are known; see `elixir.tracer.shadows`."""
+        self.complete_at = 0
+        """For a gradient: length of the log when the use began during which its last part arrived."""
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
@@ -139,6 +141,16 @@ class Ledger:
         by_kind[kinds[index], np.arange(len(log))] = delta
         np.cumsum(by_kind, axis=1, out=by_kind)
         return Curve(by_kind, np.asarray(self._starts, dtype=np.int64))
+
+    def incomplete_gradients(self) -> Int64Array:
+        """Bytes of gradients that autograd still adds to, after every entry of the log."""
+        change = np.zeros(len(self.log) + 1, dtype=np.int64)
+        for position, entry in enumerate(self.log):
+            if entry >= 0 and self.records[entry].complete_at > position:
+                change[position] += self.records[entry].nbytes
+                change[self.records[entry].complete_at] -= self.records[entry].nbytes
+        incomplete: Int64Array = np.cumsum(change[:-1])
+        return incomplete
 
     def alive_at(self, position: int) -> list[StorageRecord]:
         """Records that are alive just after log entry `position`."""

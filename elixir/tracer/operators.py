@@ -64,7 +64,16 @@ class Category(enum.Enum):
 class Traits:
     """What never changes about an operator, looked up once per dispatch."""
 
-    __slots__ = ("category", "foreach", "func", "matrix_product", "needs_values", "rewrites_first", "written")
+    __slots__ = (
+        "category",
+        "foreach",
+        "func",
+        "matrix_product",
+        "needs_values",
+        "one_dtype",
+        "rewrites_first",
+        "written",
+    )
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -82,6 +91,7 @@ class Traits:
         self.rewrites_first = schema.name.endswith("_") and not resizes and [p for p, _ in self.written] == [0]
         """An in-place operator that changes values, never size or storage."""
         self.matrix_product = func in _MATRIX_PRODUCTS
+        self.one_dtype = self.matrix_product or func is aten.convolution.default
         self.needs_values = func in DATA_DEPENDENT or func is aten.index.Tensor
 
 
@@ -164,6 +174,8 @@ class OperatorCache:
         known = self._seen.get(key) if key is not None else None
         if known is not None:
             return self._repeat(*known)
+        if op.one_dtype and arguments.all_meta:
+            _check_one_dtype(func, arguments.tensors)
         result = self._call(op, args, kwargs, arguments)
         if arguments.all_meta:
             result = self._target.results(func, args, result)
@@ -256,6 +268,16 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
     ]
     result = func(*cast, **kwargs)
     return torch.empty_strided(result.size(), result.stride(), dtype=dtype, device=_META)
+
+
+def _check_one_dtype(func: Any, tensors: list[torch.Tensor]) -> None:
+    """The devices' kernels refuse mixed dtypes, the meta kernels do not look."""
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors if tensor.is_floating_point()))
+    if len(dtypes) > 1:
+        raise TraceError(
+            f"{user_location()}: {func} gets {' and '.join(map(str, dtypes))}, and no device multiplies mixed dtypes; "
+            "cast one of them, or trace the whole model in one dtype"
+        )
 
 
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:

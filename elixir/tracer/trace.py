@@ -29,7 +29,7 @@ from elixir.tracer.shadows import Shadows
 from elixir.tracer.step_trace import StepTrace
 from elixir.tracer.targets import OptimizerKernel, target_for
 from elixir.tracer.twin import Twin, meta_input, meta_twin
-from elixir.tracer.unknowns import user_location
+from elixir.tracer.unknowns import is_user_code, user_location
 
 StepFn = Callable[[nn.Module, dict[Any, Any]], Any]
 
@@ -155,11 +155,11 @@ def _run_step(
         raise TraceError("step_fn used no parameter of the model it was given; it must run the model it gets")
     if order.backward_position > len(ledger):
         raise TraceError("step_fn never called backward, so there is no training step; call loss.backward() in it")
-    for parameter in twin.parameters:
-        if parameter.grad is not None:
-            record = ledger.find(parameter.grad)
-            if record is not None:
-                record.kind = "gradients"
+    for index, parameter in enumerate(twin.parameters):
+        record = None if parameter.grad is None else ledger.find(parameter.grad)
+        if record is not None:
+            record.kind = "gradients"
+            record.complete_at = order.uses[order.grad_use[index]].log_position
 
 
 def _explained(error: Exception) -> TraceError:
@@ -167,9 +167,8 @@ def _explained(error: Exception) -> TraceError:
     frame = error.__traceback__
     location = user_location()
     while frame is not None:
-        filename = frame.tb_frame.f_code.co_filename
-        if "/torch/" not in filename and "/elixir/" not in filename:
-            location = f"{filename}:{frame.tb_lineno}"
+        if is_user_code(frame.tb_frame.f_code.co_filename):
+            location = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
         frame = frame.tb_next
     hint = ""
     if "not compiled with CUDA" in text or "No CUDA GPUs" in text:

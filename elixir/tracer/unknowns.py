@@ -7,12 +7,17 @@ a log line does, but raises once something compares it, converts it to bool or t
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
 from elixir.errors import TraceError
+
+_OUR_FOLDERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 class UnknownNumber:
@@ -121,15 +126,17 @@ def undecidable(what: str) -> TraceError:
 
 
 def user_location() -> str:
-    """``file:line`` of the innermost frame that is neither ours nor PyTorch's."""
-    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
-    frame = sys._getframe(1)
-    last = "unknown location"
+    """``file:line`` of the innermost frame that is neither ours, nor PyTorch's, nor Python's."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith((*ours, "<")) and "importlib" not in filename:
-            return f"{filename}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
+        if is_user_code(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return last
+    return "unknown location"
+
+
+def is_user_code(filename: str) -> bool:
+    """Whether a source file is neither ours, nor PyTorch's, nor of Python's own library."""
+    if filename.startswith((*_OUR_FOLDERS, "<")):
+        return False
+    return not filename.startswith(_STANDARD_LIBRARY) or "site-packages" in filename
