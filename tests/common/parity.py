@@ -1,0 +1,245 @@
+"""A model run under a plan beside the same model in plain PyTorch, step by step, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.default_step import default_input
+from elixir.plan import ChunkPlan, Plan
+from elixir.search import simple_search
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common.tiny_models import FAMILIES, tiny
+
+LossFn = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
+MODES = ("streamed", "mixed", "resident")
+"""Every chunk in and out of the fewest blocks; chunks of every kind a plan can have; everything on the device."""
+
+_KINDS = (  # (resident, weight home, state home)
+    (True, "device", "device"),
+    (False, "host", "host"),
+    (True, "device", "host"),
+    (False, "device", "device"),
+    (False, "device", "host"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a batch and how to get from one to a loss."""
+
+    model: nn.Module
+    inp: dict[str, Any]
+    loss: LossFn
+
+
+def hf_loss(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
+    """Loss of a Hugging Face model."""
+    loss: torch.Tensor = model(**inp).loss
+    return loss
+
+
+def square_loss(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
+    """For models that return one tensor."""
+    output: torch.Tensor = model(**inp)
+    return output.square().mean()
+
+
+def case(name: str, checkpoint: Any = "none", **overrides: Any) -> Case:
+    """A tiny Hugging Face model by family, or one of the modules below by name."""
+    if name in FAMILIES:
+        model = tiny(name, checkpoint=checkpoint, **overrides)
+        return Case(model, default_input(model, batch=2, seq=None if name == "vit" else 24), hf_loss)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _OTHERS[name]()
+
+
+def make_plan(case: Case, mode: str, **options: Any) -> Plan:
+    """A plan of one rank for `mode`."""
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        case.loss(model, inp).backward()
+
+    options = {"split_number": 8, "allocate_factor": 0.01, "hardware": "cpu"} | options
+    where = "cuda" if mode == "resident" else "cpu"
+    plan = simple_search(case.model, 1, inp=case.inp, step_fn=step, shard_device=where, **options)
+    return mixed(plan) if mode == "mixed" else plan
+
+
+def mixed(plan: Plan) -> Plan:
+    """The same packing with chunks of every kind in turn; what it predicts is no longer meant."""
+    chunks: list[ChunkPlan] = []
+    for index, chunk in enumerate(plan.chunks):
+        resident, weights, states = _KINDS[index % len(_KINDS)]
+        states = states if chunk.trainable else weights
+        chunks.append(replace(chunk, resident=resident, weight_home=weights, state_home=states))  # type: ignore[arg-type]
+    return replace(plan, chunks=tuple(chunks))
+
+
+class Pair:
+    """One model under a plan and its twin in plain PyTorch.
+
+    Args:
+        case: its model is taken over; the twin is a copy.
+        plan: for the model.
+        optimizer: makes the optimizer of each from named parameters; None for AdamW.
+        after: build the optimizer before (False) or after wrapping.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        plan: Plan,
+        *,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        after: bool = True,
+        max_norm: float | None = None,
+        **options: Any,
+    ) -> None:
+        make = optimizer or adamw
+        self.case, self.plan = case, plan
+        self.plain = copy.deepcopy(case.model)
+        self.plain_optimizer = make(self.plain)
+        built = None if after else make(case.model)
+        self.module = ElixirModule(case.model, plan, device="cpu", **({"poison": True} | options))
+        self.max_norm = max_norm
+        self.optimizer = ElixirOptimizer(
+            self.module, make(self.module.module) if built is None else built, max_norm=max_norm
+        )
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.module.close()
+
+    def backward(self, inp: dict[str, Any] | None = None, scale: float = 1.0) -> float:
+        """Forward and backward of both; their losses must be the same bits."""
+        inp = self.case.inp if inp is None else inp
+        mine = self.case.loss(self.module, inp) * scale
+        plain = self.case.loss(self.plain, inp) * scale
+        assert torch.equal(mine, plain), f"loss {mine.item()} is not {plain.item()}"
+        self.optimizer.backward(mine)
+        plain.backward()
+        return mine.item()
+
+    def step(self) -> None:
+        """The optimizers' steps."""
+        if self.max_norm:
+            torch.nn.utils.clip_grad_norm_(self.plain.parameters(), self.max_norm)
+        self.optimizer.step()
+        self.plain_optimizer.step()
+        self.optimizer.zero_grad()
+        self.plain_optimizer.zero_grad()
+
+    def train(self, steps: int = 10, inp: dict[str, Any] | None = None) -> list[float]:
+        """So many whole steps; gives the losses."""
+        losses = []
+        for _ in range(steps):
+            losses.append(self.backward(inp))
+            self.step()
+        return losses
+
+    def assert_same_weights(self) -> None:
+        """Every weight and buffer has the same bits on both sides."""
+        mine, plain = self.module.state_dict(), self.plain.state_dict()
+        assert list(mine) == list(plain)
+        different = [name for name in plain if not torch.equal(mine[name], plain[name])]
+        assert not different, f"{len(different)} of {len(plain)} differ, first {different[:3]}"
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW over whatever is trained."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
+# --- models that are no Hugging Face family ------------------------------------------------------------------------
+
+
+def _cnn() -> Case:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 16, 3, stride=2),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    )
+    return Case(model, {"input": torch.randn(4, 3, 12, 12)}, square_loss)
+
+
+def _encoder() -> Case:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    return Case(model, {"src": torch.randn(2, 6, 32)}, square_loss)
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.second = nn.MultiheadAttention(32, 4, kdim=16, vdim=24, batch_first=True, add_bias_kv=True)
+
+    def forward(self, x: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        x = self.first(x, x, x, need_weights=False)[0]
+        return self.second(x, key, value)[0]
+
+
+def _attention() -> Case:
+    inp = {"x": torch.randn(2, 6, 32), "key": torch.randn(2, 5, 16), "value": torch.randn(2, 5, 24)}
+    return Case(_Attention(), inp, square_loss)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.lstm = nn.LSTM(16, 24, num_layers=2, batch_first=True, bidirectional=True)
+        self.gru = nn.GRU(48, 16, batch_first=True)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out, _ = self.lstm(self.embed(ids))
+        out, _ = self.gru(out)
+        return self.head(out)
+
+
+def _recurrent() -> Case:
+    return Case(_Recurrent(), {"ids": torch.randint(50, (2, 7))}, square_loss)
+
+
+def _albert() -> Case:
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    config = AlbertConfig(
+        vocab_size=96,
+        embedding_size=16,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = AlbertForMaskedLM(config)
+    return Case(model, default_input(model, batch=2, seq=24), hf_loss)
+
+
+_OTHERS: dict[str, Callable[[], Case]] = {
+    "cnn": _cnn,
+    "encoder": _encoder,
+    "attention": _attention,
+    "recurrent": _recurrent,
+    "albert": _albert,
+}
+ALL = (*FAMILIES, *_OTHERS)
