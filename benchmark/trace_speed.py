@@ -1,15 +1,16 @@
 """How long a trace takes, beside torch's MemTracker; what `elixir profile` costs as a process; how long planning takes.
 
-    python benchmark/trace_speed.py [--quick] [--only trace peer profile plan] [--peer-limit 300] [--no-record]
+    python benchmark/trace_speed.py [--quick] [--only trace peer profile plan import] [--peer-limit 300] [--no-record]
 
-Four parts, each in processes of its own, nothing else being loaded there:
+Five parts, each in processes of its own, nothing else being loaded there:
 
 * ``trace``: `trace_step` of one step (forward, recompute, backward, AdamW) after imports, with the operator cache and
   without;
 * ``peer``: `torch.distributed._tools.mem_tracker.MemTracker` over the same forward and backward on fake tensors, without
   an optimizer, and the peak of either. Fake tensors on a GPU need a build for one, so both pretend to be a CPU;
 * ``profile``: the whole command ``elixir profile opt-175b ...``, imports included, and its peak resident memory;
-* ``plan``: `plan_from_trace` once the trace is there, and whether the plan's JSON is the same under three hash seeds.
+* ``plan``: `plan_from_trace` once the trace is there, and whether the plan's JSON is the same under three hash seeds;
+* ``import``: importing torch, and in turn importing elixir with all its public names.
 
 Appends to ``results/trace_speed.csv``. Fails if a bar of `BARS` is missed, peaks differ with the cache off, or plans
 differ. On a busy machine compare processor time (``cpu_p50_s``), which waits for nobody.
@@ -43,6 +44,8 @@ HOST_MEMORY = "64TiB"
 HASH_SEEDS = ("0", "1", "31337")
 BARS = {"trace": 0.5, "profile": 8.0, "plan": 1.0}
 """Seconds, for OPT-175B."""
+IMPORT_BAR_S = 0.3
+"""By how much importing elixir may exceed importing torch."""
 PROFILE_RESIDENT_BAR_BYTES = int(0.6 * 2**30)
 
 Result = dict[str, Any]
@@ -272,17 +275,10 @@ def part_profile(quick: bool) -> Iterator[Result]:
     command += ["--dtype", "bf16", "--checkpoint", "--json"]
     times, resident, traced = [], [], []
     for _ in range(1 if quick else 7):
-        with tempfile.TemporaryFile("w+") as output:
-            started = time.perf_counter()
-            process = subprocess.Popen(command, stdout=output, cwd=ROOT)
-            _, status, usage = os.wait4(process.pid, 0)
-            times.append([time.perf_counter() - started, usage.ru_utime + usage.ru_stime])
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode:
-                raise SystemExit(f"{' '.join(command)} ended with status {process.returncode}")
-            resident.append(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-            output.seek(0)
-            traced.append(json.load(output)["trace_s"])
+        seconds, resident_bytes, output = timed_command(command)
+        times.append(seconds)
+        resident.append(resident_bytes)
+        traced.append(json.loads(output)["trace_s"])
     note = f"of which tracing {sorted(traced)[len(traced) // 2]:.2f} s"
     yield row("profile", "opt-175b", "command", times, bar_s=BARS["profile"], resident_bytes=max(resident), note=note)
 
@@ -298,6 +294,32 @@ def part_plan(quick: bool) -> Iterator[Result]:
         digests = {digest for result in found for digest in result["digests"]}
         same = f"same plan under {len(found)} hash seeds" if len(digests) == 1 else "plans DIFFER"
         yield row("plan", "opt-175b", f"world size {size}", times, bar_s=BARS["plan"], note=same)
+
+
+def part_import(quick: bool) -> Iterator[Result]:
+    """Both imports in turn, so that a busy machine slows both."""
+    code = {"torch": "import torch", "elixir": "import elixir; [getattr(elixir, name) for name in elixir.__all__]"}
+    times: dict[str, list[list[float]]] = {what: [] for what in code}
+    for _ in range(3 if quick else 9):
+        for what, line in code.items():
+            times[what].append(timed_command([sys.executable, "-c", line])[0])
+    alone = row("import", "", "torch", times["torch"])
+    yield alone
+    yield row("import", "", "elixir", times["elixir"], bar_s=round(alone["wall_p50_s"] + IMPORT_BAR_S, 4))
+
+
+def timed_command(command: list[str]) -> tuple[list[float], int, str]:
+    """([wall, processor seconds], peak resident bytes, standard output) of a whole process."""
+    with tempfile.TemporaryFile("w+") as output:
+        started = time.perf_counter()
+        process = subprocess.Popen(command, stdout=output, cwd=ROOT)
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = [time.perf_counter() - started, usage.ru_utime + usage.ru_stime]
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with status {process.returncode}")
+        output.seek(0)
+        return seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024), output.read()
 
 
 def failures(rows: list[Result]) -> list[str]:
@@ -318,7 +340,7 @@ def main() -> int:
     """Measure the chosen parts, append rows, print a table; 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer models and runs, the peer on a small model")
-    parser.add_argument("--only", nargs="+", choices=("trace", "peer", "profile", "plan"))
+    parser.add_argument("--only", nargs="+", choices=("trace", "peer", "profile", "plan", "import"))
     parser.add_argument("--peer-limit", type=float, default=300, metavar="S", help="give up on a run of the peer")
     parser.add_argument("--no-record", action="store_true", help="append nothing to the results")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
@@ -329,11 +351,12 @@ def main() -> int:
         return 0
     from benchmark.common import append_rows, print_table
 
-    chosen = arguments.only or ["trace", "profile", "plan", "peer"]
+    chosen = arguments.only or ["trace", "profile", "plan", "import", "peer"]
     parts = {
         "trace": lambda: part_trace(arguments.quick),
         "profile": lambda: part_profile(arguments.quick),
         "plan": lambda: part_plan(arguments.quick),
+        "import": lambda: part_import(arguments.quick),
         "peer": lambda: part_peer(arguments.quick, arguments.peer_limit),
     }
     rows: list[Result] = []

@@ -27,9 +27,11 @@ from elixir.tracer.recorder import Recorder
 from elixir.tracer.routing import routed
 from elixir.tracer.shadows import Shadows
 from elixir.tracer.step_trace import StepTrace
-from elixir.tracer.targets import OptimizerKernel, target_for
+from elixir.tracer.targets import OptimizerKernel, Target, target_for
 from elixir.tracer.twin import Twin, meta_input, meta_twin
 from elixir.tracer.unknowns import is_user_code, user_location
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 StepFn = Callable[[nn.Module, dict[Any, Any]], Any]
 
@@ -123,7 +125,7 @@ def trace_step(
             step_begin=step_begin,
             step_end=step_end,
             operators=operators,
-            assumptions=(routing.assumption,) if routing.assumption else (),
+            assumptions=_assumptions(twin, target, routing),
         )
         return assemble(observed, ledger, order, started)
     finally:
@@ -162,6 +164,17 @@ def _run_step(
             record.complete_at = order.uses[order.grad_use[index]].log_position
 
 
+def _assumptions(twin: Twin, target: Target, routing: Routing) -> tuple[str, ...]:
+    """What the numbers rest on beside the rules: said, so that nobody takes it for measured."""
+    found = [routing.assumption] if routing.assumption else []
+    modules = list(twin.modules)
+    if any(isinstance(module, nn.RNNBase) for module in modules):
+        found.append("recurrent layers in their composed form; what cuDNN or oneDNN would keep instead is not known")
+    if target.kind == "cpu" and sum(isinstance(module, _CONVOLUTIONS) for module in modules) > 1:
+        found.append("convolutions without the copies that oneDNN makes to reorder them")
+    return tuple(found)
+
+
 def _explained(error: Exception) -> TraceError:
     text = str(error).split("\n")[0]
     frame = error.__traceback__
@@ -173,6 +186,8 @@ def _explained(error: Exception) -> TraceError:
     hint = ""
     if "not compiled with CUDA" in text or "No CUDA GPUs" in text:
         hint = "; take the device from a tensor or parameter (x.device) instead of naming cuda"
+    elif ".cpu()" in text or "meta tensor" in text.lower():
+        hint = "; a trace has no values of what follows from weights, so nothing can be read out of it here"
     elif isinstance(error, NotImplementedError):
         hint = "; the operator has no meta kernel, register one with torch.library.register_fake"
     return TraceError(f"{location}: step_fn raised {type(error).__name__}: {text}{hint}")

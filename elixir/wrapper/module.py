@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from elixir.chunk.lanes import Emulation, Ticket, make_lanes
 from elixir.errors import InputError, InputTypeError
 from elixir.fingerprint import fingerprint
 from elixir.plan import Plan
-from elixir.schedule import StepSchedule, required_chunks
 from elixir.units import dtype_name
 from elixir.wrapper.build import build_chunks, place_buffers
 from elixir.wrapper.report import StepReport
@@ -90,9 +90,7 @@ class ElixirModule(nn.Module):
         self.chunks: list[Chunk] = build_chunks(module, plan, self._arena, self._group)
         place_buffers(module, self._device)
         self._pool = BlockPool(self._arena, plan.block_count, plan.block_bytes, poison=poison)
-        residents = frozenset(chunk.index for chunk in self.chunks if chunk.plan.resident)
-        required = required_chunks(((use.chunks, use.pin_until) for use in plan.order), residents)
-        schedule = StepSchedule(required, plan.prefetch_depth if prefetch else 0)
+        schedule = (plan if prefetch else replace(plan, prefetch_depth=0)).schedule()
         self.cache = RCache(self.chunks, schedule, self._pool, self._lanes, self._group, evict_always=evict_always)
         streamed = {
             slot.parameter: chunk.index for chunk in self.chunks if not chunk.plan.resident for slot in chunk.slots
