@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir import __version__
 
@@ -46,20 +45,6 @@ def _processor() -> str:
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     name = facts.get("model name", "unknown processor")
     return f"{name} (family {facts.get('cpu family', '?')}, model {facts.get('model', '?')})"
-
-
-class TopkChoices(TorchDispatchMode):
-    """Writes down which experts a real step chose: what each `topk` gave, in order, on the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.choices: list[torch.Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.topk.default:
-            self.choices.append(result[1].cpu().clone())
-        return result
 
 
 @contextlib.contextmanager

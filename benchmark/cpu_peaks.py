@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import nn
 
-from benchmark.common import Row, TopkChoices, append_rows, conditions, percentiles, print_table, quiet_profiler
+from benchmark.common import Row, append_rows, conditions, percentiles, print_table, quiet_profiler
 from elixir.hardware import preset
 from elixir.model_shapes import ModelShape, describe
 from elixir.models import Checkpoint, build_shape, default_input, default_step
-from elixir.tracer import RecordedRouting, StepTrace, trace_step
+from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
 from elixir.tracer.observe import ObservedMemory, observe, observe_step
 from elixir.tracer.targets import OptimizerKernel
 from elixir.units import dtype_name
@@ -111,7 +111,7 @@ def seeded_step(model: nn.Module, inp: dict[str, Any]) -> None:
 
 def recorded_routing(model: nn.Module, inp: dict[str, Any]) -> list[torch.Tensor]:
     """The expert choices of a real step."""
-    with TopkChoices() as mode:
+    with RoutingRecorder() as mode:
         seeded_step(model, inp)
     model.zero_grad(set_to_none=True)
     return mode.choices

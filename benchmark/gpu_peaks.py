@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import nn
 
-from benchmark.common import Row, TopkChoices, append_rows, conditions, percentiles, print_table
+from benchmark.common import Row, append_rows, conditions, percentiles, print_table
 from elixir.hardware import HardwareProfile, preset, preset_names
 from elixir.model_shapes import describe
 from elixir.models import Checkpoint, build_shape, default_input, default_step
-from elixir.tracer import RecordedRouting, StepTrace, trace_step
+from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
 from elixir.tracer.targets import OptimizerKernel
 from elixir.units import dtype_name
 
@@ -111,7 +111,7 @@ def observe_case(case: Case) -> tuple[dict[str, int], list[torch.Tensor]]:
     model, inp = build_case(case, "cuda")
     options = {case.kernel: True} if case.kernel != "for-loop" else {"foreach": False}
     optimizer = torch.optim.AdamW(model.parameters(), **options)
-    with TopkChoices() as log:
+    with RoutingRecorder() as log:
         seeded_step(model, inp)
     for _ in range(2):
         model.zero_grad(set_to_none=True)

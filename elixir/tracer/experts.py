@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir.errors import InputError, TraceError
 from elixir.tracer.shadows import Shadows
@@ -46,11 +47,25 @@ class BalancedRouting:
         self.assumption = f"{kind} routing of tokens over {experts} experts, {chosen} per token"
 
 
+class RoutingRecorder(TorchDispatchMode):
+    """While open, writes down which experts a real step chooses: ``choices`` is what `RecordedRouting` takes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.choices: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.topk.default:
+            self.choices.append(result[1].detach().cpu().clone())
+        return result
+
+
 class RecordedRouting:
     """The choices of a real run, in the order in which it called `topk`.
 
     Args:
-        choices: one int64 tensor per call, of the shape that `topk` gave.
+        choices: one int64 tensor per call, of the shape that `topk` gave; see `RoutingRecorder`.
     """
 
     assumption: str | None = None

@@ -111,6 +111,9 @@ class UseOrder:
             self._enter_node()
             self._node_uses.append(position)
 
+    def writes(self, parameters: list[nn.Parameter], function: str) -> None:
+        """Says nothing of when they are read."""
+
     def entered(self, module: nn.Module) -> None:
         """A module starts."""
         name = self._names.get(module, type(module).__name__)

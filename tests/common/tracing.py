@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir.hardware import preset
-from elixir.tracer import RecordedRouting, StepTrace, trace_step
+from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
 
 CPU = preset("cpu")
 H200 = preset("h200")
@@ -34,21 +32,9 @@ def sum_step(model: nn.Module, inp: dict[Any, Any]) -> None:
     model(inp["x"]).sum().backward()
 
 
-class _TopkLog(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.choices: list[torch.Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.topk.default:
-            self.choices.append(result[1].clone())
-        return result
-
-
 def real_routing(model: nn.Module, inp: dict[Any, Any], step_fn: Step) -> RecordedRouting:
     """The expert choices of a real step, dropout being off."""
-    with _TopkLog() as log:
+    with RoutingRecorder() as log:
         step_fn(model, inp)
     model.zero_grad(set_to_none=True)
     return RecordedRouting(log.choices)
