@@ -2,7 +2,7 @@
 
 A caller's mistake is an `InputError` (also a `ValueError`) or an `InputTypeError` (also a `TypeError`).
 What cannot fit is a `PlanError`, what cannot be traced a `TraceError`, a file that cannot be read back an
-`ArtifactError`, a broken invariant of ours a `StateError`. All are `ElixirError`, so one `except` catches them.
+`ArtifactError`, ranks that fall apart a `RankError`, a broken invariant of ours a `StateError`. All are `ElixirError`, so one `except` catches them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ class ArtifactError(ElixirError, ValueError):
 
 class TraceError(ElixirError, RuntimeError):
     """The training step cannot be traced; the message names the file and line that stands in the way."""
+
+
+class RankError(ElixirError, RuntimeError):
+    """The ranks no longer do the same: one died, raised an error, or left the order of collectives they share."""
 
 
 class StateError(ElixirError, RuntimeError):

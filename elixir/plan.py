@@ -58,6 +58,9 @@ class ChunkPlan:
     grad_rank: int | None = None
     """Its place among the chunks in the order in which their gradients are complete; None where it gets none. Ranks
     reduce gradients in this order, whatever their data does."""
+    grad_entry: int | None = None
+    """Index of the entry of `Plan.order` during which its last gradient arrives; None where it gets none. Between the
+    gathers of this entry and those of the next is the place of its reduction, the same on all ranks."""
 
     def __post_init__(self) -> None:
         _check_at_least(1, "numel", self.numel)
@@ -222,6 +225,11 @@ class Plan(Artifact):
             )
 
     def _check_order(self) -> None:
+        for index, entry in enumerate(chunk.grad_entry for chunk in self.chunks):
+            if entry is not None and not 0 <= entry < len(self.order):
+                raise InputError(
+                    f"field 'chunks[{index}].grad_entry' must be from 0 to {len(self.order) - 1}, found {entry}"
+                )
         for index, use in enumerate(self.order):
             for chunk in use.chunks:
                 if not 0 <= chunk < len(self.chunks):

@@ -3,6 +3,12 @@
 The cache walks the plan's order as the step reports its uses. At every position it brings in the window that
 `elixir.schedule` says, evicting whom it says, so the loads are those the plan predicted. A use that the order does not
 foresee is fetched on demand and counted.
+
+With several ranks every gather needs all of them, so all must walk alike, whatever their data does. A rank that skips
+entries of the order (an expert without tokens) loads what they say all the same when it goes on; the forward part of
+the order is walked to its end when forward is over, the rest when backward is. Who leaves is a function of the order
+alone. A use that the order does not foresee must come on all ranks: they agree on it first, and a rank that is alone
+with it gets a `RankError`.
 """
 
 from __future__ import annotations
@@ -11,9 +17,11 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from elixir.access import backward_is_running
 from elixir.chunk.buffers import BlockPool
 from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.group import Group
@@ -41,6 +49,19 @@ class CacheCounts:
     network_bytes: int = 0
 
 
+class Reductions(Protocol):
+    """What else uses the network during a walk, and has its place in the order."""
+
+    def begin(self) -> None:
+        """The backward part of the order begins."""
+
+    def leave(self, position: int) -> None:
+        """What belongs before `position` must be sent now: its loads come next."""
+
+    def enter(self, position: int) -> None:
+        """The loads of `position` have been sent."""
+
+
 class RCache:
     """The blocks, and which chunk is in which.
 
@@ -51,6 +72,7 @@ class RCache:
         lanes: fetch and network are used.
         group: over which chunks are sharded.
         evict_always: evict whatever is not pinned after every use; for tests.
+        backward_from: first position that is not forward; the end by default.
     """
 
     def __init__(
@@ -62,6 +84,7 @@ class RCache:
         group: Group,
         *,
         evict_always: bool = False,
+        backward_from: int | None = None,
     ) -> None:
         self._chunks = chunks
         self._schedule = schedule
@@ -70,6 +93,16 @@ class RCache:
         self._group = group
         self._evict_always = evict_always
         self._known = frozenset(chunk for chunks in schedule.policy.required for chunk in chunks)
+        self._required = [frozenset(chunks) for chunks in schedule.policy.required]
+        self._backward_from = len(self._required) if backward_from is None else backward_from
+        self._together = group.size > 1
+        self._position = -1
+        self._view = schedule.policy.start()
+        self._fresh: set[int] = set()  # loaded, and not required since
+        self._in_backward = False
+        self._disturbed = False
+        self.reductions: Reductions | None = None
+        """With several ranks: told of every position."""
         self._in_block: dict[int, int] = {}  # block -> chunk
         self._lock = threading.RLock()  # forward and the engine's threads take turns, and reports may come any time
         self.counts = CacheCounts()
@@ -78,12 +111,41 @@ class RCache:
     def begin(self) -> None:
         """A forward starts: the order is walked from its beginning, with whatever is in the blocks."""
         with self._lock:
-            self._position = -1
-            self._fresh: set[int] = set()  # loaded, and not required since
-            self._view = self._schedule.policy.start()
-            for index in self._in_block.values():
-                if index in self._known:
-                    self._view.admit(index)
+            if self._disturbed:
+                self._disturbed = False
+                self._agree("the first forward after an error")
+            self._in_backward = False
+            self._fresh.clear()
+            self._jump(-1)
+
+    def end_forward(self) -> None:
+        """Forward is over: with several ranks, load what the order says and this rank's data skipped."""
+        with self._lock:
+            if self._together and not self._in_backward:
+                self._walk_to(self._backward_from - 1)
+
+    def enter_backward(self) -> None:
+        """Backward is running; may be said any number of times."""
+        with self._lock:
+            if not self._together or self._in_backward:
+                return
+            self.end_forward()
+            self._in_backward = True
+            if self._position >= self._backward_from:
+                self._jump(self._backward_from - 1)  # another backward over the same forward
+            if self.reductions is not None:
+                self.reductions.begin()
+
+    def end_backward(self) -> None:
+        """Backward is over, and with it the order."""
+        with self._lock:
+            if self._together and self._in_backward:
+                self._walk_to(len(self._required) - 1)
+                self._in_backward = False
+
+    def disturbed(self) -> None:
+        """A forward or backward was left by an exception; with several ranks, it must have been on all of them."""
+        self._disturbed = self._together
 
     def take_counts(self) -> CacheCounts:
         """Counts since they were last taken."""
@@ -105,7 +167,7 @@ class RCache:
         with self._lock:
             for index in indices:
                 self._chunks[index].pins -= 1
-            if self._evict_always:
+            if self._evict_always and not self._together:
                 for chunk in [self._chunks[index] for index in self._in_block.values()]:
                     if not chunk.pins:
                         self._evict(chunk)
@@ -134,24 +196,67 @@ class RCache:
 
     def _advance(self, used: Sequence[int]) -> None:
         """Walk the order up to the entry that uses `used`, loading each window on the way."""
-        required = self._schedule.policy.required
-        wanted = set(used)
-        if self._position >= 0 and wanted <= set(required[self._position]):
+        wanted = frozenset(used)
+        backward = self._together and backward_is_running()
+        if backward:
+            self.enter_backward()
+        if self._position >= 0 and wanted <= self._required[self._position]:
             return
-        for position in range(self._position + 1, min(self._position + 1 + _LOOKAHEAD, len(required))):
-            if wanted <= set(required[position]):
-                for passed in range(self._position + 1, position + 1):
-                    if self._position >= 0:
-                        self._view.passed(self._position)
-                    self._position = passed
-                    self._load_window(self._schedule.windows[passed])
-                    for index in required[passed]:
-                        if index in self._fresh:
-                            self._fresh.remove(index)
-                        else:
-                            self.counts.hits += 1
-                return
+        # With several ranks, uses in forward never walk into the backward part, which other ranks have yet to enter.
+        end = self._backward_from if self._together and not backward else len(self._required)
+        if not self._together or all(self._chunks[index].state is not ChunkState.HOME for index in used):
+            end = min(end, self._position + 1 + _LOOKAHEAD)
+        position = self._next_with(wanted, self._position + 1, end)
+        if position is not None:
+            self._walk_to(position)
+            return
         self.counts.deviations += 1
+        missing = [index for index in used if self._chunks[index].state is ChunkState.HOME]
+        if self._together and missing:
+            self._agree(f"a use of chunks {missing} that is not in the order after its entry {self._position}")
+            start = self._backward_from if backward else 0
+            position = self._next_with(wanted, start, self._position)
+            if position is not None:
+                self._jump(position - 1)
+                self._walk_to(position)
+
+    def _next_with(self, wanted: frozenset[int], start: int, end: int) -> int | None:
+        return next((position for position in range(start, end) if wanted <= self._required[position]), None)
+
+    def _walk_to(self, last: int) -> None:
+        """Go on through the order, one position after the other."""
+        for position in range(self._position + 1, last + 1):
+            if self._position >= 0:
+                self._view.passed(self._position)
+            if self.reductions is not None and self._in_backward and self._schedule.windows[position]:
+                self.reductions.leave(position)
+            if self._evict_always and self._together:
+                for index in [i for i in self._in_block.values() if i not in self._required[position]]:
+                    if not self._chunks[index].pins:
+                        self._evict(self._chunks[index])
+            self._position = position
+            self._load_window(self._schedule.windows[position])
+            for index in self._schedule.policy.required[position]:
+                if index in self._fresh:
+                    self._fresh.remove(index)
+                else:
+                    self.counts.hits += 1
+            if self.reductions is not None and self._in_backward:
+                self.reductions.enter(position)
+
+    def _jump(self, position: int) -> None:
+        """Be at `position` without a walk, with whatever is in the blocks."""
+        self._position = position
+        self._view = self._schedule.policy.start()
+        for passed in range(position):
+            self._view.passed(passed)
+        for index in self._in_block.values():
+            if index in self._known:
+                self._view.admit(index)
+
+    def _agree(self, what: str) -> None:
+        """Make sure that all ranks are here, having sent the same so far."""
+        self._lanes.network.submit(lambda: self._group.exchange(what, None)).synchronize()
 
     def _load_window(self, window: Sequence[int]) -> None:
         for index in window:
@@ -175,6 +280,11 @@ class RCache:
             return True
         residents = list(self._in_block.values())
         strangers = [index for index in residents if index not in self._known and not self._chunks[index].pins]
+        if self._together and not strangers:
+            # Pins follow from this rank's data. In order they never stand in the way; elsewhere all ranks must agree.
+            first = self._view.victim()
+            if first is not None and self._chunks[first].pins:
+                self._agree(f"chunk {first}, which stays in its block though the order needs it")
         victim = strangers[0] if strangers else self._view.victim(i for i in residents if self._chunks[i].pins)
         if victim is not None:
             self._evict(self._chunks[victim])
@@ -235,5 +345,7 @@ class RCache:
             source = shard
         self.counts.network_bytes += whole.nbytes - shard.nbytes
         chunk.filled = self._lanes.network.submit(
-            lambda: self._group.gather(whole, source), after=after, nbytes=whole.nbytes - shard.nbytes
+            lambda: self._group.gather(whole, source, f"chunk {chunk.index}"),
+            after=after,
+            nbytes=whole.nbytes - shard.nbytes,
         )

@@ -4,16 +4,19 @@ A gradient is copied into its chunk's gradient block as it arrives. When all of 
 reduced over the ranks and its shard leaves for its home, beside the rest of backward; then the block is free again.
 Weights are never touched. A chunk that misses gradients is sent off at the end of backward, zeros in their place.
 
-Several ranks send their chunks in one order that all share, whatever their data does: a chunk that is complete waits
-for those before it, and at the end of backward every rank sends all that is left, with or without gradients.
+Several ranks send their chunks in one order that all share, whatever their data does: the plan says behind which of
+its gathers a chunk's reduction comes. A chunk that is complete waits for its place. One that is not when its place
+comes is sent as it is, zeros for what is missing. Gradients that arrive later still, which takes another order of
+execution than the traced one, are kept and sent with the next backward or before the optimizer steps.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +24,6 @@ from elixir.chunk.buffers import Arena
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Lanes, Ticket
-from elixir.errors import StateError
 
 
 @dataclass
@@ -41,7 +43,19 @@ class _Open:
     """A chunk whose gradients are arriving."""
 
     block: torch.Tensor
+    """As many elements as the chunk has."""
+    memory: torch.Tensor
+    """What `block` lies in."""
     arrived: set[str] = field(default_factory=set)
+
+
+class _Leaving(NamedTuple):
+    """Memory that lanes are reading: kept until compute may write there again."""
+
+    memory: torch.Tensor
+    ticket: Ticket
+    beside: tuple[torch.Tensor, ...]
+    """Temporary tensors of the reduction. If they were let go now, compute would get their memory while it is read."""
 
 
 class GradientFlow:
@@ -55,6 +69,7 @@ class GradientFlow:
         block_count: how many gradient blocks there are.
         block_bytes: size of one.
         reduce_fp32: sum over the ranks in float32.
+        places: per chunk, the position of the order that it is sent behind; chunks that are not in it come last.
     """
 
     def __init__(
@@ -67,19 +82,22 @@ class GradientFlow:
         block_count: int,
         block_bytes: int,
         reduce_fp32: bool = False,
+        places: Mapping[int, int] | None = None,
     ) -> None:
         self._lanes = lanes
         self._group = group
         self._reduce_fp32 = reduce_fp32
         self._block_bytes = block_bytes
-        # An outsized gradient is larger than a block; it goes straight from autograd's tensor.
         self._free = deque(
             arena.make(block_bytes, torch.uint8, "device", "gradient_blocks") for _ in range(block_count)
         )
-        self._leaving: deque[tuple[torch.Tensor, Ticket]] = deque()
+        self._leaving: deque[_Leaving] = deque()
         self._open: dict[int, _Open] = {}
         self._chunks = {chunk.index: chunk for chunk in chunks}
+        self._places = dict(places or {})
+        self._position = -1  # of the order; its loads have been sent
         self._unsent: list[int] = []  # with several ranks: chunks still to be sent in this backward, in order
+        self._unsettled = False  # a backward is over, and late gradients have not been asked for
         self.extra_blocks = 0
         """Blocks beyond the plan's, made because a chunk that others wait for never got its gradients."""
         self._arena = arena
@@ -98,7 +116,7 @@ class GradientFlow:
         with self._lock:
             opened = self._open.get(chunk.index)
             if opened is None:
-                opened = self._open[chunk.index] = _Open(self._block_for(chunk))
+                opened = self._open[chunk.index] = self._opened(chunk)
             part = opened.block[slot.offset : slot.offset + slot.numel].view(slot.shape)
             if slot.name in opened.arrived:
                 part.add_(gradient)  # another part of the graph used it too
@@ -112,33 +130,69 @@ class GradientFlow:
                     self._send_in_order()
 
     def begin(self) -> None:
-        """A backward starts."""
+        """The backward part of the order begins."""
         with self._lock:
+            self._position = -1
             self._unsent = list(self._chunks) if self._group.size > 1 else []
+
+    def leave(self, position: int) -> None:
+        """The loads of `position` come next: send what has its place before them, complete or not."""
+        with self._lock:
+            while self._unsent and self._places.get(self._unsent[0], position) < position:
+                self._send(self._chunks[self._unsent.pop(0)])
+
+    def enter(self, position: int) -> None:
+        """The loads of `position` have been sent."""
+        with self._lock:
+            self._position = position
+            self._send_in_order()
 
     def flush(self) -> None:
         """Backward is over: send what is left, on every rank alike."""
         with self._lock:
-            for index in self._unsent or list(self._open):
-                self._send(self._chunks[index])
-            self._unsent = []
+            if self._group.size > 1:
+                self._unsettled = True
+            else:
+                self._unsent = list(self._open)
+            while self._unsent:
+                self._send(self._chunks[self._unsent.pop(0)])
 
     def settle(self) -> None:
-        """Block until every gradient is at its home."""
-        for shard in self.shards.values():
-            if shard.ready is not None:
-                shard.ready.synchronize()
+        """Block until every gradient is at its home; with several ranks, all must call it."""
+        if self._unsettled:
+            self._unsettled = False
+            self._send_late()
+        self._wait()
 
     def clear(self) -> None:
         """Forget all gradients, those that are on their way too."""
         with self._lock:
-            self.settle()
+            self._wait()
             for opened in self._open.values():
-                self._free.append(opened.block.view(torch.uint8))
+                self._give_back(opened.memory)
             self._open.clear()
+            self._unsent = []
+            self._unsettled = False
             for shard in self.shards.values():
                 shard.holds = False
                 shard.arrived.clear()
+
+    def _wait(self) -> None:
+        for shard in self.shards.values():
+            if shard.ready is not None:
+                shard.ready.synchronize()
+        with self._lock:
+            while self._leaving:
+                self._reclaim()
+
+    def _send_late(self) -> None:
+        """Send what arrived after its chunk had been sent, on any rank."""
+        late: list[list[int]] = []
+        mine = sorted(self._open)
+        self._lanes.network.submit(lambda: late.extend(self._group.exchange("late gradients", mine))).synchronize()
+        with self._lock:
+            for index in [index for index in self._chunks if any(index in theirs for theirs in late)]:
+                self._send(self._chunks[index])
 
     def _send_in_order(self) -> None:
         while self._unsent:
@@ -146,29 +200,44 @@ class GradientFlow:
             opened = self._open.get(chunk.index)
             if opened is None or len(opened.arrived) < len(chunk.slots):
                 return
+            if self._places.get(chunk.index, self._position + 1) > self._position:
+                return  # gathers come first, on other ranks too
             self._unsent.pop(0)
             self._send(chunk)
 
-    def _block_for(self, chunk: Chunk) -> torch.Tensor:
-        if not self._free and self._leaving:
-            block, ticket = self._leaving.popleft()
-            ticket.wait()
-            self._free.append(block)
+    def _opened(self, chunk: Chunk) -> _Open:
+        if chunk.weight_bytes > self._block_bytes:
+            # Resident, and larger than any block.
+            memory = self._arena.make(chunk.weight_bytes, torch.uint8, "device", "gradient_blocks")
+        else:
+            memory = self._free_block()
+        return _Open(memory[: chunk.weight_bytes].view(chunk.dtype), memory)
+
+    def _free_block(self) -> torch.Tensor:
+        while not self._free and self._leaving:
+            self._reclaim()
         if not self._free:
             self.extra_blocks += 1
             self._free.append(self._arena.make(self._block_bytes, torch.uint8, "device", "gradient_blocks"))
-        block = self._free.popleft()
-        if chunk.weight_bytes > self._block_bytes:
-            raise StateError(
-                f"chunk {chunk.index} has {chunk.weight_bytes} gradient bytes, a block {self._block_bytes}"
-            )
-        return block[: chunk.weight_bytes].view(chunk.dtype)
+        return self._free.popleft()
+
+    def _reclaim(self) -> None:
+        """Let compute have the memory that has been leaving longest."""
+        memory, ticket, _ = self._leaving.popleft()
+        ticket.wait()
+        self._give_back(memory)
+
+    def _give_back(self, memory: torch.Tensor) -> None:
+        if memory.nbytes == self._block_bytes:
+            self._free.append(memory)
+        else:
+            self._arena.count(-memory.nbytes, "device", "gradient_blocks")
 
     def _send(self, chunk: Chunk) -> None:
         """Reduce a chunk's gradients and let this rank's shard leave for its home."""
         opened = self._open.pop(chunk.index, None)
         if opened is None:
-            opened = _Open(self._block_for(chunk))
+            opened = self._opened(chunk)
         for slot in chunk.slots:
             if slot.name not in opened.arrived:
                 opened.block[slot.offset : slot.offset + slot.numel].zero_()
@@ -178,16 +247,17 @@ class GradientFlow:
         # The step before may still read the shard that is written below.
         after: list[Ticket] = [] if chunk.updated is None else [chunk.updated]
         mine = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
+        beside: tuple[torch.Tensor, ...] = ()
         if self._group.size > 1:
             reduced = torch.empty_like(mine, dtype=torch.float32 if self._reduce_fp32 else mine.dtype)
             wide = whole.float() if self._reduce_fp32 else whole
 
             def reduce() -> None:
-                self._group.reduce_mean(reduced, wide)
+                self._group.reduce_mean(reduced, wide, f"gradients of chunk {chunk.index}")
 
             self.network_bytes += whole.nbytes - mine.nbytes
             after.append(self._lanes.network.submit(reduce, nbytes=whole.nbytes - mine.nbytes))
-            mine = reduced
+            mine, beside = reduced, (reduced, wide)
         adds, shard.holds = shard.holds, True
 
         def deliver() -> None:
@@ -199,5 +269,4 @@ class GradientFlow:
         shard.ready = self._lanes.offload.submit(deliver, after=after, nbytes=shard.memory.nbytes)
         if chunk.plan.state_home == "host":
             self.offloaded_bytes += shard.memory.nbytes
-        storage = torch.empty(0, dtype=torch.uint8, device=whole.device).set_(whole.untyped_storage())
-        self._leaving.append((storage, shard.ready))
+        self._leaving.append(_Leaving(opened.memory, shard.ready, beside))

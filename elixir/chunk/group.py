@@ -1,16 +1,34 @@
-"""The ranks that share a model: collectives over flat buffers, or nothing at all for one rank."""
+"""The ranks that share a model: collectives over flat buffers, or nothing at all for one rank.
+
+All ranks must issue the same collectives in the same order, or what arrives is another chunk's. Every rank keeps a
+digest of what it has issued; whenever values are exchanged, and at least once before every optimizer step, the digests
+are compared, so that ranks that went different ways stop with an error instead of training on.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import zlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
 import torch
 import torch.distributed as dist
+
+from elixir.errors import RankError
+
+# torch 2.13 has new names for these and warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Group:
     """A process group, seen by chunks.
 
-    Its collectives run beside compute, so they have a group of their own: on the caller's group they would come between
-    the caller's own collectives, in an order that differs from rank to rank.
+    Its collectives run beside compute, so they have groups of their own: on the caller's group they would come between
+    the caller's own collectives, in an order that differs from rank to rank. Chunks travel in one that is like the
+    caller's; small values on the host in a second one, over gloo. Both have the timeout of the caller's.
 
     Args:
         process_group: None means the default group where one is initialised, else a single rank.
@@ -21,49 +39,119 @@ class Group:
             process_group = dist.group.WORLD
         self.size: int = 1 if process_group is None else dist.get_world_size(process_group)
         self.rank: int = 0 if process_group is None else dist.get_rank(process_group)
-        self._group: dist.ProcessGroup | None = None
+        self._data: dist.ProcessGroup | None = None
+        self._control: dist.ProcessGroup | None = None
+        self._issued = 0
+        self._digest = 0
+        self._broken: RankError | None = None
         if process_group is not None and self.size > 1:
             ranks = dist.get_process_group_ranks(process_group)
             # The ranks outside of a smaller group do not get here, so those inside agree among themselves.
-            self._group = dist.new_group(ranks, use_local_synchronization=len(ranks) < dist.get_world_size())
+            local = len(ranks) < dist.get_world_size()
+            timeout = _timeout(process_group)
+            self._data = dist.new_group(ranks, timeout=timeout, use_local_synchronization=local)
+            self._control = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
 
     def close(self) -> None:
-        """Give the group back."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        """Give the groups back."""
+        for group in (self._data, self._control):
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._data = self._control = None
 
-    def gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
-        """Fill `whole` with every rank's `shard`, which may be this rank's part of it."""
+    def gather(self, whole: torch.Tensor, shard: torch.Tensor, what: str = "weights") -> None:
+        """Fill `whole` with every rank's `shard`, which may be this rank's part of it.
+
+        Raises:
+            RankError: another rank is gone, or does something else.
+        """
         if self.size > 1:
-            dist.all_gather_into_tensor(whole, shard, group=self._group)
+            with self._issuing(f"gather {what}"):
+                _all_gather(whole, shard, group=self._data)
         elif whole.data_ptr() != shard.data_ptr():
             whole.copy_(shard, non_blocking=True)
 
-    def reduce_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
-        """Fill `shard` with this rank's part of the mean of every rank's `whole`, which is overwritten."""
+    def reduce_mean(self, shard: torch.Tensor, whole: torch.Tensor, what: str = "gradients") -> None:
+        """Fill `shard` with this rank's part of the mean of every rank's `whole`, which is overwritten.
+
+        Raises:
+            RankError: another rank is gone, or does something else.
+        """
         if self.size > 1:
-            whole.div_(self.size)
-            dist.reduce_scatter_tensor(shard, whole, group=self._group)
+            with self._issuing(f"reduce {what}"):
+                whole.div_(self.size)
+                _reduce_scatter(shard, whole, group=self._data)
         elif whole.data_ptr() != shard.data_ptr():
             shard.copy_(whole, non_blocking=True)
 
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Every rank's `value`, which can be pickled, in order of rank. Blocks until all ranks are here.
+
+        Args:
+            what: for which purpose; the same on all ranks.
+
+        Raises:
+            RankError: another rank is gone, is here for another purpose, or has issued other collectives than this one.
+        """
+        if self.size == 1:
+            return [value]
+        mine = (what, self._issued, self._digest)
+        gathered: list[Any] = [None] * self.size
+        with self._issuing(what):
+            dist.all_gather_object(gathered, (mine, value), group=self._control)
+            for rank, (theirs, _) in enumerate(gathered):
+                if theirs != mine:
+                    raise RankError(
+                        f"rank {self.rank} is at {what!r} after {mine[1]} collectives, rank {rank} at {theirs[0]!r} "
+                        f"after {theirs[1]}{' others' if theirs[1] == mine[1] else ''}: the ranks no longer do the "
+                        "same; every rank must call forward, backward and step equally often, and use what the plan "
+                        "does not foresee on all ranks alike or inside `model.gathered()`"
+                    )
+        return [value for _, value in gathered]
+
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
+        """The sum over all ranks, in place, added up in order of rank."""
         if self.size > 1:
-            dist.all_reduce(value, group=self._group)
+            total = torch.zeros_like(value)
+            for theirs in self.exchange("sum", value.cpu()):
+                total.add_(theirs)
+            value.copy_(total)
         return value
 
     def largest(self, value: torch.Tensor) -> torch.Tensor:
-        """The maximum over all ranks, in place."""
+        """The maximum over all ranks, in place; NaN where any rank has it."""
         if self.size > 1:
-            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
+            value.copy_(torch.stack(self.exchange("largest", value.cpu())).amax(0))
         return value
 
     def same_everywhere(self, text: str) -> bool:
         """Whether every rank calls this with the same text."""
-        if self.size == 1:
-            return True
-        gathered: list[str | None] = [None] * self.size
-        dist.all_gather_object(gathered, text, group=self._group)
-        return len(set(gathered)) == 1
+        return len(set(self.exchange("comparison", text))) == 1
+
+    @contextlib.contextmanager
+    def _issuing(self, what: str) -> Iterator[None]:
+        if self._broken is not None:
+            raise self._broken  # the others are gone: no second timeout
+        self._issued += 1
+        self._digest = zlib.crc32(what.encode(), self._digest)
+        try:
+            yield
+        except RankError as error:
+            self._broken = error
+            raise
+        except RuntimeError as error:
+            self._broken = RankError(
+                f"rank {self.rank}: {what} (collective {self._issued}) failed, because another rank has died, has "
+                f"raised an error, or does something else; see the messages of the others. From torch: {error}"
+            )
+            raise self._broken from error
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """That of a group, which new groups do not take over by themselves; None for the backend's default."""
+    for device in ("cuda", "cpu"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            found = group._get_backend(torch.device(device)).options._timeout
+            if isinstance(found, timedelta):
+                return found
+    return None

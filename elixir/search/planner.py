@@ -313,6 +313,7 @@ def _chunk_plans(trace: StepTrace, best: Candidate) -> tuple[ChunkPlan, ...]:
                 state_home=home(best.placement.state_on_device[index] if chunk.trainable else weight),
                 resident=best.placement.resident[index],
                 grad_rank=ranks.get(index),
+                grad_entry=best.work.grad_entry(index),
             )
         )
     return tuple(plans)

@@ -45,6 +45,7 @@ class StepFacts:
         # Accesses without parameters count for the live bytes above, but there is nothing to fetch for them.
         sets: dict[tuple[int, ...], int] = {}
         following = np.cumsum([bool(event.parameters) for event in events]).tolist()
+        self._uses_until = following
         self.uses: list[tuple[Phase, int, int]] = [
             (
                 event.phase,
@@ -61,6 +62,10 @@ class StepFacts:
     def slot(self, event: int) -> int:
         """The slot of an access event in which a gradient arrives."""
         return self._slot_of[event]
+
+    def last_use(self, event: int) -> int:
+        """Index into `uses` of the last access with parameters up to `event`; 0 where there is none yet."""
+        return max(0, int(self._uses_until[event]) - 1)
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class Workload:
         self.facts = facts
         self.packing = packing
         self.chunks = tuple(self._chunk_facts(index) for index in range(len(packing.chunks)))
-        self._order = _collapse(facts, packing)
+        self._order, self._entry_of = _collapse(facts, packing)
         self.required = required_chunks((chunks, pin_until) for _, chunks, pin_until in self._order)
         self.first_backward = next(
             (entry for entry, (phase, _, _) in enumerate(self._order) if phase != "forward"), len(self._order)
@@ -125,6 +130,13 @@ class Workload:
         cumulated: Ints = np.cumsum(arrived, axis=1)
         return cumulated
 
+    def grad_entry(self, index: int) -> int | None:
+        """The entry of `order` during which a chunk's last gradient arrives; None where it gets none."""
+        parameters = self.facts.trace.parameters
+        events = [parameters[member].grad_event for member in self.packing.chunks[index].parameters]
+        arrivals = [event for event in events if event is not None]
+        return self._entry_of[self.facts.last_use(max(arrivals))] if arrivals else None
+
     def _chunk_facts(self, index: int) -> ChunkFacts:
         chunk, trace = self.packing.chunks[index], self.facts.trace
         itemsize = dtype_bytes(chunk.dtype)
@@ -140,8 +152,8 @@ class Workload:
         )
 
 
-def _collapse(facts: StepFacts, packing: Packing) -> list[OrderEntry]:
-    """The trace's accesses in chunk ids, equal neighbours in one entry, pins translated to entries.
+def _collapse(facts: StepFacts, packing: Packing) -> tuple[list[OrderEntry], list[int]]:
+    """The trace's accesses in chunk ids, equal neighbours in one entry, pins translated to entries; entry per access.
 
     Entries that were joined share the latest of their pins: their chunks are the same, so nothing more is held.
     """
@@ -158,7 +170,8 @@ def _collapse(facts: StepFacts, packing: Packing) -> list[OrderEntry]:
         elif pin_until > last_event[-1]:
             last_event[-1] = pin_until
         entry_of.append(len(keys) - 1)
-    return [
+    entries = [
         (phase, chunks, max(entry, entry_of[until]))
         for entry, ((phase, chunks), until) in enumerate(zip(keys, last_event, strict=True))
     ]
+    return entries, entry_of

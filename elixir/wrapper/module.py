@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from elixir.access import ParameterAccess
+from elixir.access import ParameterAccess, backward_is_running
 from elixir.chunk.buffers import Arena, BlockPool
 from elixir.chunk.cache import RCache
 from elixir.chunk.chunk import Chunk
@@ -23,6 +24,7 @@ from elixir.chunk.lanes import Emulation, Ticket, make_lanes
 from elixir.errors import InputError, InputTypeError
 from elixir.fingerprint import fingerprint
 from elixir.plan import Plan
+from elixir.schedule import StepSchedule
 from elixir.units import dtype_name
 from elixir.wrapper.build import build_chunks, place_buffers
 from elixir.wrapper.report import StepReport
@@ -76,11 +78,7 @@ class ElixirModule(nn.Module):
         if not isinstance(module, nn.Module) or isinstance(module, ElixirModule):
             raise InputTypeError(f"module must be a plain nn.Module, got {type(module).__name__}")
         self._group = Group(group)
-        plan.check(fingerprint(module), self._group.size)
-        if dtype is not None and plan.dtype not in ("as built", dtype_name(dtype)):
-            raise InputError(f"the plan is for {plan.dtype}, dtype asks for {dtype_name(dtype)}; plan with that dtype")
-        if not self._group.same_everywhere(plan.fingerprint):
-            raise InputError("the ranks have different plans; plan on one rank and send the plan to the others")
+        _agree_on_plan(self._group, module, plan, dtype)
         self._device = _compute_device(device)
         self.plan = plan
         self._cast = None if plan.dtype == "as built" else getattr(torch, plan.dtype)
@@ -91,13 +89,21 @@ class ElixirModule(nn.Module):
         place_buffers(module, self._device)
         self._pool = BlockPool(self._arena, plan.block_count, plan.block_bytes, poison=poison)
         schedule = (plan if prefetch else replace(plan, prefetch_depth=0)).schedule()
-        self.cache = RCache(self.chunks, schedule, self._pool, self._lanes, self._group, evict_always=evict_always)
-        streamed = {
-            slot.parameter: chunk.index for chunk in self.chunks if not chunk.plan.resident for slot in chunk.slots
-        }
-        self.uses = WeightUses(self.cache, streamed)
-        self._access = ParameterAccess(module, self.uses, streamed) if streamed else None
-        self.gradients = self._gradient_flow(reduce_always_fp32)
+        self.cache = RCache(
+            self.chunks,
+            schedule,
+            self._pool,
+            self._lanes,
+            self._group,
+            evict_always=evict_always,
+            backward_from=next((i for i, use in enumerate(plan.order) if use.phase != "forward"), len(plan.order)),
+        )
+        tracked = [chunk for chunk in self.chunks if not self.is_ordinary(chunk)]
+        parameters = {slot.parameter for chunk in tracked for slot in chunk.slots}
+        self.uses = WeightUses(self.cache, self.chunks, tracked, self._device.type)
+        self._access = ParameterAccess(module, self.uses, parameters) if tracked else None
+        self.gradients = self._gradient_flow(reduce_always_fp32, schedule)
+        self.cache.reductions = self.gradients
         self.rewrite_hooks: list[Callable[[Chunk], None]] = []
         """Called with a chunk whose weights were written from outside."""
         self.refreshed_bytes = 0
@@ -114,16 +120,17 @@ class ElixirModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        for ticket in self._pending_updates:
-            ticket.wait()
-        self._pending_updates.clear()
+        self._forget_failed_backward()
         self.cache.begin()
         args, kwargs = tree_map(self._input, (args, kwargs))
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
             self.uses.reset()
+            self.cache.disturbed()
             raise
+        self.cache.end_forward()
+        tree_map(self._watch_backward, output)
         return tree_map(self._output, output) if self._output_fp32 else output
 
     def __getattr__(self, name: str) -> Any:
@@ -141,29 +148,41 @@ class ElixirModule(nn.Module):
         weights; every rank must write the same.
         """
         wanted = None if parameters is None else set(parameters)
+        if backward_is_running() or self.uses.inside():
+            raise InputError("gathered() is for outside of the model's forward and backward, where weights come and go")
+        if self._group.size > 1:
+            # A rank that is alone here would get other ranks' answers to other questions.
+            self._lanes.network.submit(lambda: self._group.exchange("gathered()", None)).synchronize()
         self.settle()
         opened: list[tuple[Chunk, torch.Tensor]] = []
-        self.uses.writable += 1
+        before = dict(self.uses.gathered)
         try:
             for chunk in self.chunks:
                 if wanted is not None and not any(slot.parameter in wanted for slot in chunk.slots):
                     continue
-                whole = self._whole(chunk)
+                if chunk.index in before:  # another `gathered` around this one holds it already
+                    whole = self.uses.gathered_memory[chunk.index]
+                else:
+                    whole = self._whole(chunk)
+                    chunk.point_into(whole)
                 opened.append((chunk, whole))
-                for slot in chunk.slots:
-                    slot.parameter.data = whole[slot.offset : slot.offset + slot.numel].view(slot.shape)
+                self.uses.gathered_memory[chunk.index] = whole
+                self.uses.gathered[chunk.index] = write or before.get(chunk.index, False)
             yield
             if write:
                 for chunk, whole in opened:
                     self._write_back(chunk, whole)
         finally:
-            self.uses.writable -= 1
+            self.uses.gathered = before
             for chunk, _ in opened:
-                if chunk.whole is None:
-                    chunk.hold_placeholders()
+                if chunk.index not in before:
+                    del self.uses.gathered_memory[chunk.index]
+                    if chunk.whole is None:
+                        chunk.hold_placeholders()
 
     def settle(self) -> None:
         """Wait for everything that runs beside compute, and empty the blocks."""
+        self._forget_failed_backward()
         self.gradients.settle()
         for chunk in self.chunks:
             if chunk.updated is not None:
@@ -177,6 +196,12 @@ class ElixirModule(nn.Module):
         """An optimizer has stepped: what the blocks hold is old, and resident weights are new once `updates` are done."""
         self._pending_updates.extend(updates)
         self.cache.invalidate()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, those that have left for their home too."""
+        self._forget_failed_backward()
+        self.gradients.clear()
+        super().zero_grad(set_to_none)
 
     def step_over(self) -> None:
         """An optimizer has stepped: write the step's report, and say so where the plan was wrong."""
@@ -229,6 +254,17 @@ class ElixirModule(nn.Module):
         with self.gathered(write=True):
             return self.module.load_state_dict(state_dict, strict=strict)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise InputError(
+            "the plan says where an ElixirModule lives and in which dtype: leave out to(), cuda(), half() and the like, "
+            "and plan with unified_dtype= for another dtype"
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """The first thing that `DistributedDataParallel` asks a module for."""
+        raise InputError("an ElixirModule reduces its gradients itself: leave out DistributedDataParallel")
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise InputError("an ElixirModule cannot be copied: its weights live in shared chunks; wrap a second model")
 
@@ -258,11 +294,18 @@ class ElixirModule(nn.Module):
         """Whether its parameters are plain ones: weights, gradients and states all on the device of one rank."""
         return chunk.plan.resident and chunk.plan.state_home == "device" and self._group.size == 1
 
-    def _gradient_flow(self, reduce_fp32: bool) -> GradientFlow:
+    def _gradient_flow(self, reduce_fp32: bool, schedule: StepSchedule) -> GradientFlow:
         gathering = [chunk for chunk in self.chunks if chunk.plan.trainable and not self.is_ordinary(chunk)]
         # Those that got no gradient in the traced step come last: nobody shall wait for them.
         last = len(self.chunks)
         gathering.sort(key=lambda chunk: (last if chunk.plan.grad_rank is None else chunk.plan.grad_rank, chunk.index))
+        # A chunk is reduced behind the last gathers before its last gradient; -1 where there are none at all.
+        loading = [position for position, window in enumerate(schedule.windows) if window]
+        places = {
+            chunk.index: ([-1, *loading])[bisect_right(loading, chunk.plan.grad_entry)]
+            for chunk in gathering
+            if chunk.plan.grad_entry is not None
+        }
         return GradientFlow(
             gathering,
             self._arena,
@@ -271,6 +314,7 @@ class ElixirModule(nn.Module):
             block_count=self.plan.grad_block_count,
             block_bytes=self.plan.block_bytes,
             reduce_fp32=reduce_fp32,
+            places=places,
         )
 
     def _watch_gradients(self) -> None:
@@ -288,17 +332,39 @@ class ElixirModule(nn.Module):
 
                     slot.parameter.register_post_accumulate_grad_hook(arrived)
 
+    def _watch_backward(self, output: Any) -> None:
+        """Notice the beginning of backward at what it begins with, before any of the model's nodes run."""
+        if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+
+            def begins(gradient: torch.Tensor) -> None:
+                self._backward_runs()
+
+            output.register_hook(begins)
+
     def _backward_runs(self) -> None:
         """Once per backward: have the engine call when it is over."""
         if not self._in_backward:
             self._in_backward = True
-            self.gradients.begin()
+            if self._group.size > 1:
+                self.cache.enter_backward()
+            else:
+                self.gradients.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+
+    def _forget_failed_backward(self) -> None:
+        """A backward that raised has left its pins, and gradients that count as they do in plain PyTorch."""
+        if self._in_backward and not backward_is_running():
+            self._in_backward = False
+            self.uses.reset()
+            self.cache.disturbed()
+            if self._group.size == 1:
+                self.gradients.flush()
 
     def _backward_over(self) -> None:
         self._in_backward = False
-        self.gradients.flush()
         self.uses.backward_done()
+        self.cache.end_backward()
+        self.gradients.flush()
 
     def _whole(self, chunk: Chunk) -> torch.Tensor:
         if chunk.whole is not None:
@@ -315,6 +381,28 @@ class ElixirModule(nn.Module):
             chunk.shard.copy_(whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel])
         for hook in self.rewrite_hooks:
             hook(chunk)
+
+
+def _agree_on_plan(group: Group, module: nn.Module, plan: Plan, dtype: torch.dtype | None) -> None:
+    """Refuse, on all ranks at once, a plan that one of them cannot run or that differs between them."""
+    error: Exception | None = None
+    try:
+        plan.check(fingerprint(module), group.size)
+        if dtype is not None and plan.dtype not in ("as built", dtype_name(dtype)):
+            raise InputError(f"the plan is for {plan.dtype}, dtype asks for {dtype_name(dtype)}; plan with that dtype")
+    except ValueError as refused:
+        error = refused
+    answers = group.exchange("plan", (plan.fingerprint, None if error is None else str(error)))
+    if error is not None:
+        raise error
+    for rank, (theirs, problem) in enumerate(answers):
+        if problem is not None:
+            raise InputError(f"rank {rank} cannot run its plan: {problem}")
+        if theirs != plan.fingerprint:
+            raise InputError(
+                f"rank {rank} has plan {theirs}, rank {group.rank} has {plan.fingerprint}; plan on one rank and send "
+                "the plan to the others"
+            )
 
 
 def _compute_device(device: torch.device | str | None) -> torch.device:
