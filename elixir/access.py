@@ -9,7 +9,8 @@ Three things together see every use of a parameter:
 * Module entries and exits delimit scopes: a view of a parameter made in one operator may be used in the next one, so
   what a function used stays in use until the innermost module that was running returns.
 
-Metadata (`shape`, `dtype`, `size()`, ...) is not a use.
+Metadata (`shape`, `dtype`, `size()`, ...) is not a use, nor is what only takes its shape from a parameter
+(`zeros_like`, `new_empty`); `data` and `data_ptr()` are, since they lead to the values unseen.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ from torch.utils.hooks import RemovableHandle
 from elixir.errors import InputError
 
 _METADATA_ATTRIBUTES = frozenset(
-    """shape dtype device requires_grad grad grad_fn is_leaf data ndim layout is_cuda is_cpu is_meta is_sparse names
+    """shape dtype device requires_grad grad grad_fn is_leaf ndim layout is_cuda is_cpu is_meta is_sparse names
     _version output_nr retains_grad is_quantized itemsize nbytes grad_dtype""".split()
 )
 _METADATA_METHODS = frozenset(
-    """size dim numel nelement stride element_size is_floating_point is_complex untyped_storage storage_offset data_ptr
+    """size dim numel nelement stride element_size is_floating_point is_complex untyped_storage storage_offset
     register_hook register_post_accumulate_grad_hook is_contiguous get_device requires_grad_ __hash__ __reduce_ex__
-    ndimension is_same_size""".split()
+    ndimension is_same_size empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty
+    new_zeros new_ones new_full new_tensor new_empty_strided""".split()
+)
+_IN_PLACE_OPERATORS = frozenset(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__".split()
 )
 
 
@@ -39,6 +44,9 @@ class AccessListener(Protocol):
 
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         """`function` is about to read `parameters` (each once, in argument order), in forward or in recompute."""
+
+    def writes(self, parameters: list[nn.Parameter], function: str) -> None:
+        """`function` is about to write to `parameters`; comes before `used`."""
 
     def entered(self, module: nn.Module) -> None:
         """`module` starts to run."""
@@ -65,19 +73,26 @@ class TrackedParameter(nn.Parameter):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if not _reads_only_metadata(func):
-                found: list[TrackedParameter] = []
-                for item in _tensors_in(args, kwargs):
-                    if isinstance(item, TrackedParameter) and not any(item is other for other in found):
-                        found.append(item)
+                found = _tracked(args, kwargs)
                 if found:
-                    listener = found[0]._listener
-                    listener.used([*found], getattr(func, "__name__", str(func)))
+                    listener, name = found[0]._listener, _name_of(func)
+                    written = _tracked(*_written(name, args, kwargs))
+                    if written:
+                        listener.writes([*written], name)
+                    listener.used([*found], name)
                     outer = innermost_saved_tensors_hooks()
                     if torch.is_grad_enabled() and _listener_of(outer) is not listener:
                         # Outside every module: in step_fn itself, or in a checkpointed function that runs again.
                         with _hooks_over(listener, outer):
                             return func(*args, **kwargs)
             return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """An ordinary parameter with the same values, which must be at hand."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
 
 
 class ParameterAccess:
@@ -105,6 +120,12 @@ class ParameterAccess:
                     parameter._listener = listener  # type: ignore[attr-defined]
             self._handles.append(module.register_forward_pre_hook(self._enter))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy of a module copies its hooks, and with them this: it would listen for two models.
+        raise InputError(
+            "a model that runs under a plan cannot be copied or pickled; save its state_dict(), or build a second model"
+        )
 
     def remove(self) -> None:
         """Give parameters their class back and take all hooks off."""
@@ -228,6 +249,30 @@ def _reads_only_metadata(func: Any) -> bool:
     if name in ("__get__", "__set__", "__delete__"):
         return name != "__get__" or getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA_ATTRIBUTES
     return name in _METADATA_METHODS
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    # A property is known by its getter only.
+    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
+
+
+def _written(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that a function writes to: the first one of an in-place function, and any ``out``."""
+    out = {"out": kwargs["out"]} if kwargs.get("out") is not None else {}
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+    if not in_place:
+        return (), out
+    return tuple(args[:1]), out if args else kwargs
+
+
+def _tracked(args: Iterable[Any], kwargs: dict[str, Any]) -> list[TrackedParameter]:
+    """The tracked parameters among the arguments, each once."""
+    found: list[TrackedParameter] = []
+    for item in _tensors_in(args, kwargs):
+        if isinstance(item, TrackedParameter) and not any(item is other for other in found):
+            found.append(item)
+    return found
 
 
 def _tensors_in(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from elixir.chunk.lanes import Ticket
-from elixir.errors import StateError
+from elixir.errors import InputError, StateError
 from elixir.plan import ChunkPlan
 
 
@@ -86,6 +87,8 @@ class Chunk:
         self.whole: torch.Tensor | None = None
         """The gathered weights of a resident chunk."""
         self._placeholders = [_placeholder(slot.shape, self.dtype) for slot in self.slots]
+        self._offsets = [slot.offset for slot in self.slots]
+        self._versions: list[int] = []  # of the parameters when they came into the block
 
     @property
     def shard_start(self) -> int:
@@ -110,18 +113,42 @@ class Chunk:
                 f"rank {self.rank}: chunk {self.index} ({names}{more}) cannot go from {self.state.value} to "
                 f"{state.value} with {self.pins} pins"
             )
+        if self.state is ChunkState.CACHED:
+            self._check_unwritten()
         self.state = state
         if memory is not None:
-            for slot in self.slots:
-                slot.parameter.data = memory[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            self.point_into(memory)
+            self._versions = self._versions_now()
         elif state is ChunkState.HOME:
-            for slot, placeholder in zip(self.slots, self._placeholders, strict=True):
-                slot.parameter.data = placeholder
+            self.hold_placeholders()
+
+    def point_into(self, memory: torch.Tensor) -> None:
+        """Parameters become views of `memory`, which holds the gathered weights."""
+        for slot in self.slots:
+            slot.parameter.data = memory[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
     def hold_placeholders(self) -> None:
         """Parameters give up the memory they came with; they must have been copied into the shard."""
         for slot, placeholder in zip(self.slots, self._placeholders, strict=True):
             slot.parameter.data = placeholder
+
+    def parameter_at(self, offset: int) -> nn.Parameter:
+        """The parameter that lies at this element of the chunk."""
+        return self.slots[max(bisect_right(self._offsets, offset) - 1, 0)].parameter
+
+    def _check_unwritten(self) -> None:
+        """Blocks never go back home, so what a forward wrote to a weight would be lost."""
+        before, self._versions = self._versions, self._versions_now()  # said once
+        for slot, old, new in zip(self.slots, before, self._versions, strict=True):
+            if new != old:
+                raise InputError(
+                    f"rank {self.rank}: the forward wrote to {slot.name} in place (as nn.Embedding does with "
+                    "max_norm), which would be lost when its memory is given to another chunk; write to it inside "
+                    "`with model.gathered(parameters, write=True)`, between steps"
+                )
+
+    def _versions_now(self) -> list[int]:
+        return [slot.parameter._version for slot in self.slots]
 
 
 def _placeholder(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -120,7 +120,7 @@ class ElixirModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        self._forget_failed_backward()
+        self.forget_failed_backward()
         self.cache.begin()
         args, kwargs = tree_map(self._input, (args, kwargs))
         try:
@@ -182,7 +182,7 @@ class ElixirModule(nn.Module):
 
     def settle(self) -> None:
         """Wait for everything that runs beside compute, and empty the blocks."""
-        self._forget_failed_backward()
+        self.forget_failed_backward()
         self.gradients.settle()
         for chunk in self.chunks:
             if chunk.updated is not None:
@@ -199,7 +199,7 @@ class ElixirModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, those that have left for their home too."""
-        self._forget_failed_backward()
+        self.forget_failed_backward()
         self.gradients.clear()
         super().zero_grad(set_to_none)
 
@@ -351,8 +351,8 @@ class ElixirModule(nn.Module):
                 self.gradients.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
 
-    def _forget_failed_backward(self) -> None:
-        """A backward that raised has left its pins, and gradients that count as they do in plain PyTorch."""
+    def forget_failed_backward(self) -> None:
+        """If a backward has raised: it left its pins, and gradients that count as they do in plain PyTorch."""
         if self._in_backward and not backward_is_running():
             self._in_backward = False
             self.uses.reset()

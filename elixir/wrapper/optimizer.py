@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradShard
 from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError, InputTypeError
+from elixir.wrapper.elementwise import check_elementwise
 from elixir.wrapper.module import ElixirModule
-
-_NOT_ELEMENTWISE = ("Adafactor", "LAMB", "Lamb", "LARS", "Muon", "Shampoo", "SOAP", "LBFGS", "SparseAdam", "NovoGrad")
 
 
 @dataclass
@@ -36,6 +36,8 @@ class _Segment:
     """What the chunk's optimizer steps: float32 master weights, or the weights themselves."""
     source: nn.Parameter
     """The model's parameter."""
+    version: int
+    """Its version when the segment was made."""
 
 
 class _ChunkOptimizer:
@@ -57,6 +59,7 @@ class _ChunkOptimizer:
         self.segments = self._cut()
         self.optimizer = owner.make_inner([segment.weights for segment in self.segments], self.segments)
         self._counted_states = False
+        self._versions: dict[str, int] = {}  # of the parameters, after the last step that changed them
 
     def reload(self, chunk: Chunk) -> None:
         """The weights were written from outside: master weights follow."""
@@ -76,11 +79,27 @@ class _ChunkOptimizer:
                 found.append((segment, self._shard.memory[segment.start : segment.start + numel]))
         return found
 
-    def step(self, factor: float, hyperparameters: list[dict[str, Any]]) -> None:
-        """One step with gradients times `factor`, and the new weights back to their home."""
+    def mark_changed(self, arrived: list[tuple[_Segment, torch.Tensor]]) -> None:
+        """Let autograd know that a backward over the weights before this step would be wrong."""
+        for segment, _ in arrived:
+            if segment.weights is not segment.source:  # else the step itself has
+                torch.autograd.graph.increment_version(segment.source)
+            self._versions[segment.name] = segment.source._version
+
+    def follow_writes(self) -> None:
+        """Ordinary parameters may be written to between steps; master weights follow."""
+        if not self._separate or not self._owner.module.is_ordinary(self.chunk):
+            return
+        for segment in self.segments:
+            if segment.source._version != self._versions.get(segment.name, segment.version):
+                self._master[segment.start : segment.start + segment.weights.numel()].copy_(segment.source.view(-1))
+
+    def step(
+        self, arrived: list[tuple[_Segment, torch.Tensor]], factor: float, hyperparameters: list[dict[str, Any]]
+    ) -> None:
+        """One step with the gradients in `arrived` times `factor`, and the new weights back to their home."""
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             group.update(values)
-        arrived = self.gradients()  # before what is cleared next, which for plain parameters is the same
         for segment in self.segments:
             segment.weights.grad = None
         for segment, gradient in arrived:
@@ -117,7 +136,7 @@ class _ChunkOptimizer:
                 weights = slot.parameter  # plain PyTorch's own: same kernel, same bits
             else:
                 weights = nn.Parameter(part, requires_grad=True)
-            segments.append(_Segment(slot.name, group, begin - start, weights, slot.parameter))
+            segments.append(_Segment(slot.name, group, begin - start, weights, slot.parameter, slot.parameter._version))
         return segments
 
     def _count_states(self) -> None:
@@ -160,12 +179,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(module, ElixirModule):
             raise InputTypeError(f"module must be an ElixirModule, got {type(module).__name__}")
-        name = type(optimizer).__name__
-        if name in _NOT_ELEMENTWISE:
-            raise InputError(
-                f"{name} is not elementwise: its update of one weight depends on others, which live in other shards; "
-                "use an elementwise optimizer such as AdamW, SGD, RMSprop or Adagrad"
-            )
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ElixirOptimizer):
+            raise InputTypeError(f"optimizer must be a plain torch optimizer, got {type(optimizer).__name__}")
+        if any(_has_stepped(state) for state in optimizer.state.values()):
+            raise InputError("the optimizer has stepped already, and its states would be lost; give one that has not")
+        self._ready = False
         self.module = module
         self._class = type(optimizer)
         self.group_of = {
@@ -176,6 +194,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if foreign:
             raise InputError(f"{foreign} parameters of the optimizer are not parameters of the module")
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
+        for group in self.param_groups:
+            check_elementwise(self._class, partial(self._make_over, group))
         self.max_norm = max_norm or 0.0
         self.scales = module.plan.dtype == "float16"
         self.loss_scale = float(initial_scale) if self.scales else 1.0
@@ -185,6 +205,17 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._position = {parameter: index for index, parameter in enumerate(module.module.parameters())}
         self._parts = [_ChunkOptimizer(self, chunk) for chunk in self._in_order() if chunk.plan.trainable]
         module.rewrite_hooks.extend(part.reload for part in self._parts)
+        self._ready = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while this is built: the plan knows no other parameters.
+
+        Raises:
+            InputError: afterwards.
+        """
+        if getattr(self, "_ready", False):
+            raise InputError("groups cannot be added to an ElixirOptimizer; give it an optimizer that has them all")
+        super().add_param_group(param_group)
 
     def make_inner(self, weights: list[nn.Parameter], segments: list[_Segment]) -> torch.optim.Optimizer:
         """An optimizer of the user's class over segments, with their groups' options."""
@@ -192,8 +223,16 @@ class ElixirOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             options = {key: value for key, value in group.items() if key != "params"}
             groups.append({**options, "params": [segment.weights for segment in segments if segment.group == index]})
+        return self._make(groups)
+
+    def _make_over(self, group: dict[str, Any], weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """An optimizer of the user's class over `weights`, with a group's options."""
+        return self._make([{**group, "params": weights}])
+
+    def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         defaults = {key: value for key, value in self.defaults.items() if key not in ("differentiable",)}
-        return self._class(groups, **_accepted(self._class, defaults))
+        made: torch.optim.Optimizer = self._class(groups, **_accepted(self._class, defaults))
+        return made
 
     def backward(self, loss: torch.Tensor) -> None:
         """`loss.backward()`, with the loss scaled where the weights are float16."""
@@ -201,10 +240,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        self.module.gradients.clear()
-        for part in self._parts:
-            for slot in part.chunk.slots:
-                slot.parameter.grad = None
+        self.module.zero_grad()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """The global norm of the gradients; the next `step` clips them to `max_norm`."""
@@ -224,6 +260,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         module = self.module
+        module.forget_failed_backward()
         module.gradients.settle()
         self._agree_on_used()
         factor = 1.0 / self.loss_scale
@@ -240,6 +277,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         hyperparameters = [
             {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
         ]
+        module.cache.invalidate()  # before weights count as changed, which inside a block they must not
         updates = [ticket for part in self._parts if (ticket := self._start(part, factor, hyperparameters)) is not None]
         module.weights_changed(updates)
         module.step_over()
@@ -249,23 +287,28 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _start(self, part: _ChunkOptimizer, factor: float, hyperparameters: list[dict[str, Any]]) -> Ticket | None:
         """Step one chunk: on the host beside what comes next, on the device at once."""
         chunk, group = part.chunk, self.module._group
+        part.follow_writes()
+        arrived = part.gradients()  # now: when the step runs, other parameters may have gradients
         if chunk.plan.state_home == "host":
-            chunk.updated = self.module._lanes.host_adam.submit(lambda: part.step(factor, hyperparameters))
+            chunk.updated = self.module._lanes.host_adam.submit(lambda: part.step(arrived, factor, hyperparameters))
             after: list[Ticket] = [chunk.updated]
         else:
-            part.step(factor, hyperparameters)
+            part.step(arrived, factor, hyperparameters)
             after = []
+        part.mark_changed(arrived)
         if chunk.whole is None:
             return None
         shard_bytes = chunk.shard_numel * chunk.dtype.itemsize
         if after:
             self.module.refreshed_bytes += shard_bytes
         if group.size == 1:
-            return after[0] if after else None
+            chunk.filled = after[0] if after else None
+            return chunk.filled
         whole = chunk.whole
         mine = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
         self.module.regathered_bytes += whole.nbytes - shard_bytes
-        return self.module._lanes.network.submit(lambda: group.gather(whole, mine), after=after)
+        chunk.filled = self.module._lanes.network.submit(lambda: group.gather(whole, mine), after=after)
+        return chunk.filled
 
     def _agree_on_used(self) -> None:
         """Names of the parameters that got a gradient on any rank, the same on all ranks."""
@@ -310,6 +353,15 @@ class ElixirOptimizer(torch.optim.Optimizer):
             for index in use.chunks:
                 first.setdefault(index, position)
         return sorted(self.module.chunks, key=lambda chunk: (first.get(chunk.index, len(first)), chunk.index))
+
+
+def _has_stepped(state: Any) -> bool:
+    """Whether an optimizer's state of one parameter is that of a step, rather than what a constructor made."""
+    if not isinstance(state, dict):
+        return bool(state)
+    if "step" in state:
+        return bool(state["step"] > 0)
+    return any(isinstance(value, torch.Tensor) for value in state.values())
 
 
 def _accepted(cls: type, options: dict[str, Any]) -> dict[str, Any]:

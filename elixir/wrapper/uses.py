@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import nn
 
 from elixir.access import backward_is_running, current_node_number
 from elixir.chunk.cache import RCache
-from elixir.errors import InputError
+from elixir.chunk.chunk import Chunk
+from elixir.errors import InputError, StateError
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,9 @@ class _SavedWeight:
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
+    parameter: nn.Parameter
+    version: int
+    """Of the parameter, so that weights which have changed since are not taken for those that were saved."""
 
 
 @dataclass
@@ -41,37 +46,62 @@ class WeightUses:
 
     Args:
         cache: the blocks.
-        chunk_of: chunk index of every streamed parameter.
+        chunks: all chunks of the plan, by index.
+        tracked: those of them whose parameters announce their uses here.
+        device_type: where compute runs.
     """
 
-    def __init__(self, cache: RCache, chunk_of: dict[nn.Parameter, int]) -> None:
+    def __init__(self, cache: RCache, chunks: Sequence[Chunk], tracked: Sequence[Chunk], device_type: str) -> None:
         self._cache = cache
-        self._chunk_of = chunk_of
+        self._device_type = device_type
+        self._chunks = chunks
+        self._chunk_of = {slot.parameter: chunk.index for chunk in tracked for slot in chunk.slots}
         self._threads: dict[int, _ThreadState] = {}
-        self.writable = 0
-        """Above 0 inside ``gathered(write=True)``."""
+        self.gathered: dict[int, bool] = {}
+        """Chunks that `ElixirModule.gathered` holds in memory of their own, and whether for writing."""
+        self.gathered_memory: dict[int, torch.Tensor] = {}
 
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         """Bring the chunks in, and keep them until the running module returns."""
-        state = self._state()
-        if _writes(function) and not self.writable:
-            raise InputError(
-                f"{function} writes to a parameter whose weights live elsewhere; do it inside "
-                "`with model.gathered(parameters, write=True)`"
-            )
-        chunks = list(dict.fromkeys(self._chunk_of[parameter] for parameter in parameters))
+        state, streamed = self._state(), []
+        inside = bool(state.scopes) or backward_is_running()
+        for index in dict.fromkeys(self._chunk_of[parameter] for parameter in parameters):
+            chunk = self._chunks[index]
+            if index in self.gathered:
+                continue
+            if chunk.plan.resident:
+                self._wait_for_update(chunk)
+                continue
+            if not inside:
+                self._refuse_outside(chunk, parameters, function)
+            if chunk.dtype == torch.float32 and torch.is_autocast_enabled(self._device_type):
+                raise InputError(
+                    "torch.autocast over weights that are streamed keeps a cast copy of every weight until backward, "
+                    "which is the memory that streaming saves; leave autocast out and plan with unified_dtype="
+                    f"{torch.get_autocast_dtype(self._device_type)}, which casts the weights once"
+                )
+            streamed.append(index)
+        if not streamed:
+            return
+        self._cache.acquire(streamed)
         if state.scopes:
-            self._cache.acquire(chunks)
-            state.scopes[-1].extend(chunks)
-        elif backward_is_running():
+            state.scopes[-1].extend(streamed)
+        else:
             self._enter_node(state)
-            self._cache.acquire(chunks)
-            state.node_pins.extend(chunks)
-        elif not self.writable:
-            raise InputError(
-                f"{function} reads a parameter outside of the model's forward, where nothing says how long it is "
-                "needed; do it inside `with model.gathered(parameters)`"
-            )
+            state.node_pins.extend(streamed)
+
+    def inside(self) -> bool:
+        """Whether one of the model's modules is running on this thread."""
+        return bool(self._state().scopes)
+
+    def writes(self, parameters: list[nn.Parameter], function: str) -> None:
+        """Only what is gathered for writing may be written to."""
+        for parameter in parameters:
+            if not self.gathered.get(self._chunk_of[parameter], False):
+                raise InputError(
+                    f"{function} writes in place to a parameter of shape {list(parameter.shape)} whose home is "
+                    "elsewhere, so it would be lost; do it inside `with model.gathered(parameters, write=True)`"
+                )
 
     def entered(self, module: nn.Module) -> None:
         """A module starts to run; inside backward, a recompute begins, which ends what ran before it."""
@@ -91,11 +121,29 @@ class WeightUses:
         found = self._cache.chunk_at(tensor)
         if found is None:
             return None
-        chunk, offset = found
-        return _SavedWeight(chunk, offset, tensor.dtype, tensor.size(), tensor.stride())
+        index, offset = found
+        chunk = self._chunks[index]
+        if not chunk.pins:
+            raise StateError(
+                f"rank {chunk.rank}: a view of a weight is used after the module that made it has returned, when its "
+                "memory may hold another weight; make the view in the module that uses it"
+            )
+        parameter = chunk.parameter_at(offset)
+        return _SavedWeight(index, offset, tensor.dtype, tensor.size(), tensor.stride(), parameter, parameter._version)
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """The weight from wherever it is now, for the node that runs."""
+        if torch.is_grad_enabled() and backward_is_running():
+            raise InputError(
+                "create_graph=True over streamed weights would keep views of memory that other weights take next; "
+                "plan with every chunk on the device (placement='cuda')"
+            )
+        if handle.parameter._version != handle.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"weight of shape {list(handle.parameter.shape)} is at version {handle.parameter._version}, it was "
+                f"saved at version {handle.version}; an optimizer step between forward and backward does this"
+            )
         state = self._state()
         self._enter_node(state)
         self._cache.acquire([handle.chunk])
@@ -112,12 +160,25 @@ class WeightUses:
             state.node, state.node_pins = None, []
 
     def reset(self) -> None:
-        """A forward was left by an exception: nothing is pinned any more."""
+        """A forward or a backward was left by an exception: nothing is pinned any more."""
         for state in self._threads.values():
             for scope in state.scopes:
                 self._cache.unpin(scope)
             state.scopes.clear()
         self.backward_done()
+
+    @staticmethod
+    def _wait_for_update(chunk: Chunk) -> None:
+        if chunk.filled is not None:
+            chunk.filled.wait()  # the step before writes the weights that are read next
+            chunk.filled = None
+
+    def _refuse_outside(self, chunk: Chunk, parameters: list[nn.Parameter], function: str) -> None:
+        name = next(slot.name for slot in chunk.slots for parameter in parameters if slot.parameter is parameter)
+        raise InputError(
+            f"{function} reads {name} outside of the model's forward, where nothing says how long it is "
+            "needed; do it inside `with model.gathered(parameters)`"
+        )
 
     def _enter_node(self, state: _ThreadState) -> None:
         node = current_node_number()
@@ -132,19 +193,19 @@ class WeightUses:
         return tensor.clone() if self._cache.chunk_at(tensor) is not None else tensor
 
 
-def _writes(function: str) -> bool:
-    return (function.endswith("_") and not function.endswith("__")) or function in ("__setitem__", "__iadd__")
-
-
 def _map_tensors(change: Any, output: Any) -> Any:
     """`change` on the tensors of a module's output, in the containers that modules return."""
     if isinstance(output, torch.Tensor):
         return change(output)
-    if isinstance(output, (tuple, list)) and type(output) in (tuple, list):
-        return type(output)(_map_tensors(change, item) for item in output)
+    if isinstance(output, (tuple, list)):
+        changed = [_map_tensors(change, item) for item in output]
+        if all(new is old for new, old in zip(changed, output, strict=True)):
+            return output
+        # A named tuple takes its fields one by one, all others take an iterable.
+        return type(output)(*changed) if hasattr(output, "_fields") else type(output)(changed)
     if isinstance(output, dict):
         for key, value in output.items():
-            changed = _map_tensors(change, value)
-            if changed is not value:
-                output[key] = changed
+            new = _map_tensors(change, value)
+            if new is not value:
+                output[key] = new
     return output

@@ -1,0 +1,60 @@
+"""Whether an optimizer is elementwise: found out by trying, since names do not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from elixir.errors import InputError
+
+_NAMES = frozenset("Adafactor LAMB Lamb LARS Muon Shampoo SOAP LBFGS SparseAdam NovoGrad".split())
+_SHAPE = (6, 4)
+_STEPS = 3
+
+
+def check_elementwise(cls: type, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+    """Make sure that steps on pieces of a weight give the bits of steps on the whole.
+
+    Two optimizers step the same small weights with the same gradients: one has them whole, the other in flat pieces,
+    as shards are.
+
+    Args:
+        cls: the optimizer's class; for messages.
+        make: an optimizer of that class, with the caller's options, over given parameters.
+
+    Raises:
+        InputError: the pieces come out differently, or the optimizer cannot step them.
+    """
+    advice = (
+        f"{cls.__name__} is not elementwise: its update of one weight depends on others, which live in other "
+        "shards; use an elementwise optimizer such as AdamW, SGD, RMSprop or Adagrad"
+    )
+    if any(base.__name__ in _NAMES for base in cls.__mro__):
+        raise InputError(advice)
+    numel = _SHAPE[0] * _SHAPE[1]
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(numel, generator=generator)
+    gradients = [torch.randn(numel, generator=generator) for _ in range(_STEPS)]
+    cuts = (0, 7, 16, numel)
+    try:
+        with torch.enable_grad():
+            whole = [nn.Parameter(start.clone().view(_SHAPE))]
+            pieces = [nn.Parameter(start[a:b].clone()) for a, b in pairwise(cuts)]
+            for parameters in (whole, pieces):
+                optimizer = make(parameters)
+                for gradient in gradients:
+                    offset = 0
+                    for parameter in parameters:
+                        part = gradient[offset : offset + parameter.numel()].clone()
+                        parameter.grad, offset = part.view_as(parameter), offset + parameter.numel()
+                    optimizer.step()
+    except Exception as error:
+        raise InputError(f"{advice} (it cannot step flat pieces of a weight: {error})") from error
+    with torch.no_grad():
+        mine, theirs = torch.cat([piece.flatten() for piece in pieces]), whole[0].flatten()
+        # Not to the bit: vectors of other lengths may go through other instructions.
+        if not torch.allclose(mine, theirs, rtol=1e-5, atol=1e-7, equal_nan=True):
+            raise InputError(advice)
