@@ -1,0 +1,150 @@
+"""Runs a function on several ranks: processes joined by gloo over a file, with a timeout, no port, and nothing left.
+
+Ranks are forked from a server that has imported what is slow to import and has run nothing, so a rank starts in a
+fraction of a second and in a clean process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+_PRELOAD = ["torch", "torch.distributed", "tests.common.ddp"]
+GROUP_TIMEOUT_S = 60.0
+"""Of collectives, unless a test asks for another."""
+WAIT_S = 120.0
+"""How long a whole run may take."""
+
+
+@dataclass
+class Outcome:
+    """What became of one rank."""
+
+    rank: int
+    result: Any = None
+    error: str | None = None
+    """Traceback of what the function raised, or a word on how the process ended without an answer."""
+    seconds: float = 0.0
+    """From the start of the run to the rank's answer."""
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """``function(rank, world_size, *args)`` on every rank; what each returned, in order of rank.
+
+    Raises:
+        AssertionError: a rank raised or ended early; carries the traceback of the first one that did.
+    """
+    outcomes = run_to_end(world_size, function, *args, **options)
+    failed = sorted((o for o in outcomes if o.error is not None), key=lambda outcome: outcome.seconds)
+    if failed:
+        others = "".join(f"\n--- rank {o.rank}: {str(o.error).strip().splitlines()[-1]}" for o in failed[1:])
+        raise AssertionError(f"rank {failed[0].rank} of {world_size} failed:\n{failed[0].error}{others}")
+    return [outcome.result for outcome in outcomes]
+
+
+def run_to_end(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    group_timeout_s: float = GROUP_TIMEOUT_S,
+    wait_s: float = WAIT_S,
+) -> list[Outcome]:
+    """As `run_ranks`, but for ranks that are expected to fail: waits for all of them, and raises nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="elixir-ranks-") as folder, _one_thread():
+        processes: list[BaseProcess] = []
+        answers: list[multiprocessing.connection.Connection] = []
+        started = time.perf_counter()
+        try:
+            for rank in range(world_size):
+                mine, theirs = context.Pipe(duplex=False)
+                job = (rank, world_size, os.path.join(folder, "store"), group_timeout_s, theirs, function, args)
+                process = context.Process(target=_rank_main, args=job, daemon=True)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                answers.append(mine)
+            return _collect(answers, started, wait_s)
+        finally:
+            for process, answer in zip(processes, answers, strict=True):
+                answer.close()
+                process.join(timeout=5.0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+                process.close()
+
+
+def _collect(answers: list[multiprocessing.connection.Connection], started: float, wait_s: float) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < len(answers):
+        waiting = [answer for rank, answer in enumerate(answers) if rank not in outcomes]
+        ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, started + wait_s - time.perf_counter()))
+        for answer in ready:
+            rank = answers.index(answer)  # type: ignore[arg-type]
+            try:
+                result, error = answers[rank].recv()
+            except EOFError:
+                result, error = None, "the process ended without an answer"
+            outcomes[rank] = Outcome(rank, result, error, time.perf_counter() - started)
+        if not ready:
+            for rank in range(len(answers)):
+                outcomes.setdefault(rank, Outcome(rank, None, f"no answer within {wait_s:g} s", wait_s))
+    return [outcomes[rank] for rank in range(len(answers))]
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    store: str,
+    group_timeout_s: float,
+    answer: multiprocessing.connection.Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    # Ranks stand for machines of their own; what one draws must not depend on another.
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=group_timeout_s),
+    )
+    try:
+        answer.send((function(rank, world_size, *args), None))
+    except BaseException:
+        answer.send((None, traceback.format_exc()))
+        # As a program whose main raised: gone at once, without a goodbye to the others.
+        answer.close()
+        os._exit(1)
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _one_thread() -> Any:
+    """Ranks share two cores: one thread each, also in libraries that read the environment when they are loaded."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
