@@ -106,14 +106,19 @@ class RCache:
         self._in_block: dict[int, int] = {}  # block -> chunk
         self._lock = threading.RLock()  # forward and the engine's threads take turns, and reports may come any time
         self.counts = CacheCounts()
-        self.begin()
 
-    def begin(self) -> None:
-        """A forward starts: the order is walked from its beginning, with whatever is in the blocks."""
+    def begin(self, *, announce: bool = True) -> None:
+        """A forward starts: the order is walked from its beginning, with whatever is in the blocks.
+
+        Args:
+            announce: False where it is only made ready for one.
+        """
         with self._lock:
             if self._disturbed:
                 self._disturbed = False
                 self._agree("the first forward after an error")
+            if self._together and self._known and announce:
+                self._announce("forward")
             self._in_backward = False
             self._fresh.clear()
             self._jump(-1)
@@ -130,6 +135,7 @@ class RCache:
             if not self._together or self._in_backward:
                 return
             self.end_forward()
+            self._announce("backward")
             self._in_backward = True
             if self._position >= self._backward_from:
                 self._jump(self._backward_from - 1)  # another backward over the same forward
@@ -192,7 +198,7 @@ class RCache:
         with self._lock:
             for index in list(self._in_block.values()):
                 self._evict(self._chunks[index])
-            self.begin()
+            self.begin(announce=False)
 
     def _advance(self, used: Sequence[int]) -> None:
         """Walk the order up to the entry that uses `used`, loading each window on the way."""
@@ -253,6 +259,13 @@ class RCache:
         for index in self._in_block.values():
             if index in self._known:
                 self._view.admit(index)
+
+    def _announce(self, phase: str) -> None:
+        """Have the network compare what the ranks do before it goes on; compute does not wait for that.
+
+        A rank that runs one forward more than the others is found out here, before its gathers meet their reductions.
+        """
+        self._lanes.network.submit(lambda: self._group.exchange(phase, None))
 
     def _agree(self, what: str) -> None:
         """Make sure that all ranks are here, having sent the same so far."""

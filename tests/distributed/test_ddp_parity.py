@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.common.ddp import PLANS, parity
 from tests.common.spawn import run_ranks
 from tests.common.tiny_models import FAMILIES

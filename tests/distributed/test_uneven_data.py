@@ -1,0 +1,222 @@
+"""Ranks whose data uses other parameters: nobody hangs, nobody differs, and what a rank did not use counts as zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.chunk.lanes import Emulation
+from tests.common.ddp import Twins, batch_of
+from tests.common.parity import hf_loss
+from tests.common.spawn import run_ranks
+from tests.common.tiny_models import tiny
+
+WIDTH = 32
+
+
+class Experts(nn.Module):
+    """Layers of experts that run only if the batch says so, each with parameters of its own.
+
+    `chosen` names the experts that this rank's batch needs; the traced step needs all.
+    """
+
+    def __init__(self, layers: int = 2, experts: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+                for _ in range(experts)
+            )
+            for _ in range(layers)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(layers))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...], extra: bool = True) -> torch.Tensor:
+        x = self.first(x).tanh()
+        for norm, experts in zip(self.norms, self.layers, strict=True):
+            x = x + sum(expert(norm(x)) for index, expert in enumerate(experts) if index in chosen)  # type: ignore[arg-type]
+        result: torch.Tensor = self.last(x)
+        return result + self.extra(x) if extra else result
+
+
+def _loss(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
+    result: torch.Tensor = model(**inp).square().mean()
+    return result
+
+
+def _twins(rank: int, kind: str, **options: Any) -> tuple[Twins, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Experts()
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(rank))
+    return Twins(model, {"x": x, "chosen": (0, 1, 2, 3)}, kind, loss=_loss, unused=True, **options), x
+
+
+_CHOICES = (  # per step and rank
+    ((0, 1, 2, 3), (0, 1, 2, 3)),
+    ((0, 1), (2, 3)),
+    ((), (1,)),
+    ((0, 1, 2, 3), ()),
+    ((3,), (3,)),
+    ((0, 2), (0, 2, 3)),
+)
+"""Also experts that nobody uses, which AdamW must not even decay."""
+
+
+def _routing(rank: int, world_size: int, kind: str, wrap: dict[str, Any]) -> None:
+    if "emulation" in wrap:
+        wrap = {"emulation": Emulation(delay_s=2e-3, seed=rank)}
+    twins, x = _twins(rank, kind, split_number=12, wrap=wrap)
+    for choices in _CHOICES * 2:
+        chosen = choices[rank % len(choices)]
+        twins.backward({"x": x, "chosen": chosen, "extra": rank == 0 or 1 in chosen})
+        twins.step()
+    twins.check()
+    # In every step the network carried what the plan says, whoever used what.
+    assert twins.module.last_report is not None
+    assert twins.module.last_report.deviations == 0
+    twins.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "device", "mixed", "resident"])
+def test_experts_that_differ_between_ranks(kind: str) -> None:
+    run_ranks(2, _routing, kind, {})
+
+
+@pytest.mark.parametrize("wrap", [{"evict_always": True}, {"prefetch": False}, {"emulation": None}])
+def test_experts_that_differ_under_other_conditions(wrap: dict[str, Any]) -> None:
+    run_ranks(2, _routing, "host", wrap)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["host", "mixed", "resident"])
+def test_experts_that_differ_between_four_ranks(kind: str) -> None:
+    run_ranks(4, _routing, kind, {})
+
+
+def _accumulated(rank: int, world_size: int) -> None:
+    twins, x = _twins(rank, "host", split_number=12)
+    for _ in range(3):
+        for choices in _CHOICES[1:4]:
+            twins.backward({"x": x, "chosen": choices[rank], "extra": rank == 1}, scale=1 / 3)
+        # Averages per micro-batch and of their sum round differently; what counts here is who takes part.
+        mine = twins.optimizer.clip_grad_norm_(1e9)
+        plain = torch.nn.utils.clip_grad_norm_(twins.plain.parameters(), 1e9)
+        assert torch.allclose(mine, plain, rtol=1e-5, atol=0), (mine, plain)
+        twins.step()
+    twins.close()
+
+
+def test_experts_that_differ_between_micro_batches() -> None:
+    run_ranks(2, _accumulated)
+
+
+def _evaluation(rank: int, world_size: int) -> None:
+    twins, x = _twins(rank, "host", split_number=12)
+    for choices in _CHOICES[1:5]:
+        inp = {"x": x, "chosen": choices[rank]}
+        for _ in range(2):
+            with torch.no_grad():
+                assert torch.equal(twins.module(**inp), twins.plain.module(**inp))
+        twins.backward(inp)
+        twins.step()
+    twins.close()
+
+
+def test_experts_that_differ_in_evaluation() -> None:
+    run_ranks(2, _evaluation)
+
+
+def _mixtral(rank: int, world_size: int, kind: str) -> None:
+    model = tiny("mixtral", layers=2)
+    inp = batch_of(model, rank, world_size)
+    if rank == 1:
+        # One token over and over: its router picks two of the four experts in each layer, the others get no tokens.
+        inp = {name: torch.full_like(value, 7) for name, value in inp.items()}
+    twins = Twins(model, inp, kind, loss=hf_loss, unused=True)
+    twins.train()
+    twins.check()
+    twins.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "mixed"])
+def test_mixtral_with_tokens_for_other_experts(kind: str) -> None:
+    run_ranks(2, _mixtral, kind)
+
+
+class _Twice(nn.Module):
+    """Uses its first layer again at the end if told to, which the traced step does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: torch.Tensor, again: bool = False) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.layers[0](x) if again else x  # type: ignore[no-any-return]
+
+
+def _unforeseen(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(rank))
+    twins = Twins(_Twice(), {"x": x}, "host", loss=_loss)
+    for step in range(10):
+        twins.backward({"x": x, "again": step % 2 == 1})
+        twins.step()
+        assert twins.module.last_report is not None
+        assert (twins.module.last_report.deviations > 0) == (step % 2 == 1)
+    twins.check()
+    twins.close()
+
+
+def test_what_the_plan_does_not_foresee_may_happen_on_all_ranks_alike() -> None:
+    run_ranks(2, _unforeseen)
+
+
+def _two_backwards(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = _Twice()
+    xs = [torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(10 * rank + i)) for i in range(2)]
+
+    def contrast(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
+        # Two forwards, then one backward over both.
+        left, right = model(inp["a"]), model(inp["b"])
+        return (left * right).mean() + left.square().mean()
+
+    twins = Twins(model, {"x": xs[0]}, "host", loss=_loss)
+    twins.loss = contrast
+    for _ in range(10):
+        twins.backward({"a": xs[0], "b": xs[1]})
+        twins.step()
+    twins.check()
+    twins.close()
+
+
+def test_two_forwards_before_one_backward() -> None:
+    run_ranks(2, _two_backwards)
+
+
+def _two_models(rank: int, world_size: int) -> None:
+    pairs = []
+    for seed, kind in enumerate(("host", "mixed")):
+        torch.manual_seed(seed)
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed + 10 * rank))
+        pairs.append(Twins(_Twice(), {"x": x}, kind, loss=_loss))
+    for _ in range(10):
+        for twins in pairs:
+            twins.backward()
+        for twins in pairs:
+            twins.step()
+    for twins in pairs:
+        twins.check()
+        twins.close()
+
+
+def test_two_models_in_turn() -> None:
+    run_ranks(2, _two_models)
