@@ -58,12 +58,20 @@ class Chunk:
         index: position in `Plan.chunks`.
         plan: its part of the plan.
         parameters: the model's parameters, in the order of `plan.parameters`.
+        device: where compute runs, and so where the parameters say they are.
         rank: this rank; for messages.
         world_size: over how many ranks it is sharded.
     """
 
     def __init__(
-        self, index: int, plan: ChunkPlan, parameters: Sequence[nn.Parameter], *, rank: int, world_size: int
+        self,
+        index: int,
+        plan: ChunkPlan,
+        parameters: Sequence[nn.Parameter],
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.index = index
         self.plan = plan
@@ -86,7 +94,7 @@ class Chunk:
         """This rank's part of the weights, at their home; None where a resident chunk's own buffer is the home."""
         self.whole: torch.Tensor | None = None
         """The gathered weights of a resident chunk."""
-        self._placeholders = [_placeholder(slot.shape, self.dtype) for slot in self.slots]
+        self._placeholders = [_placeholder(slot.shape, self.dtype, device) for slot in self.slots]
         self._offsets = [slot.offset for slot in self.slots]
         self._versions: list[int] = []  # of the parameters when they came into the block
 
@@ -151,10 +159,7 @@ class Chunk:
         return [slot.parameter._version for slot in self.slots]
 
 
-def _placeholder(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """Right shape and dtype, NaN, and storage for one element of its own."""
-    return (
-        torch.full((1,), float("nan"), dtype=dtype).expand(shape)
-        if len(shape)
-        else torch.full((), float("nan"), dtype=dtype)
-    )
+    value = torch.full((1,), float("nan"), dtype=dtype, device=device)
+    return value.expand(shape) if len(shape) else value[0]

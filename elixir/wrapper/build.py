@@ -9,7 +9,9 @@ from elixir.chunk.buffers import Arena
 from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.group import Group
 from elixir.errors import InputError
+from elixir.fingerprint import fingerprint
 from elixir.plan import Plan
+from elixir.units import dtype_name
 
 
 def build_chunks(model: nn.Module, plan: Plan, arena: Arena, group: Group) -> list[Chunk]:
@@ -24,7 +26,7 @@ def build_chunks(model: nn.Module, plan: Plan, arena: Arena, group: Group) -> li
     chunks = []
     for index, chunk_plan in enumerate(plan.chunks):
         parameters = [by_name[slot.name] for slot in chunk_plan.parameters]
-        chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size)
+        chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
         _load_weights(chunk, arena)
         chunks.append(chunk)
     return chunks
@@ -55,3 +57,32 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
+
+
+def agree_on_plan(group: Group, module: nn.Module, plan: Plan, dtype: torch.dtype | None) -> None:
+    """Refuse, on all ranks at once, a plan that one of them cannot run or that differs between them."""
+    error: Exception | None = None
+    try:
+        plan.check(fingerprint(module), group.size)
+        if dtype is not None and plan.dtype not in ("as built", dtype_name(dtype)):
+            raise InputError(f"the plan is for {plan.dtype}, dtype asks for {dtype_name(dtype)}; plan with that dtype")
+    except ValueError as refused:
+        error = refused
+    answers = group.exchange("plan", (plan.fingerprint, None if error is None else str(error)))
+    if error is not None:
+        raise error
+    for rank, (theirs, problem) in enumerate(answers):
+        if problem is not None:
+            raise InputError(f"rank {rank} cannot run its plan: {problem}")
+        if theirs != plan.fingerprint:
+            raise InputError(
+                f"rank {rank} has plan {theirs}, rank {group.rank} has {plan.fingerprint}; plan on one rank and send "
+                "the plan to the others"
+            )
+
+
+def compute_device(device: torch.device | str | None) -> torch.device:
+    """The device asked for; else the current CUDA device, else the CPU."""
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -22,11 +22,10 @@ from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Emulation, Ticket, make_lanes
 from elixir.errors import InputError, InputTypeError
-from elixir.fingerprint import fingerprint
 from elixir.plan import Plan
 from elixir.schedule import StepSchedule
-from elixir.units import dtype_name
-from elixir.wrapper.build import build_chunks, place_buffers
+from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, place_buffers
+from elixir.wrapper.inner_state import InnerState
 from elixir.wrapper.report import StepReport
 from elixir.wrapper.uses import WeightUses
 
@@ -78,8 +77,8 @@ class ElixirModule(nn.Module):
         if not isinstance(module, nn.Module) or isinstance(module, ElixirModule):
             raise InputTypeError(f"module must be a plain nn.Module, got {type(module).__name__}")
         self._group = Group(group)
-        _agree_on_plan(self._group, module, plan, dtype)
-        self._device = _compute_device(device)
+        agree_on_plan(self._group, module, plan, dtype)
+        self._device = compute_device(device)
         self.plan = plan
         self._cast = None if plan.dtype == "as built" else getattr(torch, plan.dtype)
         self._output_fp32 = output_fp32
@@ -115,6 +114,10 @@ class ElixirModule(nn.Module):
         self._warned = False
         self._in_backward = False
         self._pending_updates: list[Ticket] = []
+        self._state = InnerState(module, tracked, self.uses, self.settle, self._whole)
+        named = module.named_parameters(remove_duplicate=False)
+        self._gathered_names = frozenset(name for name, parameter in named if parameter in parameters)
+        module._apply = self._apply  # type: ignore[method-assign]
         self.module = module
         self._watch_gradients()
 
@@ -192,6 +195,15 @@ class ElixirModule(nn.Module):
         self._pending_updates.clear()
         self.cache.invalidate()
 
+    def refuse_step(self) -> None:
+        """An optimizer is about to step.
+
+        Raises:
+            InputError: inside `gathered`, which would go on showing the weights before the step.
+        """
+        if self.uses.gathered:
+            raise InputError("an optimizer cannot step inside gathered(); leave it first")
+
     def weights_changed(self, updates: Iterable[Ticket]) -> None:
         """An optimizer has stepped: what the blocks hold is old, and resident weights are new once `updates` are done."""
         self._pending_updates.extend(updates)
@@ -240,12 +252,13 @@ class ElixirModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's state dict with full weights, under the model's own names, on the CPU."""
-        with self.gathered():
-            state = self.module.state_dict(*args, **kwargs)
-            return {
-                name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-                for name, value in state.items()
-            }
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        for name, value in tensors.items():
+            # What was gathered for this is a copy already; buffers and ordinary parameters live on.
+            gathered = value.device.type == "cpu" and name in self._gathered_names
+            state[name] = value if gathered else value.detach().to("cpu", copy=True)
+        return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load weights and buffers into their homes."""
@@ -381,31 +394,3 @@ class ElixirModule(nn.Module):
             chunk.shard.copy_(whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel])
         for hook in self.rewrite_hooks:
             hook(chunk)
-
-
-def _agree_on_plan(group: Group, module: nn.Module, plan: Plan, dtype: torch.dtype | None) -> None:
-    """Refuse, on all ranks at once, a plan that one of them cannot run or that differs between them."""
-    error: Exception | None = None
-    try:
-        plan.check(fingerprint(module), group.size)
-        if dtype is not None and plan.dtype not in ("as built", dtype_name(dtype)):
-            raise InputError(f"the plan is for {plan.dtype}, dtype asks for {dtype_name(dtype)}; plan with that dtype")
-    except ValueError as refused:
-        error = refused
-    answers = group.exchange("plan", (plan.fingerprint, None if error is None else str(error)))
-    if error is not None:
-        raise error
-    for rank, (theirs, problem) in enumerate(answers):
-        if problem is not None:
-            raise InputError(f"rank {rank} cannot run its plan: {problem}")
-        if theirs != plan.fingerprint:
-            raise InputError(
-                f"rank {rank} has plan {theirs}, rank {group.rank} has {plan.fingerprint}; plan on one rank and send "
-                "the plan to the others"
-            )
-
-
-def _compute_device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

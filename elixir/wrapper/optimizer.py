@@ -87,12 +87,14 @@ class _ChunkOptimizer:
             self._versions[segment.name] = segment.source._version
 
     def follow_writes(self) -> None:
-        """Ordinary parameters may be written to between steps; master weights follow."""
-        if not self._separate or not self._owner.module.is_ordinary(self.chunk):
+        """Resident weights may be written to, ordinary ones by anyone, others by their own forward; masters follow."""
+        if not self._separate or self.chunk.whole is None:
             return
+        weights = self._weights()
         for segment in self.segments:
             if segment.source._version != self._versions.get(segment.name, segment.version):
-                self._master[segment.start : segment.start + segment.weights.numel()].copy_(segment.source.view(-1))
+                end = segment.start + segment.weights.numel()
+                self._master[segment.start : end].copy_(weights[segment.start : end])
 
     def step(
         self, arrived: list[tuple[_Segment, torch.Tensor]], factor: float, hyperparameters: list[dict[str, Any]]
@@ -260,6 +262,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         module = self.module
+        module.refuse_step()
         module.forget_failed_backward()
         module.gradients.settle()
         self._agree_on_used()

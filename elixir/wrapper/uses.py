@@ -60,9 +60,13 @@ class WeightUses:
         self.gathered: dict[int, bool] = {}
         """Chunks that `ElixirModule.gathered` holds in memory of their own, and whether for writing."""
         self.gathered_memory: dict[int, torch.Tensor] = {}
+        self.saving = False
+        """While a state dict is made of placeholders, which are replaced before anyone sees it."""
 
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         """Bring the chunks in, and keep them until the running module returns."""
+        if self.saving and function == "detach":
+            return
         state, streamed = self._state(), []
         inside = bool(state.scopes) or backward_is_running()
         for index in dict.fromkeys(self._chunk_of[parameter] for parameter in parameters):
@@ -83,7 +87,8 @@ class WeightUses:
             streamed.append(index)
         if not streamed:
             return
-        self._cache.acquire(streamed)
+        with torch.inference_mode(False):  # else what is made here could not be written to in training
+            self._cache.acquire(streamed)
         if state.scopes:
             state.scopes[-1].extend(streamed)
         else:
