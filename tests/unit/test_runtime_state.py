@@ -1,0 +1,135 @@
+"""State dicts are full and strict, in and out, through the wrapper and past it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.errors import InputError
+from elixir.wrapper import ElixirModule
+from tests.common.parity import MODES, Pair, adamw, case, make_plan
+
+
+@pytest.fixture(params=MODES)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """A CNN: batch norm has buffers, one of them of integers."""
+    it = case("cnn")
+    with Pair(it, make_plan(it, request.param)) as made:
+        made.train(2)
+        yield made
+
+
+def test_round_trip_with_buffers(pair: Pair) -> None:
+    state = pair.module.state_dict()
+    pair.assert_same_weights()
+    pair.train(2)
+    assert not torch.equal(state["0.weight"], pair.module.state_dict()["0.weight"])
+    # Both go back to where they were, and go on alike from there with fresh optimizers.
+    for model in (pair.module, pair.plain):
+        result = model.load_state_dict(state)
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+    pair.assert_same_weights()
+    pair.train(2)
+    pair.assert_same_weights()
+
+
+def test_what_it_gives_does_not_change_later(pair: Pair) -> None:
+    state = pair.module.state_dict()
+    before = copy.deepcopy(state)
+    pair.train(1)
+    for name, value in state.items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_strict_names_missing_and_unexpected(pair: Pair) -> None:
+    state = pair.module.state_dict()
+    state["extra"] = state.pop("3.weight")
+    with pytest.raises(RuntimeError, match=r"(?s)Missing.*3\.weight.*Unexpected.*extra"):
+        pair.module.load_state_dict(state)
+    result = pair.module.load_state_dict(state, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["3.weight"], ["extra"])
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        pair.module.load_state_dict(state | {"0.bias": torch.zeros(3)}, strict=False)
+    with pytest.raises(InputError, match="assign"):
+        pair.module.load_state_dict(state, assign=True)
+    pair.train(2)
+    pair.assert_same_weights()
+
+
+def test_the_inner_model_gives_full_values(pair: Pair) -> None:
+    inner, plain = pair.module.module, pair.plain
+    for mine, theirs in (
+        (inner.state_dict(), plain.state_dict()),
+        (inner[3].state_dict(), plain[3].state_dict()),
+        (inner.state_dict(prefix="a."), plain.state_dict(prefix="a.")),
+        (inner[1].state_dict(prefix="a.b."), plain[1].state_dict(prefix="a.b.")),
+    ):
+        assert list(mine) == list(theirs)
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    pair.train(1)
+    pair.assert_same_weights()
+
+
+def test_the_inner_model_is_not_loaded_past_the_wrapper() -> None:
+    it = case("cnn")
+    state = copy.deepcopy(it.model.state_dict())
+    with Pair(it, make_plan(it, "streamed")) as pair, pytest.raises(RuntimeError, match="write=True"):
+        pair.module.module.load_state_dict(state)
+
+
+def test_a_state_dict_that_fails_leaves_nothing_open() -> None:
+    it = case("cnn")
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        handle = pair.module.module.register_state_dict_post_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pair.module.state_dict()
+        handle.remove()
+        with pytest.raises(InputError, match="outside"):
+            pair.module.module[0].weight.detach()
+        with pytest.raises(InputError, match="outside"):
+            pair.module.module.state_dict(keep_vars=True)["0.weight"].detach()
+        pair.train(1)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["gpt2", "t5", "albert"])
+def test_save_pretrained_and_from_pretrained(family: str, mode: str, tmp_path: Path) -> None:
+    it = case(family)
+    with Pair(it, make_plan(it, mode)) as pair:
+        pair.train(1)
+        pair.module.save_pretrained(tmp_path)
+        loaded = type(pair.plain).from_pretrained(tmp_path)
+        theirs = pair.plain.state_dict()
+        assert list(theirs) == list(loaded.state_dict())
+        assert all(torch.equal(value, theirs[name]) for name, value in loaded.state_dict().items())
+        pair.train(1)
+        pair.assert_same_weights()
+
+
+def test_weights_that_were_loaded_replace_masters() -> None:
+    it = case("opt", layers=1)
+    plan = make_plan(it, "streamed", unified_dtype="bfloat16")
+    other = {name: value + 1 for name, value in copy.deepcopy(it.model.state_dict()).items()}
+    with Pair(copy.deepcopy(it), plan) as pair:
+        pair.module.load_state_dict(other)
+        pair.optimizer.step()  # nothing to step: what was loaded must not be overwritten
+        state = pair.module.state_dict()
+        assert all(torch.equal(state[name].bfloat16(), value.bfloat16()) for name, value in other.items())
+
+
+def test_names_are_those_of_the_model() -> None:
+    it = case("t5")
+    names, keys = [name for name, _ in it.model.named_parameters()], list(it.model.state_dict())
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    assert list(module.state_dict()) == keys
+    assert [name.removeprefix("module.") for name, _ in module.named_parameters()] == names
+    assert isinstance(adamw(module), torch.optim.AdamW)
+    assert all(type(p).__mro__[1] is nn.Parameter for p in module.parameters())
+    module.close()
