@@ -333,7 +333,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         # In the order of the model, so that one rank sums the norms as PyTorch would.
         found.sort(key=lambda item: self._position[item[0].source])
         gradients = [gradient for _, gradient in found]
-        norm = torch.nn.utils.get_total_norm(gradients).float().cpu() if gradients else torch.zeros(())
+        norm = _total_norm(gradients).cpu() if gradients else torch.zeros(())
         if module._group.size == 1:
             return norm
         square = norm.double() ** 2
@@ -356,6 +356,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
             for index in use.chunks:
                 first.setdefault(index, position)
         return sorted(self.module.chunks, key=lambda chunk: (first.get(chunk.index, len(first)), chunk.index))
+
+
+def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    # In float32: in float16 the norm of a large tensor overflows where none of its elements does.
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
 def _has_stepped(state: Any) -> bool:

@@ -1,0 +1,163 @@
+"""Low precision: the bits of a reference with float32 master weights that is written here, and the loss scale."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common.parity import MODES, Case, case, hf_loss, make_plan
+
+STEPS = 10
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Parameters in `dtype`; buffers as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+class Reference:
+    """Plain PyTorch with one float32 master per parameter."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, scale: float, max_norm: float) -> None:
+        self.model, self.scale, self.max_norm = cast(model, dtype), scale, max_norm
+        self.parameters = list(self.model.parameters())
+        self.masters = [p.detach().float() for p in self.parameters]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3, weight_decay=0.1)
+
+    def step(self, inp: dict[str, Any]) -> torch.Tensor:
+        loss = hf_loss(self.model, inp)
+        (loss * self.scale).backward()
+        factor = 1 / self.scale
+        if self.max_norm:
+            norms = torch.stack([p.grad.float().norm() for p in self.parameters if p.grad is not None])
+            factor *= min(1.0, (self.max_norm / (norms.norm() / self.scale + 1e-6)).item())
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float() * factor
+        self.optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.copy_(master)
+                parameter.grad = None
+        return loss
+
+
+def wrapped(it: Case, mode: str, dtype: torch.dtype, **options: Any) -> tuple[ElixirModule, ElixirOptimizer]:
+    module = ElixirModule(it.model, make_plan(it, mode, unified_dtype=dtype), dtype=dtype, device="cpu", poison=True)
+    return module, ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1), **options)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.05])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_same_bits_as_with_master_weights(mode: str, dtype: torch.dtype, max_norm: float) -> None:
+    it = case("opt")
+    scale = 1024.0 if dtype == torch.float16 else 1.0
+    reference = Reference(copy.deepcopy(it.model), dtype, scale, max_norm)
+    module, optimizer = wrapped(it, mode, dtype, initial_scale=1024.0, max_norm=max_norm)
+    for _ in range(STEPS):
+        loss = hf_loss(module, it.inp)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(loss, reference.step(it.inp))
+    assert optimizer.loss_scale == scale
+    state = module.state_dict()
+    for name, value in reference.model.state_dict().items():
+        assert torch.equal(state[name].to(dtype), value), name
+    module.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_whose_gradients_overflow_is_left_out(mode: str) -> None:
+    it = case("opt", layers=1)
+    module, optimizer = wrapped(it, mode, torch.float16, initial_scale=2.0**40)
+    before = module.state_dict()
+    optimizer.backward(hf_loss(module, it.inp))
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.loss_scale == 2.0**39
+    after = module.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for _ in range(60):  # until the scale has come down far enough
+        scale = optimizer.loss_scale
+        optimizer.backward(hf_loss(module, it.inp))
+        optimizer.step()
+        optimizer.zero_grad()
+        if optimizer.loss_scale == scale:
+            break
+    trained = module.state_dict()
+    assert all(torch.isfinite(value).all() for value in trained.values())
+    assert not torch.equal(before["lm_head.weight"], trained["lm_head.weight"])
+    module.close()
+
+
+def test_the_norm_of_finite_gradients_is_no_overflow() -> None:
+    """Each element fits float16, their norm does not."""
+    model = nn.Linear(64, 64, bias=False)
+    it = Case(model, {"input": torch.ones(1, 64)}, lambda model, inp: model(**inp).sum())
+    module, optimizer = wrapped(it, "streamed", torch.float16, initial_scale=2.0**14)
+    optimizer.backward(it.loss(module, it.inp))  # 4096 gradients of 16384 each
+    optimizer.step()
+    assert optimizer.loss_scale == 2.0**14
+    module.close()
+
+
+def test_the_loss_scale_grows_after_steps_without_overflow() -> None:
+    it = case("opt", layers=1)
+    module, optimizer = wrapped(it, "streamed", torch.float16, initial_scale=64.0, growth_interval=3)
+    scales = []
+    for _ in range(6):
+        optimizer.backward(hf_loss(module, it.inp))
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(optimizer.loss_scale)
+    assert scales == [64, 64, 128, 128, 128, 256]
+    module.close()
+
+
+class Counting(nn.Module):
+    """Has buffers of two dtypes, and takes inputs of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 8)
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.full((8,), 1 / 3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        assert ids.dtype == torch.int64
+        assert x.dtype == torch.bfloat16
+        self.calls += 1
+        self.mean.mul_(0.5).add_(x.float().mean(0), alpha=0.5)
+        return self.linear(self.embed(ids) + x)
+
+
+def test_buffers_and_whole_numbers_keep_their_dtype() -> None:
+    inp = {"ids": torch.arange(4), "x": torch.ones(4, 8, dtype=torch.bfloat16)}
+    it = Case(Counting(), inp, lambda model, inp: model(**inp).float().square().mean())
+    module, optimizer = wrapped(it, "streamed", torch.bfloat16)
+    optimizer.backward(it.loss(module, {"ids": inp["ids"], "x": inp["x"].double()}))
+    optimizer.step()
+    state = module.state_dict()
+    assert torch.equal(state["mean"], torch.full((8,), 1 / 3) * 0.5 + 0.5)
+    assert state["calls"].item() == 1
+    module.close()
+
+
+def test_outputs_are_cast_where_asked() -> None:
+    it = case("opt", layers=1)
+    plan = make_plan(it, "streamed", unified_dtype=torch.bfloat16)
+    module = ElixirModule(it.model, plan, device="cpu", output_fp32=True)
+    output = module(**it.inp)
+    assert output.logits.dtype == output.loss.dtype == torch.float32
+    output.loss.backward()
+    module.close()
