@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import copy
 
-from tests.common.ddp import PLANS, parity
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from elixir.search import simple_search
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common.ddp import LR, PLANS, batch_of, parity
+from tests.common.parity import hf_loss
 from tests.common.spawn import run_ranks
-from tests.common.tiny_models import FAMILIES
+from tests.common.tiny_models import FAMILIES, tiny
 
 CHECKPOINTS = ("none", "non-reentrant", "reentrant")
 SAMPLE = (
@@ -17,6 +25,37 @@ SAMPLE = (
     ("mixtral", "host", "none"),
     ("bert", "mixed", "non-reentrant"),
 )
+
+
+def _in_a_smaller_group(rank: int, world_size: int) -> list[float]:
+    """Ranks in pairs, each with a model of its own; the pairs do not run alike."""
+    group, _ = dist.new_subgroups(2)
+    pair = rank // 2
+    model = tiny("opt", seed=pair)
+    inp = batch_of(model, rank, world_size)
+    plan = simple_search(model, 2, 8, 0.01, shard_device="cpu", inp=inp, hardware="cpu")
+    plain = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+    module = ElixirModule(model, plan, group, device="cpu", poison=True)
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=LR))
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=LR)
+    losses = []
+    for _ in range(4 + pair):
+        mine, theirs = hf_loss(module, inp), hf_loss(plain, inp)
+        assert abs(mine.item() - theirs.item()) <= 1e-5 * theirs.item()
+        optimizer.backward(mine)
+        theirs.backward()
+        for each in (optimizer, plain_optimizer):
+            each.step()
+            each.zero_grad()
+        losses.append(mine.item())
+    module.close()
+    return losses
+
+
+@pytest.mark.slow
+def test_a_group_that_is_not_the_default_one() -> None:
+    losses = run_ranks(4, _in_a_smaller_group)
+    assert [len(each) for each in losses] == [4, 4, 5, 5]
 
 
 @pytest.mark.parametrize(("family", "kind", "checkpoint"), SAMPLE)

@@ -33,13 +33,16 @@ class Experts(nn.Module):
             )
             for _ in range(layers)
         )
+        # Their gradients come without a use in backward, so nothing tells how far backward is when they do.
+        self.tables = nn.ModuleList(nn.Embedding(128, WIDTH) for _ in range(layers))
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(layers))
         self.last = nn.Linear(WIDTH, WIDTH)
         self.extra = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, chosen: tuple[int, ...], extra: bool = True) -> torch.Tensor:
         x = self.first(x).tanh()
-        for norm, experts in zip(self.norms, self.layers, strict=True):
+        for table, norm, experts in zip(self.tables, self.norms, self.layers, strict=True):
+            x = x + table(torch.arange(len(x)))
             x = x + sum(expert(norm(x)) for index, expert in enumerate(experts) if index in chosen)  # type: ignore[arg-type]
         result: torch.Tensor = self.last(x)
         return result + self.extra(x) if extra else result
@@ -50,9 +53,10 @@ def _loss(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
     return result
 
 
-def _twins(rank: int, kind: str, **options: Any) -> tuple[Twins, torch.Tensor]:
+def _twins(rank: int, kind: str, *, frozen: bool = False, **options: Any) -> tuple[Twins, torch.Tensor]:
     torch.manual_seed(0)
     model = Experts()
+    model.layers.requires_grad_(not frozen)
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(rank))
     return Twins(model, {"x": x, "chosen": (0, 1, 2, 3)}, kind, loss=_loss, unused=True, **options), x
 
@@ -68,10 +72,10 @@ _CHOICES = (  # per step and rank
 """Also experts that nobody uses, which AdamW must not even decay."""
 
 
-def _routing(rank: int, world_size: int, kind: str, wrap: dict[str, Any]) -> None:
+def _routing(rank: int, world_size: int, kind: str, wrap: dict[str, Any], frozen: bool = False) -> None:
     if "emulation" in wrap:
         wrap = {"emulation": Emulation(delay_s=2e-3, seed=rank)}
-    twins, x = _twins(rank, kind, split_number=12, wrap=wrap)
+    twins, x = _twins(rank, kind, split_number=12, wrap=wrap, frozen=frozen)
     for choices in _CHOICES * 2:
         chosen = choices[rank % len(choices)]
         twins.backward({"x": x, "chosen": chosen, "extra": rank == 0 or 1 in chosen})
@@ -86,6 +90,11 @@ def _routing(rank: int, world_size: int, kind: str, wrap: dict[str, Any]) -> Non
 @pytest.mark.parametrize("kind", ["host", "device", "mixed", "resident"])
 def test_experts_that_differ_between_ranks(kind: str) -> None:
     run_ranks(2, _routing, kind, {})
+
+
+def test_frozen_experts_that_differ_between_ranks() -> None:
+    # Experts are gathered, but have no reductions that others would wait behind.
+    run_ranks(2, _routing, "host", {}, True)
 
 
 @pytest.mark.parametrize("wrap", [{"evict_always": True}, {"prefetch": False}, {"emulation": None}])
