@@ -165,8 +165,14 @@ class RCache:
             for index in indices:
                 # Pinned one by one before the next is fetched: no fetch may evict another of the same use.
                 self._chunks[index].pins += 1
-            for index in indices:
-                self._ready(self._chunks[index])
+            try:
+                for index in indices:
+                    self._ready(self._chunks[index])
+            except BaseException:
+                # The caller does not get the pins, so nobody would give them back.
+                for index in indices:
+                    self._chunks[index].pins -= 1
+                raise
 
     def unpin(self, indices: Iterable[int]) -> None:
         """Give back one pin of each."""
@@ -179,12 +185,22 @@ class RCache:
                         self._evict(chunk)
 
     def chunk_at(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """(chunk, offset in elements inside it) of a tensor that lies in a block, else None."""
+        """(chunk, offset in the tensor's elements inside it) of a tensor that lies in a block, else None.
+
+        Raises:
+            StateError: nobody has pinned what is in that block now, so the tensor is a view of what was there before.
+        """
         found = self._pool.find(tensor)
         if found is None:
             return None
         block, offset = found
-        return self._in_block[block], offset
+        index = self._in_block.get(block)
+        if index is None or not self._chunks[index].pins:
+            raise StateError(
+                f"rank {self._chunks[0].rank}: a view of a weight is used after the module that made it has returned, "
+                "when its memory may hold another weight; make the view in the module that uses it"
+            )
+        return index, offset
 
     def memory(self, index: int) -> torch.Tensor:
         """The block of a cached chunk, as a flat tensor of its elements."""
@@ -336,12 +352,11 @@ class RCache:
         self._fresh.add(chunk.index)
         after = [] if chunk.updated is None else [chunk.updated]
         if self._group.size == 1:
+            moved_bytes = shard.nbytes if chunk.plan.weight_home == "host" else 0
             chunk.filled = self._lanes.fetch.submit(
-                lambda: whole.copy_(shard, non_blocking=True),
-                after=after,
-                nbytes=shard.nbytes,
+                lambda: whole.copy_(shard, non_blocking=True), after=after, nbytes=moved_bytes
             )
-            self.counts.host_to_device_bytes += shard.nbytes
+            self.counts.host_to_device_bytes += moved_bytes
             return
         part = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
         if chunk.plan.weight_home == "host":

@@ -293,7 +293,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         part.follow_writes()
         arrived = part.gradients()  # now: when the step runs, other parameters may have gradients
         if chunk.plan.state_home == "host":
-            chunk.updated = self.module._lanes.host_adam.submit(lambda: part.step(arrived, factor, hyperparameters))
+            before = [] if chunk.updated is None else [chunk.updated]  # if that one failed, so does this
+            work = partial(part.step, arrived, factor, hyperparameters)
+            chunk.updated = self.module._lanes.host_adam.submit(work, after=before)
             after: list[Ticket] = [chunk.updated]
         else:
             part.step(arrived, factor, hyperparameters)
@@ -359,11 +361,13 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    total: torch.Tensor
     if all(gradient.dtype == torch.float32 for gradient in gradients):
-        return torch.nn.utils.get_total_norm(gradients)
-    # In float32: in float16 the norm of a large tensor overflows where none of its elements does.
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        total = torch.nn.utils.get_total_norm(gradients)
+    else:  # in float32: in float16 the norm of a large tensor overflows where none of its elements does
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total
 
 
 def _has_stepped(state: Any) -> bool:

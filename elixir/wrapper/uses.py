@@ -13,7 +13,7 @@ from torch import nn
 from elixir.access import backward_is_running, current_node_number
 from elixir.chunk.cache import RCache
 from elixir.chunk.chunk import Chunk
-from elixir.errors import InputError, StateError
+from elixir.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,7 @@ class WeightUses:
             return None
         index, offset = found
         chunk = self._chunks[index]
-        if not chunk.pins:
-            raise StateError(
-                f"rank {chunk.rank}: a view of a weight is used after the module that made it has returned, when its "
-                "memory may hold another weight; make the view in the module that uses it"
-            )
-        parameter = chunk.parameter_at(offset)
+        parameter = chunk.parameter_at(offset * tensor.itemsize // chunk.dtype.itemsize)
         return _SavedWeight(index, offset, tensor.dtype, tensor.size(), tensor.stride(), parameter, parameter._version)
 
     def unpack(self, handle: Any) -> torch.Tensor:
