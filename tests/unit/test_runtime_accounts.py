@@ -1,0 +1,169 @@
+"""A run does what its plan predicted, whatever the timing, and its failures reach whoever asked for the work."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.chunk.lanes import Emulation
+from elixir.search import optimal_search
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common.parity import Case, Pair, case, hf_loss, make_plan
+from tests.common.tiny_models import FAMILIES
+
+
+def step_of(it: Case) -> Any:
+    return lambda model, inp: it.loss(model, inp).backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loads_are_those_predicted(family: str, checkpoint: str) -> None:
+    it = case(family, checkpoint)
+    plan = make_plan(it, "streamed", allocate_factor=0.3)
+    with Pair(it, plan) as pair:
+        for _ in range(2):
+            pair.train(1)
+            counts = pair.module.last_report
+            assert counts is not None
+            assert counts.observed["loads"] == plan.predicted.loads
+            assert counts.demand_loads == counts.deviations == 0
+            assert counts.observed["host_to_device"] == plan.predicted.moved_bytes["host_to_device"]
+            assert counts.observed["device_to_host"] == plan.predicted.moved_bytes["device_to_host"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
+    it = case("opt", "non-reentrant", layers=4)
+
+    def search(**options: Any) -> Any:
+        return optimal_search(
+            it.model, 1, inp=it.inp, step_fn=step_of(it), hardware="cpu", host_memory="64GiB", **options
+        )
+
+    low, high = (
+        search(placement=where, device_memory="64GiB").predicted.device_peak_bytes for where in ("cpu", "cuda")
+    )
+    plan = search(device_memory=int(low + share * (high - low)))
+    with Pair(it, plan) as pair:
+        pair.train(3)
+        pair.assert_same_weights()
+        report = pair.module.last_report
+        assert report is not None
+        assert report.observed["device_peak"] <= report.predicted["device_peak"] <= plan.predicted.device_peak_bytes
+        assert pair.module._arena.peak_bytes["host"] <= plan.predicted.host_peak_bytes
+        assert report.observed["loads"] == plan.predicted.loads
+        assert not report.surprises()
+
+
+def test_evaluation_in_between_leaves_the_next_step_as_predicted() -> None:
+    it = case("opt")
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        pair.train(1)
+        with torch.no_grad():
+            hf_loss(pair.module, it.inp)
+        pair.module.settle()
+        pair.module.cache.take_counts()
+        pair.train(1)
+        report = pair.module.last_report
+        assert report is not None
+        assert report.observed["loads"] == pair.plan.predicted.loads
+        assert report.demand_loads == 0
+
+
+@pytest.fixture(scope="module")
+def plain_weights() -> dict[str, torch.Tensor]:
+    it = case("gpt2", "non-reentrant")
+    optimizer = torch.optim.AdamW(it.model.parameters(), lr=1e-3)
+    for _ in range(3):
+        hf_loss(it.model, it.inp).backward()
+        torch.nn.utils.clip_grad_norm_(it.model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return it.model.state_dict()
+
+
+@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 200))])
+def test_delays_change_nothing(seed: int, plain_weights: dict[str, torch.Tensor]) -> None:
+    it = case("gpt2", "non-reentrant")
+    plan = make_plan(
+        it, "mixed" if seed % 2 else "streamed", split_number=12, allocate_factor=(0.01, 0.4)[seed // 2 % 2]
+    )
+    delays = Emulation(delay_s=0.002, seed=seed)
+    module = ElixirModule(it.model, plan, device="cpu", poison=True, emulation=delays, prefetch=seed % 3 > 0)
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3), max_norm=0.1)
+    for _ in range(3):
+        optimizer.backward(hf_loss(module, it.inp))
+        optimizer.step()
+        optimizer.zero_grad()
+    mine = module.state_dict()
+    module.close()
+    assert all(torch.equal(mine[name], value) for name, value in plain_weights.items())
+
+
+class BrokenLinkError(Exception):
+    """Made by a test."""
+
+
+@pytest.mark.parametrize("lane", ["fetch", "offload", "host_adam"])
+def test_an_error_in_a_lane_reaches_the_caller(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    working = getattr(module._lanes, lane)
+
+    class Broken:
+        waited_s = 0.0
+
+        def submit(self, work: Any, **options: Any) -> Any:
+            def fail() -> None:
+                raise BrokenLinkError
+
+            return working.submit(fail, **options)
+
+        def close(self) -> None:
+            working.close()
+
+    broken = dataclasses.replace(module._lanes, **{lane: Broken()})
+    for holder in (module, module.cache, module.gradients):
+        monkeypatch.setattr(holder, "_lanes", broken)
+
+    def two_steps() -> None:
+        for _ in range(2):
+            optimizer.backward(hf_loss(module, it.inp))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(BrokenLinkError):
+        two_steps()
+    module.close()
+
+
+def test_an_update_that_failed_is_not_forgotten_when_nobody_waits_for_it() -> None:
+    """The chunk of a parameter that is not used again takes its error to the next step."""
+
+    class Moody(torch.optim.SGD):
+        broken = False
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if Moody.broken:
+                raise BrokenLinkError
+            super().step(closure)
+
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    optimizer = ElixirOptimizer(module, Moody(module.parameters(), lr=1e-3))
+    optimizer.backward(hf_loss(module, it.inp))
+    Moody.broken = True
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(BrokenLinkError):
+        module.settle()
+    Moody.broken = False
+    optimizer.step()
+    with pytest.raises(BrokenLinkError):
+        module.state_dict()
+    module.close()
