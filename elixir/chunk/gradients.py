@@ -31,6 +31,7 @@ class GradShard:
     """This rank's part of one chunk's gradient, where the optimizer states live."""
 
     memory: torch.Tensor
+    """On the device only from the first gradient after a step on, where activations leave room; else empty."""
     holds: bool = False
     """Whether it holds a gradient, so that the next one is added."""
     ready: Ticket | None = None
@@ -102,10 +103,10 @@ class GradientFlow:
         """Blocks beyond the plan's, made because a chunk that others wait for never got its gradients."""
         self._arena = arena
         self._lock = threading.RLock()
-        self.shards = {
-            chunk.index: GradShard(arena.make(chunk.shard_numel, chunk.dtype, chunk.plan.state_home, "gradients"))
-            for chunk in chunks
-        }
+        self.shards = {chunk.index: GradShard(torch.empty(0, dtype=chunk.dtype)) for chunk in chunks}
+        for chunk in chunks:
+            if chunk.plan.state_home == "host":
+                self._make_shard(chunk)
         self.offloaded_bytes = 0
         self.network_bytes = 0
         self.reduce = True
@@ -173,9 +174,12 @@ class GradientFlow:
             self._open.clear()
             self._unsent = []
             self._unsettled = False
-            for shard in self.shards.values():
+            for index, shard in self.shards.items():
                 shard.holds = False
                 shard.arrived.clear()
+                if shard.memory.numel() and self._chunks[index].plan.state_home == "device":
+                    self._arena.count(-shard.memory.nbytes, "device", "gradients")
+                    shard.memory = torch.empty(0, dtype=shard.memory.dtype)
 
     def _wait(self) -> None:
         for shard in self.shards.values():
@@ -184,6 +188,11 @@ class GradientFlow:
         with self._lock:
             while self._leaving:
                 self._reclaim()
+
+    def _make_shard(self, chunk: Chunk) -> None:
+        self.shards[chunk.index].memory = self._arena.make(
+            chunk.shard_numel, chunk.dtype, chunk.plan.state_home, "gradients"
+        )
 
     def _send_late(self) -> None:
         """Send what arrived after its chunk had been sent, on any rank."""
@@ -242,6 +251,8 @@ class GradientFlow:
             if slot.name not in opened.arrived:
                 opened.block[slot.offset : slot.offset + slot.numel].zero_()
         shard = self.shards[chunk.index]
+        if not shard.memory.numel():
+            self._make_shard(chunk)
         shard.arrived |= opened.arrived
         whole = opened.block
         # The step before may still read the shard that is written below.
