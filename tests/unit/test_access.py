@@ -116,7 +116,7 @@ def test_uses_and_scopes_come_in_order() -> None:
 METADATA = [
     lambda p: p.shape, lambda p: p.dtype, lambda p: p.size(), lambda p: p.numel(), lambda p: p.requires_grad,
     lambda p: p.device, lambda p: p.grad, lambda p: p.stride(), lambda p: p.is_floating_point(), lambda p: hash(p),
-    lambda p: p.dim(), lambda p: p.ndim, lambda p: p.is_leaf, lambda p: p.data_ptr(), lambda p: p.element_size(),
+    lambda p: p.dim(), lambda p: p.ndim, lambda p: p.is_leaf, lambda p: p.element_size(), lambda p: torch.zeros_like(p),
     lambda p: len({p}), lambda p: p.is_contiguous(), lambda p: p._version, lambda p: p.requires_grad_(),
 ]  # fmt: skip
 READS = [
@@ -124,6 +124,7 @@ READS = [
     lambda p: torch.stack([p, p]), lambda p: p.view(-1), lambda p: p.to(torch.bfloat16), lambda p: p.clone(),
     lambda p: p @ p.T, lambda p: torch.equal(p, p), lambda p: p.detach(), lambda p: p.tolist(), lambda p: list(p),
     lambda p: torch.nn.functional.pad(p, (1, 1)), lambda p: p.norm(), lambda p: torch.cat((p, p)), lambda p: p == p,
+    lambda p: p.data_ptr(), lambda p: p.data,
 ]  # fmt: skip
 
 
