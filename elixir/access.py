@@ -170,14 +170,16 @@ def _hooks_over(listener: AccessListener, outer: _Hooks | None) -> Any:
         outer = outer[0]._elixir_outer  # type: ignore[attr-defined]
 
     def pack(tensor: torch.Tensor) -> Any:
-        handle = listener.pack(tensor)
+        with torch._C.DisableTorchFunctionSubclass():  # what is asked of a parameter here is no use of it
+            handle = listener.pack(tensor)
         if handle is not None:
             return _Claimed(handle)
         return outer[0](tensor) if outer is not None else _Kept(tensor)
 
     def unpack(packed: Any) -> Any:
         if type(packed) is _Claimed:
-            return listener.unpack(packed.handle)
+            with torch._C.DisableTorchFunctionSubclass():
+                return listener.unpack(packed.handle)
         return outer[1](packed) if outer is not None else packed.tensor_if_unchanged()
 
     pack._elixir_listener = listener  # type: ignore[attr-defined]

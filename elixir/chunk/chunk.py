@@ -121,14 +121,15 @@ class Chunk:
                 f"rank {self.rank}: chunk {self.index} ({names}{more}) cannot go from {self.state.value} to "
                 f"{state.value} with {self.pins} pins"
             )
-        if self.state is ChunkState.CACHED:
-            self._check_unwritten()
-        self.state = state
-        if memory is not None:
-            self.point_into(memory)
-            self._versions = self._versions_now()
-        elif state is ChunkState.HOME:
-            self.hold_placeholders()
+        with torch._C.DisableTorchFunctionSubclass():  # nobody is to be told that parameters move, and it is faster
+            if self.state is ChunkState.CACHED:
+                self._check_unwritten()
+            self.state = state
+            if memory is not None:
+                self.point_into(memory)
+                self._versions = self._versions_now()
+            elif state is ChunkState.HOME:
+                self.hold_placeholders()
 
     def point_into(self, memory: torch.Tensor) -> None:
         """Parameters become views of `memory`, which holds the gathered weights."""

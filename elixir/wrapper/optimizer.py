@@ -20,8 +20,8 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradShard
 from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError, InputTypeError
-from elixir.wrapper.elementwise import check_elementwise
 from elixir.wrapper.module import ElixirModule
+from elixir.wrapper.optimizer_class import accepted_options, check_elementwise, has_stepped
 
 
 @dataclass
@@ -112,8 +112,18 @@ class _ChunkOptimizer:
         for segment in self.segments:
             segment.weights.grad = None
         if self._separate:
-            self._weights().copy_(self._master)
+            self._write_weights(arrived)
         self._count_states()
+
+    def _write_weights(self, arrived: list[tuple[_Segment, torch.Tensor]]) -> None:
+        """Master weights to where the weights are, in their dtype."""
+        weights = self._weights()
+        if len(arrived) == len(self.chunk.slots):
+            weights.copy_(self._master)
+            return
+        for segment, _ in arrived:  # the others may be another optimizer's
+            end = segment.start + segment.weights.numel()
+            weights[segment.start : end].copy_(self._master[segment.start : end])
 
     def _weights(self) -> torch.Tensor:
         """This rank's part of the weights, wherever they are."""
@@ -183,7 +193,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             raise InputTypeError(f"module must be an ElixirModule, got {type(module).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ElixirOptimizer):
             raise InputTypeError(f"optimizer must be a plain torch optimizer, got {type(optimizer).__name__}")
-        if any(_has_stepped(state) for state in optimizer.state.values()):
+        if any(has_stepped(state) for state in optimizer.state.values()):
             raise InputError("the optimizer has stepped already, and its states would be lost; give one that has not")
         self._ready = False
         self.module = module
@@ -219,6 +229,22 @@ class ElixirOptimizer(torch.optim.Optimizer):
             raise InputError("groups cannot be added to an ElixirOptimizer; give it an optimizer that has them all")
         super().add_param_group(param_group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Not there yet.
+
+        Raises:
+            InputError: always, since what `torch.optim.Optimizer` would give has no states in it.
+        """
+        raise InputError("the states of an ElixirOptimizer cannot be saved yet; the model's state_dict() can")
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Not there yet.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError("the states of an ElixirOptimizer cannot be loaded yet; the model's load_state_dict() can")
+
     def make_inner(self, weights: list[nn.Parameter], segments: list[_Segment]) -> torch.optim.Optimizer:
         """An optimizer of the user's class over segments, with their groups' options."""
         groups = []
@@ -233,7 +259,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         defaults = {key: value for key, value in self.defaults.items() if key not in ("differentiable",)}
-        made: torch.optim.Optimizer = self._class(groups, **_accepted(self._class, defaults))
+        made: torch.optim.Optimizer = self._class(groups, **accepted_options(self._class, defaults))
         return made
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -368,20 +394,3 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
-
-
-def _has_stepped(state: Any) -> bool:
-    """Whether an optimizer's state of one parameter is that of a step, rather than what a constructor made."""
-    if not isinstance(state, dict):
-        return bool(state)
-    if "step" in state:
-        return bool(state["step"] > 0)
-    return any(isinstance(value, torch.Tensor) for value in state.values())
-
-
-def _accepted(cls: type, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of `options` that the class's constructor takes."""
-    import inspect
-
-    names = inspect.signature(cls).parameters
-    return {key: value for key, value in options.items() if key in names}

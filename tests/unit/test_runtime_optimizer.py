@@ -12,7 +12,7 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.elementwise import check_elementwise
+from elixir.wrapper.optimizer_class import check_elementwise
 from tests.common.parity import Pair, case, hf_loss, make_plan
 
 
@@ -177,3 +177,35 @@ def test_every_scheduler_of_torch_takes_it(module: ElixirModule) -> None:
         scheduler.step()
     schedulers[3].step(1.0)  # type: ignore[call-arg]
     assert all(scheduler.optimizer is optimizer for scheduler in schedulers)
+
+
+def test_states_are_not_saved_as_if_there_were_none(module: ElixirModule) -> None:
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
+    with pytest.raises(InputError, match="cannot be saved yet"):
+        optimizer.state_dict()
+    with pytest.raises(InputError, match="cannot be loaded yet"):
+        optimizer.load_state_dict({})
+
+
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_two_optimizers_share_a_model(mode: str) -> None:
+    """Each steps its own parameters, also where they lie in one chunk."""
+    it = case("gpt2")
+    plain = copy.deepcopy(it.model)
+    module = ElixirModule(it.model, make_plan(it, mode), device="cpu", poison=True)
+
+    def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
+        parameters = list(model.parameters())
+        return [torch.optim.AdamW(parameters[::2], lr=1e-3), torch.optim.SGD(parameters[1::2], lr=1e-2)]
+
+    mine, theirs = [ElixirOptimizer(module, half) for half in halves(it.model)], halves(plain)
+    for _ in range(4):
+        for model, optimizers in ((module, mine), (plain, theirs)):
+            hf_loss(model, it.inp).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            optimizers[0].zero_grad()
+            optimizers[1].zero_grad()
+    state = module.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    module.close()

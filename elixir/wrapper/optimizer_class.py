@@ -1,9 +1,11 @@
-"""Whether an optimizer is elementwise: found out by trying, since names do not tell."""
+"""What has to be known of a user's optimizer and its class; above all, whether it is elementwise."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ _STEPS = 3
 def check_elementwise(cls: type, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
     """Make sure that steps on pieces of a weight give the bits of steps on the whole.
 
-    Two optimizers step the same small weights with the same gradients: one has them whole, the other in flat pieces,
+    Found out by trying, since names do not tell. Two optimizers step the same small weights with the same gradients: one has them whole, the other in flat pieces,
     as shards are.
 
     Args:
@@ -58,3 +60,18 @@ def check_elementwise(cls: type, make: Callable[[list[nn.Parameter]], torch.opti
         # Not to the bit: vectors of other lengths may go through other instructions.
         if not torch.allclose(mine, theirs, rtol=1e-5, atol=1e-7, equal_nan=True):
             raise InputError(advice)
+
+
+def has_stepped(state: Any) -> bool:
+    """Whether an optimizer's state of one parameter is that of a step, rather than what a constructor made."""
+    if not isinstance(state, dict):
+        return bool(state)
+    if "step" in state:
+        return bool(state["step"] > 0)
+    return any(isinstance(value, torch.Tensor) for value in state.values())
+
+
+def accepted_options(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of `options` that the class's constructor takes."""
+    names = inspect.signature(cls).parameters
+    return {key: value for key, value in options.items() if key in names}
