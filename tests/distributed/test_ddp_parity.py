@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -76,4 +77,10 @@ def test_two_ranks_every_family(family: str, kind: str, checkpoint: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), [(f, PLANS[i % len(PLANS)]) for i, f in enumerate((*FAMILIES, "opt"))])
 def test_four_ranks(family: str, kind: str) -> None:
-    run_ranks(4, parity, family, kind, "none", {})
+    # Reduce-scatter and DDP's all-reduce add four ranks up in another order. For ViT's key biases, whose gradient is
+    # such rounding and nothing else (1e-10), AdamW's usual epsilon would make 7e-2 of the learning rate of it.
+    run_ranks(4, parity, family, kind, "none", {"optimizer": _larger_epsilon} if family == "vit" else {})
+
+
+def _larger_epsilon(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, eps=1e-7)
