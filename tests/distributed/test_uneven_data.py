@@ -11,7 +11,7 @@ from torch import nn
 from elixir.chunk.lanes import Emulation
 from tests.common.ddp import Twins, batch_of
 from tests.common.parity import hf_loss
-from tests.common.spawn import run_ranks
+from tests.common.spawn import run_ranks, run_to_end
 from tests.common.tiny_models import tiny
 
 WIDTH = 32
@@ -229,3 +229,31 @@ def _two_models(rank: int, world_size: int) -> None:
 
 def test_two_models_in_turn() -> None:
     run_ranks(2, _two_models)
+
+
+def _generation(rank: int, world_size: int, kind: str, longer: int) -> None:
+    model = tiny("opt")
+    twins = Twins(model, batch_of(model, rank, world_size), kind)
+    ids = twins.inp["input_ids"][:, :6]
+    for _ in range(2):
+        twins.train(1)
+        options = {"input_ids": ids, "max_new_tokens": 4 + longer * rank, "do_sample": False}
+        assert torch.equal(twins.module.generate(**options), twins.plain.module.generate(**options))
+    twins.check()
+    twins.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "mixed"])
+def test_generation_between_steps(kind: str) -> None:
+    run_ranks(2, _generation, kind, 0)
+
+
+def test_generation_that_is_longer_on_one_rank_is_refused() -> None:
+    for outcome in run_to_end(2, _generation, "host", 1, group_timeout_s=6.0):
+        assert outcome.error is not None
+        assert "RankError" in outcome.error
+        assert "on all ranks alike" in outcome.error
+
+
+def test_generation_may_be_longer_on_one_rank_where_nothing_is_gathered() -> None:
+    run_ranks(2, _generation, "resident", 1)
