@@ -52,11 +52,14 @@ def _load_weights(chunk: Chunk, arena: Arena) -> None:
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Buffers live on the device, in their own dtype."""
+    """Buffers live on the device, in their own dtype; modules that share one go on sharing it."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                module._buffers[name] = moved[buffer]
 
 
 def agree_on_plan(group: Group, module: nn.Module, plan: Plan, dtype: torch.dtype | None) -> None:

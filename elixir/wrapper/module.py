@@ -26,6 +26,7 @@ from elixir.plan import Plan
 from elixir.schedule import StepSchedule
 from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, place_buffers
 from elixir.wrapper.inner_state import InnerState
+from elixir.wrapper.inputs import cast_inputs
 from elixir.wrapper.report import StepReport
 from elixir.wrapper.uses import WeightUses
 
@@ -125,7 +126,7 @@ class ElixirModule(nn.Module):
         """The model's forward."""
         self.forget_failed_backward()
         self.cache.begin()
-        args, kwargs = tree_map(self._input, (args, kwargs))
+        args, kwargs = cast_inputs((args, kwargs), self._device, self._cast)
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
@@ -291,13 +292,6 @@ class ElixirModule(nn.Module):
         self._arena.release()
 
     # --- inside ------------------------------------------------------------------------------------------------
-
-    def _input(self, item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
-            return item
-        if item.is_floating_point() and self._cast is not None:
-            return item.to(self._device, self._cast)
-        return item.to(self._device)
 
     @staticmethod
     def _output(item: Any) -> Any:

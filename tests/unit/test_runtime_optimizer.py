@@ -209,3 +209,27 @@ def test_two_optimizers_share_a_model(mode: str) -> None:
     state = module.state_dict()
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
     module.close()
+
+
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_a_gradient_set_by_hand_is_not_passed_over(mode: str) -> None:
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, mode)) as pair:
+        pair.train(1)
+        tracked = next(c for c in pair.module.chunks if not pair.module.is_ordinary(c)).slots[0]
+        tracked.parameter.grad = torch.ones(tracked.shape)
+        with pytest.raises(InputError, match="set by hand"):
+            pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        pair.train(1)
+        pair.assert_same_weights()
+
+
+def test_thawing_needs_another_plan() -> None:
+    it = case("opt", layers=1)
+    frozen = it.model.model.decoder.embed_positions.weight.requires_grad_(False)
+    with Pair(it, make_plan(it, "mixed")) as pair:
+        pair.train(1)
+        frozen.requires_grad_(True)
+        with pytest.raises(InputError, match="frozen when the model was planned"):
+            pair.optimizer.step()

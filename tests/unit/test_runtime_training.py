@@ -308,3 +308,12 @@ def test_trains_a_part_of_the_parameters_the_optimizer_has() -> None:
     with Pair(it, make_plan(it, "mixed"), optimizer=make) as pair:
         pair.train(4)
         pair.assert_same_weights()
+
+
+def test_lists_of_the_caller_are_those_the_model_gets(pair: Pair) -> None:
+    notes: list[torch.Tensor] = []
+    pair.module.module.register_forward_pre_hook(
+        lambda module, args, kwargs: kwargs.pop("notes").append(kwargs["input_ids"]), with_kwargs=True
+    )
+    pair.module(**pair.case.inp, notes=notes)
+    assert len(notes) == 1

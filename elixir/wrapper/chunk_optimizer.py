@@ -1,0 +1,160 @@
+"""The optimizer of one chunk: steps this rank's shard of it, where its states live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.gradients import GradShard
+from elixir.errors import InputError
+
+if TYPE_CHECKING:
+    from elixir.wrapper.optimizer import ElixirOptimizer
+
+
+@dataclass
+class Segment:
+    """A stretch of one parameter inside this rank's shard."""
+
+    name: str
+    group: int
+    start: int
+    """In elements from the start of the shard."""
+    weights: nn.Parameter
+    """What the chunk's optimizer steps: float32 master weights, or the weights themselves."""
+    source: nn.Parameter
+    """The model's parameter."""
+    version: int
+    """Its version when the segment was made."""
+
+
+class ChunkOptimizer:
+    """The optimizer of one chunk."""
+
+    def __init__(self, owner: ElixirOptimizer, chunk: Chunk) -> None:
+        self._owner = owner
+        self.chunk = chunk
+        module = owner.module
+        self._shard: GradShard | None = module.gradients.shards.get(chunk.index)
+        home = chunk.plan.state_home
+        low_precision = chunk.dtype.itemsize < torch.float32.itemsize
+        apart = low_precision or (chunk.whole is not None and home == "host") or chunk.plan.weight_home != home
+        self._master = (
+            module._arena.make(
+                chunk.shard_numel, torch.float32 if low_precision else chunk.dtype, home, "optimizer_states"
+            )
+            if apart
+            else self._weights()
+        )
+        self._separate = apart
+        self.reload(chunk)
+        self.segments = self._cut()
+        self.optimizer = owner.make_inner([segment.weights for segment in self.segments], self.segments)
+        self._counted_states = False
+        self._versions: dict[str, int] = {}  # of the parameters, after the last step that changed them
+
+    def reload(self, chunk: Chunk) -> None:
+        """The weights were written from outside: master weights follow."""
+        if chunk is self.chunk and self._separate:
+            self._master.copy_(self._weights())
+
+    def gradients(self) -> list[tuple[Segment, torch.Tensor]]:
+        """The segments that got a gradient, with it."""
+        found = []
+        for segment in self.segments:
+            if self._shard is None:
+                gradient = segment.source.grad
+                if gradient is not None:
+                    found.append((segment, gradient.view(-1)))
+            elif segment.name in self._owner.used_parameters:
+                numel = segment.weights.numel()
+                found.append((segment, self._shard.memory[segment.start : segment.start + numel]))
+        return found
+
+    def mark_changed(self, arrived: list[tuple[Segment, torch.Tensor]]) -> None:
+        """Let autograd know that a backward over the weights before this step would be wrong."""
+        for segment, _ in arrived:
+            if segment.weights is not segment.source:  # else the step itself has
+                torch.autograd.graph.increment_version(segment.source)
+            self._versions[segment.name] = segment.source._version
+
+    def follow_writes(self) -> None:
+        """Resident weights may be written to, ordinary ones by anyone, others by their own forward; masters follow."""
+        if not self._separate or self.chunk.whole is None:
+            return
+        weights = self._weights()
+        for segment in self.segments:
+            if segment.source._version != self._versions.get(segment.name, segment.version):
+                end = segment.start + segment.weights.numel()
+                self._master[segment.start : end].copy_(weights[segment.start : end])
+
+    def step(
+        self, arrived: list[tuple[Segment, torch.Tensor]], factor: float, hyperparameters: list[dict[str, Any]]
+    ) -> None:
+        """One step with the gradients in `arrived` times `factor`, and the new weights back to their home."""
+        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
+            group.update(values)
+        for segment in self.segments:
+            segment.weights.grad = None
+        for segment, gradient in arrived:
+            # In float32 without a factor the gradient itself is stepped with, as plain PyTorch would.
+            value = gradient.to(segment.weights.dtype)
+            segment.weights.grad = (value * factor if factor != 1.0 else value).view_as(segment.weights)
+        self.optimizer.step()
+        for segment in self.segments:
+            segment.weights.grad = None
+        if self._separate:
+            self._write_weights(arrived)
+        self._count_states()
+
+    def _write_weights(self, arrived: list[tuple[Segment, torch.Tensor]]) -> None:
+        """Master weights to where the weights are, in their dtype."""
+        weights = self._weights()
+        if len(arrived) == len(self.chunk.slots):
+            weights.copy_(self._master)
+            return
+        for segment, _ in arrived:  # the others may be another optimizer's
+            end = segment.start + segment.weights.numel()
+            weights[segment.start : end].copy_(self._master[segment.start : end])
+
+    def _weights(self) -> torch.Tensor:
+        """This rank's part of the weights, wherever they are."""
+        chunk = self.chunk
+        if chunk.shard is not None:
+            return chunk.shard
+        if chunk.whole is None:
+            raise InputError(f"chunk {chunk.index} has no weights")
+        return chunk.whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
+
+    def _cut(self) -> list[Segment]:
+        chunk, owner = self.chunk, self._owner
+        start, end = chunk.shard_start, chunk.shard_start + chunk.shard_numel
+        segments = []
+        for slot in chunk.slots:
+            begin, stop = max(slot.offset, start), min(slot.offset + slot.numel, end)
+            group = owner.group_of.get(slot.parameter)
+            if begin >= stop or group is None or not slot.parameter.requires_grad:
+                continue
+            part = self._master[begin - start : stop - start]
+            if not self._separate and owner.module.is_ordinary(chunk):
+                weights = slot.parameter  # plain PyTorch's own: same kernel, same bits
+            else:
+                weights = nn.Parameter(part, requires_grad=True)
+            segments.append(Segment(slot.name, group, begin - start, weights, slot.parameter, slot.parameter._version))
+        return segments
+
+    def _count_states(self) -> None:
+        if self._counted_states:
+            return
+        self._counted_states = True
+        states = sum(
+            value.nbytes
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.numel() > 1
+        )
+        self._owner.module._arena.count(states, self.chunk.plan.state_home, "optimizer_states")
