@@ -223,6 +223,10 @@ class CpuTarget(Target):
     kind = "cpu"
     counts_host_tensors = True
 
+    def __init__(self, hardware: HardwareProfile) -> None:
+        super().__init__(hardware)
+        self._threads = torch.get_num_threads()
+
     def attention_kernel(self, call: Attention) -> AttentionKernel:
         """Flash where nothing is dropped, heads are equally wide and the mask is a constant (`sdp_utils_cpp.cpp`)."""
         same_width = call.query_shape[-1] == call.key_shape[-1] == call.value_shape[-1]
@@ -247,11 +251,12 @@ class CpuTarget(Target):
             contiguous_copy = 0 if args[0].is_contiguous() else args[0].nbytes
             return int(contiguous_copy + max(args[0].nbytes, sum(output.nbytes for output in outputs)))
         if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
-            return _cpu_flash_buffers(args[0], args[1], backward=False)
+            return _cpu_flash_buffers(args[0], args[1], self._threads, backward=False)
         if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-            return _contiguous_copy(args[0].transpose(1, 2)) + _cpu_flash_buffers(args[1], args[2], backward=True)
+            buffers = _cpu_flash_buffers(args[1], args[2], self._threads, backward=True)
+            return _contiguous_copy(args[0].transpose(1, 2)) + buffers
         if func is aten.native_layer_norm_backward.default:
-            sums: int = 2 * torch.get_num_threads() * math.prod(args[2]) * args[0].itemsize
+            sums: int = 2 * self._threads * math.prod(args[2]) * args[0].itemsize
             return _contiguous_copy(args[0]) + sums
         if func is aten.native_batch_norm_backward.default:
             return int(args[1].nbytes)  # a second gradient of the input, of which one is thrown away
@@ -267,7 +272,7 @@ class CpuTarget(Target):
         return super().results(func, args, result)
 
 
-def _cpu_flash_buffers(query: torch.Tensor, key: torch.Tensor, *, backward: bool) -> int:
+def _cpu_flash_buffers(query: torch.Tensor, key: torch.Tensor, threads: int, *, backward: bool) -> int:
     """What the threads of the CPU's flash attention share out among them."""
     length = query.shape[2]
     rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
@@ -276,9 +281,9 @@ def _cpu_flash_buffers(query: torch.Tensor, key: torch.Tensor, *, backward: bool
     halves = query.itemsize if query.dtype in _HALF else 0
     if backward:
         each = rows * columns * (2 * accumulated + 2 * halves)
-        return each * torch.get_num_threads() + rows * accumulated
+        return each * threads + rows * accumulated
     each = (rows * columns + 2 * rows + rows * query.shape[3]) * accumulated + rows * columns * halves
-    return each * torch.get_num_threads()
+    return each * threads
 
 
 def _contiguous_copy(tensor: torch.Tensor) -> int:

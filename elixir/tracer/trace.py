@@ -109,7 +109,12 @@ def trace_step(
 
     references_when_alone()
     try:
-        with routed(target, count_host_tensor), autocast_emulated(target), _compiled_regions_run_eagerly():
+        with (
+            _one_thread(),
+            routed(target, count_host_tensor),
+            autocast_emulated(target),
+            _compiled_regions_run_eagerly(),
+        ):
             _run_step(twin, batch, step_fn, recorder, order, ledger)
         order.finish()
         step_end, operators = len(ledger), ledger.operators
@@ -191,6 +196,17 @@ def _explained(error: Exception) -> TraceError:
     elif isinstance(error, NotImplementedError):
         hint = "; the operator has no meta kernel, register one with torch.library.register_fake"
     return TraceError(f"{location}: step_fn raised {type(error).__name__}: {text}{hint}")
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Known values are small tensors; on a busy machine, starting threads for each takes longer than the trace."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
