@@ -94,9 +94,16 @@ class Chunk:
         """This rank's part of the weights, at their home; None where a resident chunk's own buffer is the home."""
         self.whole: torch.Tensor | None = None
         """The gathered weights of a resident chunk."""
+        self.masters: torch.Tensor | None = None
+        """Float32 values of this rank's shard, at the home of the states; None where the weights are no less precise."""
         self._placeholders = [_placeholder(slot.shape, self.dtype, device) for slot in self.slots]
         self._offsets = [slot.offset for slot in self.slots]
         self._versions: list[int] = []  # of the parameters when they came into the block
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether its weights have fewer bits than float32, so that an optimizer keeps master weights."""
+        return self.dtype.itemsize < torch.float32.itemsize
 
     @property
     def shard_start(self) -> int:

@@ -34,6 +34,10 @@ def build_chunks(model: nn.Module, plan: Plan, arena: Arena, group: Group) -> li
 
 def _load_weights(chunk: Chunk, arena: Arena) -> None:
     plan = chunk.plan
+    if plan.trainable and chunk.low_precision:
+        # Master weights start from what the model came with, before it is rounded.
+        chunk.masters = arena.make(chunk.shard_numel, torch.float32, plan.state_home, "optimizer_states")
+        _copy_shard(chunk, chunk.masters)
     if plan.resident:
         chunk.whole = arena.make(plan.numel, chunk.dtype, "device", "resident_weights")
         for slot in chunk.slots:
@@ -42,13 +46,18 @@ def _load_weights(chunk: Chunk, arena: Arena) -> None:
         return
     kind = "weight_shards" if plan.weight_home == "device" else "weights"
     chunk.shard = arena.make(chunk.shard_numel, chunk.dtype, plan.weight_home, kind)
+    _copy_shard(chunk, chunk.shard)
+    chunk.hold_placeholders()
+
+
+def _copy_shard(chunk: Chunk, target: torch.Tensor) -> None:
+    """This rank's part of the model's own weights, in the dtype of `target`."""
     start, end = chunk.shard_start, chunk.shard_start + chunk.shard_numel
     for slot in chunk.slots:
         begin, stop = max(slot.offset, start), min(slot.offset + slot.numel, end)
         if begin < stop:
             values = slot.parameter.data.flatten()[begin - slot.offset : stop - slot.offset]
-            chunk.shard[begin - start : stop - start].copy_(values)
-    chunk.hold_placeholders()
+            target[begin - start : stop - start].copy_(values)
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:

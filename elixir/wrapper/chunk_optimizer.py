@@ -41,17 +41,16 @@ class ChunkOptimizer:
         module = owner.module
         self._shard: GradShard | None = module.gradients.shards.get(chunk.index)
         home = chunk.plan.state_home
-        low_precision = chunk.dtype.itemsize < torch.float32.itemsize
-        apart = low_precision or (chunk.whole is not None and home == "host") or chunk.plan.weight_home != home
-        self._master = (
-            module._arena.make(
-                chunk.shard_numel, torch.float32 if low_precision else chunk.dtype, home, "optimizer_states"
-            )
-            if apart
-            else self._weights()
-        )
-        self._separate = apart
-        self.reload(chunk)
+        apart = (chunk.whole is not None and home == "host") or chunk.plan.weight_home != home
+        self._separate = apart or chunk.masters is not None
+        if chunk.masters is not None:
+            self._master = chunk.masters
+            self._follow_early_writes()
+        elif apart:
+            self._master = module._arena.make(chunk.shard_numel, chunk.dtype, home, "optimizer_states")
+            self.reload(chunk)
+        else:
+            self._master = self._weights()
         self.segments = self._cut()
         self.optimizer = owner.make_inner([segment.weights for segment in self.segments], self.segments)
         self._counted_states = False
@@ -61,6 +60,12 @@ class ChunkOptimizer:
         """The weights were written from outside: master weights follow."""
         if chunk is self.chunk and self._separate:
             self._master.copy_(self._weights())
+
+    def _follow_early_writes(self) -> None:
+        """Weights that were written between wrapping and now are no longer what their masters round to."""
+        weights = self._weights().to(self._master.device)
+        written = self._master.to(weights.dtype) != weights
+        self._master[written] = weights[written].float()
 
     def gradients(self) -> list[tuple[Segment, torch.Tensor]]:
         """The segments that got a gradient, with it."""

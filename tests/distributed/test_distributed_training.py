@@ -89,7 +89,6 @@ def _low_precision(rank: int, world_size: int, reduce_fp32: bool) -> None:
     inp = batch_of(model, rank, world_size)
     master = copy.deepcopy(model)  # a bf16 model stepped through float32 master weights, gradients averaged by hand
     low = copy.deepcopy(model).to(dtype)
-    master.load_state_dict(low.state_dict())
     plan = plan_for(model, inp, "host", unified_dtype=dtype)
     module = ElixirModule(model, plan, device="cpu", dtype=dtype, reduce_always_fp32=reduce_fp32, poison=True)
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=LR))

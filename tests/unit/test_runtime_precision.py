@@ -26,9 +26,9 @@ class Reference:
     """Plain PyTorch with one float32 master per parameter."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, scale: float, max_norm: float) -> None:
+        self.masters = [p.detach().clone() for p in model.parameters()]
         self.model, self.scale, self.max_norm = cast(model, dtype), scale, max_norm
         self.parameters = list(self.model.parameters())
-        self.masters = [p.detach().float() for p in self.parameters]
         self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3, weight_decay=0.1)
 
     def step(self, inp: dict[str, Any]) -> torch.Tensor:
@@ -160,4 +160,17 @@ def test_outputs_are_cast_where_asked() -> None:
     output = module(**it.inp)
     assert output.logits.dtype == output.loss.dtype == torch.float32
     output.loss.backward()
+    module.close()
+
+
+def test_weights_loaded_before_the_optimizer_is_made_are_what_it_steps() -> None:
+    it = case("opt")
+    module = ElixirModule(it.model, make_plan(it, "streamed", unified_dtype=torch.bfloat16), device="cpu")
+    loaded = {name: value * 2 for name, value in module.state_dict().items()}
+    module.load_state_dict(loaded)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.0))
+    optimizer.backward(hf_loss(module, it.inp))
+    optimizer.step()
+    after = module.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in loaded.items())
     module.close()
