@@ -238,6 +238,7 @@ class ElixirModule(nn.Module):
                 **moved,
                 "device_peak": sum(parts.get(name, 0) for name in ours),
             },
+            device_limit_bytes=self.plan.predicted.device_peak_bytes,
             demand_loads=counts.demand_loads,
             deviations=counts.deviations,
             waited_s={name: lane.waited_s for name, lane in self._lanes.by_name().items()},

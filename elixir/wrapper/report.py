@@ -21,6 +21,8 @@ class StepReport:
 
     observed: dict[str, int]
     predicted: dict[str, int]
+    device_limit_bytes: int
+    """The plan's whole device peak. Its parts are those of one moment; at others ours may be more and the rest less."""
     demand_loads: int
     """Loads that nothing had foreseen, for which the use had to wait from beginning to end."""
     deviations: int
@@ -29,7 +31,7 @@ class StepReport:
     """How long compute stood still for each lane; on CUDA, where nobody stands still, 0."""
 
     def surprises(self) -> dict[str, tuple[int, int]]:
-        """(observed, predicted) of what differs by more than `TOLERANCE`; fewer bytes of memory are no surprise.
+        """(observed, predicted) of what differs by more than `TOLERANCE`, and of memory beyond the plan's peak.
 
         Nor are hits, which cost nothing: uses of one chunk in a row are one use to a run.
         """
@@ -38,9 +40,10 @@ class StepReport:
             if name == "hits":
                 continue
             seen = self.observed[name]
-            less_is_fine = name == "device_peak"
-            off = seen - expected if less_is_fine else abs(seen - expected)
-            if off > TOLERANCE * max(expected, 1):
+            if name == "device_peak":
+                if seen > self.device_limit_bytes:
+                    found[name] = (seen, self.device_limit_bytes)
+            elif abs(seen - expected) > TOLERANCE * max(expected, 1):
                 found[name] = (seen, expected)
         return found
 
