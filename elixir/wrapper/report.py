@@ -33,7 +33,7 @@ class StepReport:
     def surprises(self) -> dict[str, tuple[int, int]]:
         """(observed, predicted) of what differs by more than `TOLERANCE`, and of memory beyond the plan's peak.
 
-        Nor are hits, which cost nothing: uses of one chunk in a row are one use to a run.
+        Hits do not count: they cost nothing, and uses of one chunk in a row are one use to a run.
         """
         found = {}
         for name, expected in self.predicted.items():
