@@ -109,8 +109,6 @@ class GradientFlow:
                 self._make_shard(chunk)
         self.offloaded_bytes = 0
         self.network_bytes = 0
-        self.reduce = True
-        """False while micro-batches are accumulated without a reduction."""
 
     def take(self, chunk: Chunk, slot: Slot, gradient: torch.Tensor) -> None:
         """A gradient of one parameter has arrived; `gradient` may be let go afterwards."""
