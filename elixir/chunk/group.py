@@ -124,10 +124,6 @@ class Group:
             value.copy_(torch.stack(self.exchange("largest", value.cpu())).amax(0))
         return value
 
-    def same_everywhere(self, text: str) -> bool:
-        """Whether every rank calls this with the same text."""
-        return len(set(self.exchange("comparison", text))) == 1
-
     @contextlib.contextmanager
     def _issuing(self, what: str) -> Iterator[None]:
         if self._broken is not None:

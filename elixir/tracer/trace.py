@@ -165,6 +165,8 @@ def _run_step(
     for index, parameter in enumerate(twin.parameters):
         record = None if parameter.grad is None else ledger.find(parameter.grad)
         if record is not None:
+            if index not in order.grad_use:
+                order.gradient_ready(parameter)  # set by step_fn itself, as with torch.autograd.grad
             record.kind = "gradients"
             record.complete_at = order.uses[order.grad_use[index]].log_position
 
