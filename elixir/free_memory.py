@@ -1,4 +1,4 @@
-"""How much memory this machine has left: what a budget is that nobody gave.
+"""How much memory this machine has left, which is the budget that nobody gave, and what its devices are called.
 
 Reads what the driver and the operating system say; allocates nothing.
 """
@@ -6,6 +6,8 @@ Reads what the driver and the operating system say; allocates nothing.
 from __future__ import annotations
 
 import os
+import platform
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +61,32 @@ def total_host_bytes() -> int:
     if total is None:
         raise InputError("this operating system does not tell its memory size; give the host memory as a size")
     return min([total, *(limit for limit, _ in _cgroup_memory())])
+
+
+def device_name_here(kind: str) -> str | None:
+    """What the device of `kind` (``cuda`` or ``cpu``) in this machine is called, as `HardwareProfile.device_name` has it.
+
+    Of a machine without a CUDA device it is the CPU's name either way. None where the driver does not answer.
+    """
+    if kind == "cuda" and torch.cuda.is_available():
+        try:
+            return torch.cuda.get_device_name()
+        except RuntimeError:  # such as in a process forked after CUDA was used
+            return None
+    return cpu_name()
+
+
+def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
+    """Model and number of usable cores, such as ``AMD EPYC, 2 cores``; never empty."""
+    model = ""
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", path.read_text(), re.MULTILINE)
+        model = match[1].strip() if match else ""
+    except OSError:
+        pass  # not Linux: platform knows, if less well
+    model = model or platform.processor() or platform.machine() or "cpu"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{model}, {cores} cores"
 
 
 def _as_device(device: torch.device | str | int) -> torch.device:

@@ -7,7 +7,9 @@ Profiles come from three places: a preset (`preset`, published numbers with thei
 from __future__ import annotations
 
 import datetime
+import logging
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,6 +18,8 @@ import torch
 from elixir.artifact import Artifact, digest
 from elixir.errors import InputError, InputTypeError, unknown_name
 from elixir.hardware_presets import PRESETS
+
+_LOG = logging.getLogger(__name__)
 
 _POSITIVE_FIELDS = (
     "devices_per_host",
@@ -29,6 +33,72 @@ _POSITIVE_FIELDS = (
     "host_adam_numel_per_s",
     "device_adam_numel_per_s",
 )
+
+_DTYPE = r"b?float\d+(?:_\w+)?"
+_KEY_FORMS = (
+    r"(host_to_device|device_to_host)(\.both|\.pageable)?(\.all_ranks)?",
+    r"(host_memory|device_to_device)",
+    rf"host_adam(\.[1-9]\d*)?(\.{_DTYPE})?(\.all_ranks)?",
+    rf"device_adam(\.{_DTYPE})?(\.all_ranks)?",
+    rf"matmul\.{_DTYPE}(\.[a-z]+)?",
+    rf"(attention|elementwise|activation|reduction)\.{_DTYPE}",
+    r"(all_gather|reduce_scatter)\.[1-9]\d*",
+)
+"""What a key of `HardwareProfile.fits` may look like; docs/hardware.md says what each stands for."""
+_KEY = re.compile("|".join(f"(?:{form})" for form in _KEY_FORMS))
+_PLAIN_FIELDS = {
+    "host_to_device": "host_to_device_bytes_per_s",
+    "device_to_host": "device_to_host_bytes_per_s",
+    "device_to_device": "device_to_device_bytes_per_s",
+    "host_memory": "host_memory_bytes_per_s",
+    "host_adam": "host_adam_numel_per_s",
+    "device_adam": "device_adam_numel_per_s",
+    "elementwise": "device_memory_bytes_per_s",
+    "activation": "device_memory_bytes_per_s",
+    "reduction": "device_memory_bytes_per_s",
+}
+"""Family of keys -> the field that gives its rate where nothing finer was measured."""
+
+
+@dataclass(frozen=True)
+class RateFit:
+    """Seconds for an amount: ``latency_s + amount / per_s``, fitted to measured points.
+
+    Raises:
+        InputError: a number is negative, not finite, or zero where it cannot be; the message names the field.
+    """
+
+    latency_s: float
+    """At least 0."""
+    per_s: float
+    """Above 0: bytes, elements or FLOPs per second of large amounts."""
+    error: float
+    """Largest relative error of the fit over the measured points, as a share."""
+    points: tuple[tuple[float, float], ...] = ()
+    """(amount, measured seconds)."""
+
+    def __post_init__(self) -> None:
+        for name in ("latency_s", "error"):
+            value = getattr(self, name)
+            if not _is_finite(value) or value < 0:
+                raise InputError(f"field '{name}' of a fit must be finite and at least 0, found {value!r}")
+        _check_positive("per_s", self.per_s, where="field '{}' of a fit")
+        for index, point in enumerate(self.points):
+            if len(point) != 2 or not all(_is_finite(value) and value > 0 for value in point):
+                raise InputError(
+                    f"field 'points[{index}]' of a fit must be (amount, seconds), both above 0 and finite, "
+                    f"found {point!r}"
+                )
+
+    def seconds(self, amount: float) -> float:
+        """Seconds for `amount`, in the unit that `per_s` counts.
+
+        Raises:
+            InputError: the amount is negative or not finite.
+        """
+        if not 0 <= amount < math.inf:
+            raise InputError(f"an amount of work must be finite and at least 0, found {amount!r}")
+        return self.latency_s + amount / self.per_s
 
 
 @dataclass(frozen=True)
@@ -46,7 +116,7 @@ class HardwareProfile(Artifact):
     """
 
     artifact: ClassVar[str] = "hardware_profile"
-    schema_version: ClassVar[int] = 1
+    schema_version: ClassVar[int] = 2
 
     name: str
     """Short name, such as ``h200``."""
@@ -80,6 +150,9 @@ class HardwareProfile(Artifact):
     """Where each number comes from: a publication, or how it was measured."""
     measured_at: str | None = None
     """ISO date of the measurement; None for a preset."""
+    fits: dict[str, RateFit] = field(default_factory=dict)
+    """Latency and rate by what was measured, such as ``host_to_device.both``; a preset has none. docs/hardware.md
+    lists the keys; `rate` and `seconds` answer for those that are not there."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -103,6 +176,10 @@ class HardwareProfile(Artifact):
                     f"hardware field 'flops_per_s' has {dtype!r}, which is no torch dtype name such as 'bfloat16'"
                 )
             _check_positive(f"flops_per_s.{dtype}", rate)
+        for key, fit in self.fits.items():
+            _check_key(key)
+            if not isinstance(fit, RateFit):
+                raise InputError(f"hardware field 'fits.{key}' must be a RateFit, found {type(fit).__name__}")
         if self.measured_at is not None:
             try:
                 datetime.date.fromisoformat(self.measured_at)
@@ -122,11 +199,22 @@ class HardwareProfile(Artifact):
                 f"hardware field 'compute_capability' must be (major, minor) for a cuda device, found {capability}"
             )
 
+    @classmethod
+    def from_dict(cls, data: Any, *, source: str = "input") -> HardwareProfile:
+        """Build a profile from what `to_dict` gave, now or before there were fits (schema version 1)."""
+        if isinstance(data, dict) and data.get("artifact") == cls.artifact:
+            version = data.get("schema_version")
+            if version == 1 and type(version) is int and "fits" not in data:
+                data = data | {"schema_version": cls.schema_version, "fits": {}}
+        return super().from_dict(data, source=source)
+
     @property
     def fingerprint(self) -> str:
-        """Identifies the numbers, not their sources."""
-        data = self.to_dict()
-        return digest({key: value for key, value in data.items() if key not in ("sources", "measured_at")})
+        """Identifies the numbers, not their sources. Of a profile without fits it is what it was before there were any."""
+        data = self.to_dict() | {"schema_version": 1}
+        del data["sources"], data["measured_at"], data["fits"]
+        fits = {key: [fit.latency_s, fit.per_s] for key, fit in self.fits.items()}
+        return digest(data, fits) if fits else digest(data)
 
     def flops_rate(self, dtype: str) -> float:
         """FLOP/s that large matrix products in `dtype` (a torch name, such as ``bfloat16``) reach on one device.
@@ -141,6 +229,47 @@ class HardwareProfile(Artifact):
                 f"or add the dtype to 'flops_per_s' in a JSON profile"
             )
         return self.flops_per_s[dtype] * self.matmul_efficiency
+
+    def seconds(self, key: str, amount: float) -> float:
+        """Seconds that `amount` of what `key` names takes; see `rate`.
+
+        Args:
+            key: one of those in docs/hardware.md, such as ``host_to_device.both`` or ``matmul.bfloat16.square``.
+            amount: bytes, elements or FLOPs, as the key counts.
+
+        Raises:
+            InputError: there is no such key, or the amount is negative or not finite.
+        """
+        return self.rate(key).seconds(amount)
+
+    def rate(self, key: str) -> RateFit:
+        """The fit for `key`; where it was not measured, that of the nearest plainer key; else a plain field, latency 0.
+
+        Plainer means with fewer words: ``host_to_device.both.all_ranks`` is answered by ``host_to_device.both`` or
+        ``host_to_device``, then by `host_to_device_bytes_per_s`. A class of matrix product is answered by ``square``, an
+        activation function by ``elementwise``. A collective that was not measured sends each byte that is another
+        rank's once over `device_to_device_bytes_per_s`, as a ring does; for a world of one it is a copy within the
+        device's memory.
+
+        Raises:
+            InputError: there is no such key, or the profile knows no FLOP/s for its dtype.
+        """
+        fit = self.fits.get(key)
+        if fit is not None:
+            return fit
+        _check_key(key)
+        for other in _plainer(key):
+            if other in self.fits:
+                return self.fits[other]
+        family, *rest = key.split(".")
+        if family in ("matmul", "attention"):
+            return RateFit(0.0, self.flops_rate(rest[0]), 0.0)
+        if family in ("all_gather", "reduce_scatter"):
+            world = int(rest[0])
+            if world == 1:
+                return RateFit(0.0, self.device_memory_bytes_per_s / 2, 0.0)  # each byte is read and written
+            return RateFit(0.0, self.device_to_device_bytes_per_s * world / (world - 1), 0.0)
+        return RateFit(0.0, getattr(self, _PLAIN_FIELDS[family]), 0.0)
 
 
 def preset_names() -> tuple[str, ...]:
@@ -177,9 +306,63 @@ def load_hardware(text: str) -> HardwareProfile:
     return preset(text)
 
 
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise InputError(f"hardware field '{name}' must be a positive finite number, found {value!r}")
+def warn_if_other_device(profile: HardwareProfile) -> bool:
+    """Log a warning where `profile` was measured on another device than this machine has; True if it did.
+
+    For a plan that is run or searched for this machine. A preset is nobody's measurement, so it is never warned of.
+    """
+    if profile.measured_at is None:
+        return False
+    # Late: it asks the driver, which a profile that is only read has no use for.
+    from elixir.free_memory import device_name_here
+
+    here = device_name_here(profile.device_kind)
+    if here is None or _device_of(here) == _device_of(profile.device_name):
+        return False
+    _LOG.warning(
+        "hardware profile %r was measured on %s, but this machine has %s: times predicted from it do not hold here; "
+        "measure this machine with `elixir hardware --measure --out hw.json`",
+        profile.name,
+        profile.device_name,
+        here,
+    )
+    return True
+
+
+def _device_of(name: str) -> str:
+    """Without the thread count, which a process chooses and `HardwareProfile.device_name` of a CPU ends with."""
+    return re.sub(r", \d+ threads?$", "", name)
+
+
+def _plainer(key: str) -> list[str]:
+    """Keys that answer for `key` where it was not measured, the nearest first."""
+    words = key.split(".")
+    shorter = [".".join(words[:count]) for count in range(len(words) - 1, 0, -1)]
+    if words[-1] == "all_ranks":
+        # Nor need what was measured by one rank alone have been measured in every form.
+        return shorter
+    if words[0] == "matmul":
+        return [f"matmul.{words[1]}.square"]
+    if words[0] == "activation":
+        return [f"elementwise.{words[1]}"]
+    return shorter
+
+
+def _check_key(key: object) -> None:
+    if not isinstance(key, str) or _KEY.fullmatch(key) is None:
+        raise InputError(
+            f"{key!r} is no key of hardware fits; expected such as 'host_to_device', 'device_to_host.both', 'host_adam.2', "
+            f"'matmul.bfloat16.square', 'attention.bfloat16', 'all_gather.8' (docs/hardware.md lists them)"
+        )
+
+
+def _check_positive(name: str, value: object, where: str = "hardware field '{}'") -> None:
+    if not _is_finite(value) or value <= 0:  # type: ignore[operator]
+        raise InputError(f"{where.format(name)} must be a positive finite number, found {value!r}")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_dtype_name(name: str) -> bool:

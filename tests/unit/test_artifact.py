@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from elixir.artifact import Artifact, check_writable, digest, write_atomically
 from elixir.errors import ArtifactError, InputError
-from elixir.hardware import HardwareProfile
+from elixir.hardware import HardwareProfile, RateFit
 from elixir.plan import LINKS, Plan, PlanPrediction
 from elixir.tracer.step_trace import StepTrace
 from tests.common.samples import make_hardware, make_plan, make_trace
@@ -69,6 +69,17 @@ def profiles() -> st.SearchStrategy[HardwareProfile]:
         "matmul_efficiency": st.floats(0.01, 1.0),
         "host_memory_bytes": st.none() | SIZES,
         "measured_at": st.none() | st.dates().map(str),
+        "fits": st.dictionaries(
+            st.sampled_from(("host_to_device.both", "host_adam.2.bfloat16", "all_gather.8")),
+            st.builds(
+                RateFit,
+                st.floats(0, 1e9),
+                RATES,
+                st.floats(0, 1),
+                st.lists(st.tuples(RATES, RATES), max_size=2).map(tuple),
+            ),
+            max_size=2,
+        ),
     }
     return st.builds(HardwareProfile, **fields)
 
