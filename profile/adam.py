@@ -1,22 +1,20 @@
-"""Measure how many elements per second a fused Adam step updates, on the host and on a device.
+"""Measure how long a fused Adam step takes by number of elements: on the host by thread count, and on a device.
 
 python profile/adam.py
-python profile/adam.py --device cuda:0 --out adam.json
+python profile/adam.py --device cuda:0 --out adam.json --plot adam.pdf
+torchrun --nproc-per-node 8 profile/adam.py        # all ranks at once: each rank's rate, and that of all
 """
 
 from __future__ import annotations
 
-import torch
-
-from elixir.microbench import Measurement, adam_rate
+from elixir.microbench import Bench, Job, adam_jobs, all_threads_jobs
 from elixir.microbench.script import run_script
 
 
-def measure(device: torch.device, quick: bool) -> list[Measurement]:
-    """The host always, `device` as well where it is not the host."""
-    devices = [torch.device("cpu")] + ([device] if device.type == "cuda" else [])
-    return [adam_rate(target, quick=quick) for target in devices]
+def jobs(bench: Bench) -> list[Job]:
+    """By thread count for one rank; as a training job runs it for several."""
+    return adam_jobs(bench) if bench.ranks.size == 1 else all_threads_jobs(bench)
 
 
 if __name__ == "__main__":
-    print(run_script(measure, __doc__))
+    print(run_script(jobs, __doc__), end="")

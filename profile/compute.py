@@ -1,23 +1,14 @@
-"""Measure the FLOP/s that large matrix products reach, by dtype.
+"""Measure what a transformer computes, by dtype: matrix products by shape class, memory-bound operators, attention.
 
 python profile/compute.py
-python profile/compute.py --device cuda:0 --out compute.json
+python profile/compute.py --device cuda:0 --out compute.json --plot compute.pdf
+torchrun --nproc-per-node 8 profile/compute.py     # all devices at once, the slowest counts
 """
 
 from __future__ import annotations
 
-import torch
-
-from elixir.microbench import Measurement, matmul_rate
+from elixir.microbench import compute_jobs
 from elixir.microbench.script import run_script
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def measure(device: torch.device, quick: bool) -> list[Measurement]:
-    """One rate per dtype."""
-    return [matmul_rate(dtype, device, quick=quick) for dtype in DTYPES]
-
-
 if __name__ == "__main__":
-    print(run_script(measure, __doc__))
+    print(run_script(compute_jobs, __doc__), end="")

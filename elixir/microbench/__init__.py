@@ -1,29 +1,42 @@
-"""Measures what this machine can do: memory, links, Adam, matrix products.
+"""Measures what this machine can do: memory, links, Adam, compute, collectives.
 
-`measure` gives a whole `HardwareProfile`; the functions it is made of give one `Measurement` each and stand alone, as
-the scripts in ``profile/`` use them. All of them leave torch's thread count and random state as they were.
+`measure` gives a whole `HardwareProfile`. What it is made of are jobs, which give `Series` of (amount, seconds), and
+`fit_points`, which turns a series into latency and rate; the scripts in ``profile/`` run the same jobs alone. All of them
+leave torch's thread count and random state as they were.
 """
 
-from elixir.microbench.adam import adam_rate
-from elixir.microbench.compute import matmul_rate
+from elixir.microbench.adam import adam_jobs, adam_series, all_threads_jobs
+from elixir.microbench.collectives import collective_jobs, collective_series
+from elixir.microbench.compute import attention_series, compute_jobs, matmul_series
+from elixir.microbench.fitting import Job, Measured, Series, fit_points, fitted
 from elixir.microbench.machine import measure
-from elixir.microbench.measurement import Measurement, as_json, as_table
-from elixir.microbench.transfers import (
-    device_to_device_rate,
-    device_to_host_rate,
-    host_to_device_rate,
-    memory_rate,
-)
+from elixir.microbench.measurement import Bench
+from elixir.microbench.plots import plot_fits
+from elixir.microbench.ranks import Ranks, joined
+from elixir.microbench.report import as_json, as_table
+from elixir.microbench.transfers import link_jobs, transfer_jobs
 
 __all__ = [
-    "Measurement",
-    "adam_rate",
+    "Bench",
+    "Job",
+    "Measured",
+    "Ranks",
+    "Series",
+    "adam_jobs",
+    "adam_series",
+    "all_threads_jobs",
     "as_json",
     "as_table",
-    "device_to_device_rate",
-    "device_to_host_rate",
-    "host_to_device_rate",
-    "matmul_rate",
+    "attention_series",
+    "collective_jobs",
+    "collective_series",
+    "compute_jobs",
+    "fit_points",
+    "fitted",
+    "joined",
+    "link_jobs",
+    "matmul_series",
     "measure",
-    "memory_rate",
+    "plot_fits",
+    "transfer_jobs",
 ]

@@ -1,26 +1,120 @@
-"""How many elements per second an Adam step updates."""
+"""Seconds of an Adam step by number of elements, on a device and on the host by thread count."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import torch
 
-from elixir.microbench.measurement import Measurement, check_device, effort, median_seconds, threads_text
+from elixir.microbench.fitting import Job, Series, geometric, sweep, windows
+from elixir.microbench.measurement import Bench, threads_text
+from elixir.units import dtype_name
+
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+SMALLEST_NUMEL = 2**16
+_MOST_WINDOWS = 32
+"""So many parameters of the smallest size are 32 MiB of states: more than caches keep for long."""
 
 
-def adam_rate(device: torch.device | str = "cpu", *, quick: bool = False) -> Measurement:
-    """Elements per second of ``torch.optim.AdamW(fused=True)`` over one flat fp32 parameter with fp32 states.
+def adam_jobs(bench: Bench) -> list[Job]:
+    """The host by thread count and dtype of the states, then the device where it is not the host."""
+    host = bench.on("cpu")
+    jobs = [
+        Job(f"Adam on the host, {dtype_name(dtype)} states, {threads_text(threads)}", (key,), run)
+        for threads in thread_counts()
+        for dtype in STATE_DTYPES
+        for key, run in [_host_case(host, dtype, threads)]
+    ]
+    return jobs + device_adam_jobs(bench)
 
-    The step of a sharded optimizer looks like this: a long flat buffer, nothing to launch twice. Reads and writes
-    28 bytes per element, so it is bound by memory unless cores are slow.
+
+def device_adam_jobs(bench: Bench) -> list[Job]:
+    """Those of `adam_jobs` that run on a device other than the host; none for ``cpu``."""
+    if bench.device.type == "cpu":
+        return []
+    return [
+        Job(f"Adam on {bench.device}, {dtype_name(dtype)} states", (key,), run)
+        for dtype in STATE_DTYPES
+        for key, run in [_device_case(bench, dtype)]
+    ]
+
+
+def all_threads_jobs(bench: Bench) -> list[Job]:
+    """Adam as several ranks at once run it: each with all the threads it has, and on its device."""
+    host = bench.on("cpu")
+    key, run = _host_case(host, torch.float32, torch.get_num_threads())
+    jobs = [Job("Adam on the host, all ranks at once", (key,), run)]
+    if bench.device.type != "cpu":
+        key, run = _device_case(bench, torch.float32)
+        jobs.append(Job("Adam on all devices at once", (key,), run))
+    return jobs
+
+
+def thread_counts() -> list[int]:
+    """1, 2, 4, ... up to the threads that torch was told to use, which is always among them."""
+    most = torch.get_num_threads()
+    return sorted({count for count in (2**power for power in range(most.bit_length())) if count < most} | {most})
+
+
+def adam_series(bench: Bench, dtype: torch.dtype = torch.float32, key: str = "device_adam") -> Series:
+    """``torch.optim.AdamW(fused=True)`` over one flat parameter, its gradient and both moments of `dtype`.
+
+    The step of a sharded optimizer looks like this: a long flat buffer, nothing to launch twice. With fp32 it reads and
+    writes 28 bytes per element, with bf16 14, so it is bound by memory unless cores are slow.
     """
-    target = check_device(device)
-    plan = effort(target, quick)
-    numel = plan.adam_numel
-    parameter = torch.nn.Parameter(torch.ones(numel, device=target))
-    parameter.grad = torch.full_like(parameter, 1e-3)
-    optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
-    seconds, repeats = median_seconds(optimizer.step, target, plan)
-    how = f"torch AdamW(fused=True) on {target}, {numel / 1e6:.0f} M fp32 elements"
-    if target.type == "cpu":
-        how += f", {threads_text()}"
-    return Measurement(f"adam {target}", numel / seconds, "elements/s", repeats, how)
+    plan = bench.effort()
+    counts = geometric(SMALLEST_NUMEL, plan.adam_numel, plan.amounts, SMALLEST_NUMEL)
+
+    def prepare(numel: int) -> Callable[[], object]:
+        weights = torch.ones(min(plan.adam_numel, numel * _MOST_WINDOWS), device=bench.device, dtype=dtype)
+        gradients = torch.full_like(weights, 1e-3)
+        steps: list[Callable[[], object]] = []
+        for piece, gradient in zip(windows(weights, numel), windows(gradients, numel), strict=True):
+            parameter = torch.nn.Parameter(piece)
+            parameter.grad = gradient
+            optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+            optimizer.step()  # makes the states, whose pages are then there
+            steps.append(optimizer.step)
+        turns = itertools.cycle(steps)
+        return lambda: next(turns)()
+
+    how = (
+        f"torch AdamW(fused=True) on {bench.device}, {dtype_name(dtype)} parameter, gradient and states, "
+        f"{counts[0] / 1e6:.2g} to {counts[-1] / 1e6:.3g} M elements"
+    )
+    cases = [(count, partial(prepare, count)) for count in counts]
+    return sweep(bench, plan, key, "elements", how, cases)
+
+
+def _host_case(bench: Bench, dtype: torch.dtype, threads: int) -> tuple[str, Callable[[], list[Series]]]:
+    key = _key(f"host_adam.{threads}", dtype, bench)
+
+    def run() -> list[Series]:
+        with _threads(threads):
+            return [adam_series(bench, dtype, key)]
+
+    return key, run
+
+
+def _device_case(bench: Bench, dtype: torch.dtype) -> tuple[str, Callable[[], list[Series]]]:
+    key = _key("device_adam", dtype, bench)
+    return key, lambda: [adam_series(bench, dtype, key)]
+
+
+def _key(family: str, dtype: torch.dtype, bench: Bench) -> str:
+    state = "" if dtype == torch.float32 else f".{dtype_name(dtype)}"
+    return family + state + (".all_ranks" if bench.ranks.size > 1 else "")
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Torch's thread count for as long as a series takes; it is the caller's again afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,70 +1,195 @@
-"""FLOP/s that a large square matrix product reaches, by dtype."""
+"""Seconds of what a transformer computes, by dtype: matrix products, memory-bound operators, attention."""
 
 from __future__ import annotations
 
-import time
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch.nn import functional as F
 
 from elixir.errors import InputError
-from elixir.microbench.measurement import Measurement, check_device, effort, median_seconds, threads_text
-from elixir.units import dtype_name
+from elixir.microbench.fitting import Job, Series, geometric, sweep, windows
+from elixir.microbench.measurement import Bench, Effort
+from elixir.units import MIB, dtype_name
 
-_SMALLEST, _LARGEST_CPU, _LARGEST_CUDA = 256, 4096, 16384
-_SEED = 0
-_PROBES = 3
-"""Runs that one size is judged by, the fastest counting: a single one may be held up by something else."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GROWTH = 1.5
+"""Of a matrix's or a sequence's length from one amount to the next."""
+_ROUND = 32
+_FEW_TOKENS = 16
+_MOST_WEIGHTS = 64
+_UNIT = 1000
+"""A size that is no multiple of anything else here, to write shapes down with."""
+
+SHAPES: dict[str, Callable[[int], tuple[int, int, int]]] = {
+    "square": lambda size: (size, size, size),
+    "tall": lambda size: (8 * size, size, size),
+    "deep": lambda size: (size, 8 * size, size),
+    "skinny": lambda size: (_FEW_TOKENS, 4 * size, 4 * size),
+}
+"""Class -> (rows, inner, columns) of a product. With t tokens and hidden size h: ``square`` is a projection where t is
+about h; ``tall`` one where t is much larger, as long batches through a small model are; ``deep`` the weight gradient of
+the latter, which sums over the tokens; ``skinny`` a projection of few tokens, which is bound by reading the weight."""
+_SMALLEST = {"cpu": 128, "cuda": 512}
+_LARGEST = {"cpu": 4096, "cuda": 16384}
+
+_ROW = 1024
+"""Length of what softmax and layer norm reduce over: a hidden size, or a row of attention scores."""
+_LARGEST_CPU_TENSOR_BYTES = 16 * MIB
+"""Beyond 32 MiB the C library gives every result fresh pages, which cost more than the operator."""
+_HEADS, _HEAD_DIM = 16, 64
 
 
-def matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu", *, quick: bool = False) -> Measurement:
-    """FLOP/s of ``a @ b`` in `dtype`, square, as large as the time allows: some dtypes are a thousand times slower.
+@dataclass(frozen=True)
+class _Operator:
+    """Memory-bound operators of one key: what they do, and how often they move a tensor of their input's size."""
 
-    TF32 is used for fp32 only where the caller's torch settings allow it, as in a training step.
+    family: str
+    how: str
+    passes: int
+    run: Callable[[torch.Tensor, torch.Tensor], object]
+
+
+_OPERATORS = (
+    _Operator("elementwise", "residual add x + y", 3, torch.add),
+    _Operator("activation", "GELU", 2, lambda x, y: F.gelu(x)),
+    _Operator(
+        "reduction",
+        f"softmax, then layer norm, over rows of {_ROW}",
+        4,
+        lambda x, y: (torch.softmax(x.view(-1, _ROW), -1), F.layer_norm(x.view(-1, _ROW), (_ROW,))),
+    ),
+)
+
+
+def compute_jobs(bench: Bench, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Job]:
+    """Matrix products of every class, memory-bound operators and attention, each in every dtype."""
+    jobs = []
+    for dtype in dtypes:
+        name = dtype_name(dtype)
+        for shape in SHAPES:
+            run = _matmul_run(bench, dtype, shape)
+            jobs.append(Job(f"{shape} matrix products, {name}", (f"matmul.{name}.{shape}",), run))
+        for operator in _OPERATORS:
+            jobs.append(
+                Job(
+                    f"{operator.family} operators, {name}", (f"{operator.family}.{name}",), _run(bench, operator, dtype)
+                )
+            )
+        jobs.append(Job(f"attention, {name}", (f"attention.{name}",), _attention_run(bench, dtype)))
+    return jobs
+
+
+def matmul_series(bench: Bench, dtype: torch.dtype, shape: str = "square") -> Series:
+    """Products of growing size, as large as time and memory allow: some dtypes are a thousand times slower.
+
+    The weights come one after the other, so that none is in a cache. TF32 is used for fp32 only where the caller's
+    torch settings allow it, as in a training step.
 
     Raises:
-        InputError: this device cannot multiply matrices of `dtype`.
+        InputError: this device cannot multiply matrices of `dtype`, or there is no such class.
     """
-    target = check_device(device)
-    plan = effort(target, quick)
-    size = _SMALLEST
-    largest = _LARGEST_CPU if target.type == "cpu" else _LARGEST_CUDA
+    if shape not in SHAPES:
+        raise InputError(f"matrix products come in the classes {', '.join(SHAPES)}; found {shape!r}")
+    plan = bench.effort()
+    kind = bench.device.type
+
+    def cases() -> Iterator[tuple[float, Callable[[], Callable[[], object]]]]:
+        for size in _growing(_SMALLEST[kind], _LARGEST[kind]):
+            rows, inner, columns = SHAPES[shape](size)
+            if 4 * inner * columns > plan.buffer_bytes or 4 * rows * (inner + columns) > 2 * plan.buffer_bytes:
+                return
+            yield 2.0 * rows * inner * columns, partial(_product, bench, plan, dtype, (rows, inner, columns))
+
+    how = f"torch.mm, {shape} ({_shape_text(shape)}), {dtype_name(dtype)} on {bench.device}"
+    key = f"matmul.{dtype_name(dtype)}.{shape}"
     try:
-        # Twice the size is eight times the work and four times the memory (three fp32 matrices at most).
-        while size < largest and 16 * size**2 <= plan.buffer_bytes:
-            if 8 * _fastest_seconds(size, dtype, target) > plan.matmul_s:
-                break
-            size *= 2
-        a, b, out = _operands(size, dtype, target)
-        seconds, repeats = median_seconds(lambda: torch.mm(a, b, out=out), target, plan)
+        return sweep(bench, plan, key, "FLOP", how, cases(), longest_s=plan.longest_s)
     except (RuntimeError, NotImplementedError) as error:
-        raise InputError(f"{target} cannot multiply {dtype_name(dtype)} matrices: {error}") from None
-    how = f"{size} x {size} {dtype_name(dtype)} matrix product on {target}"
-    if target.type == "cpu":
-        how += f", {threads_text()}"
-    return Measurement(f"matmul {dtype_name(dtype)} {target}", 2 * size**3 / seconds, "FLOP/s", repeats, how)
+        raise InputError(f"{bench.device} cannot multiply {dtype_name(dtype)} matrices: {error}") from None
 
 
-def _operands(size: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operator_series(bench: Bench, operator: _Operator, dtype: torch.dtype) -> Series:
+    """A memory-bound operator over growing tensors, which come one after the other; results are new tensors."""
+    plan = bench.effort()
+    largest = plan.buffer_bytes // 2
+    if bench.device.type == "cpu":
+        largest = min(largest, _LARGEST_CPU_TENSOR_BYTES)
+    row_bytes = _ROW * dtype.itemsize
+    sizes = geometric(256 * row_bytes, largest // row_bytes * row_bytes, plan.amounts, row_bytes)
+    first, second = (_random((plan.buffer_bytes // 4 // _ROW * _ROW,), dtype, bench.device, seed) for seed in (0, 1))
+
+    def prepare(numel: int) -> Callable[[], object]:
+        turns = itertools.cycle(zip(windows(first, numel), windows(second, numel), strict=True))
+        return lambda: operator.run(*next(turns))
+
+    how = f"{operator.how}, {dtype_name(dtype)} on {bench.device}, tensors up to {sizes[-1] / MIB:.3g} MiB"
+    cases = [
+        (float(operator.passes * size), partial(prepare, size // dtype.itemsize))
+        for size in sizes
+        if size // dtype.itemsize <= first.numel()
+    ]
+    return sweep(bench, plan, f"{operator.family}.{dtype_name(dtype)}", "bytes", how, cases)
+
+
+def attention_series(bench: Bench, dtype: torch.dtype) -> Series:
+    """Causal ``scaled_dot_product_attention``, forward, growing sequences; the kernel is the one PyTorch picks.
+
+    FLOPs are those of the whole square of scores, as `torch.utils.flop_counter` and so the tracer count them, although
+    causal kernels leave out the upper half.
+    """
+    plan = bench.effort()
+
+    def prepare(length: int) -> Callable[[], object]:
+        q, k, v = (_random((1, _HEADS, length, _HEAD_DIM), dtype, bench.device, seed) for seed in range(3))
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    lengths = _growing(_SMALLEST[bench.device.type], _LARGEST[bench.device.type])
+    cases = ((4.0 * _HEADS * _HEAD_DIM * length**2, partial(prepare, length)) for length in lengths)
+    how = f"causal attention, {_HEADS} heads of {_HEAD_DIM}, {dtype_name(dtype)} on {bench.device}"
+    return sweep(bench, plan, f"attention.{dtype_name(dtype)}", "FLOP", how, cases, longest_s=plan.longest_s)
+
+
+def _matmul_run(bench: Bench, dtype: torch.dtype, shape: str) -> Callable[[], list[Series]]:
+    return lambda: [matmul_series(bench, dtype, shape)]
+
+
+def _run(bench: Bench, operator: _Operator, dtype: torch.dtype) -> Callable[[], list[Series]]:
+    return lambda: [operator_series(bench, operator, dtype)]
+
+
+def _attention_run(bench: Bench, dtype: torch.dtype) -> Callable[[], list[Series]]:
+    return lambda: [attention_series(bench, dtype)]
+
+
+def _product(bench: Bench, plan: Effort, dtype: torch.dtype, dims: tuple[int, int, int]) -> Callable[[], object]:
+    rows, inner, columns = dims
+    tokens = _random((rows, inner), dtype, bench.device, 0)
+    out = torch.empty(rows, columns, dtype=dtype, device=bench.device)
+    count = max(1, min(_MOST_WEIGHTS, plan.buffer_bytes // (inner * columns * dtype.itemsize)))
+    first = _random((inner, columns), dtype, bench.device, 1)
+    weights = itertools.cycle([first, *(first.clone() for _ in range(count - 1))])
+    return lambda: torch.mm(tokens, next(weights), out=out)
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
     """Random numbers, since zeros draw less power and let a GPU clock higher than it does on real weights."""
-    generator = torch.Generator(device=device).manual_seed(_SEED)
-    a = torch.randn(size, size, device=device, generator=generator).to(dtype)
-    b = torch.randn(size, size, device=device, generator=generator).to(dtype)
-    return a, b, torch.empty_like(a)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return torch.randn(shape, device=device, generator=generator).to(dtype)
 
 
-def _fastest_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
-    a, b, out = _operands(size, dtype, device)
-    torch.mm(a, b, out=out)
-    seconds = []
-    for _ in range(_PROBES):
-        _synchronize(device)
-        began = time.perf_counter()
-        torch.mm(a, b, out=out)
-        _synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+def _growing(smallest: int, largest: int) -> Iterator[int]:
+    size = float(smallest)
+    while size <= largest:
+        yield round(size / _ROUND) * _ROUND
+        size *= _GROWTH
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _shape_text(shape: str) -> str:
+    return " x ".join(
+        str(_FEW_TOKENS) if length == _FEW_TOKENS else ("n" if length == _UNIT else f"{length // _UNIT}n")
+        for length in SHAPES[shape](_UNIT)
+    )

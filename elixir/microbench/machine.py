@@ -2,170 +2,193 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import platform
 import re
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from elixir.errors import InputError
-from elixir.free_memory import total_host_bytes
+from elixir.errors import RankError
+from elixir.free_memory import cpu_name, total_host_bytes
 from elixir.hardware import HardwareProfile
-from elixir.microbench.adam import adam_rate
-from elixir.microbench.compute import matmul_rate
-from elixir.microbench.measurement import Measurement, threads_text, today
-from elixir.microbench.transfers import device_to_device_rate, device_to_host_rate, host_to_device_rate, memory_rate
+from elixir.microbench.adam import adam_jobs, all_threads_jobs, thread_counts
+from elixir.microbench.collectives import collective_jobs
+from elixir.microbench.compute import DTYPES, compute_jobs
+from elixir.microbench.fitting import Job, Measured, logger
+from elixir.microbench.measurement import Bench, default_device, threads_text, today
+from elixir.microbench.ranks import Ranks, spawn
+from elixir.microbench.transfers import link_jobs, transfer_jobs
 from elixir.units import dtype_name
 
-_LOG = logging.getLogger(__name__)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Progress = Callable[[str, int, int], None]
+"""Called with a short text before each measurement, how many are done, and of how many."""
+
+SPAWNED_WORLD = 2
 _REACHED = "the rates in flops_per_s are measured, so they are reached in full"
 
 
-def measure(progress: Callable[[str], None] | None = None, quick: bool = False) -> HardwareProfile:
+def measure(
+    progress: Progress | None = None, quick: bool = False, *, ranks: Ranks | None = None, start_ranks: bool = False
+) -> HardwareProfile:
     """Measure this machine: its first CUDA device where there is one, else its CPU as the device.
 
-    Takes under 20 s on two cores (`quick`: under 4 s) and at most 1 GiB of host memory. `flops_per_s` holds reached
-    rates, so `matmul_efficiency` is 1. With one device, the rate between devices cannot be measured: it is given as
-    the slower direction of the host link, which is what such a copy would have to go through without a direct link.
+    Takes about a minute on two cores (`quick`: several seconds) and at most 1 GiB of host memory. `flops_per_s` holds
+    reached rates, so `matmul_efficiency` is 1. With one device, the rate between devices cannot be measured: it is given
+    as the slower direction of the host link, which is what such a copy would have to go through without a direct link.
+
+    A fit that failed is logged by name and left out of `fits`; the plain field then has the rate of the largest amount.
 
     Args:
-        progress: called with a short text before each measurement.
-        quick: smaller buffers and fewer repetitions; good enough to see orders of magnitude.
+        progress: see `Progress`.
+        quick: smaller buffers, fewer amounts and repetitions; good enough to see orders of magnitude.
+        ranks: those that torchrun started (`elixir.microbench.ranks.joined`): rank 0 measures alone first, then all of
+            them measure links, Adam and collectives at once. All get the same profile.
+        start_ranks: without `ranks`, on a machine without CUDA, start two processes for that. They import the caller's
+            main module, which must be safe to import.
+
+    Raises:
+        InputError: something a profile cannot do without could not be measured.
+        RankError: another rank is gone.
     """
-    tell = progress or (lambda text: None)
-    return _measure_cuda(tell, quick) if torch.cuda.is_available() else _measure_cpu(tell, quick)
+    together = ranks or Ranks()
+    device = default_device(together)
+    start_ranks = start_ranks and together.size == 1 and device.type == "cpu"
+    results: list[Measured] = []
+    jobs = alone_jobs(Bench(device, quick)) if together.rank == 0 else []
+    shared = rank_jobs(Bench(device, quick, together))
+    count = len(jobs) + len(shared) + start_ranks
+    run_jobs(jobs, results, progress, count)
+    results = together.share(results)
+    run_jobs(shared, results, progress if together.rank == 0 else None, count)
+    if start_ranks:
+        if progress is not None:
+            progress(f"collectives, {SPAWNED_WORLD} ranks", len(jobs), count)
+        try:
+            results += spawn(SPAWNED_WORLD, measured_by_ranks, device, quick)
+        except RankError as error:
+            logger.warning("collectives not measured: %s", error)
+    return together.share(_profile(device, results) if together.rank == 0 else None)  # type: ignore[no-any-return]
 
 
-def _measure_cpu(tell: Callable[[str], None], quick: bool) -> HardwareProfile:
-    device = torch.device("cpu")
-    tell("host memory bandwidth")
-    memory = memory_rate(device, quick=quick)
-    tell("host copy bandwidth")
-    copy = host_to_device_rate(device, quick=quick)
-    tell("Adam on the host")
-    adam = adam_rate(device, quick=quick)
-    flops, flops_source = _flops(device, tell, quick)
-    total = total_host_bytes()
-    name = cpu_name()
+def alone_jobs(bench: Bench) -> list[Job]:
+    """Everything that one process measures by itself."""
+    return [*transfer_jobs(bench), *adam_jobs(bench), *compute_jobs(bench)]
+
+
+def rank_jobs(bench: Bench) -> list[Job]:
+    """Everything that several ranks measure at once; none for one rank."""
+    if bench.ranks.size == 1:
+        return []
+    return [*link_jobs(bench), *all_threads_jobs(bench), *collective_jobs(bench)]
+
+
+def run_jobs(
+    jobs: Sequence[Job], results: list[Measured], progress: Progress | None = None, count: int | None = None
+) -> None:
+    """Run `jobs` in order and add to `results`, what was there being done already."""
+    total = len(jobs) if count is None else count
+    done = total - len(jobs) if results else 0
+    for index, job in enumerate(jobs):
+        if progress is not None:
+            progress(job.title, done + index, total)
+        results += job.measured()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what one measurement used is free for the next
+
+
+def measured_by_ranks(ranks: Ranks, device: torch.device, quick: bool) -> list[Measured]:
+    """What `rank_jobs` gives; the whole work of a process that was started for it."""
+    results: list[Measured] = []
+    run_jobs(rank_jobs(Bench(device, quick, ranks)), results)
+    return results
+
+
+def _profile(device: torch.device, results: Sequence[Measured]) -> HardwareProfile:
+    found = {result.key: result for result in results}
+    if device.type == "cpu":
+        # One copy serves both ways, and the device's step is the host's.
+        found["device_to_host"] = found["host_to_device"]
+        found |= {f"device_adam{key}": found[f"host_adam.{thread_counts()[-1]}{key}"] for key in ("", ".bfloat16")}
+        if "host_to_device.all_ranks" in found:
+            found["device_to_host.all_ranks"] = found["host_to_device.all_ranks"]
+    squares = {dtype_name(dtype): found[f"matmul.{dtype_name(dtype)}.square"] for dtype in DTYPES}
+    squares = {name: result for name, result in squares.items() if result.series is not None}
+    rates = {
+        "device_memory_bytes_per_s": found["host_memory" if device.type == "cpu" else "elementwise.float32"],
+        "host_memory_bytes_per_s": found["host_memory"],
+        "host_to_device_bytes_per_s": found["host_to_device"],
+        "device_to_host_bytes_per_s": found["device_to_host"],
+        "host_adam_numel_per_s": found[f"host_adam.{thread_counts()[-1]}"],
+        "device_adam_numel_per_s": found["device_adam"],
+    }
+    values: dict[str, Any] = {name: result.per_s for name, result in rates.items()}
+    sources = {name: result.source for name, result in rates.items()}
+    values["device_to_device_bytes_per_s"], sources["device_to_device_bytes_per_s"] = _peer_rate(device, found)
+    fits = {key: result.fit for key, result in found.items() if result.fit is not None}
+    facts, fact_sources = _facts(device)
     return HardwareProfile(
-        name=f"measured-{_slug(name)}",
-        device_kind="cpu",
-        device_name=name,
-        compute_capability=None,
-        devices_per_host=1,
-        device_memory_bytes=total,
-        device_memory_bytes_per_s=memory.value,
-        flops_per_s=flops,
-        matmul_efficiency=1.0,
-        host_memory_bytes=total,
-        host_memory_bytes_per_s=memory.value,
-        host_to_device_bytes_per_s=copy.value,
-        device_to_host_bytes_per_s=copy.value,
-        device_to_device_bytes_per_s=copy.value,
-        host_adam_numel_per_s=adam.value,
-        device_adam_numel_per_s=adam.value,
-        sources={
-            "devices_per_host": "one host is one device here",
-            "device_memory_bytes": "read from the operating system: the same memory as the host's",
-            "device_memory_bytes_per_s": memory.source,
-            "flops_per_s": flops_source,
-            "matmul_efficiency": _REACHED,
-            "host_memory_bytes": "read from the operating system and its control groups",
-            "host_memory_bytes_per_s": memory.source,
-            "host_to_device_bytes_per_s": copy.source,
-            "device_to_host_bytes_per_s": copy.source,
-            "device_to_device_bytes_per_s": copy.source,
-            "host_adam_numel_per_s": adam.source,
-            "device_adam_numel_per_s": adam.source,
-        },
-        measured_at=today(),
-    )
-
-
-def _measure_cuda(tell: Callable[[str], None], quick: bool) -> HardwareProfile:
-    device = torch.device("cuda", 0)
-    properties = torch.cuda.get_device_properties(device)
-    steps: tuple[tuple[str, str, Callable[[], Measurement]], ...] = (
-        ("device_memory_bytes_per_s", "device memory bandwidth", lambda: memory_rate(device, quick=quick)),
-        ("host_memory_bytes_per_s", "host memory bandwidth", lambda: memory_rate("cpu", quick=quick)),
-        ("host_to_device_bytes_per_s", "host to device", lambda: host_to_device_rate(device, quick=quick)),
-        ("device_to_host_bytes_per_s", "device to host", lambda: device_to_host_rate(device, quick=quick)),
-        ("host_adam_numel_per_s", "Adam on the host", lambda: adam_rate("cpu", quick=quick)),
-        ("device_adam_numel_per_s", "Adam on the device", lambda: adam_rate(device, quick=quick)),
-    )
-    rates: dict[str, Measurement] = {}
-    for field, text, run in steps:
-        tell(text)
-        rates[field] = run()
-        torch.cuda.empty_cache()  # what one measurement used is free for the next
-    flops, flops_source = _flops(device, tell, quick)
-    peer, peer_source = _peer_rate(rates, tell, quick)
-    values: dict[str, Any] = {field: rate.value for field, rate in rates.items()}
-    return HardwareProfile(
-        name=f"measured-{_slug(properties.name)}",
-        device_kind="cuda",
-        device_name=properties.name,
-        compute_capability=(properties.major, properties.minor),
-        devices_per_host=torch.cuda.device_count(),
-        device_memory_bytes=torch.cuda.mem_get_info(device)[1],
-        flops_per_s=flops,
+        flops_per_s={name: result.per_s for name, result in squares.items()},
         matmul_efficiency=1.0,
         host_memory_bytes=total_host_bytes(),
-        device_to_device_bytes_per_s=peer,
-        sources={field: rate.source for field, rate in rates.items()}
+        sources=sources
+        | fact_sources
         | {
-            "compute_capability": "read from the driver",
-            "devices_per_host": "read from the driver: visible devices",
-            "device_memory_bytes": "read from the driver: total, not free",
-            "flops_per_s": flops_source,
+            "flops_per_s": "; ".join(result.source for result in squares.values()),
             "matmul_efficiency": _REACHED,
             "host_memory_bytes": "read from the operating system and its control groups",
-            "device_to_device_bytes_per_s": peer_source,
-        },
+            "fits": "measured: latency and rate with the least squared relative error; each has a line of its own",
+        }
+        | {f"fits.{key}": found[key].source for key in fits},
         measured_at=today(),
+        fits=fits,
+        **facts,
         **values,
     )
 
 
-def _peer_rate(rates: dict[str, Measurement], tell: Callable[[str], None], quick: bool) -> tuple[float, str]:
-    if torch.cuda.device_count() > 1:
-        tell("device to device")
-        rate = device_to_device_rate("cuda:0", "cuda:1", quick=quick)
-        return rate.value, rate.source
-    slower = min(
-        (rates["host_to_device_bytes_per_s"], rates["device_to_host_bytes_per_s"]), key=lambda rate: rate.value
+def _facts(device: torch.device) -> tuple[dict[str, Any], dict[str, str]]:
+    """What is read rather than measured, and where."""
+    if device.type == "cpu":
+        name = f"{cpu_name()}, {threads_text()}"
+        return (
+            {
+                "name": f"measured-{_slug(name)}",
+                "device_kind": "cpu",
+                "device_name": name,
+                "compute_capability": None,
+                "devices_per_host": 1,
+                "device_memory_bytes": total_host_bytes(),
+            },
+            {
+                "devices_per_host": "one host is one device here",
+                "device_memory_bytes": "read from the operating system: the same memory as the host's",
+            },
+        )
+    properties = torch.cuda.get_device_properties(device)
+    return (
+        {
+            "name": f"measured-{_slug(properties.name)}",
+            "device_kind": "cuda",
+            "device_name": properties.name,
+            "compute_capability": (properties.major, properties.minor),
+            "devices_per_host": torch.cuda.device_count(),
+            "device_memory_bytes": torch.cuda.mem_get_info(device)[1],
+        },
+        {
+            "compute_capability": "read from the driver",
+            "devices_per_host": "read from the driver: visible devices",
+            "device_memory_bytes": "read from the driver: total, not free",
+        },
     )
-    return slower.value, f"not measured, one device only; taken as the host link ({slower.source})"
 
 
-def _flops(device: torch.device, tell: Callable[[str], None], quick: bool) -> tuple[dict[str, float], str]:
-    """Reached FLOP/s by dtype name, and the text of their source. A dtype the device cannot do is left out."""
-    rates: list[tuple[str, Measurement]] = []
-    for dtype in _DTYPES:
-        tell(f"matrix product, {dtype_name(dtype)}")
-        try:
-            rates.append((dtype_name(dtype), matmul_rate(dtype, device, quick=quick)))
-        except InputError as error:
-            _LOG.warning("no rate for %s: %s", dtype_name(dtype), error)
-    return {name: rate.value for name, rate in rates}, "; ".join(rate.source for _, rate in rates)
-
-
-def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
-    """Model and number of usable cores, such as ``AMD EPYC, 2 cores, 2 threads``; never empty."""
-    model = ""
-    try:
-        match = re.search(r"^model name\s*:\s*(.+)$", path.read_text(), re.MULTILINE)
-        model = match[1].strip() if match else ""
-    except OSError:
-        pass  # not Linux: platform knows, if less well
-    model = model or platform.processor() or platform.machine() or "cpu"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"{model}, {cores} cores, {threads_text()}"
+def _peer_rate(device: torch.device, found: dict[str, Measured]) -> tuple[float, str]:
+    if "device_to_device" in found:
+        return found["device_to_device"].per_s, found["device_to_device"].source
+    slower = min((found["host_to_device"], found["device_to_host"]), key=lambda result: result.per_s)
+    if device.type == "cpu":
+        return slower.per_s, slower.source
+    return slower.per_s, f"not measured, one device only; taken as the host link ({slower.source})"
 
 
 def _slug(text: str) -> str:

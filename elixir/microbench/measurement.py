@@ -1,43 +1,24 @@
-"""One measured rate, how it is timed, and how it is shown."""
+"""How things are timed: on how much memory, how often, and until when."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from elixir.errors import InputError
 from elixir.free_memory import free_device_bytes
+from elixir.microbench.ranks import Ranks
 from elixir.units import MIB
 
-_SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A rate, with what a reader needs in order to believe it."""
-
-    name: str
-    value: float
-    """In `unit`."""
-    unit: str
-    """``bytes/s``, ``elements/s`` or ``FLOP/s``."""
-    repeats: int
-    """`value` is from the median of as many timed runs."""
-    how: str
-    """What ran, on which sizes."""
-
-    @property
-    def source(self) -> str:
-        """Text for `HardwareProfile.sources`."""
-        return f"measured, median of {self.repeats}: {self.how}"
+_MIN_S = 1e-9
+"""A clock too coarse for the work would otherwise give zero, and an infinite rate."""
 
 
 @dataclass(frozen=True)
@@ -47,51 +28,101 @@ class Effort:
     min_repeats: int
     max_repeats: int
     budget_s: float
-    """Stop repeating after this long, once `min_repeats` are done."""
+    """Of one amount: stop repeating after this long, once `min_repeats` are done."""
+    amounts: int
+    """How many amounts a sweep over sizes takes."""
     buffer_bytes: int
     """Of one buffer; at most three are alive at a time."""
     adam_numel: int
-    """Elements of the Adam step, 16 bytes each."""
-    matmul_s: float
-    """Aim for matrix products that take at most about this long each."""
+    """Elements of the largest Adam step, 16 bytes each."""
+    longest_s: float
+    """Amounts of compute grow until one would take about this long."""
 
 
 _EFFORTS = {
     # Host buffers keep the whole process within 1 GiB; device buffers are as large as a link needs to show its rate.
-    ("cpu", False): Effort(5, 20, 1.0, 192 * MIB, 32 * 10**6, 0.25),
-    ("cpu", True): Effort(3, 5, 0.1, 64 * MIB, 8 * 10**6, 0.03),
-    ("cuda", False): Effort(5, 20, 1.0, 512 * MIB, 128 * 10**6, 0.05),
-    ("cuda", True): Effort(3, 5, 0.1, 128 * MIB, 32 * 10**6, 0.01),
+    ("cpu", False): Effort(5, 20, 0.12, 7, 192 * MIB, 32 * 10**6, 0.2),
+    ("cpu", True): Effort(3, 5, 0.01, 4, 64 * MIB, 8 * 10**6, 0.02),
+    ("cuda", False): Effort(5, 20, 0.12, 9, 512 * MIB, 128 * 10**6, 0.05),
+    ("cuda", True): Effort(3, 5, 0.01, 4, 128 * MIB, 32 * 10**6, 0.01),
 }
 
 
-def effort(device: torch.device, quick: bool) -> Effort:
+@dataclass(frozen=True)
+class Bench:
+    """What is measured, how thoroughly, and by how many ranks at once."""
+
+    device: torch.device
+    quick: bool = False
+    ranks: Ranks = dataclasses.field(default_factory=Ranks)
+
+    def effort(self, device: torch.device | None = None) -> Effort:
+        """What to spend on `device` (default: the one that is measured), the same on all ranks."""
+        plan = effort(self.device if device is None else device, self.quick, sharers=self.ranks.local_size)
+        if self.ranks.size == 1:
+            return plan
+        return dataclasses.replace(
+            plan,
+            buffer_bytes=int(self.ranks.least(plan.buffer_bytes)),
+            adam_numel=int(self.ranks.least(plan.adam_numel)),
+        )
+
+    def on(self, device: str) -> Bench:
+        """The same bench, measuring another device."""
+        return dataclasses.replace(self, device=torch.device(device))
+
+    def text(self, what: str) -> str:
+        """`what` with the threads that a host rate depends on, and the ranks that ran it at once."""
+        if self.device.type == "cpu":
+            what += f", {threads_text()}"
+        return what if self.ranks.size == 1 else f"{what}, {self.ranks.size} ranks at once, the slowest"
+
+
+def effort(device: torch.device, quick: bool, sharers: int = 1) -> Effort:
     """What to spend on a measurement of `device`, never more than half of the memory that is free there.
 
-    `quick` uses small buffers, so a large cache shows as too much bandwidth.
+    `quick` uses small buffers, so a large cache shows as too much bandwidth. `sharers` processes measure at once; on a
+    host they share what is free.
+
+    Raises:
+        InputError: there is not even a MiB for a buffer.
     """
     plan = _EFFORTS[device.type, quick]
-    buffer_bytes = min(plan.buffer_bytes, free_device_bytes(device) // 6 // MIB * MIB)
+    share = sharers if device.type == "cpu" else 1
+    buffer_bytes = min(plan.buffer_bytes // share, free_device_bytes(device) // (6 * share)) // MIB * MIB
     if buffer_bytes <= 0:
         raise InputError(f"too little free memory on {device} to measure anything; end what else runs there")
-    adam_numel = min(plan.adam_numel, 3 * buffer_bytes // 16)
+    adam_numel = min(plan.adam_numel // share, 3 * buffer_bytes // 16)
     return dataclasses.replace(plan, buffer_bytes=buffer_bytes, adam_numel=adam_numel)
 
 
-def median_seconds(run: Callable[[], object], device: torch.device, plan: Effort) -> tuple[float, int]:
+def median_seconds(
+    run: Callable[[], object], device: torch.device, plan: Effort, ranks: Ranks | None = None
+) -> tuple[float, int]:
     """Median seconds of one `run()` on `device`, and of how many. One run before that is not counted: it pays for page
-    faults, compilation and library start-up."""
-    run()
+    faults, compilation and library start-up. With several ranks a run takes as long as on the slowest of them."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds: list[float] = []
+        (seconds,), repeats = repeat(lambda: (_event_seconds(run, device),), plan, ranks)
+    else:
+        (seconds,), repeats = repeat(lambda: (_clock_seconds(run),), plan, ranks)
+    return seconds, repeats
+
+
+def repeat(
+    once: Callable[[], tuple[float, ...]], plan: Effort, ranks: Ranks | None = None
+) -> tuple[tuple[float, ...], int]:
+    """Medians of the seconds that `once` gives, and of how many runs; all ranks start each run together."""
+    together = ranks or Ranks()
+    once()
+    runs: list[tuple[float, ...]] = []
     began = time.perf_counter()
-    while len(seconds) < plan.max_repeats:
-        if len(seconds) >= plan.min_repeats and time.perf_counter() - began > plan.budget_s:
+    while len(runs) < plan.max_repeats:
+        # All ranks must stop after the same run, or one would wait for the others for ever.
+        if len(runs) >= plan.min_repeats and together.slowest(time.perf_counter() - began) > plan.budget_s:
             break
-        seconds.append(_event_seconds(run, device) if device.type == "cuda" else _clock_seconds(run))
-    # A clock too coarse for the work would otherwise give an infinite rate.
-    return max(statistics.median(seconds), 1e-9), len(seconds)
+        together.barrier()
+        runs.append(tuple(together.slowest(seconds) for seconds in once()))
+    return tuple(max(statistics.median(column), _MIN_S) for column in zip(*runs, strict=True)), len(runs)
 
 
 def _clock_seconds(run: Callable[[], object]) -> float:
@@ -101,7 +132,7 @@ def _clock_seconds(run: Callable[[], object]) -> float:
 
 
 def _event_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """By events on the current stream, so that the host's launch overhead is not counted."""
+    """By events on the current stream, so that the host's launch overhead is not counted twice."""
     with torch.cuda.device(device):
         cuda: Any = torch.cuda  # its classes carry no annotations
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
@@ -129,38 +160,17 @@ def check_device(device: torch.device | str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def threads_text() -> str:
+def default_device(ranks: Ranks) -> torch.device:
+    """Each rank's own CUDA device where there is one, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return check_device(f"cuda:{ranks.local_rank}")
+
+
+def threads_text(count: int | None = None) -> str:
     """How many threads torch uses for one operator; a host rate means little without it."""
-    count = torch.get_num_threads()
+    count = torch.get_num_threads() if count is None else count
     return f"{count} thread" + ("s" if count != 1 else "")
-
-
-def as_table(measurements: Sequence[Measurement]) -> str:
-    """Lines for people: name, rate, repeats, what ran."""
-    rows = [(m.name, format_rate(m.value, m.unit), f"median of {m.repeats}", m.how) for m in measurements]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    return "\n".join(
-        f"{name:<{widths[0]}}  {rate:>{widths[1]}}  {repeats:<{widths[2]}}  {how}" for name, rate, repeats, how in rows
-    )
-
-
-def format_rate(value: float, unit: str) -> str:
-    """``1.5e9, bytes/s`` -> ``1.50 Gbytes/s``; decimal prefixes, as links are sold."""
-    for scale, prefix in _SCALES:
-        if value >= scale:
-            return f"{value / scale:.2f} {prefix}{unit}"
-    return f"{value:.2f} {unit}"
-
-
-def as_json(measurements: Sequence[Measurement]) -> str:
-    """JSON text with the measurements, the date and what ran them."""
-    record = {
-        "measured_at": today(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "measurements": [asdict(measurement) for measurement in measurements],
-    }
-    return json.dumps(record, indent=1, allow_nan=False) + "\n"
 
 
 def today() -> str:

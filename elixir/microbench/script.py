@@ -1,4 +1,4 @@
-"""What the scripts in ``profile/`` share: arguments, table, JSON."""
+"""What the scripts in ``profile/`` share: arguments, ranks, table, JSON, picture."""
 
 from __future__ import annotations
 
@@ -10,36 +10,68 @@ import torch
 
 from elixir.artifact import check_writable, write_atomically
 from elixir.errors import ElixirError
-from elixir.microbench.measurement import Measurement, as_json, as_table, check_device
+from elixir.microbench.fitting import Job, Measured
+from elixir.microbench.machine import SPAWNED_WORLD, run_jobs
+from elixir.microbench.measurement import Bench, check_device, default_device
+from elixir.microbench.plots import check_picture, plot_fits
+from elixir.microbench.ranks import Ranks, joined, spawn
+from elixir.microbench.report import as_json, as_table
 
 
 def run_script(
-    measure: Callable[[torch.device, bool], Sequence[Measurement]],
+    jobs: Callable[[Bench], list[Job]],
     description: str | None,
     arguments: Sequence[str] | None = None,
+    *,
+    needs_ranks: bool = False,
 ) -> str:
-    """Parse the command line, measure, write JSON where asked; gives the table for the script to print.
+    """Parse the command line, measure, write what was asked for; gives the table for the script to print, lines ended.
 
-    A mistake of the user's ends the process as argparse does: one line on stderr, status 2. The output file and the
-    device are checked before anything is measured.
+    Under torchrun all ranks measure at once, and rank 0 writes; the others give an empty text. A mistake of the user's
+    ends the process as argparse does: one line on stderr, status 2. Outputs and device are checked before anything is
+    measured.
 
     Args:
-        measure: from (device, quick) to measurements.
+        jobs: from the bench to what is measured; an importable function.
         description: the script's docstring, shown by ``--help``.
         arguments: instead of those of the process.
+        needs_ranks: one rank alone has nothing to measure, so two are started unless ``--no-spawn`` is given.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", help="cuda:0, cpu, ... (default: the first CUDA device, else cpu)")
-    parser.add_argument("--quick", action="store_true", help="smaller buffers, fewer repetitions")
-    parser.add_argument("--out", type=Path, help="write the measurements to this JSON file")
+    parser.add_argument("--device", help="cuda:0, cpu, ... (default: each rank's CUDA device, else cpu)")
+    parser.add_argument("--quick", action="store_true", help="smaller buffers, fewer amounts and repetitions")
+    parser.add_argument("--out", type=Path, help="write points and fits to this JSON file")
+    parser.add_argument("--plot", type=Path, help="draw points and fits (.pdf, .png or .svg)")
+    if needs_ranks:
+        parser.add_argument("--no-spawn", action="store_true", help="without torchrun, start no second rank")
     options = parser.parse_args(arguments)
     try:
+        for path in (options.out, options.plot):
+            if path is not None:
+                check_writable(path)
+        if options.plot is not None:
+            check_picture(options.plot)
+        with joined() as ranks:
+            device = check_device(options.device) if options.device else default_device(ranks)
+            if needs_ranks and ranks.size == 1:
+                if options.no_spawn or device.type != "cpu":
+                    parser.error("one rank has nothing to measure here; start with torchrun --nproc-per-node N")
+                results: list[Measured] = spawn(SPAWNED_WORLD, measured, jobs, device, options.quick)
+            else:
+                results = measured(ranks, jobs, device, options.quick)
+            if ranks.rank != 0:
+                return ""
+        if options.plot is not None:
+            plot_fits(results, options.plot)
         if options.out is not None:
-            check_writable(options.out)
-        device = check_device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-        measurements = measure(device, options.quick)
-        if options.out is not None:
-            write_atomically(options.out, as_json(measurements))
+            write_atomically(options.out, as_json(results))
     except ElixirError as error:
         parser.error(str(error))
-    return as_table(measurements)
+    return as_table(results) + "\n"
+
+
+def measured(ranks: Ranks, jobs: Callable[[Bench], list[Job]], device: torch.device, quick: bool) -> list[Measured]:
+    """Run what `jobs` gives for one rank of `ranks`."""
+    results: list[Measured] = []
+    run_jobs(jobs(Bench(device, quick, ranks)), results)
+    return results

@@ -1,78 +1,220 @@
-"""Bandwidth of memories and of the links between them."""
+"""Bandwidth of memories and of the links between them, by size."""
 
 from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import torch
 
 from elixir.errors import InputError
-from elixir.microbench.measurement import Measurement, check_device, effort, median_seconds, threads_text
+from elixir.microbench.fitting import Job, Series, geometric, sweep, windows
+from elixir.microbench.measurement import Bench, Effort, check_device, repeat
 from elixir.units import MIB
 
+SMALLEST_BYTES = 256 * 1024
+"""A chunk is rarely smaller, and what is may sit in a cache."""
+_TITLES = {True: "host to {}", False: "{} to host"}
+_FAMILIES = {True: "host_to_device", False: "device_to_host"}
 
-def memory_rate(device: torch.device | str = "cpu", *, quick: bool = False) -> Measurement:
-    """Bandwidth of the device's own memory (or of host memory, all threads): ``c = a + b`` over fp32 buffers.
 
-    Bytes read and written are counted; a line that the cache fetches before it is overwritten is not, so hardware may
-    move up to a third more.
+def transfer_jobs(bench: Bench) -> list[Job]:
+    """Host memory and the host's link: one way, both ways at once, pinned and not, and between devices.
+
+    On a machine whose device is the CPU, a link is a copy from host memory to host memory: no direction and nothing
+    pinned, so that there is one series for both ways.
     """
-    target = check_device(device)
-    plan = effort(target, quick)
-    numel = plan.buffer_bytes // 4
-    a, b, c = (torch.ones(numel, device=target) for _ in range(3))
-    seconds, repeats = median_seconds(lambda: torch.add(a, b, out=c), target, plan)
-    how = f"c = a + b on {target}, fp32 buffers of {numel * 4 // MIB} MiB"
-    if target.type == "cpu":
-        how += f", {threads_text()}"
-    return Measurement(f"memory {target}", 3 * 4 * numel / seconds, "bytes/s", repeats, how)
+    cuda = bench.device.type == "cuda"
+    jobs = [Job("host memory", ("host_memory",), lambda: [memory_series(bench.on("cpu"))]), *link_jobs(bench)]
+    if cuda:
+        jobs += [
+            Job(f"{_TITLES[way].format(bench.device)}, pageable", (f"{_FAMILIES[way]}.pageable",), run)
+            for way, run in ((way, _one_way_run(bench, way, pinned=False)) for way in (True, False))
+        ]
+        if torch.cuda.device_count() > 1:
+            jobs.append(Job("device to device", ("device_to_device",), lambda: [peer_series(bench)]))
+    return jobs
 
 
-def host_to_device_rate(device: torch.device | str = "cpu", *, quick: bool = False) -> Measurement:
-    """Bytes per second of one large copy from the host to `device`: pinned for CUDA, host to host for ``cpu``."""
-    return _host_link_rate(check_device(device), to_device=True, quick=quick)
+def link_jobs(bench: Bench) -> list[Job]:
+    """The link from pinned memory, one way and both ways at once; by all ranks at once where there are several."""
+    ways = (True, False) if bench.device.type == "cuda" else (True,)
+    suffix = _suffix(bench)
+    jobs = [
+        Job(_TITLES[way].format(bench.device), (_FAMILIES[way] + suffix,), _one_way_run(bench, way, pinned=True))
+        for way in ways
+    ]
+    both = tuple(f"{_FAMILIES[way]}.both{suffix}" for way in (True, False))
+    return [*jobs, Job(f"host and {bench.device}, both ways at once", both, lambda: both_ways_series(bench))]
 
 
-def device_to_host_rate(device: torch.device | str = "cpu", *, quick: bool = False) -> Measurement:
-    """Bytes per second of one large copy from `device` to the host; see `host_to_device_rate`."""
-    return _host_link_rate(check_device(device), to_device=False, quick=quick)
+def memory_series(bench: Bench) -> Series:
+    """``c = a + b`` over fp32 buffers, bytes read and written.
+
+    A line that the cache fetches before it is overwritten is not counted, so hardware may move up to a third more.
+    """
+    plan = bench.effort()
+    a, b, c = (torch.ones(plan.buffer_bytes // 4, device=bench.device) for _ in range(3))
+
+    def prepare(numel: int) -> Callable[[], object]:
+        turns = itertools.cycle(zip(windows(a, numel), windows(b, numel), windows(c, numel), strict=True))
+
+        def run() -> None:
+            first, second, out = next(turns)
+            torch.add(first, second, out=out)
+
+        return run
+
+    sizes = geometric(SMALLEST_BYTES, plan.buffer_bytes, plan.amounts, MIB // 4)
+    cases = [(3.0 * size, lambda size=size: prepare(size // 4)) for size in sizes]
+    how = f"c = a + b on {bench.device}, fp32 buffers of {_span(sizes)}"
+    return sweep(bench, plan, "host_memory", "bytes", how, cases)
 
 
-def device_to_device_rate(
-    source: torch.device | str, destination: torch.device | str, *, quick: bool = False
-) -> Measurement:
-    """Bytes per second of one large copy between two CUDA devices, one direction.
+def one_way_series(bench: Bench, *, to_device: bool, pinned: bool) -> Series:
+    """Copies between host and device, one direction; on the CPU from host to host."""
+    plan = bench.effort()
+    host, other = _buffers(bench, plan.buffer_bytes, pinned)
+    source, target = (host, other) if to_device else (other, host)
+
+    def prepare(size: int) -> Callable[[], object]:
+        turns = itertools.cycle(zip(windows(source, size), windows(target, size), strict=True))
+
+        def run() -> None:
+            origin, goal = next(turns)
+            goal.copy_(origin, non_blocking=True)
+
+        return run
+
+    sizes = _sizes(plan, plan.buffer_bytes)
+    key = _FAMILIES[to_device] + ("" if pinned else ".pageable") + _suffix(bench)
+    how = f"copy {_TITLES[to_device].format(bench.device)}, {_span(sizes)}, {_kind(bench, pinned)}"
+    return sweep(bench, plan, key, "bytes", how, [(size, partial(prepare, size)) for size in sizes])
+
+
+def both_ways_series(bench: Bench) -> list[Series]:
+    """Copies up and down that start together: two streams on CUDA, two threads on the CPU. One series per direction."""
+    plan = bench.effort()
+    half = plan.buffer_bytes // 2
+    (host_up, up), (host_down, down) = (_buffers(bench, half, pinned=True) for _ in range(2))
+    ways = ((host_up, up), (down, host_down))
+    points: tuple[list[tuple[float, float]], ...] = ([], [])
+    fewest = plan.max_repeats
+    sizes = _sizes(plan, half)
+    timed = _timed_on_streams if bench.device.type == "cuda" else _timed_on_threads
+    with ThreadPoolExecutor(2) as pool:
+        for size in sizes:
+            turns = itertools.cycle(
+                zip(
+                    *(zip(windows(source, size), windows(goal, size), strict=True) for source, goal in ways),
+                    strict=True,
+                )
+            )
+            once = timed(bench.device, pool, turns)
+            seconds, repeats = repeat(once, plan, bench.ranks)
+            for column, value in zip(points, seconds, strict=True):
+                column.append((float(size), value))
+            fewest = min(fewest, repeats)
+    how = bench.text(f"copies both ways at once, {_span(sizes)} each, {_kind(bench, True)}")
+    return [
+        Series(f"{family}.both{_suffix(bench)}", "bytes", tuple(column), fewest, how, bench.ranks.size)
+        for family, column in zip(("host_to_device", "device_to_host"), points, strict=True)
+    ]
+
+
+def peer_series(bench: Bench, other: torch.device | str | None = None) -> Series:
+    """Copies from the device to another CUDA device, one direction; default: to the next one.
 
     Raises:
-        InputError: the devices are not two different CUDA devices of this machine.
+        InputError: they are not two different CUDA devices of this machine.
     """
-    first, second = check_device(source), check_device(destination)
+    first = bench.device
+    if other is None and first.type == "cuda":
+        other = f"cuda:{((first.index or 0) + 1) % torch.cuda.device_count()}"
+    second = check_device(other or "cpu")
     if first.type != "cuda" or second.type != "cuda" or first == second:
         raise InputError(f"expected two different CUDA devices, got {first} and {second}")
-    plan = effort(second, quick)
-    numel = plan.buffer_bytes
-    origin = torch.ones(numel, dtype=torch.uint8, device=first)
-    target = torch.empty(numel, dtype=torch.uint8, device=second)
+    plan = bench.effort(second)
+    origin = torch.ones(plan.buffer_bytes, dtype=torch.uint8, device=first)
+    target = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=second)
 
-    def copy() -> None:
-        # The copy spans two devices: an event of one says nothing about the other, so both are waited for.
-        target.copy_(origin, non_blocking=True)
-        torch.cuda.synchronize(first)
-        torch.cuda.synchronize(second)
+    def prepare(size: int) -> Callable[[], object]:
+        def run() -> None:
+            # The copy spans two devices: an event of one says nothing about the other, so both are waited for.
+            target[:size].copy_(origin[:size], non_blocking=True)
+            torch.cuda.synchronize(first)
+            torch.cuda.synchronize(second)
 
-    seconds, repeats = median_seconds(copy, torch.device("cpu"), plan)  # by the clock, see above
-    how = f"copy {first} to {second}, {numel // MIB} MiB"
-    return Measurement(f"{first} to {second}", numel / seconds, "bytes/s", repeats, how)
+        return run
+
+    sizes = _sizes(plan, plan.buffer_bytes)
+    how = f"copy {first} to {second}, {_span(sizes)}"
+    cases = [(size, partial(prepare, size)) for size in sizes]
+    return sweep(bench.on("cpu"), plan, "device_to_device", "bytes", how, cases)  # by the clock, see above
 
 
-def _host_link_rate(device: torch.device, *, to_device: bool, quick: bool) -> Measurement:
-    plan = effort(device, quick)
-    numel = plan.buffer_bytes
-    pinned = device.type == "cuda"
-    host = torch.empty(numel, dtype=torch.uint8, pin_memory=pinned).fill_(1)
-    other = torch.ones(numel, dtype=torch.uint8, device=device)
-    source, target = (host, other) if to_device else (other, host)
-    seconds, repeats = median_seconds(lambda: target.copy_(source, non_blocking=pinned), device, plan)
-    route = f"host to {device}" if to_device else f"{device} to host"
-    kind = "pinned" if pinned else f"host memory, {threads_text()}"
-    return Measurement(
-        route, numel / seconds, "bytes/s", repeats, f"copy {route}, {numel // MIB} MiB contiguous, {kind}"
-    )
+def _one_way_run(bench: Bench, to_device: bool, *, pinned: bool) -> Callable[[], list[Series]]:
+    return lambda: [one_way_series(bench, to_device=to_device, pinned=pinned)]
+
+
+def _timed_on_threads(device: torch.device, pool: ThreadPoolExecutor, turns: Any) -> Callable[[], tuple[float, ...]]:
+    start = threading.Barrier(2)
+
+    def timed(source: torch.Tensor, goal: torch.Tensor) -> float:
+        start.wait()
+        began = time.perf_counter()
+        goal.copy_(source)
+        return time.perf_counter() - began
+
+    def once() -> tuple[float, ...]:
+        return tuple(pool.map(lambda way: timed(*way), next(turns)))
+
+    return once
+
+
+def _timed_on_streams(device: torch.device, pool: ThreadPoolExecutor, turns: Any) -> Callable[[], tuple[float, ...]]:
+    cuda: Any = torch.cuda  # its classes carry no annotations
+    streams = [cuda.Stream(device), cuda.Stream(device)]
+    events = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in streams]
+
+    def once() -> tuple[float, ...]:
+        with cuda.device(device):
+            for stream, (began, ended), (source, goal) in zip(streams, events, next(turns), strict=True):
+                with cuda.stream(stream):
+                    began.record()
+                    goal.copy_(source, non_blocking=True)
+                    ended.record()
+            cuda.synchronize(device)
+        return tuple(float(began.elapsed_time(ended)) / 1e3 for began, ended in events)
+
+    return once
+
+
+def _buffers(bench: Bench, size: int, pinned: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A host buffer and one on the device, both written to, so that their pages exist."""
+    pin = pinned and bench.device.type == "cuda"
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=pin).fill_(1)
+    return host, torch.ones(size, dtype=torch.uint8, device=bench.device)
+
+
+def _sizes(plan: Effort, largest_bytes: int) -> list[int]:
+    return geometric(SMALLEST_BYTES, largest_bytes, plan.amounts, SMALLEST_BYTES)
+
+
+def _suffix(bench: Bench) -> str:
+    return ".all_ranks" if bench.ranks.size > 1 else ""
+
+
+def _kind(bench: Bench, pinned: bool) -> str:
+    if bench.device.type == "cpu":
+        return "host memory"
+    return "pinned" if pinned else "pageable"
+
+
+def _span(sizes: list[int]) -> str:
+    return f"{sizes[0] / MIB:g} to {sizes[-1] / MIB:g} MiB"

@@ -1,0 +1,179 @@
+"""The processes that measure at once: one alone, those that torchrun started, or two that are started here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elixir.errors import InputError, RankError
+
+GROUP_TIMEOUT = timedelta(minutes=10)
+"""Rank 0 measures alone for a minute or two while the others wait."""
+START_TIMEOUT = timedelta(seconds=60)
+SPAWNED_WAIT_S = 120.0
+"""How long started processes may take altogether."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many processes measure, and which of them this one is. With one, everything here is free of cost."""
+
+    size: int = 1
+    rank: int = 0
+    local_size: int = 1
+    """Of them on this machine."""
+    local_rank: int = 0
+    control: Any = None
+    """gloo group for small values on the host; None for one rank."""
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        self.slowest(0.0)
+
+    def slowest(self, value: float) -> float:
+        """The largest value of any rank."""
+        return self._reduce(value, dist.ReduceOp.MAX)
+
+    def least(self, value: float) -> float:
+        """The smallest value of any rank."""
+        return self._reduce(value, dist.ReduceOp.MIN)
+
+    def share(self, value: Any) -> Any:
+        """What rank 0 passed."""
+        if self.size == 1:
+            return value
+        box = [value]
+        with _named():
+            dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def _reduce(self, value: float, operation: Any) -> float:
+        if self.size == 1:
+            return value
+        box = torch.tensor([value], dtype=torch.float64)
+        with _named():
+            dist.all_reduce(box, operation, group=self.control)
+        return float(box)
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Ranks]:
+    """The ranks that torchrun started, joined in a process group until the end; one alone without torchrun.
+
+    Raises:
+        InputError: the environment that torchrun sets is incomplete.
+        RankError: the ranks do not find each other.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Ranks()
+        return
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    except (KeyError, ValueError) as error:
+        raise InputError(f"WORLD_SIZE is set, but not all that torchrun sets: {error}; start with torchrun") from None
+    with _group("env://", rank, size, local_rank) as control:
+        yield Ranks(size, rank, local_size, local_rank, control)
+
+
+def spawn(world_size: int, run: Callable[..., Any], *args: Any) -> Any:
+    """``run(ranks, *args)`` in `world_size` new processes on this machine, joined by gloo; gives what rank 0 returned.
+
+    They share the threads of this one. `run` must be importable, and the caller's main module safe to import.
+
+    Raises:
+        RankError: a process raised, ended early or took too long.
+    """
+    context: Any = torch.multiprocessing.get_context("spawn")
+    threads = max(1, torch.get_num_threads() // world_size)
+    with tempfile.TemporaryDirectory(prefix="elixir-microbench-") as folder:
+        mine, theirs = context.Pipe(duplex=False)
+        processes = [
+            context.Process(target=_spawned, args=(rank, world_size, threads, folder, theirs, run, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            theirs.close()
+            return _answer(mine, processes)
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.join(timeout=5.0)
+                    if process.is_alive():
+                        process.kill()
+                        process.join()
+
+
+def _answer(answers: Any, processes: list[Any]) -> Any:
+    """What rank 0 sent; the first error otherwise."""
+    deadline = time.monotonic() + SPAWNED_WAIT_S
+    while not answers.poll(0.1):
+        if any(process.exitcode not in (None, 0) for process in processes) and not answers.poll(0.5):
+            raise RankError("a process that was started to measure ended without an answer")
+        if time.monotonic() > deadline:
+            raise RankError(f"processes that were started to measure gave no answer within {SPAWNED_WAIT_S:g} s")
+    try:
+        result, error = answers.recv()
+    except EOFError:
+        raise RankError("a process that was started to measure ended without an answer") from None
+    if error is not None:
+        raise RankError(f"a process that was started to measure failed: {error}")
+    return result
+
+
+def _spawned(
+    rank: int, size: int, threads: int, folder: str, answer: Any, run: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(threads)
+    try:
+        with _group((Path(folder) / "store").as_uri(), rank, size, rank) as control:
+            result = run(Ranks(size, rank, size, rank, control), *args)
+            if rank == 0:
+                answer.send((result, None))
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # another rank may have ended it all already
+            answer.send((None, f"{error} ({traceback.format_exc().strip().splitlines()[-3].strip()})"))
+
+
+@contextlib.contextmanager
+def _group(url: str, rank: int, size: int, local_rank: int) -> Iterator[Any]:
+    """The default group, over NCCL too where every rank has a device of its own; gives a gloo group for small values."""
+    cuda = torch.cuda.is_available() and dist.is_nccl_available()
+    if cuda:
+        torch.cuda.set_device(local_rank)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            init_method=url,
+            rank=rank,
+            world_size=size,
+            timeout=GROUP_TIMEOUT,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RankError(f"rank {rank} of {size} cannot join the others: {error}") from None
+    try:
+        yield dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if cuda else dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(f"another rank is gone while measuring; see its message. From torch: {error}") from None

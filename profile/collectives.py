@@ -1,0 +1,13 @@
+"""Measure all-gather and reduce-scatter by size, over as many ranks as torchrun starts; two on a CPU without it.
+
+python profile/collectives.py
+torchrun --nproc-per-node 8 profile/collectives.py --out collectives.json --plot collectives.pdf
+"""
+
+from __future__ import annotations
+
+from elixir.microbench import collective_jobs
+from elixir.microbench.script import run_script
+
+if __name__ == "__main__":
+    print(run_script(collective_jobs, __doc__, needs_ranks=True), end="")
