@@ -1,0 +1,198 @@
+"""Seconds for an amount of work on one machine: the only place where the simulator asks a `HardwareProfile`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from elixir.hardware import HardwareProfile
+from elixir.search.collective_model import (
+    NCCL_CALL_S,
+    NETWORK_STEP_S,
+    NVLINK_STEP_S,
+    Algorithm,
+    Cluster,
+    check_not_negative,
+    check_positive,
+    gather_s,
+)
+from elixir.tracer.step_trace import StepTrace
+
+Floats = npt.NDArray[np.float64]
+_HOST_ADAM = re.compile(r"host_adam(\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Line:
+    """``latency_s + amount / per_s``, and nothing for nothing."""
+
+    latency_s: float
+    per_s: float
+
+    def __call__(self, amounts: npt.ArrayLike) -> Floats:
+        """Seconds, element by element."""
+        values = np.asarray(amounts, dtype=np.float64)
+        return np.where(values > 0, self.latency_s + values / self.per_s, 0.0)
+
+    def shared(self, users: int) -> Line:
+        """What one of `users` gets who work at the same time."""
+        return replace(self, per_s=self.per_s / users)
+
+    def at_most(self, per_s: float) -> Line:
+        """No faster than `per_s`."""
+        return replace(self, per_s=min(self.per_s, per_s))
+
+
+class Rates:
+    """What the simulator's resources do in a second, for one rank while all ranks work.
+
+    Fits of the profile are taken where there are any, its plain rates else. Ranks of one machine share the host's Adam
+    and its memory's bandwidth, unless the profile has measured all of them at once.
+
+    Args:
+        hardware: the machine.
+        dtype: of most parameters, in which matrices are multiplied.
+        world_size: number of ranks.
+        ranks_per_host: how many of them share a machine.
+        network_bytes_per_s: between machines, per machine and direction; needed where there are several.
+        network_latency_s: of one step between machines; NCCL's figure by default.
+        algorithm: of collectives that the profile has not measured at this world size.
+
+    Raises:
+        InputError: several machines without a network, a number that makes no sense, or no FLOP/s for the dtype.
+    """
+
+    def __init__(
+        self,
+        hardware: HardwareProfile,
+        dtype: str,
+        world_size: int,
+        ranks_per_host: int,
+        *,
+        network_bytes_per_s: float | None = None,
+        network_latency_s: float | None = None,
+        algorithm: Algorithm = "ring",
+    ) -> None:
+        self.world_size = world_size
+        self._hardware = hardware
+        self._ranks = ranks_per_host
+        host_memory = hardware.host_memory_bytes_per_s / ranks_per_host
+        self.fetch = self._link("host_to_device").at_most(host_memory)
+        self.offload = self._link("device_to_host").at_most(host_memory)
+        self.fetch_slowdown = self._both("host_to_device")
+        self.offload_slowdown = self._both("device_to_host")
+        self.host_adam = self._host_adam()
+        self.device_adam = self._line("device_adam")
+        self.matmul = self._line(f"matmul.{dtype}.square")
+        self.device_memory = self._line(f"elementwise.{dtype}")
+        self.host_memory = Line(0.0, host_memory)
+        self._cluster = self._made(network_bytes_per_s, network_latency_s)
+        self._algorithm: Algorithm = algorithm
+
+    def events_s(self, trace: StepTrace) -> Floats:
+        """Compute seconds of every access: its FLOPs or its bytes in device memory, whichever takes longer."""
+        flops = self.matmul([event.flops for event in trace.accesses])
+        return np.maximum(flops, self.device_memory([event.moved_bytes for event in trace.accesses]))
+
+    def device_copy(self, nbytes: npt.ArrayLike) -> Floats:
+        """A copy within the device's memory: every byte is read and written."""
+        return self.device_memory(2 * np.asarray(nbytes))
+
+    def host_add(self, nbytes: npt.ArrayLike) -> Floats:
+        """Adding into host memory: two reads and a write."""
+        return self.host_memory(3 * np.asarray(nbytes))
+
+    def gather(self, nbytes: npt.ArrayLike) -> Floats:
+        """All-gathers, by bytes of the whole buffer."""
+        return self._collective("all_gather", nbytes)
+
+    def reduce(self, nbytes: npt.ArrayLike) -> Floats:
+        """Reduce-scatters, by bytes of the whole buffer."""
+        return self._collective("reduce_scatter", nbytes)
+
+    def _collective(self, name: str, nbytes: npt.ArrayLike) -> Floats:
+        fit = self._hardware.fits.get(f"{name}.{self.world_size}")
+        if fit is not None:
+            return Line(fit.latency_s, fit.per_s)(nbytes)
+        amounts = np.asarray(nbytes, dtype=np.float64)
+        known = {amount: gather_s(amount, self._cluster, self._algorithm) for amount in np.unique(amounts).tolist()}
+        return np.array([known[amount] for amount in amounts.tolist()], dtype=np.float64)
+
+    def _made(self, network_bytes_per_s: float | None, network_latency_s: float | None) -> Cluster:
+        hardware = self._hardware
+        if network_bytes_per_s is not None:
+            check_positive("network_bytes_per_s", network_bytes_per_s)
+        if network_latency_s is not None:
+            check_not_negative("network_latency_s", network_latency_s)
+        nccl = hardware.device_kind == "cuda"
+        return Cluster(
+            ranks=self.world_size,
+            ranks_per_host=self._ranks,
+            host_bytes_per_s=hardware.device_to_device_bytes_per_s,
+            network_bytes_per_s=network_bytes_per_s,
+            call_s=NCCL_CALL_S if nccl else 0.0,
+            host_step_s=NVLINK_STEP_S if nccl else 0.0,
+            network_step_s=NETWORK_STEP_S if network_latency_s is None else network_latency_s,
+        )
+
+    def _line(self, key: str) -> Line:
+        fit = self._hardware.rate(key)
+        return Line(fit.latency_s, fit.per_s)
+
+    def _link(self, key: str) -> Line:
+        return self._line(f"{key}.all_ranks" if self._ranks > 1 else key)
+
+    def _both(self, key: str) -> float:
+        """How many times longer a transfer takes while another goes the other way; 1 where that was not measured."""
+        fits = self._hardware.fits
+        alone, both = fits.get(key), fits.get(f"{key}.both")
+        return 1.0 if alone is None or both is None else max(1.0, alone.per_s / both.per_s)
+
+    def _host_adam(self) -> Line:
+        fits = self._hardware.fits
+        if self._ranks > 1:
+            together = [
+                fit for key, fit in sorted(fits.items()) if re.fullmatch(_HOST_ADAM.pattern + r"\.all_ranks", key)
+            ]
+            if together:
+                best = max(together, key=lambda fit: fit.per_s)
+                return Line(best.latency_s, best.per_s)
+        alone = [fit for key, fit in sorted(fits.items()) if _HOST_ADAM.fullmatch(key)]
+        best = max(alone, key=lambda fit: fit.per_s, default=self._hardware.rate("host_adam"))
+        return Line(best.latency_s, best.per_s).shared(self._ranks)
+
+
+def main_dtype(trace: StepTrace) -> str:
+    """The dtype of most parameter elements."""
+    numel: dict[str, int] = {}
+    for param in trace.parameters:
+        numel[param.dtype] = numel.get(param.dtype, 0) + param.numel
+    return max(sorted(numel), key=lambda name: numel[name])
+
+
+def with_link_speed(hardware: HardwareProfile, bytes_per_s: float) -> HardwareProfile:
+    """The machine with links no faster than `bytes_per_s` each way: what the runtime's CPU lanes emulate.
+
+    What was measured of its links and collectives is left out, so that these rates count.
+
+    Raises:
+        InputError: the speed is not a finite number above 0.
+    """
+    check_positive("bytes_per_s", bytes_per_s)
+    links = ("host_to_device", "device_to_host", "all_gather", "reduce_scatter", "device_to_device")
+    fields = ("host_to_device_bytes_per_s", "device_to_host_bytes_per_s", "device_to_device_bytes_per_s")
+    return replace(
+        hardware,
+        name=f"{hardware.name} with links of {bytes_per_s:g} B/s",
+        fits={key: fit for key, fit in hardware.fits.items() if key.split(".")[0] not in links},
+        **{name: min(getattr(hardware, name), bytes_per_s) for name in fields},
+    )
+
+
+def total_s(seconds: Floats) -> float:
+    """A sum that does not depend on the order of adding."""
+    return math.fsum(seconds.tolist())

@@ -1,0 +1,259 @@
+"""One training step on five resources, in the order in which the runtime submits work to them.
+
+Compute walks the plan's order. Beside it four lanes, one per resource, each take one item at a time in the order of
+submission; an item starts when its lane is free, what it builds on is done, and compute has come to where it was
+submitted. Which item follows which is fixed by the plan and never by time. So every moment is the latest of some others
+plus a duration: nothing that gets faster can make a step slower.
+
+`Machine` does what `elixir.chunk` and `elixir.wrapper` do; its docstrings name the places.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from elixir.search.memory import Placement
+from elixir.search.work_times import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events, WorkTimes
+
+RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_adam")
+"""The last four are the runtime's lanes `fetch`, `offload`, `network` and `host_adam`."""
+COMPUTE, FETCH, OFFLOAD, NETWORK, HOST_ADAM = RESOURCES
+
+
+class Span(NamedTuple):
+    """One piece of work of one resource; seconds count from the start of the simulated step."""
+
+    resource: str
+    name: str
+    start_s: float
+    end_s: float
+    chunk: int | None
+
+
+class Machine:
+    """Lanes, gradient blocks and the clock of one rank during steps.
+
+    Args:
+        times: seconds of every piece of work.
+        placement: homes of the chunks.
+        grad_blocks: gradient blocks of the plan.
+        blocking: work submitted behind an update on the host stops the thread that submits, and so all compute that
+            comes later, as on CUDA; else only its lane waits.
+        record: keep spans.
+    """
+
+    def __init__(
+        self, times: WorkTimes, placement: Placement, grad_blocks: int, *, blocking: bool, record: bool
+    ) -> None:
+        chunks = range(len(times.bytes))
+        self._times, self._placement, self._blocking, self._recording = times, placement, blocking, record
+        self._together = times.world_size > 1
+        copied = [0.0] * len(chunks) if self._together else times.device_copy_s
+        self._fetch_s = [copied[c] if placement.weight_on_device[c] else times.fetch_s[c] for c in chunks]
+        self._slowdown = {
+            lane: (other, factor)
+            for lane, other, factor in (
+                (FETCH, OFFLOAD, times.rates.fetch_slowdown),
+                (OFFLOAD, FETCH, times.rates.offload_slowdown),
+            )
+            if factor > 1
+        }
+        self._free_s = dict.fromkeys(RESOURCES, 0.0)
+        self._ready_s = [0.0] * len(chunks)  # when a chunk is where it is used: in its block, or resident and updated
+        self._updated_s = [0.0] * len(chunks)  # when the host has stepped its shard
+        self._grad_blocks = self._free_blocks = grad_blocks
+        self._leaving: deque[tuple[float, bool]] = deque()  # gradients: when they are gone, and whether from a block
+        self._holds = [False] * len(chunks)  # whether a gradient waits at home, to which the next is added
+        self._handlers: dict[int, Callable[[int, float], float]] = {
+            LOAD: self._load, USE: self._use, OPEN: self._open, SEND: self._send,
+            BACKWARD: self._backward, ENTRY: self._entry,
+        }  # fmt: skip
+        self.now_s = 0.0
+        self._forget()
+
+    def restart(self) -> None:
+        """The clock starts again at 0; counts and spans are forgotten, what lanes still do is not."""
+        passed = self.now_s
+        self._free_s = {name: max(0.0, at - passed) for name, at in self._free_s.items()}
+        self._ready_s = [max(0.0, at - passed) for at in self._ready_s]
+        self._updated_s = [max(0.0, at - passed) for at in self._updated_s]
+        self.now_s = 0.0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.busy_s = dict.fromkeys(RESOURCES, 0.0)
+        self.waited_s = dict.fromkeys(RESOURCES[1:], 0.0)
+        self.moved_bytes = {FETCH: 0, OFFLOAD: 0, NETWORK: 0}
+        self.loads = self.extra_grad_blocks = 0
+        self.device_adam_s = self.backward_from_s = 0.0
+        self.spans: list[Span] = []
+        self._since_s, self._doing = 0.0, ""  # what compute is busy with
+        self._doing_chunk: int | None = None
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """`ElixirOptimizer.step`, every gradient being at its home: on the device at once, on the host beside."""
+        times, placement = self._times, self._placement
+        host_s = self._since_s = self.now_s  # on CUDA the thread that submits is ahead of the device
+        for c in times.update_order:
+            if placement.state_on_device[c]:
+                self._doing, self._doing_chunk = "optimizer", c
+                self.now_s += times.device_adam_s[c]
+                self.device_adam_s += times.device_adam_s[c]
+                self._computed(self.now_s)
+                done_s = 0.0
+            else:
+                seconds = times.host_adam_s[c]
+                if placement.weight_on_device[c]:
+                    seconds += times.fetch_s[c]  # new weights return to the device, as part of the same item
+                    self.moved_bytes[FETCH] += times.shard_bytes[c]
+                done_s = self._run(HOST_ADAM, "update", c, host_s if self._blocking else self.now_s, seconds)
+                self._updated_s[c] = done_s
+            if not placement.resident[c]:
+                continue
+            if self._together:
+                if self._blocking:
+                    host_s = max(host_s, done_s)
+                    self.now_s = self._wait(self.now_s, done_s, HOST_ADAM)
+                self.moved_bytes[NETWORK] += times.bytes[c] - times.shard_bytes[c]
+                done_s = self._run(NETWORK, "gather", c, max(self.now_s, done_s), times.gather_s[c])
+            self._ready_s[c] = done_s
+        self.busy_s[COMPUTE] += self.device_adam_s
+
+    def batch(self, events: Events) -> None:
+        """Forward and backward of one batch."""
+        base_s, base_compute_s, handlers = self.now_s, 0.0, self._handlers
+        self._since_s = base_s
+        for kind, chunk, compute_s in zip(events.kinds, events.chunks, events.compute_s, strict=True):
+            # Measured from the last stop and not added up, so that recording does not change the last bits.
+            now_s = base_s + (compute_s - base_compute_s)
+            then_s = handlers[kind](chunk, now_s)
+            if then_s != now_s:
+                base_s, base_compute_s = then_s, compute_s
+        self.now_s = base_s + (events.total_s - base_compute_s)
+        self.busy_s[COMPUTE] += events.total_s
+        self._computed(self.now_s)
+
+    def settle(self) -> None:
+        """`GradientFlow.settle`: wait until no gradient is on its way."""
+        self.now_s = self._wait(self.now_s, self._free_s[OFFLOAD], OFFLOAD)
+        self._leaving.clear()
+        self._free_blocks = self._grad_blocks
+        self._holds = [False] * len(self._holds)
+
+    # --- where compute arrives: what happens at `now_s`, and when it goes on -----------------------------------------
+
+    def _load(self, c: int, now_s: float) -> float:
+        """`RCache._load`: host to device, then, with several ranks, a gather."""
+        times = self._times
+        start_s = self._updated_s[c]  # no fetch before the chunk's own update
+        if start_s > now_s:
+            if self._blocking:
+                now_s = self._wait(now_s, start_s, HOST_ADAM)
+        else:
+            start_s = now_s
+        self.loads += 1
+        if not self._placement.weight_on_device[c]:
+            self.moved_bytes[FETCH] += times.shard_bytes[c]
+            start_s = self._run(FETCH, "fetch", c, start_s, self._fetch_s[c])
+        elif not self._together:
+            start_s = self._run(FETCH, "copy", c, start_s, self._fetch_s[c])
+        if self._together:
+            self.moved_bytes[NETWORK] += times.bytes[c] - times.shard_bytes[c]
+            start_s = self._run(NETWORK, "gather", c, start_s, times.gather_s[c])
+        self._ready_s[c] = start_s
+        return now_s
+
+    def _use(self, c: int, now_s: float) -> float:
+        """`RCache._ready`, and `WeightUses._wait_for_update` of a resident chunk."""
+        if self._ready_s[c] <= now_s:
+            return now_s
+        resident = self._placement.resident[c]
+        return self._wait(now_s, self._ready_s[c], NETWORK if self._together else HOST_ADAM if resident else FETCH)
+
+    def _open(self, c: int, now_s: float) -> float:
+        """`GradientFlow._free_block`: backward waits where all blocks are leaving."""
+        if not self._times.pooled[c]:
+            return now_s
+        while not self._free_blocks and self._leaving:
+            gone_s, pooled = self._leaving.popleft()
+            now_s = self._wait(now_s, gone_s, OFFLOAD)
+            self._free_blocks += pooled
+        if self._free_blocks:
+            self._free_blocks -= 1
+        else:
+            self.extra_grad_blocks += 1
+        return now_s
+
+    def _send(self, c: int, now_s: float) -> float:
+        """`GradientFlow.take` and `_send`: into the block, over the network, to the home of the states."""
+        times, on_device = self._times, self._placement.state_on_device[c]
+        self.busy_s[COMPUTE] += times.device_copy_s[c]
+        now_s += times.device_copy_s[c]
+        start_s = now_s
+        if self._together:
+            self.moved_bytes[NETWORK] += times.bytes[c] - times.shard_bytes[c]
+            start_s = self._run(NETWORK, "reduce", c, start_s, times.reduce_s[c])
+        # The update of the step before may still read what is written now.
+        if self._updated_s[c] > start_s:
+            start_s = self._updated_s[c]
+            if self._blocking:
+                now_s = self._wait(now_s, start_s, HOST_ADAM)
+        if on_device:
+            seconds = times.deliver_on_device_s[c]
+        else:
+            self.moved_bytes[OFFLOAD] += times.shard_bytes[c]
+            seconds = times.offload_s[c]
+        if self._holds[c]:
+            seconds += times.add_on_device_s[c] if on_device else times.add_on_host_s[c]
+        self._holds[c] = True
+        gone_s = self._run(OFFLOAD, "deliver" if on_device else "offload", c, start_s, seconds)
+        self._leaving.append((gone_s, times.pooled[c]))
+        return now_s
+
+    def _backward(self, _: int, now_s: float) -> float:
+        self._computed(now_s)
+        self.backward_from_s = now_s
+        return now_s
+
+    def _entry(self, entry: int, now_s: float) -> float:
+        """Only for the record: compute begins with another entry of the order."""
+        self._computed(now_s)
+        self._doing = self._times.phases[entry]
+        self._doing_chunk = self._times.entry_chunks[entry][0]
+        return now_s
+
+    # --- clocks ------------------------------------------------------------------------------------------------------
+
+    def _run(self, lane: str, name: str, c: int, submitted_s: float, seconds: float) -> float:
+        """One item of a lane; when it is done."""
+        start_s = self._free_s[lane]
+        if submitted_s > start_s:
+            start_s = submitted_s
+        if lane in self._slowdown:
+            # Of two transfers in opposite directions the later one is slowed for as long as the earlier one lasts.
+            other, factor = self._slowdown[lane]
+            beside_s = min(max(self._free_s[other] - start_s, 0.0), seconds * factor)
+            seconds += beside_s * (1 - 1 / factor)
+        end_s = self._free_s[lane] = start_s + seconds
+        self.busy_s[lane] += seconds
+        if self._recording and end_s > start_s:
+            self.spans.append(Span(lane, name, start_s, end_s, c))
+        return end_s
+
+    def _wait(self, now_s: float, until_s: float, lane: str) -> float:
+        """Compute stands still; the time at which it goes on."""
+        if until_s <= now_s:
+            return now_s
+        self._computed(now_s)
+        self.waited_s[lane] += until_s - now_s
+        self._since_s = until_s
+        return until_s
+
+    def _computed(self, now_s: float) -> None:
+        if self._recording and now_s > self._since_s:
+            self.spans.append(Span(COMPUTE, self._doing, self._since_s, now_s, self._doing_chunk))
+        self._since_s = now_s

@@ -1,0 +1,372 @@
+"""How long a step takes under a plan: the runtime's schedule, replayed with the speeds of a machine.
+
+`simulate_step` answers for one plan, with everything worth drawing; `SimulatedCost` answers thousands of times for the
+search. Both walk the same events (`work_times`) on the same resources (`replay`). `docs/simulator.md` says what is
+modelled and what is not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from elixir.errors import InputError, InputTypeError
+from elixir.hardware import HardwareProfile
+from elixir.plan import Plan
+from elixir.schedule import ScheduleResult, StepSchedule
+from elixir.search.collective_model import Algorithm, check_positive
+from elixir.search.cost import Traffic
+from elixir.search.memory import MemoryModel, Placement, Setting
+from elixir.search.packing import PackedChunk, Packing
+from elixir.search.rates import Rates, main_dtype
+from elixir.search.replay import COMPUTE, RESOURCES, Machine, Span
+from elixir.search.work_times import Events, WorkTimes
+from elixir.search.workload import StepFacts, Workload
+from elixir.tracer.step_trace import StepTrace
+from elixir.units import dtype_bytes
+
+__all__ = ["RESOURCES", "SimulatedCost", "Simulation", "Span", "simulate_step"]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One steady step: it begins when the optimizer has every gradient of the step before, and ends when it has those
+    of this one. So the host's updates of the step before, which reach into this forward, are in it as a whole."""
+
+    step_s: float
+    phases_s: dict[str, float]
+    """``forward`` and ``backward`` (of all batches), and ``optimizer``: waiting for gradients, and what the device steps;
+    sums to `step_s`."""
+    busy_s: dict[str, float]
+    """How long each of `RESOURCES` works."""
+    waited_s: dict[str, float]
+    """How long compute stands still for each lane; with what compute is busy it sums to `step_s`."""
+    critical_s: dict[str, float]
+    """The longest chain of work that had to come one after the other, by resource; sums to `step_s`."""
+    loads: int
+    """Chunks brought into blocks."""
+    moved_bytes: dict[str, int]
+    """Per rank, over each link."""
+    extra_grad_blocks: int
+    """Gradient blocks that the runtime would make beyond the plan's."""
+    timeline: tuple[Span, ...]
+    """In order of start."""
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """Share of the step in which each resource works."""
+        return {name: busy / self.step_s if self.step_s else 0.0 for name, busy in self.busy_s.items()}
+
+    @property
+    def bound_by(self) -> str:
+        """The resource with most seconds on the critical path."""
+        return max(RESOURCES, key=lambda name: self.critical_s[name])
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is replayed."""
+
+    times: WorkTimes
+    placement: Placement
+    schedule: StepSchedule
+    result: ScheduleResult
+    grad_blocks: int
+    blocking: bool
+
+    def machine(self, *, record: bool) -> Machine:
+        return Machine(self.times, self.placement, self.grad_blocks, blocking=self.blocking, record=record)
+
+    def events(self, loads: Sequence[tuple[int, int]], *, updated: bool, record: bool = False) -> Events:
+        return self.times.events(self.placement, self.schedule, loads, updated=updated, record=record)
+
+
+def simulate_step(
+    plan: Plan,
+    trace: StepTrace,
+    hardware: HardwareProfile,
+    *,
+    accumulation: int = 1,
+    ranks_per_host: int | None = None,
+    steps: int = 2,
+    compute_scale: float = 1.0,
+    network_bytes_per_s: float | None = None,
+    network_latency_s: float | None = None,
+    algorithm: Algorithm = "ring",
+) -> Simulation:
+    """The last of `steps` training steps of `plan`, on one rank of many alike.
+
+    Args:
+        plan: made from `trace`, or from a trace with the same order of use.
+        trace: what one batch of one rank computes.
+        hardware: the machine; its fits are used where it has any.
+        accumulation: batches per optimizer step.
+        ranks_per_host: ranks that share a machine; as many as it has devices by default.
+        steps: 1 for the first step, which has no updates to wait for; from 2 on all are the same.
+        compute_scale: measured over predicted seconds of compute, from one run without transfers.
+        network_bytes_per_s: between machines, per machine and direction; needed where there are several.
+        network_latency_s: of one step of a collective between machines.
+        algorithm: of collectives that the profile has not measured at this world size.
+
+    Raises:
+        InputError, InputTypeError: the plan is not of this trace, or an argument makes no sense.
+    """
+    for name, value, kind in (
+        ("plan", plan, Plan),
+        ("trace", trace, StepTrace),
+        ("hardware", hardware, HardwareProfile),
+    ):
+        if not isinstance(value, kind):
+            raise InputTypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    _check_count("accumulation", accumulation)
+    _check_count("steps", steps)
+    if ranks_per_host is None:
+        ranks_per_host = min(plan.world_size, hardware.devices_per_host)
+    _check_count("ranks_per_host", ranks_per_host)
+    rates = Rates(
+        hardware,
+        main_dtype(trace),
+        plan.world_size,
+        min(ranks_per_host, plan.world_size),
+        network_bytes_per_s=network_bytes_per_s,
+        network_latency_s=network_latency_s,
+        algorithm=algorithm,
+    )
+    check_positive("compute_scale", compute_scale)
+    work, placement = _workload(plan, trace), _placement(plan)
+    schedule = plan.schedule()
+    case = _Case(
+        WorkTimes(work, rates, rates.events_s(trace) * compute_scale, plan.block_bytes),
+        placement,
+        schedule,
+        schedule.simulate(plan.block_count),
+        plan.grad_block_count,
+        hardware.device_kind == "cuda",
+    )
+    return _replay(case, accumulation, steps)
+
+
+class SimulatedCost:
+    """The time model of `SearchSpace` by simulation; see `elixir.search.cost.CostModel`.
+
+    Args:
+        trace: the step.
+        hardware: the machine.
+        setting: world size, ranks per machine, overlap (which decides how many gradient blocks there are).
+        compute_scale, network_bytes_per_s, network_latency_s, algorithm: those of `simulate_step`.
+
+    Raises:
+        InputError: the profile has no FLOP/s for the step's dtype, or an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        hardware: HardwareProfile,
+        setting: Setting,
+        *,
+        compute_scale: float = 1.0,
+        network_bytes_per_s: float | None = None,
+        network_latency_s: float | None = None,
+        algorithm: Algorithm = "ring",
+    ) -> None:
+        check_positive("compute_scale", compute_scale)
+        self._rates = Rates(
+            hardware,
+            main_dtype(trace),
+            setting.world_size,
+            setting.ranks_per_host,
+            network_bytes_per_s=network_bytes_per_s,
+            network_latency_s=network_latency_s,
+            algorithm=algorithm,
+        )
+        self._setting = setting
+        self._blocking = hardware.device_kind == "cuda"
+        self._events_s = self._rates.events_s(trace) * compute_scale
+        self._known: WeakKeyDictionary[Workload, tuple[WorkTimes, MemoryModel]] = WeakKeyDictionary()
+
+    def estimate(
+        self, work: Workload, placement: Placement, schedule: ScheduleResult, moved: Traffic, *, overlap: bool
+    ) -> Mapping[str, float]:
+        """Seconds by phase (``forward``, ``backward``, ``optimizer``), busy seconds by resource, and ``total``.
+
+        `overlap` changes nothing here: the runtime's lanes always run beside compute, and without prefetch there is
+        little for them to do ahead of it.
+        """
+        case = self._case(work, placement, schedule)
+        machine = case.machine(record=False)
+        machine.update()
+        optimizer_s = machine.now_s
+        machine.batch(case.events(schedule.timeline, updated=True))
+        ended_s = machine.now_s
+        machine.settle()
+        forward_s = machine.backward_from_s - optimizer_s
+        return {
+            "forward": forward_s,
+            "backward": ended_s - machine.backward_from_s,
+            "optimizer": optimizer_s + machine.now_s - ended_s,
+            **machine.busy_s,
+            COMPUTE: machine.busy_s[COMPUTE] - machine.device_adam_s,
+            "device_adam": machine.device_adam_s,
+            "total": machine.now_s,
+        }
+
+    def _case(self, work: Workload, placement: Placement, result: ScheduleResult) -> _Case:
+        found = self._known.get(work)
+        if found is None:
+            times = WorkTimes(work, self._rates, self._events_s, work.packing.block_bytes)
+            found = self._known[work] = (times, MemoryModel(work, self._setting))
+        times, model = found
+        on_device = placement.state_on_device
+        gathering = [chunk for chunk, state in enumerate(on_device) if model.gathers_gradients(chunk, state)]
+        schedule = work.schedule(placement.residents, result.prefetch_depth)
+        return _Case(times, placement, schedule, result, model.grad_block_count(gathering), self._blocking)
+
+
+def _replay(case: _Case, accumulation: int, steps: int) -> Simulation:
+    loads = _loads_of_batches(case, accumulation)
+    machine, updated_s = case.machine(record=True), 0.0
+    for step in range(steps):
+        phases = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
+        if step:
+            machine.restart()
+            machine.update()
+            updated_s = machine.now_s
+        began_s = updated_s
+        for batch in range(accumulation):
+            machine.batch(case.events(loads[batch], updated=bool(step) and batch == 0, record=True))
+            phases["forward"] += machine.backward_from_s - began_s
+            phases["backward"] += machine.now_s - machine.backward_from_s
+            began_s = machine.now_s
+        machine.settle()
+        phases["optimizer"] = updated_s + machine.now_s - began_s
+    spans = sorted(machine.spans, key=lambda span: (span.start_s, RESOURCES.index(span.resource), span.end_s))
+    return Simulation(
+        step_s=machine.now_s,
+        phases_s=phases,
+        busy_s=machine.busy_s,
+        waited_s=machine.waited_s,
+        critical_s=_critical(spans, machine.now_s),
+        loads=machine.loads,
+        moved_bytes=machine.moved_bytes,
+        extra_grad_blocks=machine.extra_grad_blocks,
+        timeline=tuple(spans),
+    )
+
+
+def _loads_of_batches(case: _Case, count: int) -> list[tuple[tuple[int, int], ...]]:
+    """Loads of each batch of a step: the blocks are empty before the first only, since weights change between steps."""
+    found = [case.result.timeline]
+    residents: list[int] = []
+    for batch in range(count):
+        loads, residents = _walk(case.schedule, case.result.blocks, residents)
+        if batch:
+            found.append(loads)
+    return found
+
+
+def _walk(
+    schedule: StepSchedule, blocks: int, residents: Sequence[int]
+) -> tuple[tuple[tuple[int, int], ...], list[int]]:
+    """`StepSchedule.simulate` with chunks in the blocks already; its loads, and what is in the blocks at the end."""
+    cache = schedule.policy.start()
+    for chunk in residents:
+        cache.admit(chunk)
+    loads = []
+    for position, window in enumerate(schedule.windows):
+        for chunk in window:
+            if chunk in cache.residents:
+                continue
+            if len(cache.residents) == blocks:
+                victim = cache.victim()
+                if victim is not None:
+                    cache.evict(victim)
+            cache.admit(chunk)
+            loads.append((position, chunk))
+        cache.passed(position)
+    return tuple(loads), sorted(cache.residents)
+
+
+def _critical(spans: Sequence[Span], end_s: float) -> dict[str, float]:
+    """Seconds by resource on the way back from the end, always to what ended when the later one began.
+
+    Where several did, the one on the same resource counts. Moments are equal to the last bit, as each is the latest of
+    some others.
+    """
+    lanes = {name: {span.end_s: span for span in spans if span.resource == name} for name in RESOURCES[1:]}
+    compute = [span for span in spans if span.resource == COMPUTE]
+    ends = [span.end_s for span in compute]
+
+    def before(at_s: float, resource: str) -> Span | None:
+        for name in dict.fromkeys((resource, *RESOURCES)):
+            if name != COMPUTE:
+                found = lanes[name].get(at_s)
+            else:
+                index = bisect_left(ends, at_s)
+                found = compute[index] if index < len(compute) and compute[index].start_s < at_s else None
+            if found is not None:
+                return found
+        return None
+
+    critical = dict.fromkeys(RESOURCES, 0.0)
+    at_s, span = end_s, before(end_s, COMPUTE)
+    while span is not None:
+        critical[span.resource] += at_s - span.start_s
+        at_s = span.start_s
+        span = before(at_s, span.resource)
+    return critical
+
+
+def _workload(plan: Plan, trace: StepTrace) -> Workload:
+    """The plan's packing of the trace, from which its order follows again."""
+    if plan.model_fingerprint != trace.model_fingerprint:
+        raise InputError(
+            f"the plan is for {plan.model_name} ({plan.model_fingerprint}), the trace of {trace.model_name} "
+            f"({trace.model_fingerprint}); simulate the trace that the plan was made from"
+        )
+    index_of = {param.name: index for index, param in enumerate(trace.parameters)}
+    chunks = []
+    for number, chunk in enumerate(plan.chunks):
+        itemsize = dtype_bytes(chunk.dtype)
+        missing = [slot.name for slot in chunk.parameters if slot.name not in index_of]
+        if missing:
+            raise InputError(
+                f"chunk {number} of the plan has {missing[0]!r}, which the trace of {trace.model_name} lacks"
+            )
+        chunks.append(
+            PackedChunk(
+                parameters=tuple(index_of[slot.name] for slot in chunk.parameters),
+                offset_bytes=tuple(slot.offset * itemsize for slot in chunk.parameters),
+                bytes=chunk.weight_bytes,
+                used_bytes=chunk.used_numel * itemsize,
+                dtype=chunk.dtype,
+                trainable=chunk.trainable,
+                outsized=chunk.weight_bytes > plan.block_bytes,
+            )
+        )
+    if sum(len(chunk.parameters) for chunk in chunks) != len(trace.parameters):
+        raise InputError(
+            f"the trace of {trace.model_name} has {len(trace.parameters)} parameters, the plan others; plan again"
+        )
+    work = Workload(StepFacts(trace), Packing(max(plan.block_bytes, 1), tuple(chunks)))
+    if work.order != plan.order:
+        raise InputError(
+            f"the trace of {trace.model_name} uses its parameters in another order than the plan's; simulate the trace "
+            "that the plan was made from, or plan again"
+        )
+    return work
+
+
+def _placement(plan: Plan) -> Placement:
+    return Placement(
+        tuple(chunk.resident for chunk in plan.chunks),
+        tuple(chunk.weight_home == "device" for chunk in plan.chunks),
+        tuple(chunk.state_home == "device" for chunk in plan.chunks),
+    )
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} must be a whole number, 1 or larger, got {value!r}")

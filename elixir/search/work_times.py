@@ -1,0 +1,222 @@
+"""Seconds of every piece of work of a packing, and what happens where in the trace's compute under a placement."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elixir.schedule import StepSchedule
+from elixir.search.memory import Placement
+from elixir.search.packing import Ints
+from elixir.search.rates import Floats, Rates
+from elixir.search.workload import Workload
+
+LOAD, USE, OPEN, SEND, BACKWARD, ENTRY = range(6)
+"""What happens when compute comes to a place: the cache loads a chunk; a chunk is used for the first time since; its
+first gradient arrives; its last has; forward is over; an entry of the order begins (it stands for the chunk then)."""
+
+_PLACES = 16
+"""Places within one access of the trace, in order: see `_AT`."""
+_AT = {"forward over": 0, "backward": 1, "entry": 2, "load": 3, "use": 4, "gradient": 5}
+
+
+@dataclass(frozen=True)
+class Events:
+    """What happens during forward and backward, in order."""
+
+    kinds: list[int]
+    chunks: list[int]
+    compute_s: list[float]
+    """The trace's own compute before each, waits not counted."""
+    total_s: float
+
+
+class WorkTimes:
+    """One packing of one trace on one machine; made once, for any number of placements.
+
+    Args:
+        work: the packing.
+        rates: of the machine.
+        events_s: compute seconds of every access of the trace.
+        block_bytes: size of a gradient block.
+    """
+
+    def __init__(self, work: Workload, rates: Rates, events_s: Floats, block_bytes: int) -> None:
+        self.work, self.rates, self.world_size = work, rates, rates.world_size
+        size = np.array([chunk.bytes for chunk in work.chunks], dtype=np.int64)
+        numel = np.array([chunk.numel for chunk in work.chunks], dtype=np.int64) // self.world_size
+        shard = size // self.world_size
+        self.bytes: list[int] = size.tolist()
+        self.shard_bytes: list[int] = shard.tolist()
+        self.pooled: list[bool] = (size <= block_bytes).tolist()
+        self.fetch_s: list[float] = rates.fetch(shard).tolist()
+        self.device_copy_s: list[float] = rates.device_copy(size).tolist()
+        self.gather_s: list[float] = rates.gather(size).tolist()
+        self.reduce_s: list[float] = rates.reduce(size).tolist()
+        self.offload_s: list[float] = rates.offload(shard).tolist()
+        self.deliver_on_device_s: list[float] = rates.device_copy(shard).tolist()
+        self.add_on_host_s: list[float] = rates.host_add(shard).tolist()
+        self.add_on_device_s: list[float] = rates.device_memory(shard).tolist()
+        self.host_adam_s: list[float] = rates.host_adam(numel).tolist()
+        self.device_adam_s: list[float] = rates.device_adam(numel).tolist()
+        self._before_s = np.concatenate(([0.0], np.cumsum(events_s)))
+        self._index_order()
+        self._index_gradients()
+
+    def _index_order(self) -> None:
+        work = self.work
+        order = work.order
+        self.phases = [use.phase for use in order]
+        self.entry_chunks = [use.chunks for use in order]
+        with_parameters = np.flatnonzero([bool(event.parameters) for event in work.facts.trace.accesses])
+        _, first = np.unique(np.array(work._entry_of), return_index=True)
+        # One access behind the last, for what happens at the end.
+        self._access_of = np.append(with_parameters[first], len(self._before_s) - 1)
+        entries = len(order)
+        used = [(chunk, entry) for entry, chunks in enumerate(self.entry_chunks) for chunk in chunks]
+        self._stride = entries + 1
+        self._use_keys: Ints = np.array(sorted(chunk * self._stride + entry for chunk, entry in used), dtype=np.int64)
+        first_use: dict[int, int] = {}
+        for chunk, entry in used:
+            first_use.setdefault(chunk, entry)
+        self._first_use = first_use
+        with_gradient = [index for index, chunk in enumerate(work.chunks) if chunk.grad_bytes]
+        self.update_order = sorted(with_gradient, key=lambda index: (first_use.get(index, entries), index))
+        """Chunks that the optimizer steps, in the order in which the next forward asks for them."""
+
+    def _index_gradients(self) -> None:
+        """Where first and last gradients arrive. Within one access, chunks in falling order, as they are sent."""
+        parameters = self.work.facts.trace.parameters
+        found: list[tuple[int, int, int]] = []
+        for index in self.update_order:
+            members = self.work.packing.chunks[index].parameters
+            events = [event for member in members if (event := parameters[member].grad_event) is not None]
+            found += [(min(events), -index, OPEN), (max(events), -index, SEND)]
+        rows = np.array(sorted(found), dtype=np.int64).reshape(-1, 3)
+        self._grad_access, self._grad_chunk, self._grad_kind = rows[:, 0], -rows[:, 1], rows[:, 2]
+
+    def events(
+        self,
+        placement: Placement,
+        schedule: StepSchedule,
+        loads: Sequence[tuple[int, int]],
+        *,
+        updated: bool,
+        record: bool = False,
+    ) -> Events:
+        """What happens during forward and backward of one batch.
+
+        Args:
+            placement: homes of the chunks.
+            schedule: the order without the resident chunks.
+            loads: (position, chunk), in order.
+            updated: a step came before, so resident chunks may have to wait for their weights.
+            record: entries as well.
+        """
+        reached = self._reached(placement.resident, schedule)
+        end = len(self._before_s) - 1
+        loaded = np.array(loads, dtype=np.int64).reshape(-1, 2)
+        positions, chunks = loaded[:, 0], loaded[:, 1]
+        entries = reached[positions]
+        access = self._access_of[entries]
+        place = np.full(len(loaded), _AT["load"])
+        if self.world_size > 1:
+            # What forward did not come to is loaded when it is over.
+            backward = self.work.first_backward
+            place[(positions < backward) & (entries >= backward)] = _AT["forward over"]
+        parts = [(access * _PLACES + place, np.full(len(loaded), LOAD), chunks)]
+        parts.append(self._uses(placement, entries, chunks, updated=updated))
+        parts.append(self._gradients(placement, schedule, reached))
+        backward_access = self._access_of[self.work.first_backward]
+        parts.append(_rows([backward_access * _PLACES + _AT["backward"]], BACKWARD, [0]))
+        if record:
+            numbers = np.arange(len(self.entry_chunks))
+            parts.append(_rows(self._access_of[:-1] * _PLACES + _AT["entry"], ENTRY, numbers))
+        keys, kinds, chunks = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        # A gradient comes at the end of its access, everything else before.
+        place = keys // _PLACES + (keys % _PLACES == _AT["gradient"])
+        compute_s = self._before_s[np.minimum(place, end)]
+        return Events(
+            kinds[order].tolist(), chunks[order].tolist(), compute_s.tolist(), total_s=float(self._before_s[-1])
+        )
+
+    def _uses(self, placement: Placement, entries: Ints, chunks: Ints, *, updated: bool) -> tuple[Ints, Ints, Ints]:
+        """The first use of every loaded chunk, and of every resident one whose weights are being updated."""
+        wanted = chunks * self._stride + entries
+        at = np.searchsorted(self._use_keys, wanted)
+        found = self._use_keys[np.minimum(at, len(self._use_keys) - 1)]
+        good = (at < len(self._use_keys)) & (found // self._stride == chunks)
+        used, entry = chunks[good], found[good] % self._stride
+        if updated:
+            waiting = [
+                chunk
+                for chunk in self.update_order
+                if placement.resident[chunk]
+                and chunk in self._first_use
+                and (self.world_size > 1 or not placement.state_on_device[chunk])
+            ]
+            used = np.append(used, np.array(waiting, dtype=np.int64))
+            entry = np.append(entry, np.array([self._first_use[chunk] for chunk in waiting], dtype=np.int64))
+        return self._access_of[entry] * _PLACES + _AT["use"], np.full(len(used), USE), used
+
+    def _gradients(self, placement: Placement, schedule: StepSchedule, reached: Ints) -> tuple[Ints, Ints, Ints]:
+        """Gradients that go through blocks: all but those of one rank that stay beside resident weights."""
+        gathers = [
+            self.world_size > 1 or not (resident and state)
+            for resident, state in zip(placement.resident, placement.state_on_device, strict=True)
+        ]
+        kept = np.array(gathers, dtype=bool)[self._grad_chunk]
+        access, chunks, kinds = self._grad_access[kept], self._grad_chunk[kept], self._grad_kind[kept]
+        keys = access * _PLACES + _AT["gradient"]
+        if self.world_size > 1:
+            keys = self._in_order(keys, chunks, kinds, schedule, reached)
+        return keys, kinds, chunks
+
+    def _in_order(self, keys: Ints, chunks: Ints, kinds: Ints, schedule: StepSchedule, reached: Ints) -> Ints:
+        """Reductions come behind the last loads before the last gradient (`ElixirModule._gradient_flow`)."""
+        loading = [position for position, window in enumerate(schedule.windows) if window]
+        latest = 0
+        for row in np.flatnonzero(kinds == SEND).tolist():
+            entry = self.work.grad_entry(int(chunks[row]))
+            before = bisect_right(loading, entry) if entry is not None else 0
+            if before:
+                at = int(self._access_of[reached[loading[before - 1]]]) * _PLACES + _AT["load"]
+                latest = max(latest, at)
+            latest = max(latest, int(keys[row]))
+            keys[row] = latest
+        return keys
+
+    def _reached(self, resident: Sequence[bool], schedule: StepSchedule) -> Ints:
+        """Per position of the order, the entry at which the cache walks there (`RCache._advance`).
+
+        Positions are left out as long as what is used lies in blocks for the position before; entries that use only
+        resident chunks do not walk. The number of entries stands for: never.
+        """
+        required, together = schedule.policy.required, self.world_size > 1
+        backward = self.work.first_backward
+        reached = [len(required)] * len(required)
+        here = -1
+        for entry, chunks in enumerate(self.entry_chunks):
+            if entry == backward and together:
+                for position in range(here + 1, backward):
+                    reached[position] = entry
+                here = max(here, backward - 1)
+            streamed = [chunk for chunk in chunks if not resident[chunk]]
+            if not streamed or (here >= 0 and all(chunk in required[here] for chunk in streamed)):
+                continue
+            following = here + 1
+            while not all(chunk in required[following] for chunk in streamed):
+                following += 1
+            for position in range(here + 1, following + 1):
+                reached[position] = entry
+            here = following
+        return np.array(reached, dtype=np.int64)
+
+
+def _rows(keys: Ints | list[int], kind: int, chunks: Ints | list[int]) -> tuple[Ints, Ints, Ints]:
+    return np.asarray(keys), np.full(len(keys), kind), np.asarray(chunks)
