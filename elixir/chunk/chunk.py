@@ -44,6 +44,8 @@ class Slot:
     name: str
     offset: int
     shape: torch.Size
+    placeholder: torch.Tensor
+    """What the parameter points to while the chunk is at home: right shape and dtype, NaN, one element of memory."""
 
     @property
     def numel(self) -> int:
@@ -78,7 +80,7 @@ class Chunk:
         self.rank = rank
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
         self.slots = tuple(
-            Slot(parameter, slot.name, slot.offset, parameter.shape)
+            Slot(parameter, slot.name, slot.offset, parameter.shape, _placeholder(parameter.shape, self.dtype, device))
             for parameter, slot in zip(parameters, plan.parameters, strict=True)
         )
         self.shard_numel = plan.numel // world_size
@@ -95,8 +97,8 @@ class Chunk:
         self.whole: torch.Tensor | None = None
         """The gathered weights of a resident chunk."""
         self.masters: torch.Tensor | None = None
-        """Float32 values of this rank's shard, at the home of the states; None where the weights are no less precise."""
-        self._placeholders = [_placeholder(slot.shape, self.dtype, device) for slot in self.slots]
+        """What the optimizer steps in place of the weights: this rank's shard, at the home of the states, in float32 or
+        wider. None where the weights themselves are there and no less precise."""
         self._offsets = [slot.offset for slot in self.slots]
         self._versions: list[int] = []  # of the parameters when they came into the block
 
@@ -106,9 +108,24 @@ class Chunk:
         return self.dtype.itemsize < torch.float32.itemsize
 
     @property
+    def needs_masters(self) -> bool:
+        """Whether an optimizer steps master weights rather than the weights, which are elsewhere or have fewer bits."""
+        plan = self.plan
+        return plan.trainable and (self.low_precision or plan.state_home != plan.weight_home)
+
+    @property
     def shard_start(self) -> int:
         """First element of this rank's shard."""
         return self.rank * self.shard_numel
+
+    @property
+    def shard_weights(self) -> torch.Tensor:
+        """This rank's part of the weights, wherever they are."""
+        if self.shard is not None:
+            return self.shard
+        if self.whole is None:
+            raise StateError(f"rank {self.rank}: chunk {self.index} has no weights yet")
+        return self.whole[self.shard_start : self.shard_start + self.shard_numel]
 
     @property
     def weight_bytes(self) -> int:
@@ -145,8 +162,36 @@ class Chunk:
 
     def hold_placeholders(self) -> None:
         """Parameters give up the memory they came with; they must have been copied into the shard."""
-        for slot, placeholder in zip(self.slots, self._placeholders, strict=True):
-            slot.parameter.data = placeholder
+        for slot in self.slots:
+            slot.parameter.data = slot.placeholder
+
+    def wants(self, slot: Slot) -> bool:
+        """Whether this rank keeps any element of a parameter."""
+        start, end = self.shard_start, self.shard_start + self.shard_numel
+        return self.whole is not None or (slot.offset < end and slot.offset + slot.numel > start)
+
+    def write(self, slot: Slot, values: torch.Tensor) -> None:
+        """Take `values` for one parameter's weights, in its shape and any floating dtype: masters are not rounded."""
+        flat, start = values.reshape(-1), self.shard_start
+        if self.whole is not None:
+            self.whole[slot.offset : slot.offset + slot.numel].copy_(flat)
+        begin, end = max(slot.offset, start), min(slot.offset + slot.numel, start + self.shard_numel)
+        for target in (self.shard, self.masters):
+            if target is not None and begin < end:
+                target[begin - start : end - start].copy_(flat[begin - slot.offset : end - slot.offset])
+
+    def follow_writes(self) -> None:
+        """Where weights are no longer what their masters round to they were written to, and masters take that value."""
+        if self.masters is not None:
+            weights = self.shard_weights.to(self.masters.device)
+            written = self.masters.to(weights.dtype) != weights
+            self.masters.copy_(torch.where(written, weights.to(self.masters.dtype), self.masters))
+
+    def show(self, slot: Slot) -> None:
+        """The parameter points to where it does while no block holds the chunk."""
+        with torch._C.DisableTorchFunctionSubclass():
+            part = None if self.whole is None else self.whole[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            slot.parameter.data = slot.placeholder if part is None else part
 
     def parameter_at(self, offset: int) -> nn.Parameter:
         """The parameter that lies at this element of the chunk."""

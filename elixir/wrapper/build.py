@@ -1,4 +1,4 @@
-"""From a model and a plan to chunks that hold its weights, chunk by chunk, so that nothing is held twice."""
+"""From a model and a plan to chunks that hold its weights, one parameter at a time, so that nothing is held twice."""
 
 from __future__ import annotations
 
@@ -8,56 +8,81 @@ from torch import nn
 from elixir.chunk.buffers import Arena
 from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.group import Group
-from elixir.errors import InputError
+from elixir.errors import ElixirError, InputError, RankError
 from elixir.fingerprint import fingerprint
 from elixir.plan import Plan
 from elixir.units import dtype_name
+from elixir.wrapper.weights import Weights, WeightSource, become_real
 
 
-def build_chunks(model: nn.Module, plan: Plan, arena: Arena, group: Group) -> list[Chunk]:
+def build_chunks(
+    model: nn.Module, plan: Plan, arena: Arena, group: Group, weights: Weights | None = None
+) -> list[Chunk]:
     """Chunks with the model's weights at their homes; the model's parameters no longer own memory.
 
+    A rank reads one parameter after the other, and only those of which it keeps a part. Parameters keep their identity.
+
+    Args:
+        model: on meta, real, or both.
+        plan: for it.
+        arena: makes the memory.
+        group: over which chunks are sharded.
+        weights: see `WeightSource`.
+
     Raises:
-        InputError: the model is on meta, so it has no weights.
+        InputError: a weight is on meta and comes from nowhere.
+        RankError: another rank could not be built.
     """
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    if any(parameter.is_meta for parameter in by_name.values()):
-        raise InputError("the model is on the meta device and has no weights; build it on the CPU")
-    chunks = []
-    for index, chunk_plan in enumerate(plan.chunks):
-        parameters = [by_name[slot.name] for slot in chunk_plan.parameters]
-        chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
-        _load_weights(chunk, arena)
-        chunks.append(chunk)
+    chunks: list[Chunk] = []
+    problem: Exception | None = None
+    seed = group.exchange("seed", torch.initial_seed())[0]
+    try:
+        source = WeightSource(model, weights, seed=seed)
+        for index, chunk_plan in enumerate(plan.chunks):
+            parameters = [by_name[slot.name] for slot in chunk_plan.parameters]
+            chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
+            _load_weights(chunk, arena, source)
+            chunks.append(chunk)
+        source.fill_buffers()
+    except (ElixirError, RuntimeError, OSError) as error:
+        problem = error
+    # A rank that stopped here alone would leave the others waiting in their first gather.
+    answers = group.exchange("weights", None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    for rank, answer in enumerate(answers):
+        if answer is not None:
+            raise RankError(f"rank {rank} could not fill its weights: {answer}")
+    for chunk in chunks:
+        _attach(chunk)
     return chunks
 
 
-def _load_weights(chunk: Chunk, arena: Arena) -> None:
+def _load_weights(chunk: Chunk, arena: Arena, source: WeightSource) -> None:
     plan = chunk.plan
-    if plan.trainable and chunk.low_precision:
-        # Master weights start from what the model came with, before it is rounded.
-        chunk.masters = arena.make(chunk.shard_numel, torch.float32, plan.state_home, "optimizer_states")
-        _copy_shard(chunk, chunk.masters)
+    if chunk.needs_masters:
+        wide = torch.float32 if chunk.low_precision else chunk.dtype
+        chunk.masters = arena.make(chunk.shard_numel, wide, plan.state_home, "optimizer_states")
     if plan.resident:
         chunk.whole = arena.make(plan.numel, chunk.dtype, "device", "resident_weights")
-        for slot in chunk.slots:
-            chunk.whole[slot.offset : slot.offset + slot.numel].copy_(slot.parameter.data.flatten())
-        chunk.to(ChunkState.RESIDENT, chunk.whole)
-        return
-    kind = "weight_shards" if plan.weight_home == "device" else "weights"
-    chunk.shard = arena.make(chunk.shard_numel, chunk.dtype, plan.weight_home, kind)
-    _copy_shard(chunk, chunk.shard)
-    chunk.hold_placeholders()
-
-
-def _copy_shard(chunk: Chunk, target: torch.Tensor) -> None:
-    """This rank's part of the model's own weights, in the dtype of `target`."""
-    start, end = chunk.shard_start, chunk.shard_start + chunk.shard_numel
+    else:
+        kind = "weight_shards" if plan.weight_home == "device" else "weights"
+        chunk.shard = arena.make(chunk.shard_numel, chunk.dtype, plan.weight_home, kind)
     for slot in chunk.slots:
-        begin, stop = max(slot.offset, start), min(slot.offset + slot.numel, end)
-        if begin < stop:
-            values = slot.parameter.data.flatten()[begin - slot.offset : stop - slot.offset]
-            target[begin - start : stop - start].copy_(values)
+        if chunk.wants(slot):
+            chunk.write(slot, source.parameter(slot.name))
+        if not slot.parameter.is_meta:
+            chunk.show(slot)  # it has been copied, so its own memory can go
+
+
+def _attach(chunk: Chunk) -> None:
+    """What was on meta is so until all chunks are filled, since initialisation would write to placeholders."""
+    for slot in chunk.slots:
+        if slot.parameter.is_meta:
+            become_real(slot.parameter, slot.placeholder)
+    if chunk.whole is not None:
+        chunk.to(ChunkState.RESIDENT, chunk.whole)
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:

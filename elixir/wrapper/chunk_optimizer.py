@@ -10,7 +10,6 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradShard
-from elixir.errors import InputError
 
 if TYPE_CHECKING:
     from elixir.wrapper.optimizer import ElixirOptimizer
@@ -40,32 +39,13 @@ class ChunkOptimizer:
         self.chunk = chunk
         module = owner.module
         self._shard: GradShard | None = module.gradients.shards.get(chunk.index)
-        home = chunk.plan.state_home
-        apart = (chunk.whole is not None and home == "host") or chunk.plan.weight_home != home
-        self._separate = apart or chunk.masters is not None
-        if chunk.masters is not None:
-            self._master = chunk.masters
-            self._follow_early_writes()
-        elif apart:
-            self._master = module._arena.make(chunk.shard_numel, chunk.dtype, home, "optimizer_states")
-            self.reload(chunk)
-        else:
-            self._master = self._weights()
+        self._separate = chunk.masters is not None
+        chunk.follow_writes()  # between wrapping and now
+        self._master = chunk.shard_weights if chunk.masters is None else chunk.masters
         self.segments = self._cut()
         self.optimizer = owner.make_inner([segment.weights for segment in self.segments], self.segments)
         self._counted_states = False
         self._versions: dict[str, int] = {}  # of the parameters, after the last step that changed them
-
-    def reload(self, chunk: Chunk) -> None:
-        """The weights were written from outside: master weights follow."""
-        if chunk is self.chunk and self._separate:
-            self._master.copy_(self._weights())
-
-    def _follow_early_writes(self) -> None:
-        """Weights that were written between wrapping and now are no longer what their masters round to."""
-        weights = self._weights().to(self._master.device)
-        written = self._master.to(weights.dtype) != weights
-        self._master[written] = weights[written].float()
 
     def gradients(self) -> list[tuple[Segment, torch.Tensor]]:
         """The segments that got a gradient, with it."""
@@ -89,13 +69,10 @@ class ChunkOptimizer:
 
     def follow_writes(self) -> None:
         """Resident weights may be written to, ordinary ones by anyone, others by their own forward; masters follow."""
-        if not self._separate or self.chunk.whole is None:
-            return
-        weights = self._weights()
-        for segment in self.segments:
-            if segment.source._version != self._versions.get(segment.name, segment.version):
-                end = segment.start + segment.weights.numel()
-                self._master[segment.start : end].copy_(weights[segment.start : end])
+        if self.chunk.whole is not None and any(
+            segment.source._version != self._versions.get(segment.name, segment.version) for segment in self.segments
+        ):
+            self.chunk.follow_writes()
 
     def step(
         self, arrived: list[tuple[Segment, torch.Tensor]], factor: float, hyperparameters: list[dict[str, Any]]
@@ -118,22 +95,13 @@ class ChunkOptimizer:
 
     def _write_weights(self, arrived: list[tuple[Segment, torch.Tensor]]) -> None:
         """Master weights to where the weights are, in their dtype."""
-        weights = self._weights()
+        weights = self.chunk.shard_weights
         if len(arrived) == len(self.chunk.slots):
             weights.copy_(self._master)
             return
         for segment, _ in arrived:  # the others may be another optimizer's
             end = segment.start + segment.weights.numel()
             weights[segment.start : end].copy_(self._master[segment.start : end])
-
-    def _weights(self) -> torch.Tensor:
-        """This rank's part of the weights, wherever they are."""
-        chunk = self.chunk
-        if chunk.shard is not None:
-            return chunk.shard
-        if chunk.whole is None:
-            raise InputError(f"chunk {chunk.index} has no weights")
-        return chunk.whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
 
     def _cut(self) -> list[Segment]:
         chunk, owner = self.chunk, self._owner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +25,11 @@ from elixir.errors import InputError, InputTypeError
 from elixir.plan import Plan
 from elixir.schedule import StepSchedule
 from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, place_buffers
-from elixir.wrapper.inner_state import InnerState
 from elixir.wrapper.inputs import cast_inputs
 from elixir.wrapper.report import StepReport
+from elixir.wrapper.state import ModelState
 from elixir.wrapper.uses import WeightUses
+from elixir.wrapper.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class ElixirModule(nn.Module):
         reduce_always_fp32: average gradients over the ranks in float32.
         output_fp32: floating outputs are cast to float32.
         use_fused_kernels: accepted for later; no model code is replaced yet.
+        weights: values in the place of the model's own: a state dict, or safetensors (a file, several, a folder). What is
+            on meta and gets none is initialised by its own modules.
         device: where compute runs; the current CUDA device by default, else the CPU.
         emulation: of the links, on the CPU.
         poison: fill blocks that are given back with NaN; for tests.
@@ -55,7 +58,7 @@ class ElixirModule(nn.Module):
 
     Raises:
         ArtifactError: the plan is for another model or another number of ranks.
-        InputError: an argument makes no sense with the plan, or the model is on meta.
+        InputError: an argument makes no sense with the plan, or weights on meta have no value.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class ElixirModule(nn.Module):
         output_fp32: bool = False,
         use_fused_kernels: bool = False,
         *,
+        weights: Weights | None = None,
         device: torch.device | str | None = None,
         emulation: Emulation | None = None,
         poison: bool = False,
@@ -85,7 +89,7 @@ class ElixirModule(nn.Module):
         self._output_fp32 = output_fp32
         self._arena = Arena(self._device)
         self._lanes = make_lanes(self._device, emulation)
-        self.chunks: list[Chunk] = build_chunks(module, plan, self._arena, self._group)
+        self.chunks: list[Chunk] = build_chunks(module, plan, self._arena, self._group, weights)
         place_buffers(module, self._device)
         self._pool = BlockPool(self._arena, plan.block_count, plan.block_bytes, poison=poison)
         schedule = (plan if prefetch else replace(plan, prefetch_depth=0)).schedule()
@@ -104,8 +108,6 @@ class ElixirModule(nn.Module):
         self._access = ParameterAccess(module, self.uses, parameters) if tracked else None
         self.gradients = self._gradient_flow(reduce_always_fp32, schedule)
         self.cache.reductions = self.gradients
-        self.rewrite_hooks: list[Callable[[Chunk], None]] = []
-        """Called with a chunk whose weights were written from outside."""
         self.refreshed_bytes = 0
         """Host to device since the last report, for resident weights that the host has updated."""
         self.regathered_bytes = 0
@@ -115,9 +117,7 @@ class ElixirModule(nn.Module):
         self._warned = False
         self._in_backward = False
         self._pending_updates: list[Ticket] = []
-        self._state = InnerState(module, tracked, self.uses, self.settle, self._whole)
-        named = module.named_parameters(remove_duplicate=False)
-        self._gathered_names = frozenset(name for name, parameter in named if parameter in parameters)
+        self._state = ModelState(module, self.chunks, tracked, self.uses, self.settle, self._whole)
         module._apply = self._apply  # type: ignore[method-assign]
         self.module = module
         self._watch_gradients()
@@ -152,8 +152,7 @@ class ElixirModule(nn.Module):
         weights; every rank must write the same.
         """
         wanted = None if parameters is None else set(parameters)
-        if backward_is_running() or self.uses.inside():
-            raise InputError("gathered() is for outside of the model's forward and backward, where weights come and go")
+        self.uses.refuse_inside("gathered()")
         if self._group.size > 1:
             # A rank that is alone here would get other ranks' answers to other questions.
             self._lanes.network.submit(lambda: self._group.exchange("gathered()", None)).synchronize()
@@ -252,22 +251,28 @@ class ElixirModule(nn.Module):
             text = ", ".join(f"{name} {seen} instead of {expected}" for name, (seen, expected) in surprises.items())
             logger.warning("this step differs from its plan: %s", text)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's state dict with full weights, under the model's own names, on the CPU."""
-        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        for name, value in tensors.items():
-            # What was gathered for this is a copy already; buffers and ordinary parameters live on.
-            gathered = value.device.type == "cpu" and name in self._gathered_names
-            state[name] = value if gathered else value.detach().to("cpu", copy=True)
-        return state
+    def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's state dict on the CPU: full weights under the model's own names, in float32 or wider.
+
+        Weights of low precision are given as their master weights. One chunk is gathered at a time; with several ranks
+        all must call this.
+
+        Args:
+            rank0_only: the other ranks get an empty dict, and need no memory for it.
+        """
+        return self._state.full(*args, wanted=not rank0_only or self._group.rank == 0, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load weights and buffers into their homes."""
+        """Load weights and buffers into their homes; master weights take what is given unrounded.
+
+        With several ranks each loads on its own, and all must be given the same.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as of `torch.nn.Module.load_state_dict`, which also raises as it does.
+        """
         if assign:
             raise InputError("assign=True would give the parameters other memory; leave it out")
-        with self.gathered(write=True):
-            return self.module.load_state_dict(state_dict, strict=strict)
+        return self.module.load_state_dict(state_dict, strict=strict)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         raise InputError(
@@ -374,18 +379,22 @@ class ElixirModule(nn.Module):
         self.cache.end_backward()
         self.gradients.flush()
 
-    def _whole(self, chunk: Chunk) -> torch.Tensor:
-        if chunk.whole is not None:
-            return chunk.whole
-        if chunk.shard is None:
-            raise InputError(f"chunk {chunk.index} has neither weights nor a shard")
-        whole = torch.empty(chunk.plan.numel, dtype=chunk.dtype, device=self._device)
-        shard = chunk.shard.to(self._device)
-        self._lanes.network.submit(lambda: self._group.gather(whole, shard)).synchronize()
+    def _whole(self, chunk: Chunk, precise: bool = False) -> torch.Tensor:
+        """The gathered weights of a chunk on the device; with `precise`, its masters where it has any."""
+        held = self.uses.gathered_memory.get(chunk.index)
+        if precise and chunk.masters is not None and held is None:
+            chunk.follow_writes()
+            shard = chunk.masters
+        elif held is not None or chunk.whole is not None:
+            return chunk.whole if held is None else held  # type: ignore[return-value]
+        else:
+            shard = chunk.shard_weights
+        whole = torch.empty(chunk.plan.numel, dtype=shard.dtype, device=self._device)
+        mine = shard.to(self._device)
+        self._lanes.network.submit(lambda: self._group.gather(whole, mine)).synchronize()
         return whole
 
     def _write_back(self, chunk: Chunk, whole: torch.Tensor) -> None:
         if chunk.shard is not None:
             chunk.shard.copy_(whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel])
-        for hook in self.rewrite_hooks:
-            hook(chunk)
+        chunk.follow_writes()

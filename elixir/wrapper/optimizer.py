@@ -75,7 +75,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.used_parameters: set[str] = set()
         self._position = {parameter: index for index, parameter in enumerate(module.module.parameters())}
         self._parts = [ChunkOptimizer(self, chunk) for chunk in self._in_order() if chunk.plan.trainable]
-        module.rewrite_hooks.extend(part.reload for part in self._parts)
         self._ready = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -62,10 +62,12 @@ class WeightUses:
         self.gathered_memory: dict[int, torch.Tensor] = {}
         self.saving = False
         """While a state dict is made of placeholders, which are replaced before anyone sees it."""
+        self.loading = False
+        """While parameters have memory of their own, into which a state dict is loaded."""
 
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         """Bring the chunks in, and keep them until the running module returns."""
-        if self.saving and function == "detach":
+        if self.loading or (self.saving and function == "detach"):
             return
         state, streamed = self._state(), []
         inside = bool(state.scopes) or backward_is_running()
@@ -95,12 +97,15 @@ class WeightUses:
             self._enter_node(state)
             state.node_pins.extend(streamed)
 
-    def inside(self) -> bool:
-        """Whether one of the model's modules is running on this thread."""
-        return bool(self._state().scopes)
+    def refuse_inside(self, what: str) -> None:
+        """Raise where one of the model's modules is running on this thread, or backward is."""
+        if backward_is_running() or self._state().scopes:
+            raise InputError(f"{what} is for outside of the model's forward and backward, where weights come and go")
 
     def writes(self, parameters: list[nn.Parameter], function: str) -> None:
         """Only what is gathered for writing may be written to."""
+        if self.loading:
+            return
         for parameter in parameters:
             if not self.gathered.get(self._chunk_of[parameter], False):
                 raise InputError(

@@ -86,7 +86,7 @@ class Pair:
     """One model under a plan and its twin in plain PyTorch.
 
     Args:
-        case: its model is taken over; the twin is a copy.
+        case: its model is taken over; the twin is a copy, unless `plain` is given.
         plan: for the model.
         optimizer: makes the optimizer of each from named parameters; None for AdamW.
         after: build the optimizer before (False) or after wrapping.
@@ -100,11 +100,12 @@ class Pair:
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         after: bool = True,
         max_norm: float | None = None,
+        plain: nn.Module | None = None,
         **options: Any,
     ) -> None:
         make = optimizer or adamw
         self.case, self.plan = case, plan
-        self.plain = copy.deepcopy(case.model)
+        self.plain = copy.deepcopy(case.model) if plain is None else plain
         self.plain_optimizer = make(self.plain)
         built = None if after else make(case.model)
         self.module = ElixirModule(case.model, plan, device="cpu", **({"poison": True} | options))

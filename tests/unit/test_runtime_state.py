@@ -76,11 +76,47 @@ def test_the_inner_model_gives_full_values(pair: Pair) -> None:
     pair.assert_same_weights()
 
 
-def test_the_inner_model_is_not_loaded_past_the_wrapper() -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_the_inner_model_and_its_parts_are_loaded(mode: str) -> None:
     it = case("cnn")
-    state = copy.deepcopy(it.model.state_dict())
-    with Pair(it, make_plan(it, "streamed")) as pair, pytest.raises(RuntimeError, match="write=True"):
-        pair.module.module.load_state_dict(state)
+    state = {name: value + 1 for name, value in copy.deepcopy(it.model.state_dict()).items()}
+    with Pair(it, make_plan(it, mode)) as pair:
+        pair.train(1)
+        for model in (pair.module.module, pair.plain):
+            model.load_state_dict(state)
+        pair.assert_same_weights()
+        pair.train(1)
+        part = {name.removeprefix("0."): value for name, value in state.items() if name.startswith("0.")}
+        for model in (pair.module.module[0], pair.plain[0]):
+            model.load_state_dict(part)
+        pair.train(1)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_low_precision_is_saved_and_loaded_as_its_masters(mode: str) -> None:
+    it = case("opt", layers=1)
+    plan = make_plan(it, mode, unified_dtype="bfloat16")
+    fresh = {name: value.clone() for name, value in it.model.state_dict().items()}
+    with Pair(copy.deepcopy(it), plan) as pair:
+        assert all(torch.equal(value, fresh[name]) for name, value in pair.module.state_dict().items())
+        pair.optimizer.backward(it.loss(pair.module, it.inp))
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        state = pair.module.state_dict()
+        inner = pair.module.module.state_dict()
+        assert all(value.dtype == torch.float32 for value in state.values())
+        assert all(torch.equal(value.bfloat16(), inner[name]) for name, value in state.items())
+        assert any(not torch.equal(value, inner[name].float()) for name, value in state.items())
+    module = ElixirModule(it.model, plan, device="cpu")
+    module.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    with module.gathered(write=True):  # what is not written keeps its precision
+        module.module.lm_head.weight.data[0, 0] = 3.0
+    after = module.state_dict()
+    state["lm_head.weight"][0, 0] = 3.0
+    assert all(torch.equal(value, state[name]) for name, value in after.items())
+    module.close()
 
 
 def test_a_state_dict_that_fails_leaves_nothing_open() -> None:

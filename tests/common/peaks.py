@@ -1,0 +1,39 @@
+"""Peak resident memory of a stretch of code, as Linux counts it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+class Growth:
+    """By how much resident memory grew at most."""
+
+    peak_bytes: int = 0
+
+
+@contextmanager
+def resident_growth() -> Iterator[Growth]:
+    """Sets `peak_bytes` when the stretch is over; skips the test where the kernel does not let a peak be reset."""
+    growth = Growth()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pytest.skip("the peak of resident memory cannot be reset here")
+    before = _status("VmRSS")
+    yield growth
+    growth.peak_bytes = _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {field}")

@@ -1,0 +1,93 @@
+"""A model on meta is filled on several ranks: the same weights as on one, and no rank ever holds all of them."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from elixir.wrapper import ElixirModule
+from tests.common.ddp import batch_of, plan_for
+from tests.common.parity import case, make_plan
+from tests.common.peaks import resident_growth
+from tests.common.spawn import run_ranks, run_to_end
+from tests.common.tiny_models import tiny
+
+LARGE = {"layers": 20, "hidden": 512, "heads": 8, "vocabulary": 8192}
+SLACK_BYTES = 16 * 2**20
+"""What an interpreter takes beside tensors."""
+
+
+def alike(rank: int, world_size: int, kind: str, dtype: str | None) -> dict[str, torch.Tensor]:
+    model = tiny("gpt2", device="meta")
+    plan = plan_for(model, batch_of(model, rank, world_size), kind, unified_dtype=dtype)
+    torch.manual_seed(7 + rank)  # rank 0 decides
+    module = ElixirModule(model, plan, device="cpu", poison=True)
+    state = module.state_dict()
+    only = module.state_dict(rank0_only=True)
+    assert sorted(only) == (sorted(state) if rank == 0 else [])
+    module.load_state_dict({name: value + 1 for name, value in state.items()})
+    after = module.state_dict()
+    assert all(torch.equal(value, state[name] + 1) for name, value in after.items())
+    module.close()
+    return state
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("host", None), ("mixed", "bfloat16"), ("resident", "bfloat16")])
+def test_same_weights_on_any_number_of_ranks(kind: str, dtype: str | None) -> None:
+    states = run_ranks(2, alike, kind, dtype)
+    torch.manual_seed(7)
+    module = ElixirModule(tiny("gpt2", device="meta"), make_plan(case("gpt2"), "streamed"), device="cpu")
+    expected = module.state_dict()
+    module.close()
+    for state in states:
+        assert list(state) == list(expected)
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+def building(rank: int, world_size: int, folder: str | None) -> None:
+    # Frozen, so that gradients and states, which every rank keeps, do not hide what is only needed to start up.
+    model = tiny("opt", device="meta", positions=32, **LARGE).requires_grad_(False)
+    model.model.decoder.final_layer_norm.requires_grad_(True)
+    whole_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    plan = plan_for(model, batch_of(model, rank, world_size, seq=8), "host", split_number=16)
+    shard_bytes = sum(chunk.weight_bytes for chunk in plan.chunks) // world_size
+    chunk_bytes = max(chunk.weight_bytes for chunk in plan.chunks)
+    blocks_bytes = plan.block_bytes * (plan.block_count + plan.grad_block_count)
+    bound = shard_bytes + chunk_bytes + blocks_bytes + SLACK_BYTES
+    assert bound < 0.8 * whole_bytes
+    gc.collect()
+    with resident_growth() as growth:
+        module = ElixirModule(model, plan, device="cpu", weights=folder)
+    assert growth.peak_bytes <= bound, f"{growth.peak_bytes:,} of {bound:,} bytes; the model has {whole_bytes:,}"
+    assert growth.peak_bytes >= 0.9 * shard_bytes  # else nothing was measured
+    assert growth.peak_bytes < whole_bytes
+    module.close()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("how", ["initialised", "safetensors"])
+def test_no_rank_holds_the_whole_model(how: str, tmp_path: Path) -> None:
+    folder = None
+    if how == "safetensors":
+        model = tiny("opt", positions=32, **LARGE)
+        save_file(dict(model.named_parameters()), tmp_path / "model.safetensors")
+        folder = str(tmp_path)
+    run_ranks(4, building, folder)
+
+
+def one_file_short(rank: int, world_size: int, folder: str) -> None:
+    model = tiny("opt", device="meta")
+    plan = plan_for(model, batch_of(model, rank, world_size), "host")
+    ElixirModule(model, plan, device="cpu", weights=folder if rank else None)
+
+
+def test_a_rank_without_weights_stops_the_others(tmp_path: Path) -> None:
+    outcomes = run_to_end(2, one_file_short, str(tmp_path), group_timeout_s=20.0)
+    assert "no safetensors" in str(outcomes[1].error)
+    assert "rank 1" in str(outcomes[0].error)
+    assert outcomes[0].seconds < 60
