@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,15 +50,30 @@ def run_profile(args: argparse.Namespace) -> int:
 
 def run_hardware(args: argparse.Namespace) -> int:
     """List presets, show one, or measure this machine."""
-    if args.quick and not args.measure:
-        raise InputError("--quick goes with --measure")
-    if args.out and not (args.measure or args.show):
-        raise InputError("--out goes with --show NAME or --measure")
-    files.check_outputs(data=[args.out])
+    for option in ("quick", "no_spawn"):
+        if getattr(args, option) and not args.measure:
+            raise InputError(f"--{option.replace('_', '-')} goes with --measure")
+    for option in ("out", "plot"):
+        if getattr(args, option) and not (args.measure or args.show):
+            raise InputError(f"--{option} goes with --show NAME or --measure")
+    files.check_outputs(pictures=[args.plot], data=[args.out])
     if not (args.measure or args.show):
         return _list_hardware(as_json=args.json)
-    profile = _measure(quick=args.quick) if args.measure else files.find_hardware(args.show)
+    if args.measure:
+        from elixir.microbench import joined
+
+        with joined() as ranks:
+            profile = _measure(args, ranks)
+        if ranks.rank != 0:
+            return 0  # all ranks have the same profile; one writes it
+    else:
+        profile = files.find_hardware(args.show)
     written = [profile.save(args.out)] if args.out else []
+    if args.plot:
+        from elixir.microbench import plot_profile
+
+        plot_profile(profile, args.plot)
+        written.append(Path(args.plot))
     if args.json:
         _print_json(profile.to_dict())
         return 0
@@ -242,10 +258,22 @@ def _refuse_step_options(args: argparse.Namespace) -> None:
         raise InputError(f"{args.model} is a trace, which has settled {', '.join(given)}; leave out, or name the model")
 
 
-def _measure(*, quick: bool) -> HardwareProfile:
+def _measure(args: argparse.Namespace, ranks: Any) -> HardwareProfile:
+    """Measure this machine: a progress bar on a terminal, else a line per measurement; only rank 0 tells."""
     from elixir.microbench import measure
 
-    return measure(progress=lambda text: print(text, file=sys.stderr, flush=True), quick=quick)
+    def run(progress: Callable[[str, int, int], None]) -> HardwareProfile:
+        return measure(progress, quick=args.quick, ranks=ranks, start_ranks=not args.no_spawn)
+
+    if not sys.stderr.isatty() or ranks.rank != 0:
+        return run(lambda text, done, count: print(f"{done + 1}/{count} {text}", file=sys.stderr, flush=True))
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        return run(lambda text, done, count: bar.update(task, description=text, completed=done, total=count))
 
 
 def _list_hardware(*, as_json: bool) -> int:

@@ -83,6 +83,12 @@ def _add_hardware(parser: Parser) -> None:
     action.add_argument("--show", metavar="NAME", help="one preset or hw.json, with the source of every number")
     action.add_argument("--measure", action="store_true", help="measure this machine")
     parser.add_argument("--quick", action="store_true", help="with --measure: fewer and smaller runs")
+    parser.add_argument(
+        "--no-spawn", action="store_true", help="with --measure: without torchrun, start no ranks for collectives"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw measured points and fits (with --show or --measure; .png, .pdf or .svg)"
+    )
     parser.add_argument("--out", metavar="FILE", help="save the profile as JSON (with --show or --measure)")
     _add_json(parser)
 

@@ -11,7 +11,7 @@ from elixir.microbench.compute import attention_series, compute_jobs, matmul_ser
 from elixir.microbench.fitting import Job, Measured, Series, fit_points, fitted
 from elixir.microbench.machine import measure
 from elixir.microbench.measurement import Bench
-from elixir.microbench.plots import plot_fits
+from elixir.microbench.plots import plot_fits, plot_profile
 from elixir.microbench.ranks import Ranks, joined
 from elixir.microbench.report import as_json, as_table
 from elixir.microbench.transfers import link_jobs, transfer_jobs
@@ -38,5 +38,6 @@ __all__ = [
     "matmul_series",
     "measure",
     "plot_fits",
+    "plot_profile",
     "transfer_jobs",
 ]

@@ -6,7 +6,6 @@ describe it refuses: too few points, times that say nothing about a rate, or an 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ import torch
 from elixir.errors import ElixirError, InputError, RankError
 from elixir.hardware import RateFit
 from elixir.microbench.measurement import Bench, Effort, median_seconds
-
-logger = logging.getLogger(__name__)
 
 ERROR_LIMIT = 0.5
 """A fit that is off by more than this share at any point is left out."""
@@ -95,16 +92,14 @@ class Job:
             raise  # the other ranks are gone: nothing after this would work either
         except (ElixirError, RuntimeError, NotImplementedError) as error:
             problem = (str(error).strip() or type(error).__name__).splitlines()[0]
-            logger.warning("%s not measured: %s", ", ".join(self.keys), problem)
             return [Measured(key, None, None, problem) for key in self.keys]
 
 
 def fitted(series: Series) -> Measured:
-    """`series` with its fit; a fit that failed is logged by name and left out."""
+    """`series` with its fit, or with why there is none."""
     try:
         return Measured(series.key, series, fit_points(series.points))
     except InputError as error:
-        logger.warning("no fit for %s: %s", series.key, error)
         return Measured(series.key, series, None, str(error))
 
 

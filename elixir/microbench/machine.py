@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +15,13 @@ from elixir.hardware import HardwareProfile
 from elixir.microbench.adam import adam_jobs, all_threads_jobs, thread_counts
 from elixir.microbench.collectives import collective_jobs
 from elixir.microbench.compute import DTYPES, compute_jobs
-from elixir.microbench.fitting import Job, Measured, logger
+from elixir.microbench.fitting import Job, Measured
 from elixir.microbench.measurement import Bench, default_device, threads_text, today
 from elixir.microbench.ranks import Ranks, spawn
 from elixir.microbench.transfers import link_jobs, transfer_jobs
 from elixir.units import dtype_name
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Called with a short text before each measurement, how many are done, and of how many."""
@@ -53,21 +56,26 @@ def measure(
     together = ranks or Ranks()
     device = default_device(together)
     start_ranks = start_ranks and together.size == 1 and device.type == "cpu"
-    results: list[Measured] = []
-    jobs = alone_jobs(Bench(device, quick)) if together.rank == 0 else []
+    first = together.rank == 0
+    alone = alone_jobs(Bench(device, quick)) if first else []
     shared = rank_jobs(Bench(device, quick, together))
-    count = len(jobs) + len(shared) + start_ranks
-    run_jobs(jobs, results, progress, count)
-    results = together.share(results)
-    run_jobs(shared, results, progress if together.rank == 0 else None, count)
+    count = len(alone) + len(shared) + start_ranks
+    tell = progress if first else None
+    results = together.share(run_jobs(alone, tell, (0, count)))
+    results += run_jobs(shared, tell, (len(alone), count))
     if start_ranks:
-        if progress is not None:
-            progress(f"collectives, {SPAWNED_WORLD} ranks", len(jobs), count)
+        if tell is not None:
+            tell(f"{SPAWNED_WORLD} ranks at once", count - 1, count)
         try:
             results += spawn(SPAWNED_WORLD, measured_by_ranks, device, quick)
         except RankError as error:
             logger.warning("collectives not measured: %s", error)
-    return together.share(_profile(device, results) if together.rank == 0 else None)  # type: ignore[no-any-return]
+    if first:
+        for result in results:
+            if result.fit is None:
+                logger.warning("no fit for %s, left out of the profile: %s", result.key, result.problem)
+    profile: HardwareProfile = together.share(_profile(device, results) if first else None)
+    return profile
 
 
 def alone_jobs(bench: Bench) -> list[Job]:
@@ -83,24 +91,23 @@ def rank_jobs(bench: Bench) -> list[Job]:
 
 
 def run_jobs(
-    jobs: Sequence[Job], results: list[Measured], progress: Progress | None = None, count: int | None = None
-) -> None:
-    """Run `jobs` in order and add to `results`, what was there being done already."""
-    total = len(jobs) if count is None else count
-    done = total - len(jobs) if results else 0
+    jobs: Sequence[Job], progress: Progress | None = None, counted: tuple[int, int] | None = None
+) -> list[Measured]:
+    """What `jobs` give, run in order; `counted` is how many are done before them, and how many there are in all."""
+    done, count = (0, len(jobs)) if counted is None else counted
+    results: list[Measured] = []
     for index, job in enumerate(jobs):
         if progress is not None:
-            progress(job.title, done + index, total)
+            progress(job.title, done + index, count)
         results += job.measured()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what one measurement used is free for the next
+    return results
 
 
 def measured_by_ranks(ranks: Ranks, device: torch.device, quick: bool) -> list[Measured]:
     """What `rank_jobs` gives; the whole work of a process that was started for it."""
-    results: list[Measured] = []
-    run_jobs(rank_jobs(Bench(device, quick, ranks)), results)
-    return results
+    return run_jobs(rank_jobs(Bench(device, quick, ranks)))
 
 
 def _profile(device: torch.device, results: Sequence[Measured]) -> HardwareProfile:

@@ -7,16 +7,20 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from elixir.artifact import write_atomically
 from elixir.errors import InputError
+from elixir.hardware import HardwareProfile, RateFit
 from elixir.microbench.fitting import Measured
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS = ("pdf", "png", "svg")
+_UNITS = {"host_adam": "elements", "device_adam": "elements", "matmul": "FLOP", "attention": "FLOP"}
+"""What amounts count, by family of keys; bytes of all others."""
 _COLUMNS = 2
 _LINE_POINTS = 64
 
@@ -37,13 +41,41 @@ def plot_fits(results: Sequence[Measured], path: str | os.PathLike[str] | None =
     Raises:
         InputError: nothing was measured, or `path` names no picture format or cannot be written.
     """
+    curves = [
+        _Curve(result.key, result.series.unit, result.series.points, result.fit)
+        for result in results
+        if result.series is not None
+    ]
+    return _figure(curves, path, "nothing was measured, so there is nothing to draw")
+
+
+def plot_profile(profile: HardwareProfile, path: str | os.PathLike[str] | None = None) -> Figure:
+    """The fits of a profile as `plot_fits` draws them.
+
+    Raises:
+        InputError: the profile has none with points, as a preset, or `path` is no place for a picture.
+    """
+    curves = [
+        _Curve(key, _UNITS.get(key.split(".", 1)[0], "bytes"), fit.points, fit) for key, fit in profile.fits.items()
+    ]
+    return _figure(curves, path, f"hardware {profile.name!r} holds no measured points to draw; measure with --measure")
+
+
+class _Curve(NamedTuple):
+    key: str
+    unit: str
+    points: tuple[tuple[float, float], ...]
+    fit: RateFit | None
+
+
+def _figure(curves: Sequence[_Curve], path: str | os.PathLike[str] | None, empty: str) -> Figure:
     ending = None if path is None else check_picture(path)
-    families: dict[str, list[Measured]] = {}
-    for result in results:
-        if result.series is not None and result.series.points:
-            families.setdefault(_family(result.key), []).append(result)
+    families: dict[str, list[_Curve]] = {}
+    for curve in curves:
+        if curve.points:
+            families.setdefault(_family(curve.key), []).append(curve)
     if not families:
-        raise InputError("nothing was measured, so there is nothing to draw")
+        raise InputError(empty)
     from matplotlib.figure import Figure
 
     columns = min(_COLUMNS, len(families))
@@ -51,19 +83,9 @@ def plot_fits(results: Sequence[Measured], path: str | os.PathLike[str] | None =
     figure = Figure(figsize=(4.6 * columns, 3.4 * rows), layout="constrained")
     for place, (family, members) in enumerate(families.items()):
         axes = figure.add_subplot(rows, columns, place + 1)
-        for index, result in enumerate(members):
-            assert result.series is not None  # kept out above
-            amounts, seconds = zip(*result.series.points, strict=True)
-            colour = f"C{index % 10}"
-            label = result.key + ("" if result.fit else " (no fit)")
-            axes.plot(amounts, seconds, "o", color=colour, markersize=3.5, label=label)
-            if result.fit is not None:
-                line = [
-                    amounts[0] * (amounts[-1] / amounts[0]) ** (step / (_LINE_POINTS - 1))
-                    for step in range(_LINE_POINTS)
-                ]
-                axes.plot(line, [result.fit.seconds(amount) for amount in line], "-", color=colour, linewidth=1)
-        axes.set(xscale="log", yscale="log", xlabel=members[0].series.unit, ylabel="seconds")  # type: ignore[union-attr]
+        for index, curve in enumerate(members):
+            _draw(axes, curve, f"C{index % 10}")
+        axes.set(xscale="log", yscale="log", xlabel=members[0].unit, ylabel="seconds")
         axes.set_title(family, loc="left", fontsize=9)
         axes.grid(True, alpha=0.25, linewidth=0.5)
         axes.tick_params(labelsize=7)
@@ -75,6 +97,17 @@ def plot_fits(results: Sequence[Measured], path: str | os.PathLike[str] | None =
         figure.savefig(buffer, format=ending, dpi=150, metadata=metadata)
         write_atomically(path, buffer.getvalue())
     return figure
+
+
+def _draw(axes: Axes, curve: _Curve, colour: str) -> None:
+    amounts, seconds = zip(*sorted(curve.points), strict=True)
+    fit = curve.fit
+    label = curve.key + ("" if fit else " (no fit)")
+    axes.plot(amounts, seconds, "o", color=colour, markersize=3.5, label=label)
+    if fit is not None:
+        steps = (step / (_LINE_POINTS - 1) for step in range(_LINE_POINTS))
+        line = [amounts[0] * (amounts[-1] / amounts[0]) ** step for step in steps]
+        axes.plot(line, [fit.seconds(amount) for amount in line], "-", color=colour, linewidth=1)
 
 
 def _family(key: str) -> str:

@@ -72,6 +72,4 @@ def run_script(
 
 def measured(ranks: Ranks, jobs: Callable[[Bench], list[Job]], device: torch.device, quick: bool) -> list[Measured]:
     """Run what `jobs` gives for one rank of `ranks`."""
-    results: list[Measured] = []
-    run_jobs(jobs(Bench(device, quick, ranks)), results)
-    return results
+    return run_jobs(jobs(Bench(device, quick, ranks)))

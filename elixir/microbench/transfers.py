@@ -19,6 +19,8 @@ from elixir.units import MIB
 
 SMALLEST_BYTES = 256 * 1024
 """A chunk is rarely smaller, and what is may sit in a cache."""
+SMALLEST_BOTH_BYTES = 4 * MIB
+"""Two threads start some ten microseconds apart, in which a smaller copy would be half done."""
 _TITLES = {True: "host to {}", False: "{} to host"}
 _FAMILIES = {True: "host_to_device", False: "device_to_host"}
 
@@ -105,7 +107,7 @@ def both_ways_series(bench: Bench) -> list[Series]:
     ways = ((host_up, up), (down, host_down))
     points: tuple[list[tuple[float, float]], ...] = ([], [])
     fewest = plan.max_repeats
-    sizes = _sizes(plan, half)
+    sizes = geometric(min(SMALLEST_BOTH_BYTES, half), half, plan.amounts, SMALLEST_BYTES)
     timed = _timed_on_streams if bench.device.type == "cuda" else _timed_on_threads
     with ThreadPoolExecutor(2) as pool:
         for size in sizes:
