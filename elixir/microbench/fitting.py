@@ -20,8 +20,9 @@ ERROR_LIMIT = 0.5
 """A fit that is off by more than this share at any point is left out."""
 MIN_POINTS = 3
 """Two points fit any line."""
-MIN_RATE_SHARE = 0.2
-"""Of the time of the largest amount: what is less is lost in the latency, and no rate can be told."""
+MIN_RATE_SHARE = 0.6
+"""Of the time of the largest amount. With less, either the amounts were too small to tell a rate, or something else kept
+the cores busy: threads that wait for a core wait for milliseconds, whatever the amount."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,17 @@ class Job:
     run: Callable[[], Sequence[Series]]
 
     def measured(self) -> list[Measured]:
-        """Run it and fit. What the device cannot do, or has no memory for, becomes a problem with a name."""
+        """Run it and fit; once more where something came between, so that there is no fit.
+
+        What the device cannot do, or has no memory for, becomes a problem with a name.
+        """
         try:
-            return [fitted(series) for series in self.run()]
+            first = [fitted(series) for series in self.run()]
+            if all(result.fit is not None for result in first):
+                return first
+            # All ranks have the same points, so all of them do this or none.
+            again = [fitted(series) for series in self.run()]
+            return [a if a.fit is not None else b for a, b in zip(first, again, strict=True)]
         except RankError:
             raise  # the other ranks are gone: nothing after this would work either
         except (ElixirError, RuntimeError, NotImplementedError) as error:
@@ -128,8 +137,8 @@ def fit_points(points: Sequence[tuple[float, float]]) -> RateFit:
         raise InputError(f"the fit failed: {solved.message}")
     if inverse < MIN_RATE_SHARE * (latency + inverse):
         raise InputError(
-            f"seconds hardly grow with the amount: of the largest, {latency / (latency + inverse):.0%} is latency, so "
-            f"that no rate can be told; measure larger amounts"
+            f"seconds hardly grow with the amount: of the largest, {latency / (latency + inverse):.0%} would be "
+            f"latency; measure larger amounts, on a quieter machine"
         )
     errors = np.abs(rows @ solved.x - 1)
     worst = int(errors.argmax())

@@ -77,6 +77,7 @@ def _figure(curves: Sequence[_Curve], path: str | os.PathLike[str] | None, empty
     if not families:
         raise InputError(empty)
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatterSciNotation
 
     columns = min(_COLUMNS, len(families))
     rows = math.ceil(len(families) / columns)
@@ -88,7 +89,10 @@ def _figure(curves: Sequence[_Curve], path: str | os.PathLike[str] | None, empty
         axes.set(xscale="log", yscale="log", xlabel=members[0].unit, ylabel="seconds")
         axes.set_title(family, loc="left", fontsize=9)
         axes.grid(True, alpha=0.25, linewidth=0.5)
-        axes.tick_params(labelsize=7)
+        axes.tick_params(which="both", labelsize=7)
+        for axis in (axes.xaxis, axes.yaxis):
+            # Between the powers of ten only where there would be no other label.
+            axis.set_minor_formatter(LogFormatterSciNotation(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
         axes.legend(fontsize=6, frameon=False)
     if path is not None:
         buffer = io.BytesIO()

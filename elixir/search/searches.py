@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError
-from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names
+from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names, warn_if_other_device
 from elixir.plan import Plan
 from elixir.search.budgets import host_memory_here
 from elixir.search.planner import HomeChoice, SearchName, plan_from_trace, simple_plan
@@ -146,6 +146,7 @@ def _searched(
     placement: HomeChoice,
 ) -> Plan:
     profile = _profile(hardware, model)
+    warn_if_other_device(profile)
     if hardware is None and host_memory is None:
         host_memory = host_memory_here(profile)
     trace = _traced(model, unified_dtype, inp, step_fn, profile)
