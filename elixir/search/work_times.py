@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,6 +75,10 @@ class WorkTimes:
         # One access behind the last, for what happens at the end.
         self._access_of = np.append(with_parameters[first], len(self._before_s) - 1)
         entries = len(order)
+        several = len(work.chunks)
+        self._lone_chunk = np.array(
+            [use.chunks[0] if len(use.chunks) == 1 else several for use in order], dtype=np.int64
+        )
         used = [(chunk, entry) for entry, chunks in enumerate(self.entry_chunks) for chunk in chunks]
         self._stride = entries + 1
         self._use_keys: Ints = np.array(sorted(chunk * self._stride + entry for chunk, entry in used), dtype=np.int64)
@@ -90,12 +93,14 @@ class WorkTimes:
     def _index_gradients(self) -> None:
         """Where first and last gradients arrive. Within one access, chunks in falling order, as they are sent."""
         parameters = self.work.facts.trace.parameters
-        found: list[tuple[int, int, int]] = []
+        found: list[tuple[int, int, int, int]] = []
         for index in self.update_order:
             members = self.work.packing.chunks[index].parameters
             events = [event for member in members if (event := parameters[member].grad_event) is not None]
-            found += [(min(events), -index, OPEN), (max(events), -index, SEND)]
-        rows = np.array(sorted(found), dtype=np.int64).reshape(-1, 3)
+            entry = self.work.grad_entry(index) or 0
+            found += [(min(events), -index, OPEN, entry), (max(events), -index, SEND, entry)]
+        rows = np.array(sorted(found), dtype=np.int64).reshape(-1, 4)
+        self._grad_entry: Ints = rows[:, 3]
         self._grad_access, self._grad_chunk, self._grad_kind = rows[:, 0], -rows[:, 1], rows[:, 2]
 
     def events(
@@ -174,22 +179,19 @@ class WorkTimes:
         access, chunks, kinds = self._grad_access[kept], self._grad_chunk[kept], self._grad_kind[kept]
         keys = access * _PLACES + _AT["gradient"]
         if self.world_size > 1:
-            keys = self._in_order(keys, chunks, kinds, schedule, reached)
+            keys = self._in_order(keys, kinds, self._grad_entry[kept], schedule, reached)
         return keys, kinds, chunks
 
-    def _in_order(self, keys: Ints, chunks: Ints, kinds: Ints, schedule: StepSchedule, reached: Ints) -> Ints:
+    def _in_order(self, keys: Ints, kinds: Ints, entries: Ints, schedule: StepSchedule, reached: Ints) -> Ints:
         """Reductions come behind the last loads before the last gradient (`ElixirModule._gradient_flow`)."""
-        loading = [position for position, window in enumerate(schedule.windows) if window]
-        latest = 0
-        for row in np.flatnonzero(kinds == SEND).tolist():
-            entry = self.work.grad_entry(int(chunks[row]))
-            before = bisect_right(loading, entry) if entry is not None else 0
-            if before:
-                at = int(self._access_of[reached[loading[before - 1]]]) * _PLACES + _AT["load"]
-                latest = max(latest, at)
-            latest = max(latest, int(keys[row]))
-            keys[row] = latest
-        return keys
+        sent = kinds == SEND
+        loading = np.flatnonzero([bool(window) for window in schedule.windows])
+        before = np.searchsorted(loading, entries[sent], side="right") - 1
+        loaded = np.zeros(len(before), dtype=np.int64)
+        loaded[before >= 0] = self._access_of[reached[loading[before[before >= 0]]]] * _PLACES + _AT["load"]
+        ordered = keys.copy()
+        ordered[sent] = np.maximum.accumulate(np.maximum(keys[sent], loaded))
+        return ordered
 
     def _reached(self, resident: Sequence[bool], schedule: StepSchedule) -> Ints:
         """Per position of the order, the entry at which the cache walks there (`RCache._advance`).
@@ -197,25 +199,36 @@ class WorkTimes:
         Positions are left out as long as what is used lies in blocks for the position before; entries that use only
         resident chunks do not walk. The number of entries stands for: never.
         """
-        required, together = schedule.policy.required, self.world_size > 1
-        backward = self.work.first_backward
-        reached = [len(required)] * len(required)
-        here = -1
-        for entry, chunks in enumerate(self.entry_chunks):
-            if entry == backward and together:
-                for position in range(here + 1, backward):
-                    reached[position] = entry
-                here = max(here, backward - 1)
-            streamed = [chunk for chunk in chunks if not resident[chunk]]
-            if not streamed or (here >= 0 and all(chunk in required[here] for chunk in streamed)):
+        required, backward = schedule.policy.required, self.work.first_backward
+        lone = self._lone_chunk
+        streamed = ~np.append(np.array(resident, dtype=bool), False)[lone]  # those of several chunks are looked at
+        positions: list[int] = []
+        entries: list[int] = []
+        here, in_forward = -1, self.world_size > 1
+        current: tuple[int, ...] = ()
+        for entry in np.flatnonzero(streamed).tolist():
+            if in_forward and entry >= backward:
+                in_forward = False
+                if here < backward - 1:  # the end of forward walks to its end
+                    here, current = backward - 1, required[backward - 1]
+                    positions.append(here)
+                    entries.append(backward)
+            chunks = self.entry_chunks[entry]
+            if len(chunks) > 1:
+                chunks = tuple(chunk for chunk in chunks if not resident[chunk])
+                if not chunks:
+                    continue
+            first = chunks[0]
+            if first in current and (len(chunks) == 1 or set(chunks) <= set(current)):
                 continue
-            following = here + 1
-            while not all(chunk in required[following] for chunk in streamed):
-                following += 1
-            for position in range(here + 1, following + 1):
-                reached[position] = entry
-            here = following
-        return np.array(reached, dtype=np.int64)
+            here += 1
+            while first not in required[here] or (len(chunks) > 1 and not set(chunks) <= set(required[here])):
+                here += 1
+            current = required[here]
+            positions.append(here)
+            entries.append(entry)
+        walks = np.searchsorted(np.array(positions, dtype=np.int64), np.arange(len(required)))
+        return np.append(np.array(entries, dtype=np.int64), len(required))[walks]
 
 
 def _rows(keys: Ints | list[int], kind: int, chunks: Ints | list[int]) -> tuple[Ints, Ints, Ints]:
