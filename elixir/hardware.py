@@ -306,6 +306,12 @@ def load_hardware(text: str) -> HardwareProfile:
     return preset(text)
 
 
+def fit_unit(key: str) -> str:
+    """What the amounts of a key count: ``bytes``, ``numel`` (elements) or ``flops``."""
+    family = key.split(".", 1)[0]
+    return {"host_adam": "numel", "device_adam": "numel", "matmul": "flops", "attention": "flops"}.get(family, "bytes")
+
+
 def warn_if_other_device(profile: HardwareProfile) -> bool:
     """Log a warning where `profile` was measured on another device than this machine has; True if it did.
 

@@ -13,7 +13,8 @@ from elixir.microbench.fitting import Job, Series, geometric, sweep
 from elixir.microbench.measurement import Bench
 from elixir.units import MIB
 
-SMALLEST_BYTES = 256 * 1024
+SMALLEST_BYTES = MIB
+"""Of a whole chunk; what is smaller waits for the other ranks more than for the link."""
 _DTYPE = torch.bfloat16
 # torch 2.13 has new names for these and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from elixir.artifact import write_atomically
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile, RateFit
+from elixir.hardware import HardwareProfile, RateFit, fit_unit
 from elixir.microbench.fitting import Measured
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = ("pdf", "png", "svg")
-_UNITS = {"host_adam": "elements", "device_adam": "elements", "matmul": "FLOP", "attention": "FLOP"}
-"""What amounts count, by family of keys; bytes of all others."""
+_UNITS = {"numel": "elements", "flops": "FLOP", "bytes": "bytes"}
 _COLUMNS = 2
 _LINE_POINTS = 64
 
@@ -55,9 +54,7 @@ def plot_profile(profile: HardwareProfile, path: str | os.PathLike[str] | None =
     Raises:
         InputError: the profile has none with points, as a preset, or `path` is no place for a picture.
     """
-    curves = [
-        _Curve(key, _UNITS.get(key.split(".", 1)[0], "bytes"), fit.points, fit) for key, fit in profile.fits.items()
-    ]
+    curves = [_Curve(key, _UNITS[fit_unit(key)], fit.points, fit) for key, fit in profile.fits.items()]
     return _figure(curves, path, f"hardware {profile.name!r} holds no measured points to draw; measure with --measure")
 
 

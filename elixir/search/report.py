@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from elixir.artifact import Artifact
 from elixir.errors import InputTypeError
-from elixir.hardware import HardwareProfile
+from elixir.hardware import HardwareProfile, fit_unit
 from elixir.plan import ChunkPlan, Plan
 from elixir.search.look import part_label
 from elixir.tracer.step_trace import StepTrace
@@ -85,11 +85,16 @@ def plan_record(plan: Plan) -> Record:
 
 
 def hardware_record(profile: HardwareProfile) -> Record:
-    """A hardware profile as one flat object, sources left out."""
+    """A hardware profile as one flat object, sources and measured points left out."""
     record = {key: value for key, value in profile.to_dict().items() if key not in ("artifact", "schema_version")}
     record.pop("sources")
     for dtype, rate in record.pop("flops_per_s").items():
         record[f"{dtype}_flops_per_s"] = rate
+    del record["fits"]
+    for key, fit in profile.fits.items():
+        record[f"{key}_{fit_unit(key)}_per_s"] = fit.per_s
+        record[f"{key}_latency_s"] = fit.latency_s
+        record[f"{key}_fit_error"] = fit.error
     return record | {"fingerprint": profile.fingerprint}
 
 
