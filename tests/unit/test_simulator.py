@@ -1,0 +1,456 @@
+"""The simulator does what the runtime does, adds up as arithmetic by hand does, and never gets slower by a faster part."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elixir.chunk.cache import RCache
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.gradients import GradientFlow
+from elixir.errors import InputError, InputTypeError
+from elixir.hardware import HardwareProfile, RateFit
+from elixir.plan import Plan
+from elixir.search import plan_from_trace
+from elixir.search.candidate import weigh
+from elixir.search.collective_model import Cluster, gather_s
+from elixir.search.cost import BandwidthCost
+from elixir.search.memory import Placement, Setting
+from elixir.search.planner import to_plan
+from elixir.search.rates import Rates, with_link_speed
+from elixir.search.simulator import RESOURCES, SimulatedCost, Simulation, simulate_step
+from elixir.search.space import Budgets, SearchSpace
+from elixir.search.work_times import LOAD, OPEN, SEND, WorkTimes
+from elixir.tracer import trace_step
+from elixir.tracer.step_trace import StepTrace
+from elixir.units import GIB, MIB
+from tests.common.parity import Pair, case, make_plan
+from tests.common.samples import make_hardware
+from tests.common.synthetic_trace import StackShape, TraceBuilder, stack_trace
+
+INSTANT = 1e30
+"""A rate at which nothing takes any time to speak of."""
+NUMEL = MIB // 4
+CHUNKS = 3
+
+
+class Speeds(NamedTuple):
+    """Seconds per chunk of 1 MiB: one use, fetch, offload, the host's Adam, the device's, a gather."""
+
+    use: float = 1.0
+    fetch: float = 0.0
+    offload: float = 0.0
+    adam: float = 0.0
+    device_adam: float = 0.0
+    gather: float = 0.0
+
+    def machine(self, kind: str = "cpu") -> HardwareProfile:
+        """A machine with these speeds, and instant copies."""
+        rate = lambda seconds, amount: amount / seconds if seconds else INSTANT  # noqa: E731
+        return replace(
+            make_hardware(),
+            device_kind=kind,
+            compute_capability=None if kind == "cpu" else (9, 0),
+            flops_per_s={"float32": rate(self.use, NUMEL)},
+            matmul_efficiency=1.0,
+            device_memory_bytes_per_s=INSTANT,
+            host_memory_bytes_per_s=INSTANT,
+            host_to_device_bytes_per_s=rate(self.fetch, MIB),
+            device_to_host_bytes_per_s=rate(self.offload, MIB),
+            device_to_device_bytes_per_s=rate(self.gather, MIB),
+            host_adam_numel_per_s=rate(self.adam, NUMEL),
+            device_adam_numel_per_s=rate(self.device_adam, NUMEL),
+        )
+
+
+def chain(chunks: int = CHUNKS) -> StepTrace:
+    """Parameters of one chunk each, used one after the other and back."""
+    build = TraceBuilder("float32")
+    indices = [build.parameter(f"p{index}", NUMEL) for index in range(chunks)]
+    for index in indices:
+        build.use("forward", index, flops=NUMEL)
+    for index in reversed(indices):
+        build.use("backward", index, flops=NUMEL)
+    return build.build("chain")
+
+
+def chain_plan(
+    *, blocks: int, depth: int, homes: str = "sss", world_size: int = 1, grad_blocks: int | None = None
+) -> Plan:
+    """A plan of `chain`, a letter per chunk: ``s`` streamed from the host, ``h`` resident with its states on the host,
+    ``d`` resident with everything on the device, ``w`` streamed with its weights on the device."""
+    trace = chain(len(homes))
+    setting = Setting(world_size, world_size, 8, depth > 0)
+    space = SearchSpace(trace, Speeds().machine(), setting)
+    placement = Placement(
+        tuple(home in "hd" for home in homes),
+        tuple(home in "hdw" for home in homes),
+        tuple(home == "d" for home in homes),
+    )
+    candidate = weigh(space.model(MIB), placement, blocks, depth, space.cost)
+    plan = to_plan(space, candidate, Budgets(1 << 50, 1 << 50), "Adam", "auto")
+    return plan if grad_blocks is None else replace(plan, grad_block_count=grad_blocks)
+
+
+def simulated(plan: Plan, speeds: Speeds, *, kind: str = "cpu", **options: Any) -> Simulation:
+    """The steady step of a plan of `chain`."""
+    return simulate_step(plan, chain(len(plan.chunks)), speeds.machine(kind), **options)
+
+
+# --- by hand -------------------------------------------------------------------------------------------------------
+
+
+def test_without_prefetch_every_fetch_stands_in_the_way() -> None:
+    """One block: three fetches in forward, two in backward (the last chunk is still there), one offload at the end."""
+    use, fetch, offload = 1.0, 0.5, 0.25
+    result = simulated(chain_plan(blocks=1, depth=0), Speeds(use, fetch, offload))
+    assert result.step_s == pytest.approx(5 * fetch + 6 * use + offload)
+    assert result.phases_s == pytest.approx(
+        {"forward": 3 * (fetch + use), "backward": 2 * fetch + 3 * use, "optimizer": offload}
+    )
+    assert result.waited_s["host_to_device"] == pytest.approx(5 * fetch)
+    assert result.busy_s["device_to_host"] == pytest.approx(3 * offload)
+    assert result.loads == 5
+    assert result.bound_by == "compute"
+
+
+def test_prefetch_hides_every_fetch_but_the_first() -> None:
+    use, fetch, offload = 1.0, 0.5, 0.25
+    result = simulated(chain_plan(blocks=3, depth=1), Speeds(use, fetch, offload))
+    assert result.step_s == pytest.approx(fetch + 6 * use + offload)
+
+
+def test_a_slow_link_sets_the_pace() -> None:
+    """Two blocks: chunks come one behind the other, and the one that left in forward again beside backward."""
+    use, fetch, offload = 1.0, 4.0, 0.5
+    result = simulated(chain_plan(blocks=2, depth=1), Speeds(use, fetch, offload))
+    assert result.step_s == pytest.approx(4 * fetch + 3 * use + offload)
+    assert result.bound_by == "host_to_device"
+    assert result.critical_s["host_to_device"] == pytest.approx(4 * fetch)
+
+
+def test_updates_reach_into_forward_and_a_fetch_waits_for_its_own_only() -> None:
+    use, fetch, offload, adam = 1.0, 0.5, 0.25, 10.0
+    speeds = Speeds(use, fetch, offload, adam)
+    for depth in (0, 1):
+        result = simulated(chain_plan(blocks=3, depth=depth), speeds)
+        assert result.step_s == pytest.approx(3 * adam + fetch + 4 * use + offload)
+        assert result.bound_by == "host_adam"
+    first = simulated(chain_plan(blocks=3, depth=0), speeds, steps=1)
+    assert first.step_s == pytest.approx(3 * fetch + 6 * use + offload)
+
+
+def test_on_cuda_a_fetch_that_waits_for_an_update_holds_up_what_is_submitted_later() -> None:
+    """The second chunk's update must be done before the first use is submitted, the third's before the second use."""
+    use, fetch, offload, adam = 2.0, 0.5, 0.25, 10.0
+    plan = chain_plan(blocks=3, depth=1)
+    waits = simulated(plan, Speeds(use, fetch, offload, adam))
+    blocks = simulated(plan, Speeds(use, fetch, offload, adam), kind="cuda")
+    assert waits.step_s == pytest.approx(3 * adam + fetch + 4 * use + offload)
+    assert blocks.step_s == pytest.approx(3 * adam + 5 * use + offload)
+
+
+@pytest.mark.parametrize(("grad_blocks", "backward"), [(1, 1 + 2 * 5.0), (2, 1 + 5.0), (3, 3)])
+def test_backward_waits_for_a_gradient_block_while_all_are_leaving(grad_blocks: int, backward: float) -> None:
+    """A gradient may arrive when the one that went into its block so many chunks ago is at home."""
+    use, fetch, offload = 1.0, 0.5, 5.0
+    result = simulated(chain_plan(blocks=3, depth=0, grad_blocks=grad_blocks), Speeds(use, fetch, offload))
+    assert result.phases_s["backward"] == pytest.approx(backward * use)
+    assert result.step_s == pytest.approx(3 * fetch + 4 * use + 3 * offload)
+    assert result.extra_grad_blocks == 0
+
+
+def test_accumulation_fetches_once_where_blocks_last_and_updates_once() -> None:
+    use, fetch, offload, adam = 1.0, 0.5, 0.25, 10.0
+    plan = chain_plan(blocks=3, depth=0)
+    result = simulated(plan, Speeds(use, fetch, offload, adam), accumulation=3)
+    assert result.step_s == pytest.approx(3 * adam + fetch + use + 3 * use + 12 * use + offload)
+    assert result.loads == 3
+    assert result.moved_bytes["device_to_host"] == 9 * MIB
+    # With one block, what the last batch left is still there: forward loads all three, and then two for backward.
+    tight = simulated(chain_plan(blocks=1, depth=0), Speeds(use, fetch, offload), accumulation=2)
+    assert tight.loads == 5 + 4
+
+
+def test_resident_chunks_wait_for_their_weights_to_return() -> None:
+    use, fetch, offload, adam = 1.0, 0.5, 0.25, 10.0
+    result = simulated(chain_plan(blocks=0, depth=0, homes="hhh"), Speeds(use, fetch, offload, adam))
+    assert result.step_s == pytest.approx(3 * (adam + fetch) + 4 * use + offload)
+    assert result.moved_bytes == {"host_to_device": 3 * MIB, "device_to_host": 3 * MIB, "network": 0}
+
+
+def test_what_the_device_steps_is_stepped_before_the_next_forward() -> None:
+    result = simulated(chain_plan(blocks=0, depth=0, homes="ddd"), Speeds(use=1.0, device_adam=0.25))
+    assert result.step_s == pytest.approx(6 + 3 * 0.25)
+    assert result.phases_s["optimizer"] == pytest.approx(3 * 0.25)
+    assert result.bound_by == "compute"
+
+
+def test_on_the_cpu_a_step_of_the_device_delays_updates_that_are_submitted_behind_it() -> None:
+    """Compute is the thread that submits; on CUDA it runs ahead."""
+    plan = chain_plan(blocks=0, depth=0, homes="dhh")
+    speeds = Speeds(use=1.0, adam=10.0, device_adam=3.0)
+    assert simulated(plan, speeds).step_s == pytest.approx(3 + 20 + 4)
+    assert simulated(plan, speeds, kind="cuda").step_s == pytest.approx(20 + 4)
+
+
+def test_several_ranks_fetch_shards_then_gather_and_reduce_then_offload() -> None:
+    """Shards are half a chunk; the network carries the half that is the other rank's."""
+    use, fetch, offload, gather = 1.0, 0.5, 0.25, 0.3
+    speeds = Speeds(use, 2 * fetch, 2 * offload, gather=2 * gather)
+    result = simulated(chain_plan(blocks=3, depth=0, world_size=2), speeds)
+    assert result.step_s == pytest.approx(3 * (fetch + gather) + 6 * use + gather + offload)
+    assert result.busy_s["network"] == pytest.approx(6 * gather)
+    assert result.moved_bytes["network"] == 6 * MIB // 2
+
+
+def test_transfers_both_ways_slow_each_other_where_that_was_measured() -> None:
+    """The first chunk is fetched for backward while the third one's gradient leaves: half of its bytes at half speed."""
+    use, fetch, offload = 1.0, 4.0, 4.0
+    plan, machine = chain_plan(blocks=2, depth=1), Speeds(use, fetch, offload).machine()
+    fits = {
+        "host_to_device": RateFit(0.0, MIB / fetch, 0.0),
+        "host_to_device.both": RateFit(0.0, MIB / fetch / 2, 0.0),
+        "device_to_host": RateFit(0.0, MIB / offload, 0.0),
+    }
+    alone, beside = (simulate_step(plan, chain(), replace(machine, fits=given)) for given in ({}, fits))
+    assert alone.busy_s["host_to_device"] == pytest.approx(4 * fetch)
+    assert beside.busy_s["host_to_device"] == pytest.approx(4 * fetch + fetch / 2)
+    assert beside.busy_s["device_to_host"] == pytest.approx(3 * offload)
+
+
+def test_calibration_scales_compute_alone() -> None:
+    plan, speeds = chain_plan(blocks=1, depth=0), Speeds(1.0, 0.5, 0.25)
+    result = simulated(plan, speeds, compute_scale=2.0)
+    assert result.step_s == pytest.approx(5 * 0.5 + 12 + 0.25)
+    with pytest.raises(InputError, match="compute_scale"):
+        simulated(plan, speeds, compute_scale=0.0)
+
+
+# --- the runtime ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["opt", "t5"])
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+@pytest.mark.parametrize("blocks", [0.01, 0.6])
+def test_events_come_in_the_order_of_the_runtime(
+    family: str, mode: str, blocks: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads, gradient blocks opened, and gradients sent, as the runtime's own methods are called."""
+    model = case(family)
+    plan = make_plan(model, mode, allocate_factor=blocks)
+    trace = trace_step(
+        model.model,
+        model.inp,
+        lambda m, inp: model.loss(m, inp).backward(),
+        hardware=Speeds().machine(),
+        optimizer=None,
+    )
+    seen: list[tuple[int, int]] = []
+
+    def watch(owner: type, name: str, kind: int) -> None:
+        method = getattr(owner, name)
+
+        def watched(self: Any, chunk: Chunk) -> Any:
+            seen.append((kind, chunk.index))
+            return method(self, chunk)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    with Pair(model, plan) as pair:
+        pair.train(1)
+        watch(RCache, "_load", LOAD)
+        watch(GradientFlow, "_opened", OPEN)
+        watch(GradientFlow, "_send", SEND)
+        pair.backward()
+    expected = _events(plan, trace)
+    assert seen == expected
+
+
+def _events(plan: Plan, trace: StepTrace) -> list[tuple[int, int]]:
+    from elixir.search.simulator import _placement, _workload
+
+    work, schedule, rates = _workload(plan, trace), plan.schedule(), Rates(Speeds().machine(), "float32", 1, 1)
+    times = WorkTimes(work, rates, rates.events_s(trace), plan.block_bytes)
+    loads = schedule.simulate(plan.block_count).timeline
+    events = times.events(_placement(plan), schedule, loads, updated=True)
+    return [
+        (kind, chunk) for kind, chunk in zip(events.kinds, events.chunks, strict=True) if kind in (LOAD, OPEN, SEND)
+    ]
+
+
+# --- properties ----------------------------------------------------------------------------------------------------
+
+SMALL = StackShape(hidden=256, layers=4, ffn=1024, vocab=2048, positions=256)
+HARDWARE = replace(make_hardware(), flops_per_s={"bfloat16": 9e14, "float32": 4e14}, host_memory_bytes=512 * GIB)
+
+
+@pytest.fixture(scope="module")
+def stack() -> StepTrace:
+    """A checkpointed stack, small enough to plan in no time."""
+    return stack_trace(SMALL, batch=2, seq=256)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8, 3.0])
+def test_a_searched_plan_is_counted_as_it_was_predicted(stack: StepTrace, world_size: int, share: float) -> None:
+    """Loads are those of the schedule, bytes those of the plan; every second of a step is accounted for."""
+    least = plan_from_trace(stack, HARDWARE, world_size, device_memory=1 << 40, placement="cpu").predicted
+    budget = int(least.device_peak_bytes * (0.8 + share))
+    plan = plan_from_trace(stack, HARDWARE, world_size, device_memory=budget)
+    result = simulate_step(plan, stack, HARDWARE)
+    assert result.loads == plan.predicted.loads == plan.schedule().simulate(plan.block_count).loads
+    assert result.moved_bytes == plan.predicted.moved_bytes
+    assert result.extra_grad_blocks == 0
+    assert sum(result.phases_s.values()) == pytest.approx(result.step_s)
+    assert result.busy_s["compute"] + sum(result.waited_s.values()) == pytest.approx(result.step_s)
+    assert sum(result.critical_s.values()) == pytest.approx(result.step_s)
+    assert result.bound_by in RESOURCES
+    for name in RESOURCES:
+        spans = [span for span in result.timeline if span.resource == name]
+        assert all(before.end_s <= after.start_s for before, after in zip(spans, spans[1:], strict=False))
+        assert math.fsum(span.end_s - span.start_s for span in spans) == pytest.approx(result.busy_s[name])
+    assert all(0 <= span.start_s < span.end_s <= result.step_s for span in result.timeline)
+
+
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_from_the_second_step_on_all_are_the_same(stack: StepTrace, world_size: int) -> None:
+    plan = plan_from_trace(stack, HARDWARE, world_size, device_memory=1 << 40, placement="cpu")
+    first, second, third, tenth = (simulate_step(plan, stack, HARDWARE, steps=steps) for steps in (1, 2, 3, 10))
+    assert second == third == tenth
+    assert first.step_s < second.step_s
+    accumulated = (simulate_step(plan, stack, HARDWARE, accumulation=2, steps=steps) for steps in (2, 3))
+    assert next(accumulated) == next(accumulated)
+
+
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_the_search_sees_what_simulate_step_gives(stack: StepTrace, world_size: int) -> None:
+    """To the last bit, so that a plan's prediction is that of its candidate."""
+    setting = Setting(world_size, world_size, 8, True)
+    cost = SimulatedCost(stack, HARDWARE, setting)
+    space = SearchSpace(stack, HARDWARE, setting, cost=cost)
+    model = space.model(space.table.largest_bytes)
+    count = len(model.work.chunks)
+    for on_device in (0, 1, count // 2):
+        flags = tuple(index < on_device for index in range(count))
+        placement = Placement(flags if world_size == 1 else (False,) * count, flags, flags)
+        for extra in (0, 2):
+            fewest = model.work.schedule(placement.residents, 1).min_blocks
+            candidate = weigh(model, placement, fewest + extra, 1, cost)
+            plan = to_plan(space, candidate, Budgets(1 << 50, 1 << 50), "Adam", "auto")
+            result = simulate_step(plan, stack, HARDWARE)
+            assert result.step_s == candidate.seconds["total"]
+            assert sorted(candidate.seconds) == sorted(
+                weigh(model, placement, fewest + extra, 1, BandwidthCost(stack, HARDWARE, setting)).seconds
+            )
+
+
+RATES = (
+    "host_to_device_bytes_per_s", "device_to_host_bytes_per_s", "device_to_device_bytes_per_s", "host_adam_numel_per_s",
+    "device_adam_numel_per_s", "device_memory_bytes_per_s", "host_memory_bytes_per_s", "matmul_efficiency",
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    homes=st.text("shdw", min_size=1, max_size=6),
+    world_size=st.sampled_from([1, 2]),
+    spare=st.integers(0, 3),
+    depth=st.integers(0, 2),
+    accumulation=st.integers(1, 2),
+    kind=st.sampled_from(["cpu", "cuda"]),
+    speeds=st.tuples(*[st.floats(0.01, 10.0)] * 6),
+    faster=st.sampled_from(RATES),
+    factor=st.floats(1.0, 10.0),
+)
+def test_nothing_gets_slower_by_what_gets_faster(
+    homes: str,
+    world_size: int,
+    spare: int,
+    depth: int,
+    accumulation: int,
+    kind: str,
+    speeds: tuple[float, ...],
+    faster: str,
+    factor: float,
+) -> None:
+    """With prefetch too: the order of work on every lane is the plan's, so no later start can follow an earlier one."""
+    streamed = sum(home in "sw" for home in homes)
+    depth = min(depth, max(streamed - 1, 0))
+    blocks = min(1 + depth + spare, streamed)
+    plan = chain_plan(blocks=blocks, depth=depth, homes=homes, world_size=world_size)
+    machine = replace(Speeds(*speeds).machine(kind), matmul_efficiency=0.1, device_memory_bytes_per_s=1e9)
+    quicker = replace(machine, **{faster: getattr(machine, faster) * factor})
+    options: dict[str, Any] = {"accumulation": accumulation}
+    before, after = (simulate_step(plan, chain(len(homes)), it, **options).step_s for it in (machine, quicker))
+    assert after <= before * (1 + 1e-12)
+
+
+# --- collectives and input -----------------------------------------------------------------------------------------
+
+
+def test_collectives_follow_their_formulas() -> None:
+    one = Cluster(ranks=8, ranks_per_host=8, host_bytes_per_s=1e9, host_step_s=1e-3, call_s=0.5)
+    assert gather_s(8e9, one) == pytest.approx(0.5 + 7e-3 + 7.0)
+    assert gather_s(8e9, one, "tree") == pytest.approx(0.5 + 3e-3 + 7.0)
+    four = Cluster(32, 8, host_bytes_per_s=4e9, network_bytes_per_s=1e9, host_step_s=1e-3, network_step_s=1e-2)
+    assert gather_s(32e9, four) == pytest.approx(28e-3 + 3e-2 + 31.0)
+    assert gather_s(32e9, four, "tree") == pytest.approx(2e-2 + 24.0 + 3e-3 + 7.0)
+    assert gather_s(1e9, Cluster(1, 1, host_bytes_per_s=1.0)) == 0
+    with pytest.raises(InputError, match="network_bytes_per_s"):
+        Cluster(16, 8, host_bytes_per_s=1e9)
+    with pytest.raises(InputError, match="algorithm"):
+        gather_s(1.0, one, "star")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree"])
+def test_a_thousand_ranks_need_a_network_and_then_have_a_time(stack: StepTrace, algorithm: Any) -> None:
+    plan = plan_from_trace(stack, HARDWARE, 1024, device_memory=1 << 40, placement="cpu", host_memory=1 << 45)
+    with pytest.raises(InputError, match="network_bytes_per_s"):
+        simulate_step(plan, stack, HARDWARE)
+    slow, fast = (
+        simulate_step(plan, stack, HARDWARE, network_bytes_per_s=rate, algorithm=algorithm).step_s
+        for rate in (50e9, 400e9)
+    )
+    assert slow > fast > 0
+
+
+def test_fits_take_the_place_of_plain_rates(stack: StepTrace) -> None:
+    """Latency counts once per transfer, and a measured collective is not modelled."""
+    plan, machine = chain_plan(blocks=1, depth=0), Speeds(1.0, 0.5, 0.25).machine()
+    fitted = replace(machine, fits={"host_to_device": RateFit(0.1, MIB / 0.5, 0.0)})
+    assert simulate_step(plan, chain(), fitted).busy_s["host_to_device"] == pytest.approx(5 * 0.6)
+    pair = chain_plan(blocks=3, depth=0, world_size=2)
+    measured = replace(machine, fits={"all_gather.2": RateFit(0.5, INSTANT, 0.0)})
+    assert simulate_step(pair, chain(), measured).busy_s["network"] == pytest.approx(3 * 0.5)
+    slower = with_link_speed(fitted, MIB / 2.0)
+    assert simulate_step(plan, chain(), slower).busy_s["host_to_device"] == pytest.approx(5 * 2.0)
+
+
+def test_ranks_of_a_machine_share_its_adam_and_its_memory() -> None:
+    plan, speeds = chain_plan(blocks=3, depth=0, world_size=2), Speeds(1.0, 0.5, 0.25, adam=8.0)
+    together = simulated(plan, speeds, ranks_per_host=2)
+    apart = simulated(plan, speeds, ranks_per_host=1, network_bytes_per_s=INSTANT, network_latency_s=0.0)
+    assert together.busy_s["host_adam"] == pytest.approx(3 * 8.0)
+    assert apart.busy_s["host_adam"] == pytest.approx(3 * 8.0 / 2)
+
+
+def test_bad_input_says_what_to_do(stack: StepTrace) -> None:
+    plan, machine = chain_plan(blocks=1, depth=0), Speeds().machine()
+    with pytest.raises(InputTypeError, match="plan must be a Plan"):
+        simulate_step("plan.json", chain(), machine)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="made from"):
+        simulate_step(plan, stack, HARDWARE)
+    for name, value in (("accumulation", 0), ("steps", True), ("ranks_per_host", 1.5)):
+        with pytest.raises(InputError, match=name):
+            simulate_step(plan, chain(), machine, **{name: value})  # type: ignore[arg-type]
+    reordered = replace(chain(), accesses=chain().accesses[::-1])
+    with pytest.raises(InputError, match="order"):
+        simulate_step(plan, reordered, machine)
+    with pytest.raises(InputError, match="flops_per_s"):
+        simulate_step(plan, chain(), replace(machine, flops_per_s={"bfloat16": 1.0}))
