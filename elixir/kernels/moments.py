@@ -1,0 +1,235 @@
+"""Adam's two moments as float32, bfloat16, or 8 bits in blocks; how many bytes they take; a step with each.
+
+**bfloat16** has 8 significant bits. With beta2 = 0.999 a step changes the second moment by about one part in a
+thousand, less than half of the last bit, so rounding to nearest would never let it shrink. It is rounded
+stochastically: up with the probability that makes the mean exact. The first moment moves by a tenth per step and is
+rounded to nearest.
+
+**8bit** keeps one code per element and, per block of 256, the largest magnitude as float32. Blocks keep an outlier
+from spoiling more than its neighbours, and codes are denser near zero: both as in Dettmers et al. 2022
+(arXiv:2110.02861). Their dynamic tree is a table; here the value is a power of the code, square for the signed first
+moment and fourth power for the second, whose square root is what the step divides by. Powers need square roots and
+products only, which are vector instructions, where a table would be a gather. Both codes are rounded stochastically,
+and a second moment that is not zero never becomes zero, so that nothing is divided by eps alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from elixir.errors import InputError, unknown_name
+from elixir.kernels.adam import adam_, adam_rule, write_weights_
+
+MomentKind = Literal["float32", "bfloat16", "8bit"]
+
+BLOCK_NUMEL = 256
+"""Elements that share a scale. Dettmers et al. use 2048; 256 costs 1/64 byte per element and keeps outliers more to themselves."""
+
+_SIGNED_MAX, _UNSIGNED_MAX = 127.0, 255.0
+_FOURTH = _UNSIGNED_MAX**4
+_TINY_SIGNED, _TINY_UNSIGNED = 1e-30, 1e-28
+"""Smallest scales divided by; below, a block counts as zero. The second times 1e-10 is still a normal float32."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Both moments of a flat tensor. Codes are padded to whole blocks; the scales are there with 8 bits only."""
+
+    kind: MomentKind
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    exp_avg_scale: torch.Tensor | None = None
+    exp_avg_sq_scale: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those that are there, in the order in which the step functions take them."""
+        if self.exp_avg_scale is None or self.exp_avg_sq_scale is None:
+            return self.exp_avg, self.exp_avg_sq
+        return self.exp_avg, self.exp_avg_scale, self.exp_avg_sq, self.exp_avg_sq_scale
+
+
+def check_kind(kind: str) -> MomentKind:
+    """`kind` itself; `InputError` where it is none."""
+    for known in get_args(MomentKind):
+        if kind == known:
+            return known  # type: ignore[no-any-return]
+    raise unknown_name("kind of moments", str(kind), get_args(MomentKind))
+
+
+def state_bytes(numel: int, moments: str = "float32") -> int:
+    """Bytes of both moments of a flat tensor of `numel` elements, exactly as `make_moments` allocates them.
+
+    Raises:
+        InputError: `numel` is negative, or the kind unknown.
+    """
+    kind = check_kind(moments)
+    if numel < 0:
+        raise InputError(f"a tensor cannot have {numel} elements")
+    if kind == "8bit":
+        blocks = -(-numel // BLOCK_NUMEL)
+        return 2 * blocks * (BLOCK_NUMEL + torch.float32.itemsize)
+    return 2 * numel * (torch.float32 if kind == "float32" else torch.bfloat16).itemsize
+
+
+def moment_numel(numel: int, kind: MomentKind) -> int:
+    """Elements of one moment of a tensor of `numel`, padding included."""
+    return -(-numel // BLOCK_NUMEL) * BLOCK_NUMEL if kind == "8bit" else numel
+
+
+def make_moments(numel: int, moments: str = "float32", device: torch.device | str = "cpu") -> Moments:
+    """Zero moments of a flat tensor."""
+    kind = check_kind(moments)
+    if kind != "8bit":
+        dtype = torch.float32 if kind == "float32" else torch.bfloat16
+        return Moments(kind, *(torch.zeros(numel, dtype=dtype, device=device) for _ in range(2)))
+    blocks = -(-numel // BLOCK_NUMEL)
+    return Moments(
+        kind,
+        torch.zeros(moment_numel(numel, kind), dtype=torch.int8, device=device),
+        torch.zeros(moment_numel(numel, kind), dtype=torch.uint8, device=device),
+        torch.zeros(blocks, dtype=torch.float32, device=device),
+        torch.zeros(blocks, dtype=torch.float32, device=device),
+    )
+
+
+def read_moments(moments: Moments, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both moments of the first `numel` elements as flat float32 tensors."""
+    if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
+        return moments.exp_avg[:numel].float(), moments.exp_avg_sq[:numel].float()
+    codes, codes_sq = moments.exp_avg.view(-1, BLOCK_NUMEL), moments.exp_avg_sq.view(-1, BLOCK_NUMEL)
+    avg, square = _decode_signed(codes, moments.exp_avg_scale), _decode_unsigned(codes_sq, moments.exp_avg_sq_scale)
+    return avg.view(-1)[:numel], square.view(-1)[:numel]
+
+
+def noise_seed(step: int, offset: int = 0, device: torch.device | str = "cpu") -> torch.Tensor:
+    """What `_noise` starts from: a number that depends on the step, and the position of the first element.
+
+    So a step is rounded alike whether it runs at once or in pieces, and alike in every run.
+    """
+    seed = (step * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64 >> 32
+    return torch.tensor([seed - 2**31, offset], dtype=torch.int32, device=device)
+
+
+def adam_bfloat16_(
+    gradient: torch.Tensor,
+    master: torch.Tensor,
+    weight_out: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    scalars: torch.Tensor,
+    seed: torch.Tensor,
+) -> None:
+    """`adam_` with bfloat16 moments; `seed` is of `noise_seed`."""
+    new_master, new_avg, new_sq = adam_rule(gradient, master, exp_avg.float(), exp_avg_sq.float(), scalars)
+    write_weights_(new_master, master, weight_out)
+    exp_avg.copy_(new_avg)
+    # A float32 is a bfloat16 with 16 more bits: a random number added to those carries as often as it should.
+    bits = new_sq.view(torch.int32)
+    rounded = (bits + (_noise(gradient.numel(), seed) & 0xFFFF)) & -0x10000
+    # Where all exponent bits are set (inf, nan), a carry would make another number of it.
+    exp_avg_sq.copy_(torch.where(new_sq.isfinite(), rounded.view(torch.float32), new_sq))
+
+
+def adam_8bit_(
+    gradient: torch.Tensor,
+    master: torch.Tensor,
+    weight_out: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_scale: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    exp_avg_sq_scale: torch.Tensor,
+    scalars: torch.Tensor,
+    seed: torch.Tensor,
+) -> None:
+    """`adam_` with 8-bit moments; all but the scales are given as blocks, of shape ``[blocks, BLOCK_NUMEL]``."""
+    avg, square = _decode_signed(exp_avg, exp_avg_scale), _decode_unsigned(exp_avg_sq, exp_avg_sq_scale)
+    new_master, new_avg, new_sq = adam_rule(gradient, master, avg, square, scalars)
+    write_weights_(new_master, master, weight_out)
+    noise = _noise(gradient.numel(), seed).view(-1, BLOCK_NUMEL)
+    low = (noise & 0xFFFF).float() * 2.0**-16
+    high = ((noise >> 16) & 0xFFFF).float() * 2.0**-16
+    scale, scale_sq = new_avg.abs().amax(1), new_sq.amax(1)
+    exp_avg.copy_(_encode_signed(new_avg, scale, low))
+    exp_avg_sq.copy_(_encode_unsigned(new_sq, scale_sq, high))
+    exp_avg_scale.copy_(scale)
+    exp_avg_sq_scale.copy_(scale_sq)
+
+
+STEPS: dict[MomentKind, Callable[..., None]] = {"float32": adam_, "bfloat16": adam_bfloat16_, "8bit": adam_8bit_}
+"""The step function of each kind."""
+
+
+def step_arguments(
+    gradient: torch.Tensor,
+    master: torch.Tensor,
+    weight_out: torch.Tensor | None,
+    moments: Moments,
+    scalars: torch.Tensor,
+    step: int,
+    start: int,
+    stop: int,
+) -> list[torch.Tensor | None]:
+    """What the step function of the moments' kind takes for elements `start` to `stop`; with 8 bits, whole blocks."""
+    flat = [gradient, master, weight_out, moments.exp_avg, moments.exp_avg_sq]
+    parts = [None if tensor is None else tensor[start:stop] for tensor in flat]
+    if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
+        arguments = parts
+    else:
+        rows = [None if tensor is None else tensor.view(-1, BLOCK_NUMEL) for tensor in parts]
+        blocks = slice(start // BLOCK_NUMEL, stop // BLOCK_NUMEL)
+        arguments = [*rows[:4], moments.exp_avg_scale[blocks], rows[4], moments.exp_avg_sq_scale[blocks]]
+    arguments.append(scalars)
+    if moments.kind != "float32":
+        arguments.append(noise_seed(step, start, master.device))
+    return arguments
+
+
+def _decode_signed(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    share = codes.float() * (1.0 / _SIGNED_MAX)
+    return share * share.abs() * scale[:, None]
+
+
+def _encode_signed(values: torch.Tensor, scale: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Codes as floats; up or down so that the mean of what is read back is the value."""
+    square = values.abs() * (_SIGNED_MAX**2 / scale.clamp_min(_TINY_SIGNED))[:, None]
+    below = square.sqrt().floor().clamp(max=_SIGNED_MAX - 1.0)
+    up = noise * (2.0 * below + 1.0) < square - below * below
+    code = below + up.float()
+    return torch.where(values < 0, -code, code)
+
+
+def _decode_unsigned(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    square = (codes.float() * (1.0 / _UNSIGNED_MAX)) ** 2
+    return square * square * scale[:, None]
+
+
+def _encode_unsigned(values: torch.Tensor, scale: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """As `_encode_signed`, but what is not zero stays above zero."""
+    fourth = values * (_FOURTH / scale.clamp_min(_TINY_UNSIGNED))[:, None]
+    below = fourth.sqrt().sqrt().floor().clamp(max=_UNSIGNED_MAX - 1.0)
+    lower, upper = (below * below) ** 2, ((below + 1.0) * (below + 1.0)) ** 2
+    code = below + (noise * (upper - lower) < fourth - lower).float()
+    return torch.where(values > 0, code.clamp_min(1.0), code)
+
+
+def _noise(numel: int, seed: torch.Tensor) -> torch.Tensor:
+    """32 random bits per element as int32: the finaliser of MurmurHash3 (Appleby, public domain) over the position.
+
+    Needs no state and no generator, so it is the same on every device and compiles into the step's own loop.
+    """
+    bits = torch.arange(numel, dtype=torch.int32, device=seed.device) + seed[1]
+    bits = bits * -0x61C8864F + seed[0]  # an odd number near 2^32 over the golden ratio spreads neighbours
+    bits = bits ^ ((bits >> 16) & 0xFFFF)
+    bits = bits * -0x7A143595
+    bits = bits ^ ((bits >> 13) & 0x7FFFF)
+    bits = bits * -0x3D4D51CB
+    return bits ^ ((bits >> 16) & 0xFFFF)

@@ -1,0 +1,192 @@
+"""One Adam step over a flat shard: compiled where that is ready, else torch's fused kernel on pieces that fit a cache.
+
+Written as cast, step, cast over a whole shard, Adam moves half as many bytes again as it must, and allocates a float32
+gradient. On pieces the float32 gradient is a small buffer that stays in the cache, and so do the new master weights
+until they are rounded; so even without a compiler the shard passes through memory about once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from elixir.errors import InputError, InputTypeError
+from elixir.kernels.adam import AdamOptions, adam_scalars, check_step
+from elixir.kernels.moments import (
+    BLOCK_NUMEL,
+    STEPS,
+    MomentKind,
+    Moments,
+    adam_8bit_,
+    moment_numel,
+    noise_seed,
+    step_arguments,
+)
+from elixir.kernels.ready import Combination, compiled_step
+
+_CPU_PIECE_NUMEL = 2**17
+"""Per thread: half a MiB of float32, so that a piece and what is made of it stay in a core's second-level cache."""
+_CUDA_PIECE_NUMEL = 2**23
+"""32 MiB of float32: fits the second-level cache of an A100 or H100, and hides the launches."""
+_WHOLE_NUMEL = 2**30
+"""Longest piece of compiled code, whose positions are 32-bit."""
+
+
+def adam_step(
+    gradient: torch.Tensor,
+    master: torch.Tensor,
+    weight_out: torch.Tensor | None,
+    moments: Moments,
+    options: AdamOptions,
+    step: int,
+    factor: float = 1.0,
+) -> None:
+    """One Adam step in place over a flat shard. Compiled and eager results differ by rounding only.
+
+    Args:
+        gradient: flat, any floating dtype; left as it is.
+        master: flat float32 weights; updated.
+        weight_out: flat; takes the new weights in its dtype. None where `master` is what the model reads.
+        moments: of as many elements; updated.
+        options: of the parameter group.
+        step: number of this step, the first being 1.
+        factor: the gradient is multiplied by it first.
+
+    Raises:
+        InputError, InputTypeError: tensors do not fit together, or a number is out of range.
+    """
+    _check(gradient, master, weight_out, moments)
+    check_step(step, factor)
+    numel, device = master.numel(), master.device
+    if numel == 0:
+        return
+    weight_dtype = None if weight_out is None else weight_out.dtype
+    compiled = compiled_step(Combination(device.type, gradient.dtype, weight_dtype, moments.kind), numel)
+    with torch.no_grad():
+        if compiled is None and moments.kind == "float32" and device.type in ("cpu", "cuda"):
+            _fused(gradient, master, weight_out, moments, options, step, factor)
+            return
+        scalars = adam_scalars(options, step, factor, device)
+        piece_numel = _piece_numel(device.type, moments.kind, compiled is not None)
+        whole = numel - numel % BLOCK_NUMEL if moments.kind == "8bit" else numel
+        for start in range(0, whole, piece_numel):
+            stop = min(start + piece_numel, whole)
+            arguments = step_arguments(gradient, master, weight_out, moments, scalars, step, start, stop)
+            # One element or one row would be compiled anew, as a length of its own.
+            plain = compiled is None or stop - start <= BLOCK_NUMEL
+            (STEPS[moments.kind] if plain or compiled is None else compiled)(*arguments)
+        if whole < numel:
+            _last_block(gradient, master, weight_out, moments, scalars, step)
+
+
+def fused_step(
+    gradients: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    options: AdamOptions,
+    step: int,
+) -> None:
+    """torch's fused kernel over float32 tensors of one CPU or CUDA device, all at the same step."""
+    kernel = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
+    number = torch.tensor(float(step), device=masters[0].device)
+    kernel(
+        list(masters),
+        list(gradients),
+        list(exp_avgs),
+        list(exp_avg_sqs),
+        [],
+        [number] * len(masters),
+        lr=options.lr,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        weight_decay=options.weight_decay,
+        eps=options.eps,
+        amsgrad=False,
+        maximize=options.maximize,
+    )
+
+
+def _fused(
+    gradient: torch.Tensor,
+    master: torch.Tensor,
+    weight_out: torch.Tensor | None,
+    moments: Moments,
+    options: AdamOptions,
+    step: int,
+    factor: float,
+) -> None:
+    """Cast, step and cast, piece by piece."""
+    numel = master.numel()
+    as_it_is = gradient.dtype == torch.float32 and factor == 1.0
+    piece_numel = min(numel, _piece_numel(master.device.type, moments.kind, compiled=False))
+    if as_it_is and weight_out is None:
+        piece_numel = numel
+    scratch = None if as_it_is else torch.empty(piece_numel, device=master.device)
+    for start in range(0, numel, piece_numel):
+        piece = slice(start, start + piece_numel)
+        weights, ours = master[piece], gradient[piece]
+        if scratch is not None:
+            ours = scratch[: weights.numel()].copy_(ours)
+            if factor != 1.0:
+                ours.mul_(factor)
+        fused_step([ours], [weights], [moments.exp_avg[piece]], [moments.exp_avg_sq[piece]], options, step)
+        if weight_out is not None:
+            weight_out[piece].copy_(weights)
+
+
+def _last_block(
+    gradient: torch.Tensor,
+    master: torch.Tensor,
+    weight_out: torch.Tensor | None,
+    moments: Moments,
+    scalars: torch.Tensor,
+    step: int,
+) -> None:
+    """The block of 8-bit moments that the tensor does not fill: as if there were zeros behind it."""
+    used = master.numel() % BLOCK_NUMEL
+    start = master.numel() - used
+    row_gradient, row = (
+        torch.nn.functional.pad(tensor[start:], (0, BLOCK_NUMEL - used)).view(1, -1) for tensor in (gradient, master)
+    )
+    avg, avg_scale, square, square_scale = moments.tensors()
+    codes, codes_sq = avg[start:].view(1, -1), square[start:].view(1, -1)
+    seed = noise_seed(step, start, master.device)
+    adam_8bit_(row_gradient, row, None, codes, avg_scale[-1:], codes_sq, square_scale[-1:], scalars, seed)
+    master[start:].copy_(row[0, :used])
+    if weight_out is not None:
+        weight_out[start:].copy_(row[0, :used])
+
+
+def _piece_numel(device_type: str, kind: MomentKind, compiled: bool) -> int:
+    """Elements to step at once. Compiled code makes no temporaries, but for 8 bits on the CPU between its passes."""
+    if compiled and (kind != "8bit" or device_type != "cpu"):
+        return _WHOLE_NUMEL
+    if device_type == "cpu":
+        return _CPU_PIECE_NUMEL * torch.get_num_threads()
+    return _CUDA_PIECE_NUMEL
+
+
+def _check(gradient: torch.Tensor, master: torch.Tensor, weight_out: torch.Tensor | None, moments: Moments) -> None:
+    if master.dtype != torch.float32:
+        raise InputTypeError(f"master weights must be float32, got {master.dtype}")
+    for name, tensor in (("master", master), ("gradient", gradient), ("weight_out", weight_out)):
+        if tensor is None:
+            continue
+        if not tensor.is_floating_point():
+            raise InputTypeError(f"{name} must be of a floating dtype, got {tensor.dtype}")
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise InputError(f"{name} must be flat and contiguous, got shape {tuple(tensor.shape)}; use .view(-1)")
+        if tensor.shape != master.shape or tensor.device != master.device:
+            raise InputError(
+                f"{name} has {tensor.numel()} elements on {tensor.device}, master has {master.numel()} on "
+                f"{master.device}; they must match"
+            )
+    expected = moment_numel(master.numel(), moments.kind)
+    for tensor in (moments.exp_avg, moments.exp_avg_sq):
+        if tensor.shape != (expected,) or tensor.device != master.device:
+            raise InputError(
+                f"{moments.kind} moments of {master.numel()} weights on {master.device} have {expected} elements there, "
+                f"got {tuple(tensor.shape)} on {tensor.device}; make them with make_moments"
+            )
