@@ -175,7 +175,7 @@ def sweep(
     points: list[tuple[float, float]] = []
     fewest = plan.max_repeats
     for amount, prepare in cases:
-        if len(points) > MIN_POINTS and points[-1][1] * amount / points[-1][0] > longest_s:
+        if len(points) >= MIN_POINTS and points[-1][1] * amount / points[-1][0] > longest_s:
             break
         seconds, repeats = median_seconds(prepare(), bench.device, plan, bench.ranks)
         points.append((float(amount), seconds))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,16 @@ from typing import Any
 import pytest
 
 from elixir.errors import ArtifactError, InputError, InputTypeError
-from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names
+from elixir.free_memory import cpu_name, device_name_here
+from elixir.hardware import (
+    HardwareProfile,
+    RateFit,
+    fit_unit,
+    load_hardware,
+    preset,
+    preset_names,
+    warn_if_other_device,
+)
 
 GIB = 2**30
 EXPECTED = "h200 h100 h100-pcie a100 a100-40gb v100 rtx4090 rtx3090 l40s l4 t4 a10g b200 rtx5090 cpu".split()
@@ -166,3 +177,176 @@ def test_fingerprint_is_of_the_numbers_only() -> None:
     profile = preset("h200")
     assert dataclasses.replace(profile, sources={}).fingerprint == profile.fingerprint
     assert dataclasses.replace(profile, device_memory_bytes=1).fingerprint != profile.fingerprint
+
+
+# ---------------------------------------------------------------------------------------------------------------- fits
+
+
+def with_fits(**fits: RateFit) -> HardwareProfile:
+    """The h200 preset with fits; ``__`` stands for a point in a key."""
+    return dataclasses.replace(preset("h200"), fits={key.replace("__", "."): fit for key, fit in fits.items()})
+
+
+def test_a_fit_is_latency_and_rate() -> None:
+    fit = RateFit(latency_s=0.5, per_s=4.0, error=0.0)
+    assert [fit.seconds(amount) for amount in (0, 2, 4.0)] == [0.5, 1.0, 1.5]
+    for amount in (-1, math.nan, math.inf):
+        with pytest.raises(InputError, match="amount of work"):
+            fit.seconds(amount)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("latency_s", -1e-9),
+        ("latency_s", math.nan),
+        ("latency_s", None),
+        ("per_s", 0.0),
+        ("per_s", -1.0),
+        ("per_s", math.inf),
+        ("per_s", True),
+        ("error", -0.1),
+        ("error", math.nan),
+        ("points", ((1.0, 0.0),)),
+        ("points", ((1.0, 1.0), (math.nan, 1.0))),
+        ("points", ((1.0,),)),
+    ],
+)
+def test_an_absurd_fit_is_refused_by_name(field: str, value: Any) -> None:
+    good: dict[str, Any] = {"latency_s": 0.0, "per_s": 1.0, "error": 0.0, "points": ()}
+    RateFit(**good)
+    with pytest.raises(InputError, match=field):
+        RateFit(**good | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [
+        ("host_to_device", "host_to_device_bytes_per_s"),
+        ("host_to_device.both.all_ranks", "host_to_device_bytes_per_s"),
+        ("device_to_host.pageable", "device_to_host_bytes_per_s"),
+        ("host_memory", "host_memory_bytes_per_s"),
+        ("host_adam.8.bfloat16.all_ranks", "host_adam_numel_per_s"),
+        ("device_adam", "device_adam_numel_per_s"),
+        ("reduction.float32", "device_memory_bytes_per_s"),
+        ("device_to_device", "device_to_device_bytes_per_s"),
+    ],
+)
+def test_what_was_not_measured_is_answered_by_the_plain_field(key: str, field: str) -> None:
+    profile = preset("h200")
+    assert profile.seconds(key, 1e9) == pytest.approx(1e9 / getattr(profile, field))
+    assert profile.seconds(key, 0) == 0.0
+
+
+def test_plain_rates_of_compute_and_collectives() -> None:
+    profile = preset("h200")
+    for key in ("matmul.bfloat16.tall", "attention.bfloat16"):
+        assert profile.seconds(key, 1e12) == pytest.approx(1e12 / 790.3e12)
+    # Three quarters of the buffer are other ranks'.
+    for key in ("all_gather.4", "reduce_scatter.4"):
+        assert profile.seconds(key, 1e9) == pytest.approx(0.75e9 / profile.device_to_device_bytes_per_s)
+    assert profile.seconds("all_gather.1", 1e9) == pytest.approx(2e9 / profile.device_memory_bytes_per_s)
+    with pytest.raises(InputError, match="float64"):
+        profile.seconds("matmul.float64.square", 1)
+
+
+def test_the_nearest_measured_key_answers() -> None:
+    alone, both, square = RateFit(1.0, 1.0, 0.0), RateFit(2.0, 1.0, 0.0), RateFit(3.0, 1.0, 0.0)
+    profile = with_fits(host_to_device=alone, host_to_device__both=both, matmul__bfloat16__square=square)
+    assert profile.rate("host_to_device") is alone
+    assert profile.rate("host_to_device.pageable") is alone
+    assert profile.rate("host_to_device.both.all_ranks") is both
+    assert profile.rate("matmul.bfloat16.skinny") is square
+    assert profile.rate("matmul.float16.skinny").latency_s == 0.0
+    assert profile.rate("device_to_host").per_s == profile.device_to_host_bytes_per_s
+    with_elementwise = with_fits(elementwise__bfloat16=both, host_adam__2=alone)
+    assert with_elementwise.rate("activation.bfloat16") is both
+    assert with_elementwise.rate("host_adam.2.bfloat16.all_ranks") is alone
+    assert with_elementwise.rate("host_adam.4").per_s == profile.host_adam_numel_per_s
+
+
+@pytest.mark.parametrize(
+    "key", ["", "pcie", "host_to_device.fast", "matmul", "all_gather", "all_gather.0", "host_adam.x", 3]
+)
+def test_an_unknown_key_is_refused(key: Any) -> None:
+    with pytest.raises(InputError, match="is no key of hardware fits"):
+        preset("h200").seconds(key, 1)
+    with pytest.raises(InputError, match="is no key of hardware fits"):
+        dataclasses.replace(preset("h200"), fits={key: RateFit(0.0, 1.0, 0.0)})
+
+
+def test_units_of_keys() -> None:
+    keys = (
+        "host_adam.2",
+        "device_adam.bfloat16",
+        "matmul.float32.deep",
+        "attention.float32",
+        "all_gather.2",
+        "host_memory",
+    )
+    assert [fit_unit(key) for key in keys] == ["numel", "numel", "flops", "flops", "bytes", "bytes"]
+
+
+def test_fits_survive_json_and_show_in_the_fingerprint(tmp_path: Path) -> None:
+    profile = with_fits(host_to_device=RateFit(1e-5, 5e10, 0.1, ((1e6, 3e-5), (1e9, 2e-2))))
+    assert load_hardware(str(profile.save(tmp_path / "hw.json"))) == profile
+    assert profile.fingerprint != preset("h200").fingerprint
+    slower = with_fits(host_to_device=RateFit(2e-5, 5e10, 0.1))
+    assert slower.fingerprint != profile.fingerprint
+    # How well a line fits, and through which points, does not change what a plan is made of.
+    assert with_fits(host_to_device=RateFit(1e-5, 5e10, 0.3)).fingerprint == profile.fingerprint
+
+
+def test_a_file_from_before_there_were_fits_still_loads() -> None:
+    data = preset("h200").to_dict()
+    old = {key: value for key, value in data.items() if key != "fits"} | {"schema_version": 1}
+    assert HardwareProfile.from_dict(old) == preset("h200")
+    for version in (True, 1.0, 3, None):
+        with pytest.raises(ArtifactError, match="schema_version"):
+            HardwareProfile.from_dict(old | {"schema_version": version})
+    with pytest.raises(ArtifactError, match="fits"):
+        HardwareProfile.from_dict(old | {"schema_version": 2})
+
+
+@pytest.mark.parametrize(
+    ("field", "text"), [("per_s", "0"), ("per_s", "-5"), ("per_s", "NaN"), ("latency_s", "-1"), ("latency_s", '"fast"')]
+)
+def test_an_absurd_fit_in_a_file_is_named_with_its_key(field: str, text: str, tmp_path: Path) -> None:
+    profile = with_fits(host_to_device__both=RateFit(1.0, 2.0, 0.1))
+    data = profile.to_dict()
+    data["fits"]["host_to_device.both"][field] = "@"
+    path = tmp_path / "hw.json"
+    path.write_text(json.dumps(data).replace('"@"', text))
+    with pytest.raises(ArtifactError, match=rf"fits\.host_to_device\.both.*{field}"):
+        load_hardware(str(path))
+
+
+# ------------------------------------------------------------------------------------------------------- other machines
+
+
+def measured_here(name: str) -> HardwareProfile:
+    return dataclasses.replace(preset("cpu"), device_name=name, measured_at="2026-01-31")
+
+
+def test_another_machines_measurement_is_warned_of_with_both_names(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert warn_if_other_device(measured_here("Acme 9000, 64 cores, 64 threads"))
+    (record,) = caplog.records
+    assert "Acme 9000" in record.getMessage()
+    assert cpu_name() in record.getMessage()
+
+
+def test_this_machines_measurement_and_presets_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        # A process chooses its thread count; the device is the same.
+        assert not warn_if_other_device(measured_here(f"{cpu_name()}, 64 threads"))
+        assert not warn_if_other_device(preset("h200"))
+    assert caplog.records == []
+
+
+def test_the_processor_has_a_name_even_where_the_system_keeps_it(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor : 0\nmodel name\t: Some CPU 9000\n")
+    assert cpu_name(info).startswith("Some CPU 9000, ")
+    assert cpu_name(tmp_path / "none").split(",")[0] != ""
+    assert device_name_here("cpu") == cpu_name()
