@@ -80,7 +80,7 @@ class WorkTimes:
             [use.chunks[0] if len(use.chunks) == 1 else several for use in order], dtype=np.int64
         )
         used = [(chunk, entry) for entry, chunks in enumerate(self.entry_chunks) for chunk in chunks]
-        self._stride = entries + 1
+        self._stride, self._behind = entries + 1, 2 * (entries + 1)
         self._use_keys: Ints = np.array(sorted(chunk * self._stride + entry for chunk, entry in used), dtype=np.int64)
         first_use: dict[int, int] = {}
         for chunk, entry in used:
@@ -132,23 +132,27 @@ class WorkTimes:
             # What forward did not come to is loaded when it is over.
             backward = self.work.first_backward
             place[(positions < backward) & (entries >= backward)] = _AT["forward over"]
-        parts = [(access * _PLACES + place, np.full(len(loaded), LOAD), chunks)]
+        parts = [(self._key(access, place, 2 * positions), np.full(len(loaded), LOAD), chunks)]
         parts.append(self._uses(placement, entries, chunks, updated=updated))
         parts.append(self._gradients(placement, schedule, reached))
         backward_access = self._access_of[self.work.first_backward]
-        parts.append(_rows([backward_access * _PLACES + _AT["backward"]], BACKWARD, [0]))
+        parts.append(_rows(self._key(np.atleast_1d(backward_access), _AT["backward"]), BACKWARD, [0]))
         if record:
             numbers = np.arange(len(self.entry_chunks))
-            parts.append(_rows(self._access_of[:-1] * _PLACES + _AT["entry"], ENTRY, numbers))
+            parts.append(_rows(self._key(self._access_of[:-1], _AT["entry"]), ENTRY, numbers))
         keys, kinds, chunks = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         order = np.argsort(keys, kind="stable")
-        keys = keys[order]
+        access, place = np.divmod(keys[order] // self._behind, _PLACES)
         # A gradient comes at the end of its access, everything else before.
-        place = keys // _PLACES + (keys % _PLACES == _AT["gradient"])
-        compute_s = self._before_s[np.minimum(place, end)]
+        compute_s = self._before_s[np.minimum(access + (place == _AT["gradient"]), end)]
         return Events(
             kinds[order].tolist(), chunks[order].tolist(), compute_s.tolist(), total_s=float(self._before_s[-1])
         )
+
+    def _key(self, access: Ints, place: Ints | int, behind: Ints | int = 0) -> Ints:
+        """What events are sorted by: the access, the place in it, and there, twice the position of the order."""
+        key: Ints = (access * _PLACES + place) * self._behind + behind
+        return key
 
     def _uses(self, placement: Placement, entries: Ints, chunks: Ints, *, updated: bool) -> tuple[Ints, Ints, Ints]:
         """The first use of every loaded chunk, and of every resident one whose weights are being updated."""
@@ -167,7 +171,7 @@ class WorkTimes:
             ]
             used = np.append(used, np.array(waiting, dtype=np.int64))
             entry = np.append(entry, np.array([self._first_use[chunk] for chunk in waiting], dtype=np.int64))
-        return self._access_of[entry] * _PLACES + _AT["use"], np.full(len(used), USE), used
+        return self._key(self._access_of[entry], _AT["use"]), np.full(len(used), USE), used
 
     def _gradients(self, placement: Placement, schedule: StepSchedule, reached: Ints) -> tuple[Ints, Ints, Ints]:
         """Gradients that go through blocks: all but those of one rank that stay beside resident weights."""
@@ -177,7 +181,7 @@ class WorkTimes:
         ]
         kept = np.array(gathers, dtype=bool)[self._grad_chunk]
         access, chunks, kinds = self._grad_access[kept], self._grad_chunk[kept], self._grad_kind[kept]
-        keys = access * _PLACES + _AT["gradient"]
+        keys = self._key(access, _AT["gradient"])
         if self.world_size > 1:
             keys = self._in_order(keys, kinds, self._grad_entry[kept], schedule, reached)
         return keys, kinds, chunks
@@ -187,8 +191,9 @@ class WorkTimes:
         sent = kinds == SEND
         loading = np.flatnonzero([bool(window) for window in schedule.windows])
         before = np.searchsorted(loading, entries[sent], side="right") - 1
+        behind = loading[before[before >= 0]]
         loaded = np.zeros(len(before), dtype=np.int64)
-        loaded[before >= 0] = self._access_of[reached[loading[before[before >= 0]]]] * _PLACES + _AT["load"]
+        loaded[before >= 0] = self._key(self._access_of[reached[behind]], _AT["load"], 2 * behind + 1)
         ordered = keys.copy()
         ordered[sent] = np.maximum.accumulate(np.maximum(keys[sent], loaded))
         return ordered
@@ -231,5 +236,5 @@ class WorkTimes:
         return np.append(np.array(entries, dtype=np.int64), len(required))[walks]
 
 
-def _rows(keys: Ints | list[int], kind: int, chunks: Ints | list[int]) -> tuple[Ints, Ints, Ints]:
-    return np.asarray(keys), np.full(len(keys), kind), np.asarray(chunks)
+def _rows(keys: Ints, kind: int, chunks: Ints | list[int]) -> tuple[Ints, Ints, Ints]:
+    return keys, np.full(len(keys), kind), np.asarray(chunks)

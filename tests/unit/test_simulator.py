@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,9 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir.chunk.cache import RCache
-from elixir.chunk.chunk import Chunk
-from elixir.chunk.gradients import GradientFlow
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware import HardwareProfile, RateFit
 from elixir.plan import Plan
@@ -22,15 +20,15 @@ from elixir.search.collective_model import Cluster, gather_s
 from elixir.search.cost import BandwidthCost
 from elixir.search.memory import Placement, Setting
 from elixir.search.planner import to_plan
-from elixir.search.rates import Rates, with_link_speed
+from elixir.search.rates import with_link_speed
 from elixir.search.simulator import RESOURCES, SimulatedCost, Simulation, simulate_step
 from elixir.search.space import Budgets, SearchSpace
-from elixir.search.work_times import LOAD, OPEN, SEND, WorkTimes
 from elixir.tracer import trace_step
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.parity import Pair, case, make_plan
 from tests.common.samples import make_hardware
+from tests.common.submitted import simulated_events, watching
 from tests.common.synthetic_trace import StackShape, TraceBuilder, stack_trace
 
 INSTANT = 1e30
@@ -238,9 +236,7 @@ def test_calibration_scales_compute_alone() -> None:
 @pytest.mark.parametrize("family", ["opt", "t5"])
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])
 @pytest.mark.parametrize("blocks", [0.01, 0.6])
-def test_events_come_in_the_order_of_the_runtime(
-    family: str, mode: str, blocks: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_come_in_the_order_of_the_runtime(family: str, mode: str, blocks: float) -> None:
     """Loads, gradient blocks opened, and gradients sent, as the runtime's own methods are called."""
     model = case(family)
     plan = make_plan(model, mode, allocate_factor=blocks)
@@ -251,37 +247,11 @@ def test_events_come_in_the_order_of_the_runtime(
         hardware=Speeds().machine(),
         optimizer=None,
     )
-    seen: list[tuple[int, int]] = []
-
-    def watch(owner: type, name: str, kind: int) -> None:
-        method = getattr(owner, name)
-
-        def watched(self: Any, chunk: Chunk) -> Any:
-            seen.append((kind, chunk.index))
-            return method(self, chunk)
-
-        monkeypatch.setattr(owner, name, watched)
-
     with Pair(model, plan) as pair:
         pair.train(1)
-        watch(RCache, "_load", LOAD)
-        watch(GradientFlow, "_opened", OPEN)
-        watch(GradientFlow, "_send", SEND)
-        pair.backward()
-    expected = _events(plan, trace)
-    assert seen == expected
-
-
-def _events(plan: Plan, trace: StepTrace) -> list[tuple[int, int]]:
-    from elixir.search.simulator import _placement, _workload
-
-    work, schedule, rates = _workload(plan, trace), plan.schedule(), Rates(Speeds().machine(), "float32", 1, 1)
-    times = WorkTimes(work, rates, rates.events_s(trace), plan.block_bytes)
-    loads = schedule.simulate(plan.block_count).timeline
-    events = times.events(_placement(plan), schedule, loads, updated=True)
-    return [
-        (kind, chunk) for kind, chunk in zip(events.kinds, events.chunks, strict=True) if kind in (LOAD, OPEN, SEND)
-    ]
+        with watching() as seen:
+            pair.backward()
+    assert seen == simulated_events(plan, trace, Speeds().machine())
 
 
 # --- properties ----------------------------------------------------------------------------------------------------
@@ -313,7 +283,7 @@ def test_a_searched_plan_is_counted_as_it_was_predicted(stack: StepTrace, world_
     assert result.bound_by in RESOURCES
     for name in RESOURCES:
         spans = [span for span in result.timeline if span.resource == name]
-        assert all(before.end_s <= after.start_s for before, after in zip(spans, spans[1:], strict=False))
+        assert all(before.end_s <= after.start_s for before, after in itertools.pairwise(spans))
         assert math.fsum(span.end_s - span.start_s for span in spans) == pytest.approx(result.busy_s[name])
     assert all(0 <= span.start_s < span.end_s <= result.step_s for span in result.timeline)
 

@@ -1,0 +1,51 @@
+"""In which order the runtime loads chunks and opens and sends their gradients, seen and simulated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from elixir.chunk.cache import RCache
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.gradients import GradientFlow
+from elixir.hardware import HardwareProfile
+from elixir.plan import Plan
+from elixir.search.rates import Rates, main_dtype
+from elixir.search.simulator import _placement, _workload
+from elixir.search.work_times import LOAD, OPEN, SEND, WorkTimes
+from elixir.tracer.step_trace import StepTrace
+
+_METHODS = ((RCache, "_load", LOAD), (GradientFlow, "_opened", OPEN), (GradientFlow, "_send", SEND))
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[tuple[int, int]]]:
+    """A list that fills with (kind, chunk) as the runtime's own methods are called; for one module at a time."""
+    seen: list[tuple[int, int]] = []
+    originals = [getattr(owner, name) for owner, name, _ in _METHODS]
+
+    def watched(method: Any, kind: int) -> Any:
+        def call(self: Any, chunk: Chunk) -> Any:
+            seen.append((kind, chunk.index))
+            return method(self, chunk)
+
+        return call
+
+    for (owner, name, kind), method in zip(_METHODS, originals, strict=True):
+        setattr(owner, name, watched(method, kind))
+    try:
+        yield seen
+    finally:
+        for (owner, name, _), method in zip(_METHODS, originals, strict=True):
+            setattr(owner, name, method)
+
+
+def simulated_events(plan: Plan, trace: StepTrace, hardware: HardwareProfile) -> list[tuple[int, int]]:
+    """The same as the simulator has it, for one batch."""
+    work, rates = _workload(plan, trace), Rates(hardware, main_dtype(trace), plan.world_size, plan.world_size)
+    times = WorkTimes(work, rates, rates.events_s(trace), plan.block_bytes)
+    schedule = plan.schedule()
+    events = times.events(_placement(plan), schedule, schedule.simulate(plan.block_count).timeline, updated=True)
+    pairs = zip(events.kinds, events.chunks, strict=True)
+    return [(kind, chunk) for kind, chunk in pairs if kind in (LOAD, OPEN, SEND)]
