@@ -75,7 +75,7 @@ def joined() -> Iterator[Ranks]:
         InputError: the environment that torchrun sets is incomplete.
         RankError: the ranks do not find each other.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         yield Ranks()
         return
     try:
@@ -83,7 +83,9 @@ def joined() -> Iterator[Ranks]:
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     except (KeyError, ValueError) as error:
-        raise InputError(f"WORLD_SIZE is set, but not all that torchrun sets: {error}; start with torchrun") from None
+        raise InputError(
+            f"WORLD_SIZE is set, but not all that goes with it is a number ({error}): start with torchrun, or unset it"
+        ) from None
     with _group("env://", rank, size, local_rank) as control:
         yield Ranks(size, rank, local_size, local_rank, control)
 
@@ -109,6 +111,11 @@ def spawn(world_size: int, run: Callable[..., Any], *args: Any) -> Any:
                 process.start()
             theirs.close()
             return _answer(mine, processes)
+        except BaseException:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()  # it may be waiting for one that failed
+            raise
         finally:
             for process in processes:
                 if process.pid is not None:

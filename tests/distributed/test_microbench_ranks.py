@@ -1,0 +1,71 @@
+"""What several ranks measure at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.errors import RankError
+from elixir.hardware import RateFit, preset
+from elixir.microbench import Bench, Ranks, Series, machine, measurement
+from elixir.microbench.measurement import Effort, median_seconds
+from elixir.microbench.ranks import spawn
+from tests.common.spawn import run_ranks
+
+TINY = Effort(2, 2, 0.0, 4, 2**21, 2**18, 1e-3)
+
+
+def ranks_here(rank: int, size: int) -> Ranks:
+    return Ranks(size, rank, size, rank, torch.distributed.group.WORLD)
+
+
+def measured(rank: int, size: int) -> dict[str, Series | None]:
+    measurement._EFFORTS = dict.fromkeys([("cpu", False), ("cpu", True)], TINY)
+    bench = Bench(torch.device("cpu"), True, ranks_here(rank, size))
+    return {result.key: result.series for result in machine.run_jobs(machine.rank_jobs(bench))}
+
+
+def test_all_ranks_have_the_same_points_under_keys_that_say_so() -> None:
+    first, second = run_ranks(2, measured)
+    assert first == second
+    keys = set(first)
+    assert {"all_gather.2", "reduce_scatter.2", "host_to_device.all_ranks", "host_to_device.both.all_ranks"} <= keys
+    assert "host_adam.1.all_ranks" in keys
+    assert None not in first.values()
+    assert all(series.ranks == 2 for series in first.values())
+    # The amount is the whole buffer, which a rank's buffer of 1 MiB bounds here.
+    assert max(amount for amount, _ in first["all_gather.2"].points) == 2**20
+
+
+def one_is_slow(rank: int, size: int) -> tuple[float, int]:
+    plan = Effort(2, 50, 0.03, 4, 2**21, 2**18, 1e-3)
+    return median_seconds(lambda: time.sleep(0.02 * rank), torch.device("cpu"), plan, ranks_here(rank, size))
+
+
+def test_a_run_takes_as_long_as_on_the_slowest_rank_and_all_stop_together() -> None:
+    first, second = run_ranks(2, one_is_slow)
+    assert first == second
+    assert first[0] >= 0.02
+
+
+def the_rank(ranks: Ranks, what: str) -> Any:
+    if what == "fail" and ranks.rank == 1:
+        raise ValueError("no such thing")
+    return what, ranks.size, ranks.slowest(float(ranks.rank))
+
+
+def test_started_ranks_answer_or_say_what_went_wrong() -> None:
+    assert spawn(2, the_rank, "hello") == ("hello", 2, 1.0)
+    with pytest.raises(RankError, match="no such thing|ended without|another rank"):
+        spawn(2, the_rank, "fail")
+
+
+def test_keys_of_several_ranks_are_keys_of_a_profile() -> None:
+    fits = dict.fromkeys(
+        ("host_adam.1.all_ranks", "host_to_device.both.all_ranks", "all_gather.2"), RateFit(0.0, 1.0, 0.0)
+    )
+    assert dataclasses.replace(preset("cpu"), fits=fits).fits == fits
