@@ -37,6 +37,7 @@ _METADATA_METHODS = frozenset(
 _IN_PLACE_OPERATORS = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__".split()
 )
+_GRADIENT = torch.Tensor.grad
 
 
 class AccessListener(Protocol):
@@ -47,6 +48,9 @@ class AccessListener(Protocol):
 
     def writes(self, parameters: list[nn.Parameter], function: str) -> None:
         """`function` is about to write to `parameters`; comes before `used`."""
+
+    def reads_gradient(self, parameter: nn.Parameter) -> None:
+        """``parameter.grad`` is about to be read."""
 
     def entered(self, module: nn.Module) -> None:
         """`module` starts to run."""
@@ -85,6 +89,8 @@ class TrackedParameter(nn.Parameter):
                         # Outside every module: in step_fn itself, or in a checkpointed function that runs again.
                         with _hooks_over(listener, outer):
                             return func(*args, **kwargs)
+            elif getattr(func, "__self__", None) is _GRADIENT and func.__name__ == "__get__":
+                args[0]._listener.reads_gradient(args[0])
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

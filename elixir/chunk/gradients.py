@@ -8,6 +8,9 @@ Several ranks send their chunks in one order that all share, whatever their data
 its gathers a chunk's reduction comes. A chunk that is complete waits for its place. One that is not when its place
 comes is sent as it is, zeros for what is missing. Gradients that arrive later still, which takes another order of
 execution than the traced one, are kept and sent with the next backward or before the optimizer steps.
+
+While `reducing` is off, several ranks each add up whole gradients at the home of the states; they are added to the next
+ones that are reduced, or reduced before the optimizer steps.
 """
 
 from __future__ import annotations
@@ -47,6 +50,14 @@ class _Open:
     """As many elements as the chunk has."""
     memory: torch.Tensor
     """What `block` lies in."""
+    arrived: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Kept:
+    """A whole chunk's gradients that this rank has not shared yet."""
+
+    memory: torch.Tensor
     arrived: set[str] = field(default_factory=set)
 
 
@@ -99,6 +110,9 @@ class GradientFlow:
         self._position = -1  # of the order; its loads have been sent
         self._unsent: list[int] = []  # with several ranks: chunks still to be sent in this backward, in order
         self._unsettled = False  # a backward is over, and late gradients have not been asked for
+        self._kept: dict[int, _Kept] = {}
+        self.reducing = True
+        """Off, several ranks keep their gradients to themselves; all must switch alike."""
         self.extra_blocks = 0
         """Blocks beyond the plan's, made because a chunk that others wait for never got its gradients."""
         self._arena = arena
@@ -163,21 +177,41 @@ class GradientFlow:
             self._send_late()
         self._wait()
 
-    def clear(self) -> None:
-        """Forget all gradients, those that are on their way too."""
+    def holds(self, chunk: Chunk, name: str) -> bool:
+        """Whether this rank got a gradient of a parameter since they were last cleared."""
+        known = (self.shards.get(chunk.index), self._open.get(chunk.index), self._kept.get(chunk.index))
+        return any(part is not None and name in part.arrived for part in known)
+
+    def clear(self, *, to_none: bool = True) -> None:
+        """Forget all gradients, those that are on their way too; or have zeros in their place."""
         with self._lock:
             self._wait()
-            for opened in self._open.values():
+            arrived = {index: set(shard.arrived) for index, shard in self.shards.items()}
+            for index, opened in self._open.items():
+                arrived[index] |= opened.arrived
                 self._give_back(opened.memory)
+            for index in list(self._kept):
+                arrived[index] |= self._drop_kept(self._chunks[index]).arrived
             self._open.clear()
             self._unsent = []
             self._unsettled = False
             for index, shard in self.shards.items():
-                shard.holds = False
-                shard.arrived.clear()
-                if shard.memory.numel() and self._chunks[index].plan.state_home == "device":
+                shard.holds = not to_none and bool(arrived[index])
+                shard.arrived = arrived[index] if shard.holds else set()
+                if shard.holds:
+                    self._zero(self._chunks[index])
+                elif shard.memory.numel() and self._chunks[index].plan.state_home == "device":
                     self._arena.count(-shard.memory.nbytes, "device", "gradients")
                     shard.memory = torch.empty(0, dtype=shard.memory.dtype)
+
+    def _zero(self, chunk: Chunk) -> None:
+        shard = self.shards[chunk.index]
+        if not shard.memory.numel():
+            self._make_shard(chunk)  # of zeros
+            return
+        if chunk.updated is not None:
+            chunk.updated.synchronize()  # the step before may still read it
+        shard.memory.zero_()
 
     def _wait(self) -> None:
         for shard in self.shards.values():
@@ -195,7 +229,7 @@ class GradientFlow:
     def _send_late(self) -> None:
         """Send what arrived after its chunk had been sent, on any rank."""
         late: list[list[int]] = []
-        mine = sorted(self._open)
+        mine = sorted({*self._open, *self._kept})
         self._lanes.network.submit(lambda: late.extend(self._group.exchange("late gradients", mine))).synchronize()
         with self._lock:
             for index in [index for index in self._chunks if any(index in theirs for theirs in late)]:
@@ -243,11 +277,13 @@ class GradientFlow:
     def _send(self, chunk: Chunk) -> None:
         """Reduce a chunk's gradients and let this rank's shard leave for its home."""
         opened = self._open.pop(chunk.index, None)
+        if self._group.size > 1 and not self.reducing:
+            if opened is not None:
+                self._keep(chunk, opened)
+            return
         if opened is None:
             opened = self._opened(chunk)
-        for slot in chunk.slots:
-            if slot.name not in opened.arrived:
-                opened.block[slot.offset : slot.offset + slot.numel].zero_()
+        _fill_gaps(chunk, opened)
         shard = self.shards[chunk.index]
         if not shard.memory.numel():
             self._make_shard(chunk)
@@ -257,16 +293,23 @@ class GradientFlow:
         after: list[Ticket] = [] if chunk.updated is None else [chunk.updated]
         mine = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
         beside: tuple[torch.Tensor, ...] = ()
+        complete: list[Ticket] = []
+        if chunk.index in self._kept:
+            kept = self._drop_kept(chunk)
+            shard.arrived |= kept.arrived
+            memory = kept.memory
+            beside = (memory,)
+            after.append(self._lanes.offload.submit(lambda: whole.add_(memory.to(whole.device)), nbytes=memory.nbytes))
         if self._group.size > 1:
             reduced = torch.empty_like(mine, dtype=torch.float32 if self._reduce_fp32 else mine.dtype)
-            wide = whole.float() if self._reduce_fp32 else whole
 
             def reduce() -> None:
+                wide = whole.float() if self._reduce_fp32 else whole  # now: what was kept has been added
                 self._group.reduce_mean(reduced, wide, f"gradients of chunk {chunk.index}")
 
             self.network_bytes += whole.nbytes - mine.nbytes
-            after.append(self._lanes.network.submit(reduce, nbytes=whole.nbytes - mine.nbytes))
-            mine, beside = reduced, (reduced, wide)
+            after.append(self._lanes.network.submit(reduce, after=complete, nbytes=whole.nbytes - mine.nbytes))
+            mine, beside = reduced, (reduced, *beside)
         adds, shard.holds = shard.holds, True
 
         def deliver() -> None:
@@ -279,3 +322,30 @@ class GradientFlow:
         if chunk.plan.state_home == "host":
             self.offloaded_bytes += shard.memory.nbytes
         self._leaving.append(_Leaving(opened.memory, shard.ready, beside))
+
+    def _keep(self, chunk: Chunk, opened: _Open) -> None:
+        """Add a chunk's gradients to those that this rank has kept to itself."""
+        _fill_gaps(chunk, opened)
+        home, kept = chunk.plan.state_home, self._kept.get(chunk.index)
+        if kept is None:
+            device = self._arena.device if home == "device" else torch.device("cpu")
+            kept = self._kept[chunk.index] = _Kept(torch.zeros_like(opened.block, device=device))
+            self._arena.count(kept.memory.nbytes, home, "gradients")
+        kept.arrived |= opened.arrived
+        memory, block = kept.memory, opened.block
+        ready = self._lanes.offload.submit(lambda: memory.add_(block.to(memory.device)), nbytes=block.nbytes)
+        if home == "host":
+            self.offloaded_bytes += block.nbytes
+        self._leaving.append(_Leaving(opened.memory, ready, (memory,)))
+
+    def _drop_kept(self, chunk: Chunk) -> _Kept:
+        kept = self._kept.pop(chunk.index)
+        self._arena.count(-kept.memory.nbytes, chunk.plan.state_home, "gradients")
+        return kept
+
+
+def _fill_gaps(chunk: Chunk, opened: _Open) -> None:
+    """Zeros for the gradients that did not come."""
+    for slot in chunk.slots:
+        if slot.name not in opened.arrived:
+            opened.block[slot.offset : slot.offset + slot.numel].zero_()

@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -62,11 +62,13 @@ class Emulation:
         bytes_per_s: speed of the link; None for as fast as memory.
         delay_s: work is held back for a random time up to this; for tests.
         seed: of the delays.
+        blocking: whoever submits work waits for it, so that nothing overlaps; to see what overlap is worth.
     """
 
     bytes_per_s: float | None = None
     delay_s: float = 0.0
     seed: int = 0
+    blocking: bool = False
 
 
 class _ThreadTicket:
@@ -113,13 +115,16 @@ class ThreadLane:
         """See `Lane.submit`; compute on the CPU is done with what it was given when this is called."""
         ticket = _ThreadTicket(self)
         self._queue.put((work, tuple(after), nbytes, ticket))
+        if self._emulation.blocking:
+            ticket.synchronize()
         return ticket
 
     def close(self) -> None:
         """Finish and join the thread."""
         if self._thread.is_alive():
             self._queue.put(None)
-            self._thread.join()
+            if threading.current_thread() is not self._thread:  # a module may be let go of by its own last work
+                self._thread.join()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -221,9 +226,7 @@ class Lanes:
 
 def make_lanes(device: torch.device, emulation: Emulation | None = None) -> Lanes:
     """Lanes for compute on `device`; `emulation` is for the CPU's links."""
-    host_adam = ThreadLane(
-        "host adam", Emulation(delay_s=emulation.delay_s, seed=emulation.seed) if emulation else None
-    )
+    host_adam = ThreadLane("host adam", replace(emulation, bytes_per_s=None) if emulation else None)
     if device.type == "cuda":
         # Gathers go before reductions: compute waits for the former.
         return Lanes(StreamLane(device, -1), StreamLane(device, -1), StreamLane(device), host_adam)

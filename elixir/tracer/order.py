@@ -114,6 +114,9 @@ class UseOrder:
     def writes(self, parameters: list[nn.Parameter], function: str) -> None:
         """Says nothing of when they are read."""
 
+    def reads_gradient(self, parameter: nn.Parameter) -> None:
+        """No weight is read for it."""
+
     def entered(self, module: nn.Module) -> None:
         """A module starts."""
         name = self._names.get(module, type(module).__name__)

@@ -80,6 +80,7 @@ class ChunkOptimizer:
         """One step with the gradients in `arrived` times `factor`, and the new weights back to their home."""
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             group.update(values)
+        before = [segment.weights.grad for segment in self.segments]  # of ordinary parameters, which keep theirs
         for segment in self.segments:
             segment.weights.grad = None
         for segment, gradient in arrived:
@@ -87,8 +88,8 @@ class ChunkOptimizer:
             value = gradient.to(segment.weights.dtype)
             segment.weights.grad = (value * factor if factor != 1.0 else value).view_as(segment.weights)
         self.optimizer.step()
-        for segment in self.segments:
-            segment.weights.grad = None
+        for segment, kept in zip(self.segments, before, strict=True):
+            segment.weights.grad = kept
         if self._separate:
             self._write_weights(arrived)
         self._count_states()

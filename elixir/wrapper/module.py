@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,9 @@ from elixir.wrapper.report import StepReport
 from elixir.wrapper.state import ModelState
 from elixir.wrapper.uses import WeightUses
 from elixir.wrapper.weights import Weights
+
+if TYPE_CHECKING:
+    from elixir.wrapper.optimizer import ElixirOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +94,8 @@ class ElixirModule(nn.Module):
         self._output_fp32 = output_fp32
         self._arena = Arena(self._device)
         self._lanes = make_lanes(self._device, emulation)
+        # Also where nobody calls `close`: the interpreter must not end with threads inside of torch.
+        self._stop = weakref.finalize(self, self._lanes.close)
         self.chunks: list[Chunk] = build_chunks(module, plan, self._arena, self._group, weights)
         place_buffers(module, self._device)
         self._pool = BlockPool(self._arena, plan.block_count, plan.block_bytes, poison=poison)
@@ -108,6 +115,9 @@ class ElixirModule(nn.Module):
         self._access = ParameterAccess(module, self.uses, parameters) if tracked else None
         self.gradients = self._gradient_flow(reduce_always_fp32, schedule)
         self.cache.reductions = self.gradients
+        self.uses.gradients = self.gradients
+        self.optimizers: list[ElixirOptimizer] = []
+        """Those that step this module."""
         self.refreshed_bytes = 0
         """Host to device since the last report, for resident weights that the host has updated."""
         self.regathered_bytes = 0
@@ -124,6 +134,11 @@ class ElixirModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                "a CUDA graph would replay with the addresses that weights had when it was captured, but streamed "
+                "weights move; run an ElixirModule without capturing it"
+            )
         self.forget_failed_backward()
         self.cache.begin()
         args, kwargs = cast_inputs((args, kwargs), self._device, self._cast)
@@ -209,14 +224,44 @@ class ElixirModule(nn.Module):
         self._pending_updates.extend(updates)
         self.cache.invalidate()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, those that have left for their home too."""
-        self.forget_failed_backward()
-        self.gradients.clear()
-        super().zero_grad(set_to_none)
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here reduce nothing: each rank adds up its own gradients, until the next backward outside.
 
-    def step_over(self) -> None:
-        """An optimizer has stepped: write the step's report, and say so where the plan was wrong."""
+        For accumulation over micro-batches. It saves the network and costs memory that the plan knows nothing of: a
+        whole gradient per rank, at the home of the states. All ranks must do the same.
+        """
+        before, self.gradients.reducing = self.gradients.reducing, False
+        try:
+            yield
+        finally:
+            self.gradients.reducing = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, those that have left for their home too; or have zeros in their place."""
+        self.forget_failed_backward()
+        self.gradients.clear(to_none=set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():
+            super().zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of all gradients; the next step clips it to `max_norm`. In the place of torch's function.
+
+        Raises:
+            InputError: there is not exactly one `ElixirOptimizer`, or another norm than the second is asked for.
+        """
+        if norm_type != 2.0:
+            raise InputError(f"only the 2-norm of sharded gradients is known, norm_type is {norm_type}")
+        if len(self.optimizers) != 1:
+            raise InputError(f"clip_grad_norm_ needs one ElixirOptimizer, this module has {len(self.optimizers)}")
+        return self.optimizers[0].clip_grad_norm_(max_norm)
+
+    def step_over(self, *, skipped: bool = False) -> None:
+        """An optimizer has stepped: write the step's report, and say so where the plan was wrong.
+
+        Args:
+            skipped: the step was left out after an overflow, so that no weights have moved.
+        """
         counts, flow = self.cache.take_counts(), self.gradients
         parts, moved = self.plan.predicted.device_parts, self.plan.predicted.moved_bytes
         ours = ["rcache", "resident_weights", "weight_shards", "optimizer_states", "gradient_blocks"]
@@ -245,7 +290,7 @@ class ElixirModule(nn.Module):
         self.refreshed_bytes = self.regathered_bytes = flow.offloaded_bytes = flow.network_bytes = 0
         for lane in self._lanes.all():
             lane.waited_s = 0.0
-        surprises = self.last_report.surprises()
+        surprises = {} if skipped else self.last_report.surprises()
         if surprises and not self._warned:
             self._warned = True
             text = ", ".join(f"{name} {seen} instead of {expected}" for name, (seen, expected) in surprises.items())
@@ -293,7 +338,7 @@ class ElixirModule(nn.Module):
 
     def close(self) -> None:
         """Stop the lanes. The module cannot run afterwards."""
-        self._lanes.close()
+        self._stop()
         self._group.close()
         self._arena.release()
 
@@ -331,28 +376,19 @@ class ElixirModule(nn.Module):
         )
 
     def _watch_gradients(self) -> None:
+        # What autograd holds must not hold this module: the garbage collector cannot see through it.
+        weak = weakref.ref(self)
         for chunk in self.chunks:
             if chunk.index not in self.gradients.shards:
                 continue
-            for slot in chunk.slots:
+            for position, slot in enumerate(chunk.slots):
                 if slot.parameter.requires_grad:
-
-                    def arrived(parameter: nn.Parameter, chunk: Chunk = chunk, slot: Any = slot) -> None:
-                        self._backward_runs()
-                        if parameter.grad is not None:
-                            self.gradients.take(chunk, slot, parameter.grad)
-                            parameter.grad = None
-
-                    slot.parameter.register_post_accumulate_grad_hook(arrived)
+                    slot.parameter.register_post_accumulate_grad_hook(partial(_arrived, weak, chunk.index, position))
 
     def _watch_backward(self, output: Any) -> None:
         """Notice the beginning of backward at what it begins with, before any of the model's nodes run."""
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-
-            def begins(gradient: torch.Tensor) -> None:
-                self._backward_runs()
-
-            output.register_hook(begins)
+            output.register_hook(partial(_begins, weakref.ref(self)))
 
     def _backward_runs(self) -> None:
         """Once per backward: have the engine call when it is over."""
@@ -398,3 +434,23 @@ class ElixirModule(nn.Module):
         if chunk.shard is not None:
             chunk.shard.copy_(whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel])
         chunk.follow_writes()
+
+
+def _arrived(weak: weakref.ref[ElixirModule], index: int, position: int, parameter: nn.Parameter) -> None:
+    """Autograd has accumulated a gradient: it leaves for its home."""
+    module = weak()
+    if module is None:
+        return
+    module._backward_runs()
+    with torch._C.DisableTorchFunctionSubclass():  # nobody else is reading gradients here
+        if parameter.grad is not None:
+            chunk = module.chunks[index]
+            module.gradients.take(chunk, chunk.slots[position], parameter.grad)
+            parameter.grad = None
+
+
+def _begins(weak: weakref.ref[ElixirModule], gradient: torch.Tensor) -> None:
+    """Backward has come to an output of the model."""
+    module = weak()
+    if module is not None:
+        module._backward_runs()

@@ -75,6 +75,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.used_parameters: set[str] = set()
         self._position = {parameter: index for index, parameter in enumerate(module.module.parameters())}
         self._parts = [ChunkOptimizer(self, chunk) for chunk in self._in_order() if chunk.plan.trainable]
+        module.optimizers.append(self)
         self._ready = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -125,8 +126,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         (loss * self.loss_scale if self.scales else loss).backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
-        self.module.zero_grad()
+        """Forget the gradients; or have zeros in their place, with which `step` then steps."""
+        self.module.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """The global norm of the gradients; the next `step` clips them to `max_norm`."""
@@ -158,6 +159,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             norm = self._norm()
             if self.scales and not math.isfinite(norm):
                 self._overflowed()
+                module.step_over(skipped=True)
                 return result
             if limit:
                 # As torch.nn.utils.clip_grad_norm_: the same epsilon, in float32, and never a factor above 1.

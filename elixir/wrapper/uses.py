@@ -13,6 +13,7 @@ from torch import nn
 from elixir.access import backward_is_running, current_node_number
 from elixir.chunk.cache import RCache
 from elixir.chunk.chunk import Chunk
+from elixir.chunk.gradients import GradientFlow
 from elixir.errors import InputError
 
 
@@ -62,6 +63,8 @@ class WeightUses:
         self.gathered_memory: dict[int, torch.Tensor] = {}
         self.saving = False
         """While a state dict is made of placeholders, which are replaced before anyone sees it."""
+        self.gradients: GradientFlow | None = None
+        """Knows whose gradients have left."""
         self.loading = False
         """While parameters have memory of their own, into which a state dict is loaded."""
 
@@ -111,6 +114,19 @@ class WeightUses:
                 raise InputError(
                     f"{function} writes in place to a parameter of shape {list(parameter.shape)} whose home is "
                     "elsewhere, so it would be lost; do it inside `with model.gathered(parameters, write=True)`"
+                )
+
+    def reads_gradient(self, parameter: nn.Parameter) -> None:
+        """Whoever reads None for a gradient that is elsewhere would go on as if there were none."""
+        chunk = self._chunks[self._chunk_of[parameter]]
+        if parameter.grad is not None or self.gradients is None:
+            return
+        for slot in chunk.slots:
+            if slot.parameter is parameter and self.gradients.holds(chunk, slot.name):
+                raise InputError(
+                    f"{slot.name}.grad is None because its gradient lies sharded at the home of its optimizer states: "
+                    "clip with max_norm= or model.clip_grad_norm_(), step and zero_grad() with the ElixirOptimizer, and "
+                    "change gradients in a hook (parameter.register_hook)"
                 )
 
     def entered(self, module: nn.Module) -> None:

@@ -65,6 +65,43 @@ def test_accumulation_adds_up_over_micro_batches(kind: str) -> None:
     run_ranks(2, _accumulation, kind)
 
 
+def _without_sync(rank: int, world_size: int, kind: str) -> None:
+    model = tiny("gpt2")
+    whole = batch_of(model, rank, world_size, rows=6)
+    twins = Twins(model, whole, kind, optimizer=_adamw)
+    parts = [{name: value[2 * part : 2 * part + 2] for name, value in whole.items()} for part in range(3)]
+    for step in range(6):
+        with twins.module.no_sync(), twins.plain.no_sync():
+            twins.backward(parts[0], scale=1 / 3)
+            twins.backward(parts[1], scale=1 / 3)
+            assert twins.module.gradients.network_bytes == 0
+        if step == 5:  # nothing is reduced before the step, which has to see to it
+            twins.optimizer.step()
+            averaged = [p.grad for p in twins.plain.parameters()]
+            for gradient in averaged:
+                dist.all_reduce(gradient)
+                gradient /= world_size
+            twins.plain_optimizer.step()
+            break
+        twins.backward(parts[2], scale=1 / 3)
+        assert twins.module.gradients.network_bytes > 0
+        twins.step()
+    twins.check()
+    twins.optimizer.zero_grad()
+    with twins.module.no_sync():
+        twins.backward()
+    twins.optimizer.zero_grad()
+    before = twins.module.state_dict()
+    twins.optimizer.step()  # with nothing
+    assert all(torch.equal(value, before[name]) for name, value in twins.module.state_dict().items())
+    twins.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "mixed", "resident"])
+def test_gradients_can_wait_for_the_last_micro_batch(kind: str) -> None:
+    run_ranks(2, _without_sync, kind)
+
+
 def _frozen(rank: int, world_size: int) -> None:
     model = tiny("llama")
     for name, parameter in model.named_parameters():

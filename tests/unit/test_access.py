@@ -24,6 +24,9 @@ class Log:
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         self.heard.append(("used", (tuple(self.names[id(p)] for p in parameters), function)))
 
+    def reads_gradient(self, parameter: nn.Parameter) -> None:
+        self.heard.append(("gradient", self.names[id(parameter)]))
+
     def entered(self, module: nn.Module) -> None:
         self.heard.append(("entered", type(module).__name__))
 

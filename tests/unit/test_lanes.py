@@ -95,6 +95,12 @@ def test_an_emulated_link_takes_its_time() -> None:
     lane.close()
 
 
+def test_blocking_lanes_leave_nothing_running() -> None:
+    lane = ThreadLane("blocking", Emulation(bytes_per_s=1e6, blocking=True))
+    assert all(lane.submit(lambda: None, nbytes=20_000).done() for _ in range(3))
+    lane.close()
+
+
 def test_delays_follow_from_the_seed() -> None:
     def delays(seed: int) -> list[float]:
         lane = ThreadLane("fetch", Emulation(delay_s=0.002, seed=seed))

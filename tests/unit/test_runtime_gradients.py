@@ -1,0 +1,155 @@
+"""Gradients live with the optimizer states: who asks a parameter for one gets an answer, never a silent None."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from elixir.errors import InputError
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common.parity import MODES, Pair, case, make_plan
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    it = case("gpt2", layers=1)
+    with Pair(it, make_plan(it, "streamed")) as made:
+        made.train(1)
+        yield made
+
+
+READERS: dict[str, Callable[[Pair], object]] = {
+    "attribute": lambda pair: [parameter.grad for parameter in pair.module.parameters()],
+    "clipping": lambda pair: torch.nn.utils.clip_grad_norm_(pair.module.parameters(), 1.0),
+    "another optimizer": lambda pair: torch.optim.SGD(pair.module.parameters(), lr=0.1).step(),
+    "zero_grad of the model inside": lambda pair: pair.module.module.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_a_gradient_that_has_left_is_not_none(pair: Pair, how: str) -> None:
+    pair.backward()
+    with pytest.raises(InputError, match=r"clip_grad_norm_.*ElixirOptimizer"):
+        READERS[how](pair)
+    pair.step()
+    READERS[how](pair)  # there is none now, as after zero_grad in plain PyTorch
+    pair.train(1)
+    pair.assert_same_weights()
+
+
+def test_hooks_on_parameters_see_their_gradients(pair: Pair) -> None:
+    seen: list[torch.Tensor] = []
+    for model in (pair.module.module, pair.plain):
+        weight = model.transformer.h[0].mlp.c_fc.weight
+        weight.register_hook(lambda gradient: gradient * 2)
+        weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    pair.backward()
+    assert torch.equal(seen[0], seen[1])
+    pair.step()
+    pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_module_clips(mode: str) -> None:
+    it = case("opt")
+    with Pair(it, make_plan(it, mode)) as pair:
+        for _ in range(3):
+            pair.backward()
+            norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)
+            assert torch.equal(pair.module.clip_grad_norm_(0.1), norm)
+            pair.step()
+        pair.assert_same_weights()
+        with pytest.raises(InputError, match="2-norm"):
+            pair.module.clip_grad_norm_(0.1, norm_type=1.0)
+
+
+def test_clipping_needs_an_optimizer() -> None:
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    with pytest.raises(InputError, match="one ElixirOptimizer"):
+        module.clip_grad_norm_(1.0)
+    module.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_zeros_in_the_place_of_gradients(mode: str) -> None:
+    """AdamW goes on decaying and following its moments where gradients are zero, and stops where there are none."""
+    it = case("bert")  # has a pooler that gets no gradient
+    with Pair(it, make_plan(it, mode)) as pair:
+        pair.train(2)
+        pair.backward()
+        pair.optimizer.step()
+        pair.plain_optimizer.step()
+        pair.optimizer.zero_grad(set_to_none=False)
+        pair.plain_optimizer.zero_grad(set_to_none=False)
+        pair.step()
+        pair.assert_same_weights()
+        pair.backward()
+        pair.optimizer.zero_grad(set_to_none=False)
+        pair.plain_optimizer.zero_grad(set_to_none=False)
+        pair.backward()
+        pair.step()
+        pair.assert_same_weights()
+
+
+def test_no_sync_changes_nothing_on_one_rank(pair: Pair) -> None:
+    with pair.module.no_sync():
+        pair.backward()
+    pair.backward()
+    pair.step()
+    pair.assert_same_weights()
+
+
+def test_a_skipped_step_is_reported_too() -> None:
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "streamed", unified_dtype="float16"), device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()), initial_scale=2.0**60)
+    optimizer.backward(it.loss(module, it.inp))
+    optimizer.step()
+    assert optimizer.loss_scale == 2.0**59
+    assert module.last_report is not None
+    assert module.last_report.observed["loads"] == module.last_report.predicted["loads"]
+    module.close()
+
+
+def test_a_forward_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(module, "_device", torch.device("cuda"))
+    with pytest.raises(InputError, match="CUDA graph"):
+        module(**it.inp)
+    module.close()
+
+
+_LEFT_OPEN = """
+import torch
+from tests.common.parity import case, make_plan
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+it = case("opt", layers=1)
+module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
+optimizer.backward(it.loss(module, it.inp))
+optimizer.step()
+"""
+
+
+def test_a_program_may_end_without_closing() -> None:
+    ended = subprocess.run([sys.executable, "-c", _LEFT_OPEN], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr.count("terminate")) == (0, 0), ended.stderr
+
+
+def test_a_module_that_is_let_go_of_stops_its_lanes() -> None:
+    before = threading.active_count()
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    assert threading.active_count() > before
+    del module, it
+    gc.collect()
+    assert threading.active_count() == before
