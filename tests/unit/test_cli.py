@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from elixir.artifact import Artifact
 from elixir.cli import main
 from elixir.cli.parser import build_parser, normalise
 from elixir.errors import InputError, Lever, PlanError, StateError, unknown_name
+from elixir.hardware import RateFit
 from elixir.plan import Plan
 from elixir.search.report import _label, record_of, show_value
 from elixir.tracer.step_trace import StepTrace
@@ -283,6 +285,31 @@ def test_hardware_measure_saves(stub: Stub, capsys: pytest.CaptureFixture[str], 
     assert run(capsys, "hardware", "--measure", "--quick", "--out", str(out))[0] == 0
     assert json.loads(out.read_text())["name"] == "here"
     assert stub.calls["measure"]["quick"] is True
+    assert stub.calls["measure"]["start_ranks"] is True
+    assert run(capsys, "hardware", "--measure", "--no-spawn")[0] == 0
+    assert stub.calls["measure"]["start_ranks"] is False
+
+
+def test_hardware_measure_tells_how_far_it_is_line_by_line_without_a_terminal(
+    stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(capsys, "hardware", "--measure")
+    (progress,) = stub.calls["measure"]["args"]
+    progress("host memory", 0, 32)
+    assert capsys.readouterr().err == "1/32 host memory\n"
+
+
+def test_hardware_draws_and_lists_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    points = ((1e6, 1.1e-4), (1e8, 1.01e-2))
+    profile = dataclasses.replace(make_hardware(), fits={"host_to_device.both": RateFit(1e-5, 1e10, 0.125, points)})
+    path, picture = str(profile.save(tmp_path / "hw.json")), tmp_path / "fits.svg"
+    status, out, _ = run(capsys, "hardware", "--show", path, "--plot", str(picture))
+    assert status == 0
+    assert "host to device.both bandwidth" in out
+    assert "10.0 GB/s" in out
+    assert str(points) not in out
+    assert picture.read_text().startswith("<?xml")
+    assert run(capsys, "hardware", "--show", "h200", "--plot", str(tmp_path / "none.svg"))[0] == 2
 
 
 def test_hardware_show_gives_sources(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,7 +317,9 @@ def test_hardware_show_gives_sources(stub: Stub, capsys: pytest.CaptureFixture[s
     assert json.loads(run(capsys, "hardware", "--show", "h200", "--json")[1])["artifact"] == "hardware_profile"
 
 
-@pytest.mark.parametrize("argv", ["--out hw.json", "--quick", "--list --measure", "--show a --measure"])
+@pytest.mark.parametrize(
+    "argv", ["--out hw.json", "--quick", "--no-spawn", "--plot a.png", "--list --measure", "--show a --measure"]
+)
 def test_hardware_refuses_what_does_not_go_together(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
     fails(capsys, "hardware", *argv.split())
 
