@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, replace
 
@@ -191,8 +190,3 @@ def with_link_speed(hardware: HardwareProfile, bytes_per_s: float) -> HardwarePr
         fits={key: fit for key, fit in hardware.fits.items() if key.split(".")[0] not in links},
         **{name: min(getattr(hardware, name), bytes_per_s) for name in fields},
     )
-
-
-def total_s(seconds: Floats) -> float:
-    """A sum that does not depend on the order of adding."""
-    return math.fsum(seconds.tolist())
