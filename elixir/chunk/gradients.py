@@ -299,7 +299,9 @@ class GradientFlow:
             shard.arrived |= kept.arrived
             memory = kept.memory
             beside = (memory,)
-            after.append(self._lanes.offload.submit(lambda: whole.add_(memory.to(whole.device)), nbytes=memory.nbytes))
+            complete.append(
+                self._lanes.offload.submit(lambda: whole.add_(memory.to(whole.device)), nbytes=memory.nbytes)
+            )
         if self._group.size > 1:
             reduced = torch.empty_like(mine, dtype=torch.float32 if self._reduce_fp32 else mine.dtype)
 
