@@ -108,7 +108,7 @@ def matmul_series(bench: Bench, dtype: torch.dtype, shape: str = "square") -> Se
     def cases() -> Iterator[tuple[float, Callable[[], Callable[[], object]]]]:
         for size in _growing(_SMALLEST[kind], _LARGEST[kind]):
             rows, inner, columns = SHAPES[shape](size)
-            if 4 * inner * columns > plan.buffer_bytes or 4 * rows * (inner + columns) > 2 * plan.buffer_bytes:
+            if 4 * inner * columns > plan.buffer_bytes or 4 * rows * (inner + columns) > plan.buffer_bytes:
                 return
             yield 2.0 * rows * inner * columns, partial(_product, bench, plan, dtype, (rows, inner, columns))
 

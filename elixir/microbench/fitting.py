@@ -24,6 +24,9 @@ MIN_RATE_SHARE = 0.6
 """Of the time of the largest amount. With less, either the amounts were too small to tell a rate, or something else kept
 the cores busy: threads that wait for a core wait for milliseconds, whatever the amount."""
 
+MAX_LATENCY_S = 5e-3
+"""Nothing that is measured here takes so long to start; a thread that waits for its turn on a core does."""
+
 
 @dataclass(frozen=True)
 class Series:
@@ -139,6 +142,11 @@ def fit_points(points: Sequence[tuple[float, float]]) -> RateFit:
         raise InputError(
             f"seconds hardly grow with the amount: of the largest, {latency / (latency + inverse):.0%} would be "
             f"latency; measure larger amounts, on a quieter machine"
+        )
+    if latency * seconds_unit > MAX_LATENCY_S:
+        raise InputError(
+            f"a latency of {latency * seconds_unit * 1e3:.1f} ms is no latency: at most {MAX_LATENCY_S * 1e3:g} ms is "
+            f"accepted; something else keeps the cores busy, so measure again on a quieter machine"
         )
     errors = np.abs(rows @ solved.x - 1)
     worst = int(errors.argmax())

@@ -114,6 +114,7 @@ def test_latency_is_never_negative() -> None:
         ([(1e6, 1e-3)] * 5, "3 different amounts"),
         ([(1e6, 1.0), (1e7, 1.0), (1e8, 1.0)], "hardly grow"),
         ([(1e6, 1.0), (1e7, 0.9), (1e8, 0.5)], "hardly grow"),
+        (line(8e-3, 1e9), "latency of 8.0 ms"),
         ([*line(1e-5, 1e9), (2e9, 9.0)], "do not describe it"),
         ([*line(1e-5, 1e9), (2e9, math.nan)], "above 0 and finite"),
         ([*line(1e-5, 1e9), (2e9, math.inf)], "above 0 and finite"),
