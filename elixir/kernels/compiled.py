@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,11 +128,14 @@ class Background:
 
     def _run(self) -> None:
         try:
+            began = time.monotonic()
             if self._child_source is not None:
                 self._run_child(self._child_source)
+            child_s = time.monotonic() - began
             if not self._stopping:
                 self._step = self._build()
-                logger.info("%s is compiled", self.name)
+                rest_s = time.monotonic() - began - child_s
+                logger.info("%s is compiled: %.1f s in a child process, %.1f s in this", self.name, child_s, rest_s)
         except Exception as error:
             if not self._stopping:
                 lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -284,6 +284,9 @@ def _check_parameter(parameter: torch.Tensor) -> None:
 
 def _options(group: dict[str, Any]) -> AdamOptions:
     """The numbers of a group as they are now: schedulers write to it."""
+    missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in group]
+    if missing:
+        raise InputError(f"a group of Adam has lr, betas, eps and weight_decay; this one lacks {', '.join(missing)}")
     if group["amsgrad"]:
         raise InputError("HybridAdam has no amsgrad; use torch.optim.AdamW(amsgrad=True)")
     check_kind(group["moments"])
