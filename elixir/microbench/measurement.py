@@ -41,7 +41,7 @@ class Effort:
 
 _EFFORTS = {
     # Host buffers keep the whole process within 1 GiB; device buffers are as large as a link needs to show its rate.
-    ("cpu", False): Effort(5, 20, 0.12, 7, 192 * MIB, 32 * 10**6, 0.2),
+    ("cpu", False): Effort(5, 20, 0.12, 7, 128 * MIB, 24 * 10**6, 0.2),
     ("cpu", True): Effort(3, 5, 0.01, 4, 64 * MIB, 8 * 10**6, 0.02),
     ("cuda", False): Effort(5, 20, 0.12, 9, 512 * MIB, 128 * 10**6, 0.05),
     ("cuda", True): Effort(3, 5, 0.01, 4, 128 * MIB, 32 * 10**6, 0.01),

@@ -55,7 +55,7 @@ from elixir.microbench.transfers import both_ways_series, memory_series, one_way
 
 CPU = torch.device("cpu")
 QUICK = Bench(CPU, quick=True)
-TINY = Effort(2, 2, 0.0, 4, 2**21, 2**18, 1e-3)
+TINY = Effort(2, 2, 0.0, 4, 2**22, 2**18, 1e-3)
 PROFILE_SCRIPTS = Path(__file__).parents[2] / "profile"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
 
