@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -32,7 +34,7 @@ from elixir.schedule import StepSchedule
 logger = logging.getLogger(__name__)
 
 _LOOKAHEAD = 64
-"""How far a use is searched in the order before it counts as a deviation."""
+"""In how many further entries of streamed chunks a use is looked for before it counts as a deviation."""
 
 
 @dataclass
@@ -94,6 +96,7 @@ class RCache:
         self._evict_always = evict_always
         self._known = frozenset(chunk for chunks in schedule.policy.required for chunk in chunks)
         self._required = [frozenset(chunks) for chunks in schedule.policy.required]
+        self._streaming = [position for position, chunks in enumerate(self._required) if chunks]
         self._backward_from = len(self._required) if backward_from is None else backward_from
         self._together = group.size > 1
         self._position = -1
@@ -226,9 +229,8 @@ class RCache:
             return
         # With several ranks, uses in forward never walk into the backward part, which other ranks have yet to enter.
         end = self._backward_from if self._together and not backward else len(self._required)
-        if not self._together or all(self._chunks[index].state is not ChunkState.HOME for index in used):
-            end = min(end, self._position + 1 + _LOOKAHEAD)
-        position = self._next_with(wanted, self._position + 1, end)
+        near = not self._together or all(self._chunks[index].state is not ChunkState.HOME for index in used)
+        position = self._next_with(wanted, self._position + 1, end, _LOOKAHEAD if near else None)
         if position is not None:
             self._walk_to(position)
             return
@@ -242,8 +244,15 @@ class RCache:
                 self._jump(position - 1)
                 self._walk_to(position)
 
-    def _next_with(self, wanted: frozenset[int], start: int, end: int) -> int | None:
-        return next((position for position in range(start, end) if wanted <= self._required[position]), None)
+    def _next_with(self, wanted: frozenset[int], start: int, end: int, most: int | None = None) -> int | None:
+        """The first position from `start` to `end` that requires `wanted`, among the first `most` that require any."""
+        first = bisect_left(self._streaming, start)
+        for position in islice(self._streaming, first, None if most is None else first + most):
+            if position >= end:
+                return None
+            if wanted <= self._required[position]:
+                return position
+        return None
 
     def _walk_to(self, last: int) -> None:
         """Go on through the order, one position after the other."""

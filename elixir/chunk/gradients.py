@@ -59,6 +59,7 @@ class _Kept:
 
     memory: torch.Tensor
     arrived: set[str] = field(default_factory=set)
+    ready: Ticket | None = None
 
 
 class _Leaving(NamedTuple):
@@ -320,9 +321,9 @@ class GradientFlow:
             else:
                 shard.memory.copy_(mine, non_blocking=True)
 
-        shard.ready = self._lanes.offload.submit(deliver, after=after, nbytes=shard.memory.nbytes)
-        if chunk.plan.state_home == "host":
-            self.offloaded_bytes += shard.memory.nbytes
+        moved_bytes = shard.memory.nbytes if chunk.plan.state_home == "host" else 0
+        shard.ready = self._lanes.offload.submit(deliver, after=after, nbytes=moved_bytes)
+        self.offloaded_bytes += moved_bytes
         self._leaving.append(_Leaving(opened.memory, shard.ready, beside))
 
     def _keep(self, chunk: Chunk, opened: _Open) -> None:
@@ -335,10 +336,10 @@ class GradientFlow:
             self._arena.count(kept.memory.nbytes, home, "gradients")
         kept.arrived |= opened.arrived
         memory, block = kept.memory, opened.block
-        ready = self._lanes.offload.submit(lambda: memory.add_(block.to(memory.device)), nbytes=block.nbytes)
-        if home == "host":
-            self.offloaded_bytes += block.nbytes
-        self._leaving.append(_Leaving(opened.memory, ready, (memory,)))
+        moved_bytes = block.nbytes if home == "host" else 0
+        kept.ready = self._lanes.offload.submit(lambda: memory.add_(block.to(memory.device)), nbytes=moved_bytes)
+        self.offloaded_bytes += moved_bytes
+        self._leaving.append(_Leaving(opened.memory, kept.ready, (memory,)))
 
     def _drop_kept(self, chunk: Chunk) -> _Kept:
         kept = self._kept.pop(chunk.index)

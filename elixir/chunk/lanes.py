@@ -14,10 +14,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from elixir.errors import StateError
 
 Work = Callable[[], object]
 
@@ -39,7 +41,7 @@ class Lane(Protocol):
     """One resource that works beside compute."""
 
     waited_s: float
-    """How long compute stood still for this lane; on CUDA, where nobody stands still, always 0."""
+    """How long compute stood still for this lane; on CUDA, where only work of the host makes it, next to nothing."""
 
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
         """Run `work` behind all earlier work of this lane, behind `after`, and behind compute submitted so far.
@@ -71,6 +73,14 @@ class Emulation:
     blocking: bool = False
 
 
+class _Worker(threading.local):
+    running = False
+    """Whether this thread is a lane's: what it waits for keeps no compute waiting."""
+
+
+_WORKER = _Worker()
+
+
 class _ThreadTicket:
     def __init__(self, lane: ThreadLane) -> None:
         self._lane = lane
@@ -88,7 +98,8 @@ class _ThreadTicket:
         if not self._event.is_set():
             started = time.perf_counter()
             self._event.wait()
-            self._lane.waited_s += time.perf_counter() - started
+            if not _WORKER.running:
+                self._lane.waited_s += time.perf_counter() - started
         if self._error is not None:
             raise self._error
 
@@ -101,10 +112,12 @@ class ThreadLane:
     Args:
         name: of the thread.
         emulation: link speed and delays.
+        stream: of what the work does on a CUDA device, whose compute would wait for it on the default one.
     """
 
-    def __init__(self, name: str, emulation: Emulation | None = None) -> None:
+    def __init__(self, name: str, emulation: Emulation | None = None, stream: torch.cuda.Stream | None = None) -> None:
         self._emulation = emulation or Emulation()
+        self._stream = stream
         self._random = random.Random(f"{self._emulation.seed} {name}")
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], int, _ThreadTicket] | None] = queue.SimpleQueue()
         self.waited_s = 0.0
@@ -127,6 +140,7 @@ class ThreadLane:
                 self._thread.join()
 
     def _run(self) -> None:
+        _WORKER.running = True
         while (item := self._queue.get()) is not None:
             work, after, nbytes, ticket = item
             error: BaseException | None = None
@@ -136,7 +150,7 @@ class ThreadLane:
                 started = time.perf_counter()
                 if self._emulation.delay_s:
                     time.sleep(self._random.uniform(0, self._emulation.delay_s))
-                with torch.no_grad():
+                with torch.no_grad(), torch.cuda.stream(self._stream):  # None changes nothing
                     work()
                 if self._emulation.bytes_per_s:
                     left = nbytes / self._emulation.bytes_per_s - (time.perf_counter() - started)
@@ -149,26 +163,46 @@ class ThreadLane:
 
 
 class _CudaTicket:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
+    """Work that has been, or will be, issued to a stream."""
+
+    def __init__(self) -> None:
+        self._issued = threading.Event()
+        self._event: torch.cuda.Event | None = None
+        self._error: BaseException | None = None
+
+    def issue(self, event: torch.cuda.Event | None, error: BaseException | None = None) -> None:
+        self._event, self._error = event, error
+        self._issued.set()
+
+    def issued(self) -> bool:
+        return self._issued.is_set()
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        return self._issued.is_set() and (self._event is None or bool(self._event.query()))
 
     def wait(self) -> None:
-        # Compute that reads what the work wrote comes after it; the host goes on.
-        torch.cuda.current_stream().wait_event(self._event)
+        # Compute that reads what the work wrote comes after it; the host goes on once it is issued.
+        self.order(torch.cuda.current_stream())
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        self._until_issued().synchronize()
 
     def order(self, stream: torch.cuda.Stream) -> None:
-        stream.wait_event(self._event)
+        stream.wait_event(self._until_issued())
+
+    def _until_issued(self) -> torch.cuda.Event:
+        self._issued.wait()
+        if self._event is None:
+            raise self._error or StateError("work of a lane was issued without an event")
+        return self._event
 
 
 class StreamLane:
     """A lane of the CUDA backend: one stream.
+
+    Work is issued at once, by the caller. Only what builds on work of the host, such as its Adam, is issued later, by a
+    thread of the lane's own: the caller, who has compute to submit, must not wait for it. What comes behind it in this
+    lane then goes the same way.
 
     Args:
         device: the CUDA device.
@@ -176,25 +210,52 @@ class StreamLane:
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device, priority=priority)
+        self._issuer: ThreadLane | None = None
+        self._last: _CudaTicket | None = None
         self.waited_s = 0.0
 
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
         """See `Lane.submit`."""
         # What compute has been given may still read the block that the work overwrites, or write what it reads.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        for earlier in after:
-            if isinstance(earlier, _CudaTicket):
-                earlier.order(self._stream)
-            else:
-                earlier.synchronize()  # work of the host, such as its Adam
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            work()
-        return _CudaTicket(self._stream)
+        given = torch.cuda.Event()
+        given.record(torch.cuda.current_stream())
+        behind = self._last is not None and not self._last.issued()
+        self._last = ticket = _CudaTicket()
+        if not behind and all(
+            earlier.issued() if isinstance(earlier, _CudaTicket) else earlier.done() for earlier in after
+        ):
+            self._issue(work, given, after, ticket)
+            if ticket._error is not None:
+                raise ticket._error
+        else:
+            self._issuer = self._issuer or ThreadLane("issuer")
+            self._issuer.submit(lambda: self._issue(work, given, after, ticket))
+        return ticket
 
     def close(self) -> None:
         """Finish what was submitted."""
+        if self._issuer is not None:
+            self._issuer.close()
         self._stream.synchronize()
+
+    def _issue(self, work: Work, given: torch.cuda.Event, after: Sequence[Ticket], ticket: _CudaTicket) -> None:
+        try:
+            self._stream.wait_event(given)
+            for earlier in after:
+                if isinstance(earlier, _CudaTicket):
+                    earlier.order(self._stream)
+                else:
+                    earlier.synchronize()
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
+                work()
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        except BaseException as error:  # raised where the ticket is waited for
+            ticket.issue(None, error)
+        else:
+            ticket.issue(event)
 
 
 @dataclass(frozen=True)
@@ -226,10 +287,8 @@ class Lanes:
 
 def make_lanes(device: torch.device, emulation: Emulation | None = None) -> Lanes:
     """Lanes for compute on `device`; `emulation` is for the CPU's links."""
-    host_adam = ThreadLane("host adam", replace(emulation, bytes_per_s=None) if emulation else None)
     if device.type == "cuda":
         # Gathers go before reductions: compute waits for the former.
-        return Lanes(StreamLane(device, -1), StreamLane(device, -1), StreamLane(device), host_adam)
-    return Lanes(
-        ThreadLane("fetch", emulation), ThreadLane("network", emulation), ThreadLane("offload", emulation), host_adam
-    )
+        fetch, network, offload = StreamLane(device, -1), StreamLane(device, -1), StreamLane(device)
+        return Lanes(fetch, network, offload, ThreadLane("host adam", stream=torch.cuda.Stream(device)))
+    return Lanes(*(ThreadLane(name, emulation) for name in ("fetch", "network", "offload", "host adam")))

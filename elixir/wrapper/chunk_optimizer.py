@@ -77,7 +77,7 @@ class ChunkOptimizer:
     def step(
         self, arrived: list[tuple[Segment, torch.Tensor]], factor: float, hyperparameters: list[dict[str, Any]]
     ) -> None:
-        """One step with the gradients in `arrived` times `factor`, and the new weights back to their home."""
+        """One step with the gradients in `arrived` times `factor`; `write_weights` comes next."""
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             group.update(values)
         before = [segment.weights.grad for segment in self.segments]  # of ordinary parameters, which keep theirs
@@ -90,12 +90,12 @@ class ChunkOptimizer:
         self.optimizer.step()
         for segment, kept in zip(self.segments, before, strict=True):
             segment.weights.grad = kept
-        if self._separate:
-            self._write_weights(arrived)
         self._count_states()
 
-    def _write_weights(self, arrived: list[tuple[Segment, torch.Tensor]]) -> None:
-        """Master weights to where the weights are, in their dtype."""
+    def write_weights(self, arrived: list[tuple[Segment, torch.Tensor]]) -> None:
+        """Master weights, where there are any, to where the weights are, in their dtype."""
+        if not self._separate:
+            return
         weights = self.chunk.shard_weights
         if len(arrived) == len(self.chunk.slots):
             weights.copy_(self._master)

@@ -193,30 +193,32 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def _start(self, part: ChunkOptimizer, factor: float, hyperparameters: list[dict[str, Any]]) -> Ticket | None:
         """Step one chunk: on the host beside what comes next, on the device at once."""
-        chunk, group = part.chunk, self.module._group
+        chunk, group, lanes = part.chunk, self.module._group, self.module._lanes
+        shard_bytes = chunk.shard_numel * chunk.dtype.itemsize
         part.follow_writes()
         arrived = part.gradients()  # now: when the step runs, other parameters may have gradients
+        after: list[Ticket] = []
         if chunk.plan.state_home == "host":
             before = [] if chunk.updated is None else [chunk.updated]  # if that one failed, so does this
-            work = partial(part.step, arrived, factor, hyperparameters)
-            chunk.updated = self.module._lanes.host_adam.submit(work, after=before)
-            after: list[Ticket] = [chunk.updated]
+            stepped = lanes.host_adam.submit(partial(part.step, arrived, factor, hyperparameters), after=before)
+            moved_bytes = shard_bytes if chunk.plan.weight_home == "device" else 0
+            write = partial(part.write_weights, arrived)
+            chunk.updated = lanes.host_adam.submit(write, after=[stepped], nbytes=moved_bytes)
+            self.module.refreshed_bytes += moved_bytes
+            after = [chunk.updated]
         else:
             part.step(arrived, factor, hyperparameters)
-            after = []
+            part.write_weights(arrived)
         part.mark_changed(arrived)
         if chunk.whole is None:
             return None
-        shard_bytes = chunk.shard_numel * chunk.dtype.itemsize
-        if after:
-            self.module.refreshed_bytes += shard_bytes
         if group.size == 1:
             chunk.filled = after[0] if after else None
             return chunk.filled
         whole = chunk.whole
         mine = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
         self.module.regathered_bytes += whole.nbytes - shard_bytes
-        chunk.filled = self.module._lanes.network.submit(lambda: group.gather(whole, mine), after=after)
+        chunk.filled = lanes.network.submit(lambda: group.gather(whole, mine), after=after)
         return chunk.filled
 
     def _agree_on_used(self) -> None:

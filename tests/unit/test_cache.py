@@ -184,3 +184,21 @@ def test_prefetch_is_under_way_before_the_use() -> None:
     cache.unpin([0])
     cache.invalidate()
     lanes.close()
+
+
+def test_a_long_stretch_of_resident_chunks_is_no_deviation() -> None:
+    """Entries whose chunks are all resident require nothing here, and do not count as searched."""
+    required: list[tuple[int, ...]] = []
+    for chunk in (0, 1, 2, 3, 0):
+        required += [(chunk,), *[()] * 300]
+    schedule = StepSchedule(required, 1)
+    lanes = make_lanes(CPU)
+    cache = make_cache(4, schedule, 2, lanes)
+    cache.begin()
+    for chunk in (0, 1, 2, 3, 0):
+        cache.acquire((chunk,))
+        check(cache, (chunk,))
+        cache.unpin((chunk,))
+    assert cache.counts.demand_loads == cache.counts.deviations == 0
+    assert cache.counts.loads == schedule.simulate(2).loads
+    lanes.close()

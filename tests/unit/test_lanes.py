@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 
-from elixir.chunk.lanes import Emulation, ThreadLane, make_lanes
+from elixir.chunk.lanes import Emulation, StreamLane, ThreadLane
 
 
 @pytest.fixture
@@ -111,11 +113,87 @@ def test_delays_follow_from_the_seed() -> None:
     assert delays(1) == delays(1) != delays(2)
 
 
-def test_only_links_are_emulated_not_the_host_optimizer() -> None:
-    lanes = make_lanes(torch.device("cpu"), Emulation(bytes_per_s=1.0))
-    lanes.host_adam.submit(lambda: None, nbytes=10**9).wait()
-    assert len(set(map(id, lanes.all()))) == 4
-    lanes.close()
+def test_only_compute_counts_as_waiting() -> None:
+    """What one lane waits for in another one keeps no compute waiting."""
+    first, second = ThreadLane("first", Emulation(bytes_per_s=1e6)), ThreadLane("second")
+    ticket = second.submit(lambda: None, after=[first.submit(lambda: None, nbytes=20_000)])
+    while not ticket.done():
+        time.sleep(0.001)
+    assert first.waited_s == second.waited_s == 0
+    first.close()
+    second.close()
+
+
+class FakeStream:
+    """Takes note of what a CUDA stream is told."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.told: list[str] = []
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.told.append(f"wait for {event.what}")
+
+    def synchronize(self) -> None:
+        self.told.append("synchronize")
+
+
+class FakeEvent:
+    what = "nothing"
+
+    def record(self, stream: FakeStream) -> None:
+        self.what = stream.told[-1] if stream.told else "compute"
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
+    """Gives the stream of compute."""
+    compute = FakeStream()
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    return compute
+
+
+def test_a_stream_lane_does_not_hold_compute_up_for_the_host(cuda: FakeStream) -> None:
+    host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
+    told, gate = lane._stream.told, threading.Event()
+    lane.submit(lambda: told.append("first")).wait()
+    assert told == ["wait for compute", "first"]
+    assert cuda.told == ["wait for first"]
+    updated = host.submit(gate.wait)
+    second = lane.submit(lambda: told.append("second"), after=[updated])  # comes back though the host is not done
+    third = lane.submit(lambda: told.append("third"))
+    assert told[2:] == []
+    assert not second.done()
+    gate.set()
+    third.wait()
+    assert [what for what in told if not what.startswith("wait")] == ["first", "second", "third"]
+    fourth = lane.submit(lambda: told.append("fourth"), after=[second, third])
+    assert told[-3:] == ["wait for second", "wait for third", "fourth"]
+    fourth.wait()
+    lane.close()
+    host.close()
+
+
+def test_an_error_of_the_host_reaches_who_waits_for_the_stream(cuda: FakeStream) -> None:
+    host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
+    gate = threading.Event()
+
+    def fail() -> None:
+        gate.wait()
+        raise ValueError("no step")
+
+    behind = lane.submit(lambda: None, after=[host.submit(fail)])
+    gate.set()
+    with pytest.raises(ValueError, match="no step"):
+        behind.wait()
+    with pytest.raises(ZeroDivisionError):
+        lane.submit(lambda: 1 / 0)
+    lane.submit(lambda: None).wait()
+    lane.close()
+    host.close()
 
 
 def test_a_quiet_lane_keeps_no_memory_alive(lane: ThreadLane) -> None:
