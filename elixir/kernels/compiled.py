@@ -36,7 +36,7 @@ _PRIORITY = 19
 _EXIT_WAIT_S = 20.0
 """How long a process that ends waits for its compiling thread, which must not be torn down inside of C++ code."""
 
-Step = Callable[..., None]
+Step = Callable[..., Any]
 
 
 def mode() -> str:
@@ -62,8 +62,8 @@ def missing_compiler(device_type: str) -> str | None:
     return None if shutil.which(compiler) else f"there is no C++ compiler ({compiler!r}; set CXX)"
 
 
-def compile_step(function: Step, example: Sequence[Any]) -> Step:
-    """`function` compiled for any length, and run once on `example`.
+def compile_step(function: Step, example: Sequence[Any]) -> tuple[Step, Any]:
+    """`function` compiled for any length, and what it gave for `example`.
 
     Guards are left out: the caller passes flat tensors of the same kinds as in `example` and of at least two elements.
     They would recompile, in the middle of a step, when a thread count or autocast changes, which do not matter here.
@@ -77,8 +77,7 @@ def compile_step(function: Step, example: Sequence[Any]) -> Step:
     }
     compiled: Step = torch.compile(function, dynamic=True, fullgraph=True, options=options)
     with torch.no_grad():
-        compiled(*example)
-    return compiled
+        return compiled, compiled(*example)
 
 
 class Background:

@@ -150,19 +150,56 @@ def adam_8bit_(
     exp_avg_sq_scale: torch.Tensor,
     scalars: torch.Tensor,
     seed: torch.Tensor,
+    find_scales: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    encode: Callable[..., None] | None = None,
 ) -> None:
-    """`adam_` with 8-bit moments; all but the scales are given as blocks, of shape ``[blocks, BLOCK_NUMEL]``."""
+    """`adam_` with 8-bit moments; all but the scales are given as blocks, of shape ``[blocks, BLOCK_NUMEL]``.
+
+    In two passes, the first of which only finds the new scales: so that neither, compiled, keeps new moments in memory
+    until their scale is known. `find_scales` and `encode` are the passes where they are compiled.
+    """
+    state = (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, scalars)
+    scale, scale_sq = (find_scales or find_8bit_scales)(gradient, master, *state)
+    (encode or encode_8bit_)(gradient, master, weight_out, *state, seed, scale, scale_sq)
+    exp_avg_scale.copy_(scale)
+    exp_avg_sq_scale.copy_(scale_sq)
+
+
+def find_8bit_scales(
+    gradient: torch.Tensor,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_scale: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    exp_avg_sq_scale: torch.Tensor,
+    scalars: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per block, the largest new moments; pure."""
+    avg, square = _decode_signed(exp_avg, exp_avg_scale), _decode_unsigned(exp_avg_sq, exp_avg_sq_scale)
+    _, new_avg, new_sq = adam_rule(gradient, master, avg, square, scalars)
+    return new_avg.abs().amax(1), new_sq.amax(1)
+
+
+def encode_8bit_(
+    gradient: torch.Tensor,
+    master: torch.Tensor,
+    weight_out: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_scale: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    exp_avg_sq_scale: torch.Tensor,
+    scalars: torch.Tensor,
+    seed: torch.Tensor,
+    scale: torch.Tensor,
+    scale_sq: torch.Tensor,
+) -> None:
+    """New weights, and codes by new scales; the scales themselves are left as they were."""
     avg, square = _decode_signed(exp_avg, exp_avg_scale), _decode_unsigned(exp_avg_sq, exp_avg_sq_scale)
     new_master, new_avg, new_sq = adam_rule(gradient, master, avg, square, scalars)
     write_weights_(new_master, master, weight_out)
     noise = _noise(gradient.numel(), seed).view(-1, BLOCK_NUMEL)
-    low = (noise & 0xFFFF).float() * 2.0**-16
-    high = ((noise >> 16) & 0xFFFF).float() * 2.0**-16
-    scale, scale_sq = new_avg.abs().amax(1), new_sq.amax(1)
-    exp_avg.copy_(_encode_signed(new_avg, scale, low))
-    exp_avg_sq.copy_(_encode_unsigned(new_sq, scale_sq, high))
-    exp_avg_scale.copy_(scale)
-    exp_avg_sq_scale.copy_(scale_sq)
+    exp_avg.copy_(_encode_signed(new_avg, scale, (noise & 0xFFFF).float() * 2.0**-16))
+    exp_avg_sq.copy_(_encode_unsigned(new_sq, scale_sq, ((noise >> 16) & 0xFFFF).float() * 2.0**-16))
 
 
 STEPS: dict[MomentKind, Callable[..., None]] = {"float32": adam_, "bfloat16": adam_bfloat16_, "8bit": adam_8bit_}

@@ -11,7 +11,15 @@ import torch
 
 from elixir.kernels.adam import AdamOptions, adam_scalars
 from elixir.kernels.compiled import Background, Step, compile_step, missing_compiler, mode
-from elixir.kernels.moments import STEPS, MomentKind, make_moments, step_arguments
+from elixir.kernels.moments import (
+    STEPS,
+    MomentKind,
+    adam_8bit_,
+    encode_8bit_,
+    find_8bit_scales,
+    make_moments,
+    step_arguments,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +32,8 @@ COMPILE_COST_S = 15.0
 GAIN_S_PER_NUMEL = {
     # Measured there on two threads. With float32 moments torch's fused kernel on pieces is about as fast.
     ("cpu", "float32"): 0.05e-9,
-    ("cpu", "bfloat16"): 2e-9,
-    ("cpu", "8bit"): 10e-9,
+    ("cpu", "bfloat16"): 3e-9,
+    ("cpu", "8bit"): 20e-9,
     # Not measured: by traffic at 4 TB/s, of a float32 gradient written and read, or of some 50 and 100 passes.
     ("cuda", "float32"): 2e-12,
     ("cuda", "bfloat16"): 50e-12,
@@ -109,7 +117,11 @@ def build_step(combination: Combination) -> Step:
     moments = make_moments(_EXAMPLE_NUMEL, combination.moments, device)
     scalars = adam_scalars(AdamOptions(), 1, 1.0, device)
     example = step_arguments(gradient, master, weight, moments, scalars, 1, 0, _EXAMPLE_NUMEL)
-    return compile_step(STEPS[combination.moments], example)
+    if combination.moments != "8bit":
+        return compile_step(STEPS[combination.moments], example)[0]
+    find_scales, scales = compile_step(find_8bit_scales, (*example[:2], *example[3:-1]))
+    encode, _ = compile_step(encode_8bit_, (*example, *scales))
+    return functools.partial(adam_8bit_, find_scales=find_scales, encode=encode)
 
 
 def _child_source(combination: Combination) -> str:

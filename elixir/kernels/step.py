@@ -16,7 +16,6 @@ from elixir.kernels.adam import AdamOptions, adam_scalars, check_step
 from elixir.kernels.moments import (
     BLOCK_NUMEL,
     STEPS,
-    MomentKind,
     Moments,
     adam_8bit_,
     moment_numel,
@@ -68,7 +67,7 @@ def adam_step(
             _fused(gradient, master, weight_out, moments, options, step, factor)
             return
         scalars = adam_scalars(options, step, factor, device)
-        piece_numel = _piece_numel(device.type, moments.kind, compiled is not None)
+        piece_numel = _piece_numel(device.type, compiled is not None)
         whole = numel - numel % BLOCK_NUMEL if moments.kind == "8bit" else numel
         for start in range(0, whole, piece_numel):
             stop = min(start + piece_numel, whole)
@@ -120,7 +119,7 @@ def _fused(
     """Cast, step and cast, piece by piece."""
     numel = master.numel()
     as_it_is = gradient.dtype == torch.float32 and factor == 1.0
-    piece_numel = min(numel, _piece_numel(master.device.type, moments.kind, compiled=False))
+    piece_numel = min(numel, _piece_numel(master.device.type, compiled=False))
     if as_it_is and weight_out is None:
         piece_numel = numel
     scratch = None if as_it_is else torch.empty(piece_numel, device=master.device)
@@ -159,9 +158,9 @@ def _last_block(
         weight_out[start:].copy_(row[0, :used])
 
 
-def _piece_numel(device_type: str, kind: MomentKind, compiled: bool) -> int:
-    """Elements to step at once. Compiled code makes no temporaries, but for 8 bits on the CPU between its passes."""
-    if compiled and (kind != "8bit" or device_type != "cpu"):
+def _piece_numel(device_type: str, compiled: bool) -> int:
+    """Elements to step at once. Compiled code makes no temporaries of any length."""
+    if compiled:
         return _WHOLE_NUMEL
     if device_type == "cpu":
         return _CPU_PIECE_NUMEL * torch.get_num_threads()
