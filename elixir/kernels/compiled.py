@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,9 +76,28 @@ def compile_step(function: Step, example: Sequence[Any]) -> tuple[Step, Any]:
         # ... but a process with one thread, such as the child, would get code without any.
         "cpp.threads": 64,
     }
-    compiled: Step = torch.compile(function, dynamic=True, fullgraph=True, options=options)
+    compiled: Step = torch.compile(_twin(function), dynamic=True, fullgraph=True, options=options)
     with torch.no_grad():
         return compiled, compiled(*example)
+
+
+def _twin(function: Step) -> Step:
+    """The same function with a code object of its own.
+
+    Dynamo keeps what it compiled with the code object, and without guards the first entry there serves every call: a
+    second combination of dtypes would run the code of the first.
+    """
+    if not isinstance(function, types.FunctionType):
+        raise TypeError(f"only a plain function can be compiled, got {function!r}")
+    twin = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
 
 
 class Background:

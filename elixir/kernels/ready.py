@@ -109,19 +109,45 @@ def compiled_step(combination: Combination, numel: int) -> Step | None:
 
 
 def build_step(combination: Combination) -> Step:
-    """Compile the step of a combination now, on a small example."""
+    """Compile the step of a combination now, on a small example.
+
+    Raises:
+        RuntimeError: the compiled step does not give what the plain one gives.
+    """
+    if combination.moments == "8bit":
+        example = _example(combination)
+        find_scales, scales = compile_step(find_8bit_scales, (*example[:2], *example[3:-1]))
+        encode, _ = compile_step(encode_8bit_, (*example, *scales))
+        step: Step = functools.partial(adam_8bit_, find_scales=find_scales, encode=encode)
+    else:
+        step, _ = compile_step(STEPS[combination.moments], _example(combination))
+    _check_against_plain(combination, step)
+    return step
+
+
+def _example(combination: Combination) -> list[torch.Tensor | None]:
+    """Arguments of a first step."""
     device = torch.device(combination.device_type)
-    master = torch.zeros(_EXAMPLE_NUMEL, device=device)
-    gradient = torch.zeros_like(master, dtype=combination.gradient)
+    master = torch.linspace(-1.0, 1.0, _EXAMPLE_NUMEL, device=device)
+    gradient = master.flip(0).to(combination.gradient)
     weight = None if combination.weight is None else torch.zeros_like(master, dtype=combination.weight)
     moments = make_moments(_EXAMPLE_NUMEL, combination.moments, device)
-    scalars = adam_scalars(AdamOptions(), 1, 1.0, device)
-    example = step_arguments(gradient, master, weight, moments, scalars, 1, 0, _EXAMPLE_NUMEL)
-    if combination.moments != "8bit":
-        return compile_step(STEPS[combination.moments], example)[0]
-    find_scales, scales = compile_step(find_8bit_scales, (*example[:2], *example[3:-1]))
-    encode, _ = compile_step(encode_8bit_, (*example, *scales))
-    return functools.partial(adam_8bit_, find_scales=find_scales, encode=encode)
+    scalars = adam_scalars(AdamOptions(weight_decay=0.1), 1, 1.0, device)
+    return step_arguments(gradient, master, weight, moments, scalars, 1, 0, _EXAMPLE_NUMEL)
+
+
+def _check_against_plain(combination: Combination, compiled: Step) -> None:
+    """A compiler's mistake must not train a model."""
+    results = []
+    for step in (compiled, STEPS[combination.moments]):
+        arguments = _example(combination)
+        with torch.no_grad():
+            step(*arguments)
+        results.append([tensor for tensor in arguments[1:3] if tensor is not None])
+    for found, expected in zip(*results, strict=True):
+        limit = 1e-5 if expected.dtype == torch.float32 else 4 * torch.finfo(expected.dtype).eps
+        if not torch.allclose(found.float(), expected.float(), rtol=limit, atol=limit * 1e-3):
+            raise RuntimeError("the compiled step does not give what the plain one gives")
 
 
 def _child_source(combination: Combination) -> str:

@@ -343,27 +343,52 @@ def test_a_process_ends_at_once_while_a_child_compiles() -> None:
         os.kill(int(done.stdout), 0)
 
 
+COMBINATIONS = [
+    ("float32", torch.bfloat16, torch.bfloat16),
+    ("float32", torch.float32, None),
+    ("float32", torch.float16, torch.float16),
+    ("bfloat16", torch.bfloat16, torch.bfloat16),
+    ("8bit", torch.bfloat16, torch.bfloat16),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_steps_give_eager_numbers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_give_eager_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All combinations in one process, where one must not run the code of another."""
     if compiling.missing_compiler("cpu"):
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(ready, "SMALL_NUMEL", 2)
     # Not in a child: what is tested is the code, and another process would import torch once more.
     monkeypatch.setattr(ready, "_child_source", lambda combination: None)
-    results = {}
-    for mode in ("0", "wait"):
-        monkeypatch.setenv("ELIXIR_COMPILE", mode)
-        results[mode] = []
+    for kind, gradient_dtype, weight_dtype in COMBINATIONS:
         for numel in (3, 1000, 5000):  # one compilation for all
-            weights, gradients = recorded(numel, 20, torch.bfloat16)
-            master, out, moments = weights.clone(), weights.bfloat16(), make_moments(numel, kind)
-            for step, gradient in enumerate(gradients, 1):
-                adam_step(gradient, master, out, moments, AdamOptions(lr=1e-2, weight_decay=0.1), step, factor=0.5)
-            results[mode].append(master)
-            assert torch.equal(out, master.bfloat16())
-    (progress,) = ready._progress.values()
-    assert progress.background is not None
-    assert progress.background.step is not None
-    for eager, compiled in zip(results["0"], results["wait"], strict=True):
-        assert distance(compiled, eager) < (1e-6 if kind == "float32" else 1e-3)
+            results = []
+            for mode in ("0", "wait"):
+                monkeypatch.setenv("ELIXIR_COMPILE", mode)
+                weights, gradients = recorded(numel, 20, gradient_dtype)
+                master, moments = weights.clone(), make_moments(numel, kind)
+                out = None if weight_dtype is None else weights.to(weight_dtype)
+                for step, gradient in enumerate(gradients, 1):
+                    adam_step(gradient, master, out, moments, AdamOptions(lr=1e-2, weight_decay=0.1), step, factor=0.5)
+                results.append(master)
+                assert out is None or torch.equal(out, master.to(out.dtype))
+            assert distance(*results) < (1e-6 if kind == "float32" else 1e-3)
+    assert len(ready._progress) == len(COMBINATIONS)
+    for progress in ready._progress.values():
+        assert progress.background is not None
+        assert progress.background.step is not None
+
+
+def test_compiled_code_that_gives_other_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(gradient: torch.Tensor, master: torch.Tensor, *_: object) -> None:
+        master.zero_()
+
+    monkeypatch.setattr(ready, "compile_step", lambda function, example: (wrong, None))
+    with pytest.raises(RuntimeError, match="does not give what the plain one gives"):
+        ready.build_step(ready.Combination("cpu", torch.bfloat16, None, "float32"))
+
+
+def test_each_combination_has_a_code_object_of_its_own() -> None:
+    """Dynamo finds compiled code by it, and there are no guards to tell combinations apart."""
+    twins = [compiling._twin(adam_) for _ in range(2)]
+    assert len({id(twin.__code__) for twin in (*twins, adam_)}) == 3
