@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names
-from elixir.search.trial import HOST_PER_DEVICE_BYTE, Asked, SweepRow, Traces, TrainingStep, try_out
+from elixir.search.trial import HOST_PER_DEVICE_BYTE, Asked, SweepRow, Traces, TrainingStep, try_out, with_network
 from elixir.units import parse_bytes
 
 __all__ = ["HOST_PER_DEVICE_BYTE", "Fit", "SweepRow", "TrainingStep", "doublings", "fit", "sweep"]
@@ -55,7 +55,8 @@ def sweep(
         step: what else there is to a step; the defaults of `TrainingStep` else.
         device_memory: budget of one device. None: what the profile says, less a CUDA context.
         host_memory: budget of each machine. None: what its profile says, else `HOST_PER_DEVICE_BYTE`.
-        network_bytes_per_s: between machines, per machine and direction. Without it a machine's own devices are the most.
+        network_bytes_per_s: between machines, per machine and direction. None: what the profile says. Without either a
+            machine's own devices are the most.
         overlap: transfers run beside compute.
         progress: told before each combination.
 
@@ -63,10 +64,8 @@ def sweep(
         InputError, InputTypeError: an argument makes no sense, or no combination could even be planned.
         TraceError: no combination could even be traced. One that fails alone is a row with its reason.
     """
-    asked = Asked(
-        step or TrainingStep(), _bytes(device_memory), _bytes(host_memory), network_bytes_per_s, bool(overlap)
-    )
-    profiles = [_profile(machine) for machine in machines]
+    asked = Asked(step or TrainingStep(), _bytes(device_memory), _bytes(host_memory), bool(overlap))
+    profiles = [with_network(_profile(machine), network_bytes_per_s) for machine in machines]
     for name, values in (
         ("models", models),
         ("machines", machines),
@@ -120,14 +119,12 @@ def fit(
 
     The other arguments and the errors are those of `sweep`.
     """
-    asked = Asked(
-        step or TrainingStep(), _bytes(device_memory), _bytes(host_memory), network_bytes_per_s, bool(overlap)
-    )
-    profiles = (
-        [profile for name in preset_names() if (profile := preset(name)).device_kind == "cuda"]
-        if machines is None
-        else [_profile(machine) for machine in machines]
-    )
+    asked = Asked(step or TrainingStep(), _bytes(device_memory), _bytes(host_memory), bool(overlap))
+    profiles = [
+        with_network(profile, network_bytes_per_s)
+        for profile in (map(preset, preset_names()) if machines is None else map(_profile, machines))
+        if machines is not None or profile.device_kind == "cuda"
+    ]
     _check_counts("batch", (batch,))
     if counts is not None:
         _check_counts("count", counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -163,7 +163,6 @@ class Asked:
     step: TrainingStep
     device_memory: int | None
     host_memory: int | None
-    network_bytes_per_s: float | None
     overlap: bool
 
 
@@ -208,7 +207,7 @@ def try_out(
         "host_budget_bytes": budgets.host_bytes,
     }
     try:
-        _check_network(hardware, world_size, asked.network_bytes_per_s)
+        _check_network(hardware, world_size)
         traced = traces.get(model, batch, hardware)
         known["model"], known["batch"] = traced.trace.model_name, traced.samples
         known["seq"] = None if traced.tokens is None else traced.tokens // traced.samples
@@ -222,7 +221,7 @@ def try_out(
             device_memory=budgets.device_bytes,
             host_memory=budgets.host_bytes,
         )
-        step = simulate_step(plan, traced.trace, hardware, network_bytes_per_s=asked.network_bytes_per_s)
+        step = simulate_step(plan, traced.trace, hardware)
     except ElixirError as error:
         return SweepRow(**known, fits=False, reason=str(error).splitlines()[0]), error
     return SweepRow(**known, fits=True, reason="", **_measures(plan, step, traced)), None
@@ -250,8 +249,13 @@ def _measures(plan: Plan, step: Simulation, traced: Traced) -> dict[str, Any]:
     }
 
 
-def _check_network(hardware: HardwareProfile, world_size: int, network_bytes_per_s: float | None) -> None:
-    if world_size > hardware.devices_per_host and network_bytes_per_s is None:
+def with_network(hardware: HardwareProfile, network_bytes_per_s: float | None) -> HardwareProfile:
+    """The machine with this bandwidth between machines, per machine and direction; as it is where None is given."""
+    return hardware if network_bytes_per_s is None else replace(hardware, network_bytes_per_s=network_bytes_per_s)
+
+
+def _check_network(hardware: HardwareProfile, world_size: int) -> None:
+    if world_size > hardware.devices_per_host and hardware.network_bytes_per_s is None:
         raise InputError(
             f"{hardware.name} has {hardware.devices_per_host} devices a machine; for {world_size} give the network's "
             "bandwidth between machines"
