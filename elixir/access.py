@@ -15,7 +15,7 @@ Metadata (`shape`, `dtype`, `size()`, ...) is not a use, nor is what only takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -80,9 +80,10 @@ class TrackedParameter(nn.Parameter):
                 found = _tracked(args, kwargs)
                 if found:
                     listener, name = found[0]._listener, _name_of(func)
-                    written = _tracked(*_written(name, args, kwargs))
-                    if written:
-                        listener.writes([*written], name)
+                    if name[-1:] == "_" or "out" in kwargs:
+                        written = _tracked(*_written(name, args, kwargs))
+                        if written:
+                            listener.writes([*written], name)
                     listener.used([*found], name)
                     outer = innermost_saved_tensors_hooks()
                     if torch.is_grad_enabled() and _listener_of(outer) is not listener:
@@ -141,11 +142,15 @@ class ParameterAccess:
         for handle in self._handles:
             handle.remove()
         while self._open:
-            self._open.pop()[1].__exit__(None, None, None)
+            hooks = self._open.pop()[1]
+            if hooks is not None:
+                hooks.__exit__(None, None, None)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        hooks = _hooks_over(self._listener, innermost_saved_tensors_hooks())
-        hooks.__enter__()
+        outer, hooks = innermost_saved_tensors_hooks(), None
+        if _listener_of(outer) is not self._listener:  # else those of a module around this one serve
+            hooks = _hooks_over(self._listener, outer)
+            hooks.__enter__()
         self._open.append((module, hooks))
         self._listener.entered(module)
 
@@ -155,7 +160,8 @@ class ParameterAccess:
             return output
         while True:
             entered, hooks = self._open.pop()
-            hooks.__exit__(None, None, None)
+            if hooks is not None:
+                hooks.__exit__(None, None, None)
             if entered is module:
                 return self._listener.left(entered, output)
             self._listener.left(entered, None)
@@ -277,19 +283,12 @@ def _written(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, .
 def _tracked(args: Iterable[Any], kwargs: dict[str, Any]) -> list[TrackedParameter]:
     """The tracked parameters among the arguments, each once."""
     found: list[TrackedParameter] = []
-    for item in _tensors_in(args, kwargs):
-        if isinstance(item, TrackedParameter) and not any(item is other for other in found):
-            found.append(item)
+    for item in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(item, TrackedParameter):
+            if not any(item is other for other in found):
+                found.append(item)
+        elif isinstance(item, (tuple, list, dict)):
+            for inner in _tracked(item.values() if isinstance(item, dict) else item, {}):
+                if not any(inner is other for other in found):
+                    found.append(inner)
     return found
-
-
-def _tensors_in(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    stack: list[Any] = [args, kwargs]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, (tuple, list)):
-            stack.extend(reversed(item))
-        elif isinstance(item, dict):
-            stack.extend(reversed(item.values()))

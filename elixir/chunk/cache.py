@@ -208,9 +208,9 @@ class RCache:
     def memory(self, index: int) -> torch.Tensor:
         """The block of a cached chunk, as a flat tensor of its elements."""
         chunk = self._chunks[index]
-        if chunk.block is None:
+        if chunk.memory is None:
             raise StateError(f"chunk {index} is {chunk.state.value}, it has no block")
-        return self._pool.view(chunk.block, chunk.plan.numel, chunk.dtype)
+        return chunk.memory
 
     def invalidate(self) -> None:
         """The weights have changed at home: nothing in the blocks is valid any more."""
@@ -345,16 +345,17 @@ class RCache:
             self._view.evict(chunk.index)
         self._fresh.discard(chunk.index)
         self._pool.give_back(chunk.block)
-        chunk.block = chunk.filled = None
+        chunk.block = chunk.memory = chunk.filled = None
 
     def _load(self, chunk: Chunk) -> None:
         """Start filling a free block beside compute."""
         chunk.block = self._pool.take()
+        chunk.memory = self._pool.view(chunk.block, chunk.plan.numel, chunk.dtype)
         self._in_block[chunk.block] = chunk.index
         if chunk.index in self._known:
             self._view.admit(chunk.index)
         chunk.to(ChunkState.FETCHING)
-        whole, shard = self.memory(chunk.index), chunk.shard
+        whole, shard = chunk.memory, chunk.shard
         if shard is None:
             raise StateError(f"chunk {chunk.index} has no shard to fetch from")
         self.counts.loads += 1

@@ -6,6 +6,7 @@ import enum
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -47,10 +48,18 @@ class Slot:
     placeholder: torch.Tensor
     """What the parameter points to while the chunk is at home: right shape and dtype, NaN, one element of memory."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the parameter."""
         return self.shape.numel()
+
+    @cached_property
+    def _stride(self) -> tuple[int, ...]:
+        return tuple(torch.empty(self.shape, device="meta").stride())
+
+    def part_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The parameter's part of a flat tensor of its chunk's elements, in its shape."""
+        return memory.as_strided(self.shape, self._stride, memory.storage_offset() + self.offset)
 
 
 class Chunk:
@@ -88,6 +97,8 @@ class Chunk:
         self.pins = 0
         """How many scopes and autograd nodes are using the block; it cannot be evicted meanwhile."""
         self.block: int | None = None
+        self.memory: torch.Tensor | None = None
+        """As much of the block as the chunk fills."""
         self.filled: Ticket | None = None
         """Of the transfer into the block, or of the update of a resident chunk's weights."""
         self.updated: Ticket | None = None
@@ -158,7 +169,7 @@ class Chunk:
     def point_into(self, memory: torch.Tensor) -> None:
         """Parameters become views of `memory`, which holds the gathered weights."""
         for slot in self.slots:
-            slot.parameter.data = memory[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            slot.parameter.data = slot.part_of(memory)
 
     def hold_placeholders(self) -> None:
         """Parameters give up the memory they came with; they must have been copied into the shard."""
@@ -190,8 +201,7 @@ class Chunk:
     def show(self, slot: Slot) -> None:
         """The parameter points to where it does while no block holds the chunk."""
         with torch._C.DisableTorchFunctionSubclass():
-            part = None if self.whole is None else self.whole[slot.offset : slot.offset + slot.numel].view(slot.shape)
-            slot.parameter.data = slot.placeholder if part is None else part
+            slot.parameter.data = slot.placeholder if self.whole is None else slot.part_of(self.whole)
 
     def parameter_at(self, offset: int) -> nn.Parameter:
         """The parameter that lies at this element of the chunk."""

@@ -131,7 +131,7 @@ class GradientFlow:
             opened = self._open.get(chunk.index)
             if opened is None:
                 opened = self._open[chunk.index] = self._opened(chunk)
-            part = opened.block[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            part = slot.part_of(opened.block)
             if slot.name in opened.arrived:
                 part.add_(gradient)  # another part of the graph used it too
             else:

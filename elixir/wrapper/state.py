@@ -102,7 +102,7 @@ class ModelState:
             for name, parameter in entries if wanted else ():
                 slot = self._slots[parameter][1]
                 if parameter not in values:
-                    part = whole[slot.offset : slot.offset + slot.numel].view(slot.shape).detach()
+                    part = slot.part_of(whole).detach()
                     wide = torch.promote_types(part.dtype, torch.float32) if precise else part.dtype
                     values[parameter] = part.to("cpu", wide, copy=True)
                 state[name] = values[parameter]

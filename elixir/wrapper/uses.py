@@ -92,7 +92,10 @@ class WeightUses:
             streamed.append(index)
         if not streamed:
             return
-        with torch.inference_mode(False):  # else what is made here could not be written to in training
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # else what is made here could not be written to in training
+                self._cache.acquire(streamed)
+        else:
             self._cache.acquire(streamed)
         if state.scopes:
             state.scopes[-1].extend(streamed)
@@ -208,7 +211,11 @@ class WeightUses:
             state.node, state.node_pins = node, []
 
     def _state(self) -> _ThreadState:
-        return self._threads.setdefault(threading.get_ident(), _ThreadState())
+        thread = threading.get_ident()
+        state = self._threads.get(thread)
+        if state is None:
+            state = self._threads[thread] = _ThreadState()
+        return state
 
     def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if self._cache.chunk_at(tensor) is not None else tensor
