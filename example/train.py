@@ -60,6 +60,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", action="store_true", help="recompute activations in backward")
     parser.add_argument("--device-memory", help="budget of one device, such as 300MiB; what is free by default")
     parser.add_argument("--host-memory", help="budget of the machine; what is free by default")
+    parser.add_argument(
+        "--weights-on-meta", action="store_true", help="build on the meta device; no rank ever holds the whole model"
+    )
     parser.add_argument("--max-norm", type=float, default=1.0, help="clip the gradients' global norm")
     return parser.parse_args()
 
@@ -78,7 +81,8 @@ def main() -> None:
     shape = dataclasses.replace(describe(args.model), vocabulary=BYTES)
     if args.layers:
         shape = dataclasses.replace(shape, layers=args.layers)
-    model = build_shape(shape, checkpoint="non-reentrant" if args.checkpoint else "none", device="cpu")
+    checkpoint = "non-reentrant" if args.checkpoint else "none"
+    model = build_shape(shape, checkpoint=checkpoint, device="meta" if args.weights_on_meta else "cpu")
     data = batches(library_text(), args.batch, args.seq, seed=rank)
 
     plans = [None]

@@ -161,7 +161,8 @@ def test_gradients_of_streamed_weights_are_taken() -> None:
     it = case("opt", layers=1)
     with Pair(it, make_plan(it, "streamed")) as pair:
         pair.backward()
-        assert all(parameter.grad is None for parameter in pair.module.parameters())
+        with torch._C.DisableTorchFunctionSubclass():  # nothing that a user could do: this asks the tensors themselves
+            assert all(parameter.grad is None for parameter in pair.module.parameters())
 
 
 def test_every_scheduler_of_torch_takes_it(module: ElixirModule) -> None:
