@@ -30,8 +30,9 @@ COMPILE_COST_S = 15.0
 """Seconds of a core for a cold compile, measured on 2 cores of an EPYC 9005."""
 
 GAIN_S_PER_NUMEL = {
-    # Measured there on two threads. With float32 moments torch's fused kernel on pieces is about as fast.
-    ("cpu", "float32"): 0.05e-9,
+    # Measured there on two threads. With float32 moments torch's fused kernel on pieces is about as fast on an idle
+    # machine, and several times slower on a busy one, where its threads wait for each other after every operator.
+    ("cpu", "float32"): 0.3e-9,
     ("cpu", "bfloat16"): 3e-9,
     ("cpu", "8bit"): 20e-9,
     # Not measured: by traffic at 4 TB/s, of a float32 gradient written and read, or of some 50 and 100 passes.

@@ -24,8 +24,9 @@ from elixir.kernels.moments import (
 )
 from elixir.kernels.ready import Combination, compiled_step
 
-_CPU_PIECE_NUMEL = 2**17
-"""Per thread: half a MiB of float32, so that a piece and what is made of it stay in a core's second-level cache."""
+_CPU_PIECE_NUMEL = 2**18
+"""Per thread: 1 MiB of float32. Shorter pieces stay in a core's second-level cache more surely, but threads meet after each
+operator on each piece, which costs a time slice where others want the cores too."""
 _CUDA_PIECE_NUMEL = 2**23
 """32 MiB of float32: fits the second-level cache of an A100 or H100, and hides the launches."""
 _WHOLE_NUMEL = 2**30
