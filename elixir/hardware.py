@@ -33,6 +33,7 @@ _POSITIVE_FIELDS = (
     "host_adam_numel_per_s",
     "device_adam_numel_per_s",
 )
+_NETWORK_FIELDS = ("network_bytes_per_s", "network_latency_s")
 
 _DTYPE = r"b?float\d+(?:_\w+)?"
 _KEY_FORMS = (
@@ -116,7 +117,7 @@ class HardwareProfile(Artifact):
     """
 
     artifact: ClassVar[str] = "hardware_profile"
-    schema_version: ClassVar[int] = 2
+    schema_version: ClassVar[int] = 3
 
     name: str
     """Short name, such as ``h200``."""
@@ -153,6 +154,10 @@ class HardwareProfile(Artifact):
     fits: dict[str, RateFit] = field(default_factory=dict)
     """Latency and rate by what was measured, such as ``host_to_device.both``; a preset has none. docs/hardware.md
     lists the keys; `rate` and `seconds` answer for those that are not there."""
+    network_bytes_per_s: float | None = None
+    """Between machines, per machine and direction, all its network cards together."""
+    network_latency_s: float | None = None
+    """Of one step of a collective between machines, at least 0."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -163,6 +168,11 @@ class HardwareProfile(Artifact):
             _check_positive(name, getattr(self, name))
         if self.host_memory_bytes is not None:
             _check_positive("host_memory_bytes", self.host_memory_bytes)
+        if self.network_bytes_per_s is not None:
+            _check_positive("network_bytes_per_s", self.network_bytes_per_s)
+        latency_s = self.network_latency_s
+        if latency_s is not None and not (_is_finite(latency_s) and latency_s >= 0):
+            raise InputError(f"hardware field 'network_latency_s' must be finite and at least 0, found {latency_s!r}")
         if self.matmul_efficiency > 1:
             raise InputError(
                 f"hardware field 'matmul_efficiency' is a share above 0 and at most 1, found {self.matmul_efficiency}"
@@ -201,18 +211,24 @@ class HardwareProfile(Artifact):
 
     @classmethod
     def from_dict(cls, data: Any, *, source: str = "input") -> HardwareProfile:
-        """Build a profile from what `to_dict` gave, now or before there were fits (schema version 1)."""
+        """Build a profile from what `to_dict` gave, now or before there were fits (schema 1) or a network (2)."""
         if isinstance(data, dict) and data.get("artifact") == cls.artifact:
             version = data.get("schema_version")
-            if version == 1 and type(version) is int and "fits" not in data:
-                data = data | {"schema_version": cls.schema_version, "fits": {}}
+            if type(version) is int and version in (1, 2):
+                # Only what this version did not have: what else is missing is an error.
+                later = dict.fromkeys(_NETWORK_FIELDS, None) | ({"fits": {}} if version == 1 else {})
+                if not any(name in data for name in later):
+                    data = data | later | {"schema_version": cls.schema_version}
         return super().from_dict(data, source=source)
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the numbers, not their sources. Of a profile without fits it is what it was before there were any."""
+        """Identifies the numbers, not their sources. What is not known has no part in it, as before there was a field."""
         data = self.to_dict() | {"schema_version": 1}
         del data["sources"], data["measured_at"], data["fits"]
+        for name in _NETWORK_FIELDS:
+            if data[name] is None:
+                del data[name]
         fits = {key: [fit.latency_s, fit.per_s] for key, fit in self.fits.items()}
         return digest(data, fits) if fits else digest(data)
 

@@ -126,10 +126,23 @@ def _desktop_adam(peak_bytes_per_s: float) -> Quoted:
     )
 
 
+def _network(cards: int, gbit_per_s: int, source: str) -> Entry:
+    """Published peak of all cards of a machine that are there for traffic between devices."""
+    return {
+        "network_bytes_per_s": Quoted(
+            cards * gbit_per_s * 1e9 / 8, f"{source}: {cards} x {gbit_per_s} Gbit/s per direction, published peak"
+        )
+    }
+
+
 _DGX_B200 = _host(716.8e9, "DGX B200, 2 x 8 channels DDR5-5600", _SERVER_ADAM, 8, "NVIDIA DGX B200 datasheet: 8")
+_DGX_B200 |= _network(8, 400, "NVIDIA DGX B200 datasheet, ConnectX-7")
 _DGX_H100 = _host(614.4e9, "DGX H100/H200, 2 x 8 channels DDR5-4800", _SERVER_ADAM, 8, "NVIDIA DGX H100 datasheet: 8")
+_DGX_H100 |= _network(8, 400, "NVIDIA DGX H100/H200 datasheet, ConnectX-7")
 _DGX_A100 = _host(409.6e9, "DGX A100, 2 x 8 channels DDR4-3200", _SERVER_ADAM, 8, "NVIDIA DGX A100 datasheet: 8")
+_DGX_A100 |= _network(8, 200, "NVIDIA DGX A100 datasheet, ConnectX-6")
 _DGX_V100 = _host(153.6e9, "DGX-1, 2 x 4 channels DDR4-2400", _SERVER_ADAM, 8, "NVIDIA DGX-1 datasheet: 8")
+_DGX_V100 |= _network(4, 100, "NVIDIA DGX-1 datasheet, InfiniBand EDR")
 _PCIE_SERVER = _host(
     614.4e9, "server with 2 x 8 channels DDR5-4800", _SERVER_ADAM, 8, "assumption: full-size PCIe servers take 8 cards"
 )

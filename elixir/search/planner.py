@@ -16,6 +16,7 @@ from elixir.search.candidate import Candidate, everything_resident, settle, weig
 from elixir.search.homes import PlacementBuilder
 from elixir.search.memory import MemoryModel, Setting
 from elixir.search.optimal import Outcome, find_best
+from elixir.search.rates import say_if_network_unknown
 from elixir.search.shortage import Case, shortage
 from elixir.search.space import Budgets, SearchSpace
 from elixir.search.states import optimizer_name, state_bytes_per_numel
@@ -234,6 +235,7 @@ def _prepare(
         raise InputError(f"the trace of {trace.model_name} uses no parameter; trace a step that runs the model")
     ranks_per_host = min(world_size, hardware.devices_per_host)
     setting = Setting(world_size, ranks_per_host, state_bytes_per_numel(optimizer_type), bool(overlap))
+    say_if_network_unknown(hardware, world_size, ranks_per_host)
     return setting, resolve_budgets(hardware, ranks_per_host, device_memory, host_memory)
 
 

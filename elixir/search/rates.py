@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,8 @@ from elixir.search.collective_model import (
     gather_s,
 )
 from elixir.tracer.step_trace import StepTrace
+
+logger = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float64]
 _HOST_ADAM = re.compile(r"host_adam(\.\d+)?")
@@ -57,12 +60,13 @@ class Rates:
         dtype: of most parameters, in which matrices are multiplied.
         world_size: number of ranks.
         ranks_per_host: how many of them share a machine.
-        network_bytes_per_s: between machines, per machine and direction; needed where there are several.
-        network_latency_s: of one step between machines; NCCL's figure by default.
+        network_bytes_per_s: between machines, per machine and direction. None: the profile's; where it knows none, as
+            fast as between the devices of one machine (`say_if_network_unknown`).
+        network_latency_s: of one step between machines; the profile's by default, and else NCCL's figure.
         algorithm: of collectives that the profile has not measured at this world size.
 
     Raises:
-        InputError: several machines without a network, a number that makes no sense, or no FLOP/s for the dtype.
+        InputError: a number that makes no sense, or no FLOP/s for the dtype.
     """
 
     def __init__(
@@ -127,15 +131,18 @@ class Rates:
             check_positive("network_bytes_per_s", network_bytes_per_s)
         if network_latency_s is not None:
             check_not_negative("network_latency_s", network_latency_s)
+        between_s = hardware.network_latency_s if network_latency_s is None else network_latency_s
         nccl = hardware.device_kind == "cuda"
         return Cluster(
             ranks=self.world_size,
             ranks_per_host=self._ranks,
             host_bytes_per_s=hardware.device_to_device_bytes_per_s,
-            network_bytes_per_s=network_bytes_per_s,
+            network_bytes_per_s=network_bytes_per_s
+            or hardware.network_bytes_per_s
+            or hardware.device_to_device_bytes_per_s,
             call_s=NCCL_CALL_S if nccl else 0.0,
             host_step_s=NVLINK_STEP_S if nccl else 0.0,
-            network_step_s=NETWORK_STEP_S if network_latency_s is None else network_latency_s,
+            network_step_s=NETWORK_STEP_S if between_s is None else between_s,
         )
 
     def _line(self, key: str) -> Line:
@@ -163,6 +170,19 @@ class Rates:
         alone = [fit for key, fit in sorted(fits.items()) if _HOST_ADAM.fullmatch(key)]
         best = max(alone, key=lambda fit: fit.per_s, default=self._hardware.rate("host_adam"))
         return Line(best.latency_s, best.per_s).shared(self._ranks)
+
+
+def say_if_network_unknown(hardware: HardwareProfile, world_size: int, ranks_per_host: int) -> bool:
+    """Log that a rate had to be supposed, where ranks span machines and the profile has none; True if it did."""
+    if world_size <= ranks_per_host or hardware.network_bytes_per_s is not None:
+        return False
+    logger.warning(
+        "%d ranks span several machines, and hardware %r does not say how fast the network between them is: taken as fast "
+        "as between devices of one machine; give 'network_bytes_per_s' in a JSON profile",
+        world_size,
+        hardware.name,
+    )
+    return True
 
 
 def main_dtype(trace: StepTrace) -> str:

@@ -20,7 +20,7 @@ from elixir.search.collective_model import Algorithm, check_positive
 from elixir.search.cost import Traffic
 from elixir.search.memory import MemoryModel, Placement, Setting
 from elixir.search.packing import PackedChunk, Packing
-from elixir.search.rates import Rates, main_dtype
+from elixir.search.rates import Rates, main_dtype, say_if_network_unknown
 from elixir.search.replay import COMPUTE, RESOURCES, Machine, Span
 from elixir.search.work_times import Events, WorkTimes
 from elixir.search.workload import StepFacts, Workload
@@ -106,8 +106,8 @@ def simulate_step(
         ranks_per_host: ranks that share a machine; as many as it has devices by default.
         steps: 1 for the first step, which has no updates to wait for; from 2 on all are the same.
         compute_scale: measured over predicted seconds of compute, from one run without transfers.
-        network_bytes_per_s: between machines, per machine and direction; needed where there are several.
-        network_latency_s: of one step of a collective between machines.
+        network_bytes_per_s: between machines, per machine and direction; the profile's by default.
+        network_latency_s: of one step of a collective between machines; likewise.
         algorithm: of collectives that the profile has not measured at this world size.
 
     Raises:
@@ -125,6 +125,8 @@ def simulate_step(
     if ranks_per_host is None:
         ranks_per_host = min(plan.world_size, hardware.devices_per_host)
     _check_count("ranks_per_host", ranks_per_host)
+    if network_bytes_per_s is None:
+        say_if_network_unknown(hardware, plan.world_size, ranks_per_host)
     rates = Rates(
         hardware,
         main_dtype(trace),

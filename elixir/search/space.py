@@ -9,9 +9,10 @@ from functools import cached_property
 import numpy as np
 
 from elixir.hardware import HardwareProfile
-from elixir.search.cost import BandwidthCost, CostModel
+from elixir.search.cost import CostModel
 from elixir.search.memory import MemoryModel, Setting
 from elixir.search.packing import MIN_CHUNK_BYTES, ParamTable, minimum_waste_size, round_up
+from elixir.search.simulator import SimulatedCost
 from elixir.search.workload import StepFacts, Workload
 from elixir.tracer.step_trace import StepTrace
 
@@ -38,7 +39,7 @@ class SearchSpace:
         trace: the step.
         hardware: the machine.
         setting: world size, states, overlap.
-        cost: the time model; `BandwidthCost` by default.
+        cost: the time model; `SimulatedCost` by default.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class SearchSpace:
         self.trace = trace
         self.hardware = hardware
         self.setting = setting
-        self.cost: CostModel = cost or BandwidthCost(trace, hardware, setting)
+        self.cost: CostModel = cost or SimulatedCost(trace, hardware, setting)
         self.table = ParamTable(trace, setting.world_size)
         self.facts = StepFacts(trace)
         self._models: dict[int, MemoryModel] = {}

@@ -68,6 +68,8 @@ def profiles() -> st.SearchStrategy[HardwareProfile]:
         "flops_per_s": st.dictionaries(st.sampled_from(("bfloat16", "float32", "int8")), RATES, min_size=1),
         "matmul_efficiency": st.floats(0.01, 1.0),
         "host_memory_bytes": st.none() | SIZES,
+        "network_bytes_per_s": st.none() | RATES,
+        "network_latency_s": st.none() | st.floats(0, 1e9),
         "measured_at": st.none() | st.dates().map(str),
         "fits": st.dictionaries(
             st.sampled_from(("host_to_device.both", "host_adam.2.bfloat16", "all_gather.8")),

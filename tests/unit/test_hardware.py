@@ -140,6 +140,9 @@ def test_unknown_hardware_suggests_the_nearest() -> None:
         ("compute_capability", None),
         ("compute_capability", (0, 0)),
         ("measured_at", "yesterday"),
+        ("network_bytes_per_s", 0.0),
+        ("network_latency_s", -1e-6),
+        ("network_latency_s", math.nan),
     ],
 )
 def test_a_bad_field_is_refused_by_name(field: str, value: Any) -> None:
@@ -297,15 +300,26 @@ def test_fits_survive_json_and_show_in_the_fingerprint(tmp_path: Path) -> None:
     assert with_fits(host_to_device=RateFit(1e-5, 5e10, 0.3)).fingerprint == profile.fingerprint
 
 
-def test_a_file_from_before_there_were_fits_still_loads() -> None:
-    data = preset("h200").to_dict()
-    old = {key: value for key, value in data.items() if key != "fits"} | {"schema_version": 1}
-    assert HardwareProfile.from_dict(old) == preset("h200")
-    for version in (True, 1.0, 3, None):
+def test_a_file_from_before_there_were_fits_or_a_network_still_loads() -> None:
+    profile = dataclasses.replace(preset("h200"), network_bytes_per_s=None)
+    newest = profile.to_dict()
+    second = {key: value for key, value in newest.items() if "network" not in key} | {"schema_version": 2}
+    first = {key: value for key, value in second.items() if key != "fits"} | {"schema_version": 1}
+    assert HardwareProfile.from_dict(first) == HardwareProfile.from_dict(second) == profile
+    for version in (True, 1.0, 4, None):
         with pytest.raises(ArtifactError, match="schema_version"):
-            HardwareProfile.from_dict(old | {"schema_version": version})
+            HardwareProfile.from_dict(first | {"schema_version": version})
     with pytest.raises(ArtifactError, match="fits"):
-        HardwareProfile.from_dict(old | {"schema_version": 2})
+        HardwareProfile.from_dict(first | {"schema_version": 2})
+    with pytest.raises(ArtifactError, match="network_bytes_per_s"):
+        HardwareProfile.from_dict(second | {"schema_version": 3})
+
+
+def test_a_network_shows_in_the_fingerprint_where_it_is_known() -> None:
+    unknown = dataclasses.replace(preset("h200"), network_bytes_per_s=None)
+    known = {dataclasses.replace(unknown, network_bytes_per_s=rate).fingerprint for rate in (None, 4e11, 5e10)}
+    assert len(known) == 3
+    assert dataclasses.replace(unknown, network_latency_s=0.0).fingerprint not in known
 
 
 @pytest.mark.parametrize(
