@@ -1,4 +1,4 @@
-"""``elixir profile | hardware | plan | show | compare | models``.
+"""``elixir profile | hardware | plan | show | compare | models | sweep | fit | explain | timeline``.
 
 Only argparse and the parser are imported up front, so that ``elixir --help`` answers at once; each command imports
 what it needs. Results go to standard output, everything else to standard error.
@@ -35,9 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             build_parser().print_help()
             return BAD_INPUT_STATUS
-        from elixir.cli import commands
+        from elixir.cli import commands, questions
 
-        status: int = getattr(commands, f"run_{args.command}")(args)
+        name = f"run_{args.command}"
+        status: int = getattr(commands if hasattr(commands, name) else questions, name)(args)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:

@@ -64,6 +64,9 @@ def build_parser() -> Parser:
     compare.add_argument("b", metavar="B.json")
     _add_json(compare)
     _add_json(command("models", "The models known by name."))
+    from elixir.cli.question_parser import add_questions  # it builds on the pieces below
+
+    add_questions(command)
     return parser
 
 
@@ -118,7 +121,7 @@ def _add_plan(parser: Parser) -> None:
     parser.add_argument("--out", metavar="FILE", help="save the plan as JSON")
 
 
-def _add_step(parser: Parser) -> None:
+def _add_step(parser: Parser, *, optimizer_kernel: bool = True) -> None:
     """What the training step is. None stands for "not given": a saved trace has settled these already."""
     step = parser.add_argument_group("the training step")
     step.add_argument("--batch", type=_count, metavar="N", help="samples per rank (default: 1)")
@@ -134,9 +137,10 @@ def _add_step(parser: Parser) -> None:
         help="activation checkpointing; alone it means non-reentrant (default: none)",
     )
     step.add_argument("--optimizer", metavar="NAME", help="adamw (default), adam, sgd, ...")
-    step.add_argument(
-        "--optimizer-kernel", choices=OPTIMIZER_KERNELS, help="how its step runs (default: what torch would choose)"
-    )
+    if optimizer_kernel:  # only plain PyTorch has one to choose
+        step.add_argument(
+            "--optimizer-kernel", choices=OPTIMIZER_KERNELS, help="how its step runs (default: what torch would choose)"
+        )
     step.add_argument(
         "--inp",
         metavar="MODULE:FUNCTION",

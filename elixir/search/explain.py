@@ -43,6 +43,12 @@ class Spot:
         }[self.weights]
         return weights if self.states == "none" else f"{weights}, states on the {self.states}"
 
+    @property
+    def short(self) -> str:
+        """For tables, such as ``from host / host``."""
+        weights = self.weights if self.weights == "resident" else f"from {self.weights}"
+        return weights if self.states == "none" else f"{weights} / {self.states}"
+
 
 _SPOTS = (
     Spot("resident", "device"), Spot("resident", "host"), Spot("device", "device"), Spot("device", "host"),
