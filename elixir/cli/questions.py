@@ -174,6 +174,7 @@ def _planned(args: argparse.Namespace) -> tuple[Plan, StepTrace, HardwareProfile
     """The plan of a question, the trace it was made from, and the machine it is asked for."""
     from elixir.plan import Plan
     from elixir.search.trial import with_network
+    from elixir.tracer.step_trace import StepTrace
 
     plan = files.load(args.plan)
     if not isinstance(plan, Plan):
@@ -187,9 +188,9 @@ def _planned(args: argparse.Namespace) -> tuple[Plan, StepTrace, HardwareProfile
             raise InputError(
                 f"{args.trace} is a trace, which has settled {', '.join(given)}; leave out one or the other"
             )
-        found = files.trace_in(args.trace)
-        if found is None:
-            raise InputError(f"{args.trace}: expected a trace that `elixir profile --out` saved")
+        found = files.load(args.trace)
+        if not isinstance(found, StepTrace):
+            raise ArtifactError(f"{args.trace}: expected a trace, found a {found.artifact.replace('_', ' ')}")
         trace = found
     return plan, trace, with_network(hardware, args.network)
 
@@ -201,7 +202,8 @@ def _hardware_of(plan: Plan, args: argparse.Namespace) -> HardwareProfile:
     if args.hardware is not None:
         hardware = files.find_hardware(args.hardware)
         if hardware.fingerprint != plan.hardware_fingerprint:
-            _note(f"{args.plan} was planned for {plan.hardware_name}; times here are those of {hardware.name}")
+            other = "" if hardware.name != plan.hardware_name else " with other numbers"
+            _note(f"{args.plan} was planned for {plan.hardware_name}{other}; times here are those of {hardware.name}")
         return hardware
     if plan.hardware_name not in preset_names():
         raise InputError(
