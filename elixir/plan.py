@@ -324,3 +324,12 @@ def _itemsize(dtype: str) -> int:
         return dtype_bytes(dtype)
     except InputError as error:
         raise InputError(f"field 'dtype': {error}") from None
+
+
+def same_packing(plan: Plan, other: Plan) -> bool:
+    """Whether both pack the same parameters into the same chunks, wherever these live."""
+
+    def packing(plan: Plan) -> list[tuple[object, ...]]:
+        return [(chunk.dtype, chunk.trainable, chunk.numel, chunk.parameters) for chunk in plan.chunks]
+
+    return plan.world_size == other.world_size and packing(plan) == packing(other)

@@ -6,6 +6,7 @@ Every buffer of the runtime is made by an `Arena`, so what the plan predicted ca
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 
@@ -52,11 +53,13 @@ class Arena:
         """Bytes in use now, by kind."""
         return {kind: nbytes for kind, nbytes in sorted(self._live[home].items()) if nbytes}
 
-    def release(self) -> None:
-        """Undo the pinning; buffers must not be used for transfers afterwards."""
+    def release(self, keep: Iterable[torch.Tensor | None] = ()) -> None:
+        """Undo the pinning, of all but `keep`; buffers must not be used for transfers afterwards."""
+        kept = {buffer.data_ptr() for buffer in keep if buffer is not None}
         for buffer in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-        self._registered.clear()
+            if buffer.data_ptr() not in kept:
+                torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        self._registered = [buffer for buffer in self._registered if buffer.data_ptr() in kept]
 
     def _pin(self, buffer: torch.Tensor) -> None:
         # The caching host allocator rounds up to a power of two; registering pins the exact size.

@@ -183,6 +183,10 @@ class GradientFlow:
         known = (self.shards.get(chunk.index), self._open.get(chunk.index), self._kept.get(chunk.index))
         return any(part is not None and name in part.arrived for part in known)
 
+    def any_held(self) -> bool:
+        """Whether this rank got any gradient since they were last cleared."""
+        return bool(self._open or self._kept) or any(shard.arrived for shard in self.shards.values())
+
     def clear(self, *, to_none: bool = True) -> None:
         """Forget all gradients, those that are on their way too; or have zeros in their place."""
         with self._lock:

@@ -13,6 +13,7 @@ import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,6 +52,9 @@ class Lane(Protocol):
             after: tickets of other lanes that the work builds on.
             nbytes: what it moves; an emulated link takes its time for so many bytes.
         """
+
+    def take_busy_s(self) -> float:
+        """How long it worked since this was last asked; on CUDA, of the work that is known to be over by now."""
 
     def close(self) -> None:
         """Finish what was submitted, then stop."""
@@ -121,6 +125,7 @@ class ThreadLane:
         self._random = random.Random(f"{self._emulation.seed} {name}")
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], int, _ThreadTicket] | None] = queue.SimpleQueue()
         self.waited_s = 0.0
+        self._busy_s = 0.0
         self._thread = threading.Thread(target=self._run, name=f"elixir {name}", daemon=True)
         self._thread.start()
 
@@ -131,6 +136,11 @@ class ThreadLane:
         if self._emulation.blocking:
             ticket.synchronize()
         return ticket
+
+    def take_busy_s(self) -> float:
+        """See `Lane.take_busy_s`."""
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
 
     def close(self) -> None:
         """Finish and join the thread."""
@@ -156,6 +166,7 @@ class ThreadLane:
                     left = nbytes / self._emulation.bytes_per_s - (time.perf_counter() - started)
                     if left > 0:
                         time.sleep(left)
+                self._busy_s += time.perf_counter() - started
             except BaseException as raised:  # handed to whoever waits for the ticket
                 error = raised
             ticket.finish(error)
@@ -214,6 +225,7 @@ class StreamLane:
         self._stream = torch.cuda.Stream(device, priority=priority)
         self._issuer: ThreadLane | None = None
         self._last: _CudaTicket | None = None
+        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self.waited_s = 0.0
 
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
@@ -234,6 +246,14 @@ class StreamLane:
             self._issuer.submit(lambda: self._issue(work, given, after, ticket))
         return ticket
 
+    def take_busy_s(self) -> float:
+        """See `Lane.take_busy_s`."""
+        busy_s = 0.0
+        while self._spans and self._spans[0][1].query():
+            started, ended = self._spans.popleft()
+            busy_s += started.elapsed_time(ended) / 1e3
+        return busy_s
+
     def close(self) -> None:
         """Finish what was submitted."""
         if self._issuer is not None:
@@ -248,10 +268,12 @@ class StreamLane:
                     earlier.order(self._stream)
                 else:
                     earlier.synchronize()
+            started, event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            started.record(self._stream)
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
                 work()
-            event = torch.cuda.Event()
             event.record(self._stream)
+            self._spans.append((started, event))
         except BaseException as error:  # raised where the ticket is waited for
             ticket.issue(None, error)
         else:

@@ -59,7 +59,44 @@ def build_chunks(
     return chunks
 
 
-def _load_weights(chunk: Chunk, arena: Arena, source: WeightSource) -> None:
+def move_chunks(
+    model: nn.Module, plan: Plan, arena: Arena, group: Group, *, before: list[Chunk], held: Arena
+) -> list[Chunk]:
+    """The same chunks at the homes of another plan, with the same bits; what they had before is let go one by one.
+
+    Args:
+        model: has the chunks' parameters already.
+        plan: packs as the plan before does.
+        arena: makes the new memory.
+        group: over which chunks are sharded.
+        before: the chunks as they were; nothing may be on its way to or from them.
+        held: where their memory came from.
+    """
+    chunks = []
+    for index, (old, chunk_plan) in enumerate(zip(before, plan.chunks, strict=True)):
+        parameters = [slot.parameter for slot in old.slots]
+        chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
+        _make_memory(chunk, arena)
+        old.follow_writes()
+        shard = old.shard_weights
+        if chunk.masters is not None:
+            chunk.masters.copy_(shard if old.masters is None else old.masters)
+        if chunk.shard is not None:
+            chunk.shard.copy_(shard)
+        elif chunk.whole is not None and old.whole is not None:
+            chunk.whole.copy_(old.whole)
+        elif chunk.whole is not None:
+            group.gather(chunk.whole, shard.to(arena.device), f"chunk {index}, which stays")
+        for slot in chunk.slots:
+            chunk.show(slot)
+        _attach(chunk)
+        old.shard = old.whole = old.masters = None
+        held.release(keep=[tensor for later in before[index + 1 :] for tensor in (later.shard, later.masters)])
+        chunks.append(chunk)
+    return chunks
+
+
+def _make_memory(chunk: Chunk, arena: Arena) -> None:
     plan = chunk.plan
     if chunk.needs_masters:
         wide = torch.float32 if chunk.low_precision else chunk.dtype
@@ -69,6 +106,10 @@ def _load_weights(chunk: Chunk, arena: Arena, source: WeightSource) -> None:
     else:
         kind = "weight_shards" if plan.weight_home == "device" else "weights"
         chunk.shard = arena.make(chunk.shard_numel, chunk.dtype, plan.weight_home, kind)
+
+
+def _load_weights(chunk: Chunk, arena: Arena, source: WeightSource) -> None:
+    _make_memory(chunk, arena)
     for slot in chunk.slots:
         if chunk.wants(slot):
             chunk.write(slot, source.parameter(slot.name))

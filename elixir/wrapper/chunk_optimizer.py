@@ -60,6 +60,34 @@ class ChunkOptimizer:
                 found.append((segment, self._shard.memory[segment.start : segment.start + numel]))
         return found
 
+    def give_up_states(self) -> dict[str, dict[str, Any]]:
+        """States by parameter name; nothing here holds them, or the weights, any more."""
+        states = {segment.name: dict(self.optimizer.state.get(segment.weights, {})) for segment in self.segments}
+        self.optimizer.state.clear()
+        self.segments = []
+        del self.optimizer, self._master
+        return {name: state for name, state in states.items() if state}
+
+    def take_states(self, states: dict[str, dict[str, Any]]) -> None:
+        """Go on from states of the same segments, wherever they were, in whatever shape."""
+        for segment in self.segments:
+            state = states.pop(segment.name, None)
+            if state is None:
+                continue
+            weights = segment.weights
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if value.dim() and value.numel() == weights.numel():
+                    state[key] = value.to(weights.device).reshape(weights.shape)
+                elif weights.device.type != "cpu" and self.optimizer.param_groups[segment.group].get("fused"):
+                    state[key] = value.to(weights.device)  # a fused step reads its own count on the device
+                else:
+                    state[key] = value.to("cpu")
+            self.optimizer.state[weights] = state
+        if self.optimizer.state:
+            self._count_states()
+
     def mark_changed(self, arrived: list[tuple[Segment, torch.Tensor]]) -> None:
         """Let autograd know that a backward over the weights before this step would be wrong."""
         for segment, _ in arrived:
@@ -131,4 +159,4 @@ class ChunkOptimizer:
             for value in state.values()
             if isinstance(value, torch.Tensor) and value.numel() > 1
         )
-        self._owner.module._arena.count(states, self.chunk.plan.state_home, "optimizer_states")
+        self._owner.module.arena.count(states, self.chunk.plan.state_home, "optimizer_states")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import weakref
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +15,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from elixir.access import ParameterAccess, backward_is_running
-from elixir.chunk.buffers import Arena, BlockPool
+from elixir.access import backward_is_running
+from elixir.chunk.buffers import Arena
 from elixir.chunk.cache import RCache
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Emulation, Ticket, make_lanes
 from elixir.errors import InputError, InputTypeError
-from elixir.plan import Plan
-from elixir.schedule import StepSchedule
-from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, place_buffers
+from elixir.plan import Plan, same_packing
+from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, move_chunks, place_buffers
 from elixir.wrapper.inputs import cast_inputs
-from elixir.wrapper.report import StepReport
-from elixir.wrapper.state import ModelState
+from elixir.wrapper.report import StepReport, make_report
+from elixir.wrapper.running import RunningPlan, RunOptions
 from elixir.wrapper.uses import WeightUses
 from elixir.wrapper.weights import Weights
 
@@ -89,48 +87,65 @@ class ElixirModule(nn.Module):
         self._group = Group(group)
         agree_on_plan(self._group, module, plan, dtype)
         self._device = compute_device(device)
-        self.plan = plan
         self._cast = None if plan.dtype == "as built" else getattr(torch, plan.dtype)
         self._output_fp32 = output_fp32
-        self._arena = Arena(self._device)
+        self._options = RunOptions(prefetch, reduce_always_fp32, poison, evict_always)
         self._lanes = make_lanes(self._device, emulation)
         # Also where nobody calls `close`: the interpreter must not end with threads inside of torch.
         self._stop = weakref.finalize(self, self._lanes.close)
-        self.chunks: list[Chunk] = build_chunks(module, plan, self._arena, self._group, weights)
-        place_buffers(module, self._device)
-        self._pool = BlockPool(self._arena, plan.block_count, plan.block_bytes, poison=poison)
-        schedule = (plan if prefetch else replace(plan, prefetch_depth=0)).schedule()
-        self.cache = RCache(
-            self.chunks,
-            schedule,
-            self._pool,
-            self._lanes,
-            self._group,
-            evict_always=evict_always,
-            backward_from=next((i for i, use in enumerate(plan.order) if use.phase != "forward"), len(plan.order)),
-        )
-        tracked = [chunk for chunk in self.chunks if not self.is_ordinary(chunk)]
-        parameters = {slot.parameter for chunk in tracked for slot in chunk.slots}
-        self.uses = WeightUses(self.cache, self.chunks, tracked, self._device.type)
-        self._access = ParameterAccess(module, self.uses, parameters) if tracked else None
-        self.gradients = self._gradient_flow(reduce_always_fp32, schedule)
-        self.cache.reductions = self.gradients
-        self.uses.gradients = self.gradients
         self.optimizers: list[ElixirOptimizer] = []
         """Those that step this module."""
         self.refreshed_bytes = 0
-        """Host to device since the last report, for resident weights that the host has updated."""
+        """Host to device since the last report, for weights on the device that the host has updated."""
         self.regathered_bytes = 0
         """Network, likewise, for resident weights whose shards have been updated."""
         self.last_report: StepReport | None = None
         """What the last step did, beside what the plan predicted; None before the first."""
+        self.before_forward: Callable[[], None] | None = None
+        """Called when a forward begins."""
+        self._stepped_at: float | None = None
         self._warned = False
         self._in_backward = False
         self._pending_updates: list[Ticket] = []
-        self._state = ModelState(module, self.chunks, tracked, self.uses, self.settle, self._whole)
+        build = partial(build_chunks, weights=weights)
+        self._running = RunningPlan(self, module, plan, self._group, self._lanes, self._device, self._options, build)
+        place_buffers(module, self._device)
         module._apply = self._apply  # type: ignore[method-assign]
         self.module = module
-        self._watch_gradients()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan at work."""
+        return self._running.plan
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All chunks of the plan, by index."""
+        return self._running.chunks
+
+    @property
+    def cache(self) -> RCache:
+        """The rCache blocks."""
+        return self._running.cache
+
+    @property
+    def uses(self) -> WeightUses:
+        """What listens to uses of weights."""
+        return self._running.uses
+
+    @property
+    def gradients(self) -> GradientFlow:
+        """Gradients on their way home."""
+        return self._running.gradients
+
+    @property
+    def arena(self) -> Arena:
+        """Where the runtime's buffers come from and are counted."""
+        return self._running.arena
+
+    def is_ordinary(self, chunk: Chunk) -> bool:
+        """Whether its parameters are plain ones: weights, gradients and states all on the device of one rank."""
+        return self._running.is_ordinary(chunk)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
@@ -139,6 +154,8 @@ class ElixirModule(nn.Module):
                 "a CUDA graph would replay with the addresses that weights had when it was captured, but streamed "
                 "weights move; run an ElixirModule without capturing it"
             )
+        if self.before_forward is not None:
+            self.before_forward()
         self.forget_failed_backward()
         self.cache.begin()
         args, kwargs = cast_inputs((args, kwargs), self._device, self._cast)
@@ -181,7 +198,7 @@ class ElixirModule(nn.Module):
                 if chunk.index in before:  # another `gathered` around this one holds it already
                     whole = self.uses.gathered_memory[chunk.index]
                 else:
-                    whole = self._whole(chunk)
+                    whole = self._running.whole(chunk)
                     chunk.point_into(whole)
                 opened.append((chunk, whole))
                 self.uses.gathered_memory[chunk.index] = whole
@@ -197,6 +214,43 @@ class ElixirModule(nn.Module):
                     del self.uses.gathered_memory[chunk.index]
                     if chunk.whole is None:
                         chunk.hold_placeholders()
+
+    def rehome(self, plan: Plan) -> None:
+        """Go on under another plan with the same chunks in other homes, and the same numbers to the bit.
+
+        Between a step and the next forward, with no gradients held. All ranks must call this with the same plan.
+
+        Args:
+            plan: packs parameters as the present one does.
+
+        Raises:
+            InputError: it does not, or this is not the moment.
+        """
+        self.uses.refuse_inside("rehome()")
+        if self.uses.gathered or self.holds_gradients():
+            raise InputError("rehome() is for between zero_grad() and the next forward, outside of gathered()")
+        agree_on_plan(self._group, self.module, plan, None)
+        if not same_packing(self.plan, plan):
+            raise InputError("rehome() moves chunks, it does not repack them; plan with the chunks of the present plan")
+        self.settle()
+        states = [optimizer.give_up_states() for optimizer in self.optimizers]
+        before, held = self.chunks, self.arena
+        self._running.remove()
+        held.release(keep=[tensor for chunk in before for tensor in (chunk.shard, chunk.masters)])
+        del self._running  # its blocks go before others are made
+        build = partial(move_chunks, before=before, held=held)
+        self._running = RunningPlan(
+            self, self.module, plan, self._group, self._lanes, self._device, self._options, build
+        )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.take_states(state)
+        self._warned = False
+        self._stepped_at = None
+
+    def holds_gradients(self) -> bool:
+        """Whether this rank has gradients that no step or `zero_grad` has cleared."""
+        ordinary = (slot.parameter for chunk in self.chunks if self.is_ordinary(chunk) for slot in chunk.slots)
+        return self.gradients.any_held() or any(parameter.grad is not None for parameter in ordinary)
 
     def settle(self) -> None:
         """Wait for everything that runs beside compute, and empty the blocks."""
@@ -262,34 +316,19 @@ class ElixirModule(nn.Module):
         Args:
             skipped: the step was left out after an overflow, so that no weights have moved.
         """
-        counts, flow = self.cache.take_counts(), self.gradients
-        parts, moved = self.plan.predicted.device_parts, self.plan.predicted.moved_bytes
-        ours = ["rcache", "resident_weights", "weight_shards", "optimizer_states", "gradient_blocks"]
-        if self._group.size > 1:
-            ours.append("gradients")
-        self.last_report = StepReport(
-            observed={
-                "loads": counts.loads,
-                "hits": counts.hits,
-                "host_to_device": counts.host_to_device_bytes + self.refreshed_bytes,
-                "device_to_host": flow.offloaded_bytes,
-                "network": counts.network_bytes + flow.network_bytes + self.regathered_bytes,
-                "device_peak": self._arena.peak_bytes["device"],
-            },
-            predicted={
-                "loads": self.plan.predicted.loads,
-                "hits": self.plan.predicted.hits,
-                **moved,
-                "device_peak": sum(parts.get(name, 0) for name in ours),
-            },
-            device_limit_bytes=self.plan.predicted.device_peak_bytes,
-            demand_loads=counts.demand_loads,
-            deviations=counts.deviations,
-            waited_s={name: lane.waited_s for name, lane in self._lanes.by_name().items()},
+        now = time.perf_counter()
+        self.last_report = make_report(
+            self.plan,
+            self.cache.take_counts(),
+            self.gradients,
+            self.arena,
+            self._lanes,
+            refreshed_bytes=self.refreshed_bytes,
+            regathered_bytes=self.regathered_bytes,
+            step_s=None if self._stepped_at is None else now - self._stepped_at,
         )
-        self.refreshed_bytes = self.regathered_bytes = flow.offloaded_bytes = flow.network_bytes = 0
-        for lane in self._lanes.all():
-            lane.waited_s = 0.0
+        self._stepped_at = now
+        self.refreshed_bytes = self.regathered_bytes = 0
         surprises = {} if skipped else self.last_report.surprises()
         if surprises and not self._warned:
             self._warned = True
@@ -305,7 +344,7 @@ class ElixirModule(nn.Module):
         Args:
             rank0_only: the other ranks get an empty dict, and need no memory for it.
         """
-        return self._state.full(*args, wanted=not rank0_only or self._group.rank == 0, **kwargs)
+        return self._running.state.full(*args, wanted=not rank0_only or self._group.rank == 0, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load weights and buffers into their homes; master weights take what is given unrounded.
@@ -340,7 +379,7 @@ class ElixirModule(nn.Module):
         """Stop the lanes. The module cannot run afterwards."""
         self._stop()
         self._group.close()
-        self._arena.release()
+        self.arena.release()
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -348,50 +387,13 @@ class ElixirModule(nn.Module):
     def _output(item: Any) -> Any:
         return item.float() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
 
-    def is_ordinary(self, chunk: Chunk) -> bool:
-        """Whether its parameters are plain ones: weights, gradients and states all on the device of one rank."""
-        return chunk.plan.resident and chunk.plan.state_home == "device" and self._group.size == 1
-
-    def _gradient_flow(self, reduce_fp32: bool, schedule: StepSchedule) -> GradientFlow:
-        gathering = [chunk for chunk in self.chunks if chunk.plan.trainable and not self.is_ordinary(chunk)]
-        # Those that got no gradient in the traced step come last: nobody shall wait for them.
-        last = len(self.chunks)
-        gathering.sort(key=lambda chunk: (last if chunk.plan.grad_rank is None else chunk.plan.grad_rank, chunk.index))
-        # A chunk is reduced behind the last gathers before its last gradient; -1 where there are none at all.
-        loading = [position for position, window in enumerate(schedule.windows) if window]
-        places = {
-            chunk.index: ([-1, *loading])[bisect_right(loading, chunk.plan.grad_entry)]
-            for chunk in gathering
-            if chunk.plan.grad_entry is not None
-        }
-        return GradientFlow(
-            gathering,
-            self._arena,
-            self._lanes,
-            self._group,
-            block_count=self.plan.grad_block_count,
-            block_bytes=self.plan.block_bytes,
-            reduce_fp32=reduce_fp32,
-            places=places,
-        )
-
-    def _watch_gradients(self) -> None:
-        # What autograd holds must not hold this module: the garbage collector cannot see through it.
-        weak = weakref.ref(self)
-        for chunk in self.chunks:
-            if chunk.index not in self.gradients.shards:
-                continue
-            for position, slot in enumerate(chunk.slots):
-                if slot.parameter.requires_grad:
-                    slot.parameter.register_post_accumulate_grad_hook(partial(_arrived, weak, chunk.index, position))
-
     def _watch_backward(self, output: Any) -> None:
         """Notice the beginning of backward at what it begins with, before any of the model's nodes run."""
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
             output.register_hook(partial(_begins, weakref.ref(self)))
 
-    def _backward_runs(self) -> None:
-        """Once per backward: have the engine call when it is over."""
+    def backward_runs(self) -> None:
+        """Backward is running; the first time, have the engine call when it is over."""
         if not self._in_backward:
             self._in_backward = True
             if self._group.size > 1:
@@ -415,42 +417,14 @@ class ElixirModule(nn.Module):
         self.cache.end_backward()
         self.gradients.flush()
 
-    def _whole(self, chunk: Chunk, precise: bool = False) -> torch.Tensor:
-        """The gathered weights of a chunk on the device; with `precise`, its masters where it has any."""
-        held = self.uses.gathered_memory.get(chunk.index)
-        if precise and chunk.masters is not None and held is None:
-            chunk.follow_writes()
-            shard = chunk.masters
-        elif held is not None or chunk.whole is not None:
-            return chunk.whole if held is None else held  # type: ignore[return-value]
-        else:
-            shard = chunk.shard_weights
-        whole = torch.empty(chunk.plan.numel, dtype=shard.dtype, device=self._device)
-        mine = shard.to(self._device)
-        self._lanes.network.submit(lambda: self._group.gather(whole, mine)).synchronize()
-        return whole
-
     def _write_back(self, chunk: Chunk, whole: torch.Tensor) -> None:
         if chunk.shard is not None:
             chunk.shard.copy_(whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel])
         chunk.follow_writes()
 
 
-def _arrived(weak: weakref.ref[ElixirModule], index: int, position: int, parameter: nn.Parameter) -> None:
-    """Autograd has accumulated a gradient: it leaves for its home."""
-    module = weak()
-    if module is None:
-        return
-    module._backward_runs()
-    with torch._C.DisableTorchFunctionSubclass():  # nobody else is reading gradients here
-        if parameter.grad is not None:
-            chunk = module.chunks[index]
-            module.gradients.take(chunk, chunk.slots[position], parameter.grad)
-            parameter.grad = None
-
-
 def _begins(weak: weakref.ref[ElixirModule], gradient: torch.Tensor) -> None:
     """Backward has come to an output of the model."""
     module = weak()
     if module is not None:
-        module._backward_runs()
+        module.backward_runs()

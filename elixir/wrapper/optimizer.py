@@ -74,7 +74,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._good_steps = 0
         self.used_parameters: set[str] = set()
         self._position = {parameter: index for index, parameter in enumerate(module.module.parameters())}
-        self._parts = [ChunkOptimizer(self, chunk) for chunk in self._in_order() if chunk.plan.trainable]
+        self._parts = self._make_parts()
         module.optimizers.append(self)
         self._ready = True
 
@@ -104,6 +104,20 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """
         raise InputError("the states of an ElixirOptimizer cannot be loaded yet; the model's load_state_dict() can")
 
+    def give_up_states(self) -> dict[str, dict[str, Any]]:
+        """The states of this rank's part of each parameter; this optimizer has none until `take_states`."""
+        states: dict[str, dict[str, Any]] = {}
+        for part in self._parts:
+            states |= part.give_up_states()
+        self._parts = []
+        return states
+
+    def take_states(self, states: dict[str, dict[str, Any]]) -> None:
+        """Go on from `states`, under the module's plan of now; each is let go of when its chunk has taken it."""
+        self._parts = self._make_parts()
+        for part in self._parts:
+            part.take_states(states)
+
     def make_inner(self, weights: list[nn.Parameter], segments: list[Segment]) -> torch.optim.Optimizer:
         """An optimizer of the user's class over segments, with their groups' options."""
         groups = []
@@ -111,6 +125,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
             options = {key: value for key, value in group.items() if key != "params"}
             groups.append({**options, "params": [segment.weights for segment in segments if segment.group == index]})
         return self._make(groups)
+
+    def _make_parts(self) -> list[ChunkOptimizer]:
+        return [ChunkOptimizer(self, chunk) for chunk in self._in_order() if chunk.plan.trainable]
 
     def _make_over(self, group: dict[str, Any], weights: list[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer of the user's class over `weights`, with a group's options."""

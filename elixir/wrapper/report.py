@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elixir.units import format_bytes
+from elixir.chunk.buffers import Arena
+from elixir.chunk.cache import CacheCounts
+from elixir.chunk.gradients import GradientFlow
+from elixir.chunk.lanes import Lanes
+from elixir.plan import Plan
+from elixir.units import dtype_bytes, format_bytes, format_seconds
 
 TOLERANCE = 0.05
 """Where observed and predicted differ by more than this share, the run says so."""
@@ -15,8 +20,8 @@ class StepReport:
     """One training step of one rank, from its first forward to its optimizer step.
 
     `observed` and `predicted` have the same keys: ``loads``, ``hits``, ``host_to_device``, ``device_to_host``,
-    ``network`` (bytes) and ``device_peak`` (bytes that the runtime's own buffers took, and what the plan allots them:
-    activations and gradients that autograd holds are in neither).
+    ``network`` (bytes), ``device_peak`` and ``host_peak`` (bytes that the runtime's own buffers took so far, and what the
+    plan allots them: activations and gradients that autograd holds are in neither; of the host, this rank's part).
     """
 
     observed: dict[str, int]
@@ -29,6 +34,11 @@ class StepReport:
     """Uses that left the recorded order."""
     waited_s: dict[str, float]
     """How long compute stood still for each lane; on CUDA, where nobody stands still, 0."""
+    busy_s: dict[str, float]
+    """How long each lane worked, delays of an emulated link included; on CUDA, of what is known to be over."""
+    step_s: float | None
+    """From the end of the step before to the end of this one; None for the first."""
+    predicted_step_s: float
 
     def surprises(self) -> dict[str, tuple[int, int]]:
         """(observed, predicted) of what differs by more than `TOLERANCE`, and of memory beyond the plan's peak.
@@ -52,7 +62,76 @@ class StepReport:
         for name, expected in self.predicted.items():
             show = str if name in ("loads", "hits") else format_bytes
             lines.append(f"{name:16}{show(self.observed[name]):>14}{show(expected):>14}")
+        if self.step_s is not None:
+            lines.append(f"{'step':16}{format_seconds(self.step_s):>14}{format_seconds(self.predicted_step_s):>14}")
         lines.append(f"demand loads {self.demand_loads}, deviations from the recorded order {self.deviations}")
         waits = ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in self.waited_s.items())
         lines.append(f"compute waited for {waits}")
         return "\n".join(lines)
+
+
+def make_report(
+    plan: Plan,
+    counts: CacheCounts,
+    flow: GradientFlow,
+    arena: Arena,
+    lanes: Lanes,
+    *,
+    refreshed_bytes: int,
+    regathered_bytes: int,
+    step_s: float | None,
+) -> StepReport:
+    """The report of the step that is just over; counts of `flow` and `lanes` start anew.
+
+    Args:
+        refreshed_bytes: host to device, of weights on the device that the host has updated.
+        regathered_bytes: network, of resident weights whose shards have been updated.
+        step_s: how long it took.
+    """
+    predicted, parts = plan.predicted, plan.predicted.device_parts
+    ours = ["rcache", "resident_weights", "weight_shards", "optimizer_states", "gradient_blocks"]
+    if plan.world_size > 1:
+        ours.append("gradients")
+    report = StepReport(
+        observed={
+            "loads": counts.loads,
+            "hits": counts.hits,
+            "host_to_device": counts.host_to_device_bytes + refreshed_bytes,
+            "device_to_host": flow.offloaded_bytes,
+            "network": counts.network_bytes + flow.network_bytes + regathered_bytes,
+            "device_peak": arena.peak_bytes["device"],
+            "host_peak": arena.peak_bytes["host"],
+        },
+        predicted={
+            "loads": predicted.loads,
+            "hits": predicted.hits,
+            **predicted.moved_bytes,
+            "device_peak": sum(parts.get(name, 0) for name in ours),
+            "host_peak": _host_bytes(plan),
+        },
+        device_limit_bytes=predicted.device_peak_bytes,
+        demand_loads=counts.demand_loads,
+        deviations=counts.deviations,
+        waited_s={name: lane.waited_s for name, lane in lanes.by_name().items()},
+        busy_s={name: lane.take_busy_s() for name, lane in lanes.by_name().items()},
+        step_s=step_s,
+        predicted_step_s=predicted.seconds["total"],
+    )
+    flow.offloaded_bytes = flow.network_bytes = 0
+    for lane in lanes.all():
+        lane.waited_s = 0.0
+    return report
+
+
+def _host_bytes(plan: Plan) -> int:
+    """What one rank keeps in host memory: weights, and gradients, masters and states."""
+    total = 0
+    for chunk in plan.chunks:
+        numel, itemsize = chunk.numel // plan.world_size, dtype_bytes(chunk.dtype)
+        if chunk.weight_home == "host":
+            total += numel * itemsize
+        if chunk.trainable and chunk.state_home == "host":
+            masters = 4 if itemsize < 4 else itemsize if chunk.weight_home == "device" else 0
+            gradients = 0 if chunk.grad_rank is None else itemsize
+            total += numel * (gradients + masters + plan.state_bytes_per_numel)
+    return total

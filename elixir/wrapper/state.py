@@ -45,9 +45,16 @@ class ModelState:
             slot.parameter: (chunk, slot) for chunk in chunks for slot in chunk.slots
         }
         self._tracked = frozenset(chunk.index for chunk in tracked)
-        for module in model.modules():
+        self._modules = list(model.modules())
+        for module in self._modules:
             module.state_dict = partial(self._give, module, module.state_dict)  # type: ignore[method-assign, assignment]
             module._load_from_state_dict = partial(self._take, module, module._load_from_state_dict)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Give modules their own methods back."""
+        for module in self._modules:
+            del module.state_dict
+            del module._load_from_state_dict
 
     def full(self, *args: Any, wanted: bool = True, **kwargs: Any) -> dict[str, Any]:
         """The model's state dict on the CPU, in memory of its own, weights in float32 or wider.

@@ -138,7 +138,8 @@ class FakeStream:
 
 
 class FakeEvent:
-    what = "nothing"
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.what = "nothing"
 
     def record(self, stream: FakeStream) -> None:
         self.what = stream.told[-1] if stream.told else "compute"

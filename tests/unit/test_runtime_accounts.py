@@ -54,7 +54,7 @@ def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
         report = pair.module.last_report
         assert report is not None
         assert report.observed["device_peak"] <= report.predicted["device_peak"] <= plan.predicted.device_peak_bytes
-        assert pair.module._arena.peak_bytes["host"] <= plan.predicted.host_peak_bytes
+        assert pair.module.arena.peak_bytes["host"] <= plan.predicted.host_peak_bytes
         assert report.observed["loads"] == plan.predicted.loads
         assert not report.surprises()
 
@@ -126,6 +126,9 @@ def test_an_error_in_a_lane_reaches_the_caller(lane: str, monkeypatch: pytest.Mo
 
         def close(self) -> None:
             working.close()
+
+        def take_busy_s(self) -> float:
+            return working.take_busy_s()
 
     broken = dataclasses.replace(module._lanes, **{lane: Broken()})
     for holder in (module, module.cache, module.gradients):

@@ -1,0 +1,91 @@
+"""Chunks move to other homes between steps, and no number changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from elixir.errors import InputError
+from elixir.plan import Plan
+from tests.common.parity import MODES, Pair, case, make_plan, mixed
+
+
+def with_homes(plan: Plan, mode: str) -> Plan:
+    """The packing of `plan` with other homes."""
+    if mode == "mixed":
+        return mixed(plan)
+    resident = mode == "resident"
+    home = "device" if resident else "host"
+    chunks = tuple(replace(c, resident=resident, weight_home=home, state_home=home) for c in plan.chunks)
+    return replace(plan, chunks=chunks)
+
+
+OPTIMIZERS = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1),
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("start", MODES)
+def test_same_bits_whatever_the_homes(start: str, name: str) -> None:
+    it = case("gpt2")
+    plan = make_plan(it, "streamed")
+    with Pair(it, with_homes(plan, start), optimizer=OPTIMIZERS[name]) as pair:
+        for mode in (*MODES, "streamed", "resident", "mixed"):
+            pair.train(2)
+            pair.module.rehome(with_homes(plan, mode))
+            pair.assert_same_weights()
+        pair.train(2)
+        pair.assert_same_weights()
+        report = pair.module.last_report
+        assert report is not None
+        assert report.demand_loads == report.deviations == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_masters_and_buffers_move_too(mode: str) -> None:
+    for family, dtype in (("cnn", None), ("opt", "bfloat16")):
+        it, still = case(family), case(family)
+        plan = make_plan(it, "streamed", unified_dtype=dtype)
+        with Pair(it, with_homes(plan, "mixed")) as moved, Pair(still, with_homes(plan, "mixed")) as stays:
+            for step in range(4):
+                for pair in (moved, stays):
+                    pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
+                    pair.optimizer.step()
+                    pair.optimizer.zero_grad()
+                if step == 1:
+                    moved.module.rehome(with_homes(plan, mode))
+            mine, theirs = moved.module.state_dict(), stays.module.state_dict()
+            assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+def test_memory_is_counted_anew() -> None:
+    it = case("opt")
+    plan = make_plan(it, "streamed")
+    with Pair(it, with_homes(plan, "resident")) as pair:
+        pair.train(1)
+        assert not pair.module.arena.live_bytes("host")
+        pair.module.rehome(with_homes(plan, "streamed"))
+        assert pair.module.arena.parts("host")["optimizer_states"] == 8 * sum(c.used_numel for c in plan.chunks)
+        assert "resident_weights" not in pair.module.arena.parts("device")
+
+
+def test_moves_only_where_nothing_is_lost() -> None:
+    it = case("opt")
+    plan = make_plan(it, "streamed")
+    with Pair(it, plan) as pair:
+        pair.backward()
+        with pytest.raises(InputError, match="zero_grad"):
+            pair.module.rehome(with_homes(plan, "resident"))
+        pair.step()
+        with pair.module.gathered(), pytest.raises(InputError, match="gathered"):
+            pair.module.rehome(plan)
+        with pytest.raises(InputError, match="repack"):
+            pair.module.rehome(make_plan(case("opt"), "streamed", split_number=3))
+        pair.module.rehome(with_homes(plan, "resident"))
+        pair.train(1)
+        pair.assert_same_weights()
