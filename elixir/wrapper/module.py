@@ -229,7 +229,8 @@ class ElixirModule(nn.Module):
         self.uses.refuse_inside("rehome()")
         if self.uses.gathered or self.holds_gradients():
             raise InputError("rehome() is for between zero_grad() and the next forward, outside of gathered()")
-        agree_on_plan(self._group, self.module, plan, None)
+        # Behind what the network is still doing, the same on all ranks.
+        self._lanes.network.submit(lambda: agree_on_plan(self._group, self.module, plan, None)).synchronize()
         if not same_packing(self.plan, plan):
             raise InputError("rehome() moves chunks, it does not repack them; plan with the chunks of the present plan")
         self.settle()
