@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elixir.api import wrap
     from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError, PlanError, StateError, TraceError
     from elixir.hardware import HardwareProfile
     from elixir.plan import ChunkPlan, Plan
@@ -30,6 +31,7 @@ __all__ = [
     "StepTrace",
     "TraceError",
     "__version__",
+    "wrap",
 ]
 
 _HOMES = {
@@ -44,6 +46,7 @@ _HOMES = {
     "StateError": "elixir.errors",
     "StepTrace": "elixir.tracer.step_trace",
     "TraceError": "elixir.errors",
+    "wrap": "elixir.api",
 }
 
 

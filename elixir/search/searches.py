@@ -110,7 +110,7 @@ def simple_search(
 
     The other arguments are those of `optimal_search`; a budget is checked only where it is given.
     """
-    profile = _profile(hardware, model)
+    profile = profile_for(hardware, model)
     trace = _traced(model, unified_dtype, inp, step_fn, profile)
     plan = simple_plan(
         trace,
@@ -145,7 +145,7 @@ def _searched(
     host_memory: str | int | None,
     placement: HomeChoice,
 ) -> Plan:
-    profile = _profile(hardware, model)
+    profile = profile_for(hardware, model)
     warn_if_other_device(profile)
     if hardware is None and host_memory is None:
         host_memory = host_memory_here(profile)
@@ -165,7 +165,8 @@ def _searched(
     return plan
 
 
-def _profile(hardware: HardwareProfile | str | None, model: nn.Module | StepTrace) -> HardwareProfile:
+def profile_for(hardware: HardwareProfile | str | None, model: nn.Module | StepTrace | None = None) -> HardwareProfile:
+    """The machine that is meant: as given, by a preset's name or a file's, that of a trace, or else the one found here."""
     if isinstance(hardware, HardwareProfile):
         return hardware
     if isinstance(hardware, str):

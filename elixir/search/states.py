@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from elixir.errors import InputTypeError, unknown_name
+import inspect
+
+import torch
+from torch import nn
+
+from elixir.errors import InputError, InputTypeError, unknown_name
 
 FP32_BYTES = 4
 MASTER_BYTES = FP32_BYTES
@@ -42,3 +47,38 @@ def optimizer_name(optimizer_type: str) -> str:
     """The family's name in its usual spelling; `InputError` where it is unknown."""
     state_bytes_per_numel(optimizer_type)
     return next(name for name in _STATE_BYTES if name.lower() == optimizer_type.lower())
+
+
+def family_of(optimizer: torch.optim.Optimizer) -> str:
+    """The family whose states take as much as those of `optimizer`: by its class's name, else by trying a step.
+
+    Raises:
+        InputError: it keeps more state per element than any family that is known.
+    """
+    names = [base.__name__ for base in type(optimizer).__mro__]
+    for name in names:
+        if name in _STATE_BYTES:
+            return name
+    trial = nn.Parameter(torch.zeros(256))
+    trial.grad = torch.ones_like(trial)
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    accepted = inspect.signature(type(optimizer)).parameters
+    made = type(optimizer)(
+        [{**options, "params": [trial]}], **{k: v for k, v in optimizer.defaults.items() if k in accepted}
+    )
+    try:
+        made.step()
+    except Exception as error:
+        raise InputError(
+            f"{names[0]} cannot step one weight by itself ({error}), so it is not elementwise; use an elementwise optimizer "
+            "such as AdamW, SGD, RMSprop or Adagrad"
+        ) from error
+    kept = sum(v.nbytes for v in made.state[trial].values() if isinstance(v, torch.Tensor) and v.numel() > 1)
+    per_numel = kept / trial.numel()
+    fitting = [name for name, size in _STATE_BYTES.items() if size >= per_numel]
+    if not fitting:
+        raise InputError(
+            f"{names[0]} keeps {per_numel:.0f} bytes of state per element, more than any family that plans are made for "
+            f"({', '.join(_STATE_BYTES)}); use one of these"
+        )
+    return min(fitting, key=lambda name: _STATE_BYTES[name])

@@ -119,6 +119,11 @@ class ElixirModule(nn.Module):
         return self._running.plan
 
     @property
+    def device(self) -> torch.device:
+        """Where compute runs."""
+        return self._device
+
+    @property
     def chunks(self) -> list[Chunk]:
         """All chunks of the plan, by index."""
         return self._running.chunks
@@ -187,7 +192,7 @@ class ElixirModule(nn.Module):
         self.uses.refuse_inside("gathered()")
         if self._group.size > 1:
             # A rank that is alone here would get other ranks' answers to other questions.
-            self._lanes.network.submit(lambda: self._group.exchange("gathered()", None)).synchronize()
+            self.exchange("gathered()", None)
         self.settle()
         opened: list[tuple[Chunk, torch.Tensor]] = []
         before = dict(self.uses.gathered)
@@ -247,6 +252,12 @@ class ElixirModule(nn.Module):
             optimizer.take_states(state)
         self._warned = False
         self._stepped_at = None
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Every rank's `value`, in order of rank, behind what the network is doing; see `Group.exchange`."""
+        answers: list[Any] = []
+        self._lanes.network.submit(lambda: answers.extend(self._group.exchange(what, value))).synchronize()
+        return answers
 
     def holds_gradients(self) -> bool:
         """Whether this rank has gradients that no step or `zero_grad` has cleared."""

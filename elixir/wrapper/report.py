@@ -36,6 +36,8 @@ class StepReport:
     """How long compute stood still for each lane; on CUDA, where nobody stands still, 0."""
     busy_s: dict[str, float]
     """How long each lane worked, delays of an emulated link included; on CUDA, of what is known to be over."""
+    refreshed_bytes: int
+    """Of ``host_to_device``: weights on the device that the host's optimizer has updated."""
     step_s: float | None
     """From the end of the step before to the end of this one; None for the first."""
     predicted_step_s: float
@@ -117,6 +119,7 @@ def make_report(
         deviations=counts.deviations,
         waited_s={name: lane.waited_s for name, lane in lanes.by_name().items()},
         busy_s={name: lane.take_busy_s() for name, lane in lanes.by_name().items()},
+        refreshed_bytes=refreshed_bytes,
         step_s=step_s,
         predicted_step_s=predicted.seconds["total"],
     )

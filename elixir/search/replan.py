@@ -1,0 +1,165 @@
+"""A second plan from what the first steps showed: the same chunks, other homes.
+
+The time model is corrected by what was observed: the links by bytes over busy seconds, the host's Adam by elements over
+busy seconds, compute by the one factor that makes the present plan's simulated step as long as the measured one. The
+budgets are corrected by how far the memory predicted was off. Then the same search runs over the same packing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from elixir.errors import InputError, PlanError
+from elixir.hardware import HardwareProfile
+from elixir.plan import Plan, same_packing
+from elixir.search.memory import Setting
+from elixir.search.optimal import find_best
+from elixir.search.planner import PREFETCH_DEPTH, to_plan
+from elixir.search.simulator import SimulatedCost, simulate_step
+from elixir.search.space import Budgets, SearchSpace
+from elixir.tracer.step_trace import StepTrace
+
+MEMORY_TOLERANCE = 0.03
+"""Observed peaks may differ from predicted ones by this share before a plan is made again."""
+WORTHWHILE = 0.05
+"""A new plan must be predicted to be faster by this share."""
+LEAST_BUSY_S = 1e-3
+"""A resource that worked for less in a step tells nothing about its speed."""
+_SCALE_STEPS = 40
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one rank saw of its steady steps, per step."""
+
+    step_s: float
+    busy_s: Mapping[str, float]
+    """By lane: ``fetch``, ``offload``, ``host_adam``."""
+    fetched_bytes: float
+    refreshed_bytes: float
+    """Host to device, by the host's Adam."""
+    offloaded_bytes: float
+    device_peak_bytes: int
+    host_peak_bytes: int
+    """Of this rank."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What follows from observations."""
+
+    plan: Plan | None
+    """The plan to go on with; None to stay."""
+    reason: str
+
+
+def worst(observations: list[Observation]) -> Observation:
+    """One for all ranks: the slowest step, the fullest memories, and the slowest of each resource."""
+    first = observations[0]
+    lanes = sorted(first.busy_s)
+    return Observation(
+        step_s=max(seen.step_s for seen in observations),
+        busy_s={lane: max(seen.busy_s[lane] for seen in observations) for lane in lanes},
+        fetched_bytes=first.fetched_bytes,
+        refreshed_bytes=first.refreshed_bytes,
+        offloaded_bytes=first.offloaded_bytes,
+        device_peak_bytes=max(seen.device_peak_bytes for seen in observations),
+        host_peak_bytes=max(seen.host_peak_bytes for seen in observations),
+    )
+
+
+def calibrated(
+    trace: StepTrace, hardware: HardwareProfile, plan: Plan, seen: Observation
+) -> tuple[HardwareProfile, float]:
+    """The machine as it showed itself, and the factor on compute times."""
+    rates: dict[str, float] = {}
+    fetch, offload, adam = (seen.busy_s[lane] for lane in ("fetch", "offload", "host_adam"))
+    if fetch > LEAST_BUSY_S and seen.fetched_bytes:
+        rates["host_to_device_bytes_per_s"] = seen.fetched_bytes / fetch
+    if offload > LEAST_BUSY_S and seen.offloaded_bytes:
+        rates["device_to_host_bytes_per_s"] = seen.offloaded_bytes / offload
+    adam -= seen.refreshed_bytes / rates.get("host_to_device_bytes_per_s", hardware.host_to_device_bytes_per_s)
+    stepped = sum(c.numel for c in plan.chunks if c.trainable and c.state_home == "host") // plan.world_size
+    if adam > LEAST_BUSY_S and stepped:
+        ranks = min(plan.world_size, hardware.devices_per_host)
+        rates["host_adam_numel_per_s"] = stepped * ranks / adam
+    measured = {name.removesuffix("_bytes_per_s").removesuffix("_numel_per_s") for name in rates}
+    fits = {key: fit for key, fit in hardware.fits.items() if key.split(".")[0] not in measured}
+    machine = replace(hardware, fits=fits, **rates)  # type: ignore[arg-type]
+    return machine, _compute_scale(trace, machine, plan, seen.step_s)
+
+
+def correct(
+    trace: StepTrace, hardware: HardwareProfile, plan: Plan, observations: list[Observation], optimizer: str
+) -> Correction:
+    """Whether to go on with another plan, and with which.
+
+    Args:
+        trace: what `plan` was made from.
+        hardware: the machine it was made for.
+        plan: which has run.
+        observations: of every rank, in order of rank.
+        optimizer: family, as in the plan.
+    """
+    seen = worst(observations)
+    ranks = min(plan.world_size, hardware.devices_per_host)
+    host_seen, predicted = seen.host_peak_bytes * ranks, plan.predicted
+    device_off = seen.device_peak_bytes - predicted.device_peak_bytes
+    host_off = host_seen - predicted.host_peak_bytes
+    budgets = Budgets(plan.device_budget_bytes - device_off, plan.host_budget_bytes - host_off)
+    machine, scale = calibrated(trace, hardware, plan, seen)
+    space = _space(trace, machine, plan, ranks, scale)
+    found = _best_with_packing(space, budgets, plan, optimizer)
+    if found is None:
+        return Correction(None, "no other plan of the same chunks fits what was observed")
+    here = simulate_step(plan, trace, machine, ranks_per_host=ranks, compute_scale=scale).step_s
+    gain = 1 - found.predicted.seconds["total"] / here
+    over = _too_full(seen.device_peak_bytes, predicted.device_peak_bytes, plan.device_budget_bytes)
+    over = over or _too_full(host_seen, predicted.host_peak_bytes, plan.host_budget_bytes)
+    what = f"step {seen.step_s:.4g} s where {predicted.seconds['total']:.4g} s was predicted"
+    if found.chunks == plan.chunks and found.block_count == plan.block_count:
+        return Correction(None, f"{what}; the plan stays the best")
+    if over:
+        return Correction(found, f"memory peaks are above the plan's; {what}")
+    if gain > WORTHWHILE:
+        return Correction(found, f"{what}; another plan is predicted to take {1 - gain:.0%} of it")
+    return Correction(None, f"{what}; another plan would gain {max(gain, 0.0):.1%}")
+
+
+def _too_full(seen: int, predicted: int, budget: int) -> bool:
+    """Above what was predicted, and so much that the budget does not cover it."""
+    return seen > (1 + MEMORY_TOLERANCE) * predicted and seen > budget
+
+
+def _space(trace: StepTrace, hardware: HardwareProfile, plan: Plan, ranks_per_host: int, scale: float) -> SearchSpace:
+    setting = Setting(plan.world_size, ranks_per_host, plan.state_bytes_per_numel, plan.overlap)
+    return SearchSpace(trace, hardware, setting, SimulatedCost(trace, hardware, setting, compute_scale=scale))
+
+
+def _best_with_packing(space: SearchSpace, budgets: Budgets, plan: Plan, optimizer: str) -> Plan | None:
+    capacity = plan.block_bytes or max(chunk.weight_bytes for chunk in plan.chunks)
+    depth = PREFETCH_DEPTH if plan.overlap else 0
+    try:
+        found = find_best(space, budgets, (capacity,), depth, capped=False).best
+    except PlanError:
+        return None
+    if found is None:
+        return None
+    made = to_plan(space, found, budgets, optimizer, plan.placement)
+    return made if same_packing(made, plan) else None
+
+
+def _compute_scale(trace: StepTrace, hardware: HardwareProfile, plan: Plan, step_s: float) -> float:
+    """The factor on compute times with which the simulated step takes `step_s`; it grows with the factor."""
+    if not (math.isfinite(step_s) and step_s > 0):
+        raise InputError(f"a measured step must take a finite time above 0 s, found {step_s}")
+    low, high = 1e-4, 1e4
+    for _ in range(_SCALE_STEPS):
+        middle = math.sqrt(low * high)
+        if simulate_step(plan, trace, hardware, compute_scale=middle).step_s < step_s:
+            low = middle
+        else:
+            high = middle
+    return math.sqrt(low * high)
