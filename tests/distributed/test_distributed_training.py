@@ -221,8 +221,8 @@ def _counts(rank: int, world_size: int, kind: str, checkpoint: Any) -> None:
             assert report.observed[link] == expected, f"step {step}: {link}"
         assert twins.module.gradients.extra_blocks == 0
         # Arenas count all but activations, buffers and single gradients in flight.
-        device = twins.module._arena.peak_bytes["device"]
-        assert device <= predicted.device_peak_bytes, f"step {step}: {twins.module._arena.parts('device')}"
+        device = twins.module.arena.peak_bytes["device"]
+        assert device <= predicted.device_peak_bytes, f"step {step}: {twins.module.arena.parts('device')}"
     twins.close()
 
 

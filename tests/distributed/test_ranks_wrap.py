@@ -1,0 +1,67 @@
+"""`elixir.wrap` on several ranks: rank 0 plans, all decide together, and the numbers are those of DDP."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import elixir
+from elixir import api
+from elixir.errors import PlanError, RankError
+from elixir.search.replan import Correction
+from tests.common.ddp import LR, batch_of
+from tests.common.parity import hf_loss, mixed
+from tests.common.spawn import run_ranks
+from tests.common.tiny_models import tiny
+
+
+def training(rank: int, world_size: int, move: bool) -> list[str]:
+    if move and rank == 0:  # the others never plan
+        api.correct = lambda trace, hardware, plan, seen, optimizer: Correction(mixed(plan), f"{len(seen)} ranks")
+    model = tiny("gpt2")
+    inp = batch_of(model, rank, world_size)
+    plain: Any = DistributedDataParallel(copy.deepcopy(model))
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=LR)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    memory = {"device_memory": "2MiB", "host_memory": "1GiB"}
+    module, wrapped = elixir.wrap(model, optimizer, inp=inp, hardware="cpu", device="cpu", **memory)
+    before = module.plan
+    for _ in range(10):
+        losses = [hf_loss(module, inp), hf_loss(plain, inp)]
+        assert abs(losses[0] - losses[1]) <= 1e-5 * losses[1]
+        for loss, stepping in zip(losses, (wrapped, plain_optimizer), strict=True):
+            loss.backward()
+            stepping.step()
+            stepping.zero_grad()
+    assert module.before_forward is None
+    if move:
+        assert module.plan.chunks == mixed(before).chunks
+    state = module.state_dict()
+    for name, value in plain.module.state_dict().items():
+        limits = torch.full_like(value, 1e-3 * LR)
+        if name.endswith("c_attn.bias"):  # of keys, whose gradient is rounding noise
+            limits[len(limits) // 3 : 2 * len(limits) // 3] = 5e-2 * LR
+        assert bool(((state[name] - value).abs() <= limits).all()), name
+    module.close()
+    return [module.plan.fingerprint]
+
+
+@pytest.mark.parametrize("move", [False, True])
+def test_all_ranks_run_one_plan(move: bool) -> None:
+    fingerprints = run_ranks(2, training, move)
+    assert fingerprints[0] == fingerprints[1]
+
+
+def refused(rank: int, world_size: int) -> None:
+    model = tiny("opt")
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(RankError if rank else PlanError, match="needed"):
+        elixir.wrap(model, optimizer, hardware="cpu", device_memory="1KiB", host_memory="1GiB")
+
+
+def test_what_rank_0_cannot_plan_ends_all() -> None:
+    run_ranks(2, refused)
