@@ -165,6 +165,10 @@ class HybridAdam(torch.optim.Optimizer):
             raise InputError("a parameter without a gradient is not stepped")
         if gradient.is_sparse or gradient.layout is not torch.strided:
             raise InputError("HybridAdam steps dense gradients; use sparse=False in the embedding, or SparseAdam")
+        if not _is_dense(parameter):  # not earlier: what another one steps in our name may be anywhere
+            raise InputError(
+                "a parameter must be dense and without overlap in memory; call .contiguous() before wrapping it"
+            )
         weights = _flat(parameter)
         if gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
@@ -276,10 +280,8 @@ def _check_parameter(parameter: torch.Tensor) -> None:
         raise InputError(
             f"HybridAdam steps float32, bfloat16 and float16 parameters, got {parameter.dtype}; use torch.optim.AdamW"
         )
-    if parameter.layout is not torch.strided or not _is_dense(parameter):
-        raise InputError(
-            "a parameter must be dense and without overlap in memory; call .contiguous() before wrapping it"
-        )
+    if parameter.layout is not torch.strided:
+        raise InputError(f"a parameter must be strided, got {parameter.layout}; use SparseAdam")
 
 
 def _options(group: dict[str, Any]) -> AdamOptions:

@@ -10,6 +10,7 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradShard
+from elixir.wrapper.fused_adam import FusedAdam
 
 if TYPE_CHECKING:
     from elixir.wrapper.optimizer import ElixirOptimizer
@@ -43,7 +44,11 @@ class ChunkOptimizer:
         chunk.follow_writes()  # between wrapping and now
         self._master = chunk.shard_weights if chunk.masters is None else chunk.masters
         self.segments = self._cut()
-        self.optimizer = owner.make_inner([segment.weights for segment in self.segments], self.segments)
+        self.optimizer: torch.optim.Optimizer | FusedAdam
+        if owner.fuses and self._shard is not None and self._master.dtype == torch.float32:
+            self.optimizer = owner.make_fused(self._master, self.segments)
+        else:
+            self.optimizer = owner.make_inner([segment.weights for segment in self.segments], self.segments)
         self._counted_states = False
         self._versions: dict[str, int] = {}  # of the parameters, after the last step that changed them
 
@@ -73,6 +78,9 @@ class ChunkOptimizer:
         for segment in self.segments:
             state = states.pop(segment.name, None)
             if state is None:
+                continue
+            if isinstance(self.optimizer, FusedAdam):
+                self.optimizer.take(segment, state)
                 continue
             weights = segment.weights
             for key, value in state.items():
@@ -108,6 +116,17 @@ class ChunkOptimizer:
         """One step with the gradients in `arrived` times `factor`; `write_weights` comes next."""
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             group.update(values)
+        if isinstance(self.optimizer, FusedAdam):
+            out = self.chunk.shard_weights if self._writes_itself() else None
+            if self._shard is not None:
+                self.optimizer.step([segment for segment, _ in arrived], self._shard.memory, factor, out)
+        else:
+            self._step_segments(self.optimizer, arrived, factor)
+        self._count_states()
+
+    def _step_segments(
+        self, optimizer: torch.optim.Optimizer, arrived: list[tuple[Segment, torch.Tensor]], factor: float
+    ) -> None:
         before = [segment.weights.grad for segment in self.segments]  # of ordinary parameters, which keep theirs
         for segment in self.segments:
             segment.weights.grad = None
@@ -115,14 +134,18 @@ class ChunkOptimizer:
             # In float32 without a factor the gradient itself is stepped with, as plain PyTorch would.
             value = gradient.to(segment.weights.dtype)
             segment.weights.grad = (value * factor if factor != 1.0 else value).view_as(segment.weights)
-        self.optimizer.step()
+        optimizer.step()
         for segment, kept in zip(self.segments, before, strict=True):
             segment.weights.grad = kept
-        self._count_states()
+
+    def _writes_itself(self) -> bool:
+        """Whether the step writes the weights in the same pass: it is fused, and they are where their masters are."""
+        plan = self.chunk.plan
+        return isinstance(self.optimizer, FusedAdam) and self._separate and plan.weight_home == plan.state_home
 
     def write_weights(self, arrived: list[tuple[Segment, torch.Tensor]]) -> None:
         """Master weights, where there are any, to where the weights are, in their dtype."""
-        if not self._separate:
+        if not self._separate or self._writes_itself():
             return
         weights = self.chunk.shard_weights
         if len(arrived) == len(self.chunk.slots):

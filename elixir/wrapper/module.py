@@ -51,7 +51,7 @@ class ElixirModule(nn.Module):
         dtype: parameters and floating inputs are cast to it; None takes the plan's. Buffers keep theirs.
         reduce_always_fp32: average gradients over the ranks in float32.
         output_fp32: floating outputs are cast to float32.
-        use_fused_kernels: accepted for later; no model code is replaced yet.
+        use_fused_kernels: step Adam over whole shards in one pass (`elixir.kernels`), which rounds differently.
         weights: values in the place of the model's own: a state dict, or safetensors (a file, several, a folder). What is
             on meta and gets none is initialised by its own modules.
         device: where compute runs; the current CUDA device by default, else the CPU.
@@ -89,6 +89,7 @@ class ElixirModule(nn.Module):
         self._device = compute_device(device)
         self._cast = None if plan.dtype == "as built" else getattr(torch, plan.dtype)
         self._output_fp32 = output_fp32
+        self.use_fused_kernels = bool(use_fused_kernels)
         self._options = RunOptions(prefetch, reduce_always_fp32, poison, evict_always)
         self._lanes = make_lanes(self._device, emulation)
         # Also where nobody calls `close`: the interpreter must not end with threads inside of torch.

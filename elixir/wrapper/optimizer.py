@@ -19,6 +19,7 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError, InputTypeError
 from elixir.wrapper.chunk_optimizer import ChunkOptimizer, Segment
+from elixir.wrapper.fused_adam import FusedAdam, can_fuse
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer_class import accepted_options, check_elementwise, has_stepped
 
@@ -57,6 +58,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._ready = False
         self.module = module
         self._class = type(optimizer)
+        self.fuses = module.use_fused_kernels and can_fuse(optimizer)
+        """Whether shards are stepped by `FusedAdam` rather than by the user's class; same rule, other rounding."""
         self.group_of = {
             parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
@@ -125,6 +128,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
             options = {key: value for key, value in group.items() if key != "params"}
             groups.append({**options, "params": [segment.weights for segment in segments if segment.group == index]})
         return self._make(groups)
+
+    def make_fused(self, master: torch.Tensor, segments: list[Segment]) -> FusedAdam:
+        """What steps a shard in one pass, with the groups' options."""
+        options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return FusedAdam(master, segments, options, decoupled=issubclass(self._class, torch.optim.AdamW))
 
     def _make_parts(self) -> list[ChunkOptimizer]:
         return [ChunkOptimizer(self, chunk) for chunk in self._in_order() if chunk.plan.trainable]

@@ -253,8 +253,10 @@ def test_bad_options_are_refused(options: dict[str, Any]) -> None:
 def test_what_cannot_be_stepped_is_refused() -> None:
     with pytest.raises(InputError, match="float64"):
         HybridAdam([nn.Parameter(torch.ones(2, dtype=torch.float64))])
+    overlapping = nn.Parameter(torch.ones(1).expand(4))
+    overlapping.grad = torch.ones(4)
     with pytest.raises(InputError, match="without overlap"):
-        HybridAdam([nn.Parameter(torch.ones(1).expand(4))])
+        HybridAdam([overlapping]).step()
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(InputError, match="dense gradients"):
