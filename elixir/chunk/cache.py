@@ -54,6 +54,9 @@ class CacheCounts:
 class Reductions(Protocol):
     """What else uses the network during a walk, and has its place in the order."""
 
+    reducing: bool
+    """Off where ranks keep their gradients to themselves."""
+
     def begin(self) -> None:
         """The backward part of the order begins."""
 
@@ -138,7 +141,8 @@ class RCache:
             if not self._together or self._in_backward:
                 return
             self.end_forward()
-            self._announce("backward")
+            alone = self.reductions is not None and not self.reductions.reducing
+            self._announce("backward without reduction" if alone else "backward")
             self._in_backward = True
             if self._position >= self._backward_from:
                 self._jump(self._backward_from - 1)  # another backward over the same forward
@@ -355,7 +359,15 @@ class RCache:
         if chunk.index in self._known:
             self._view.admit(chunk.index)
         chunk.to(ChunkState.FETCHING)
-        whole, shard = chunk.memory, chunk.shard
+        try:
+            self._fill(chunk)
+        except BaseException:
+            chunk.filled = None  # nothing is on its way: what is in the block is not the chunk
+            self._evict(chunk)
+            raise
+
+    def _fill(self, chunk: Chunk) -> None:
+        whole, shard = self.memory(chunk.index), chunk.shard
         if shard is None:
             raise StateError(f"chunk {chunk.index} has no shard to fetch from")
         self.counts.loads += 1
@@ -366,17 +378,15 @@ class RCache:
             chunk.filled = self._lanes.fetch.submit(
                 lambda: whole.copy_(shard, non_blocking=True), after=after, nbytes=moved_bytes
             )
+            chunk.fetched = chunk.filled
             self.counts.host_to_device_bytes += moved_bytes
             return
         part = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
         if chunk.plan.weight_home == "host":
-            after = [
-                self._lanes.fetch.submit(
-                    lambda: part.copy_(shard, non_blocking=True),
-                    after=after,
-                    nbytes=shard.nbytes,
-                )
-            ]
+            chunk.fetched = self._lanes.fetch.submit(
+                lambda: part.copy_(shard, non_blocking=True), after=after, nbytes=shard.nbytes
+            )
+            after = [chunk.fetched]
             self.counts.host_to_device_bytes += shard.nbytes
             source = part
         else:
@@ -387,3 +397,5 @@ class RCache:
             after=after,
             nbytes=whole.nbytes - shard.nbytes,
         )
+        if source is shard:
+            chunk.fetched = chunk.filled

@@ -101,6 +101,8 @@ class Chunk:
         """As much of the block as the chunk fills."""
         self.filled: Ticket | None = None
         """Of the transfer into the block, or of the update of a resident chunk's weights."""
+        self.fetched: Ticket | None = None
+        """Of what last read the shard into a block."""
         self.updated: Ticket | None = None
         """Of the optimizer step that last wrote the shard."""
         self.shard: torch.Tensor | None = None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,6 +40,8 @@ class GradShard:
     ready: Ticket | None = None
     arrived: set[str] = field(default_factory=set)
     """Names of the parameters that got a gradient on this rank since the last step."""
+    dropped: set[str] = field(default_factory=set)
+    """Names of the parameters whose part counts as zero, and is made so when the next gradient is added."""
 
 
 @dataclass
@@ -173,7 +175,7 @@ class GradientFlow:
 
     def settle(self) -> None:
         """Block until every gradient is at its home; with several ranks, all must call it."""
-        if self._unsettled:
+        if self._unsettled and self.reducing:
             self._unsettled = False
             self._send_late()
         self._wait()
@@ -201,13 +203,52 @@ class GradientFlow:
             self._unsent = []
             self._unsettled = False
             for index, shard in self.shards.items():
+                shard.dropped.clear()
                 shard.holds = not to_none and bool(arrived[index])
                 shard.arrived = arrived[index] if shard.holds else set()
                 if shard.holds:
                     self._zero(self._chunks[index])
-                elif shard.memory.numel() and self._chunks[index].plan.state_home == "device":
-                    self._arena.count(-shard.memory.nbytes, "device", "gradients")
-                    shard.memory = torch.empty(0, dtype=shard.memory.dtype)
+                else:
+                    self._free_shard(self._chunks[index])
+
+    def drop(self, chunk: Chunk, name: str) -> None:
+        """Forget the gradient of one parameter, as ``parameter.grad = None`` does; all ranks must do the same.
+
+        Nothing is waited for: its part of the shard is made zero before the next gradient is added there, and nobody
+        reads it until then.
+        """
+        with self._lock:
+            opened, kept, shard = self._open.get(chunk.index), self._kept.get(chunk.index), self.shards.get(chunk.index)
+            if opened is not None and name in opened.arrived:
+                opened.arrived.remove(name)
+                if not opened.arrived:
+                    self._give_back(self._open.pop(chunk.index).memory)
+            if kept is not None and name in kept.arrived:
+                kept.arrived.remove(name)
+                if kept.arrived:
+                    part = next(slot for slot in chunk.slots if slot.name == name).part_of(kept.memory)
+                    kept.ready = self._lanes.offload.submit(part.zero_)
+                else:
+                    self._drop_kept(chunk)
+            if shard is None or not shard.holds:
+                return
+            shard.arrived.discard(name)
+            shard.dropped.add(name)  # where other ranks got a gradient of it this one holds a part of that
+            alone = self._group.size == 1 and not shard.arrived
+            if alone or all(slot.name in shard.dropped for slot in chunk.slots):
+                shard.holds = False
+                shard.arrived.clear()
+                shard.dropped.clear()
+                if shard.ready is not None and chunk.plan.state_home == "device":
+                    shard.ready.synchronize()  # it must not arrive in memory that is gone
+                self._free_shard(chunk)
+
+    def _free_shard(self, chunk: Chunk) -> None:
+        """The memory of gradients on the device is there only while they are."""
+        shard = self.shards[chunk.index]
+        if shard.memory.numel() and chunk.plan.state_home == "device":
+            self._arena.count(-shard.memory.nbytes, "device", "gradients")
+            shard.memory = torch.empty(0, dtype=shard.memory.dtype)
 
     def _zero(self, chunk: Chunk) -> None:
         shard = self.shards[chunk.index]
@@ -318,8 +359,12 @@ class GradientFlow:
             after.append(self._lanes.network.submit(reduce, after=complete, nbytes=whole.nbytes - mine.nbytes))
             mine, beside = reduced, (reduced, *beside)
         adds, shard.holds = shard.holds, True
+        stale = self._parts_of(chunk, shard.dropped) if adds else []
+        shard.dropped.clear()
 
         def deliver() -> None:
+            for part in stale:
+                part.zero_()
             if adds:
                 shard.memory.add_(mine.to(shard.memory.device))
             else:
@@ -344,6 +389,12 @@ class GradientFlow:
         kept.ready = self._lanes.offload.submit(lambda: memory.add_(block.to(memory.device)), nbytes=moved_bytes)
         self.offloaded_bytes += moved_bytes
         self._leaving.append(_Leaving(opened.memory, kept.ready, (memory,)))
+
+    def _parts_of(self, chunk: Chunk, names: Collection[str]) -> list[torch.Tensor]:
+        """What this rank's shard has of some parameters."""
+        memory, first = self.shards[chunk.index].memory, chunk.shard_start
+        bounds = [(slot.offset - first, slot.offset - first + slot.numel) for slot in chunk.slots if slot.name in names]
+        return [memory[max(begin, 0) : max(end, 0)] for begin, end in bounds]
 
     def _drop_kept(self, chunk: Chunk) -> _Kept:
         kept = self._kept.pop(chunk.index)

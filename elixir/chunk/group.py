@@ -109,6 +109,11 @@ class Group:
                     )
         return [value for _, value in gathered]
 
+    def note(self, what: str) -> None:
+        """Take down something that all ranks must do at this point, to be compared with the next exchange."""
+        with self._issuing(what):
+            pass
+
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place, added up in order of rank."""
         if self.size > 1:

@@ -16,11 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from elixir.errors import StateError
+from elixir.errors import InputError, StateError
 
 Work = Callable[[], object]
 
@@ -126,12 +127,17 @@ class ThreadLane:
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], int, _ThreadTicket] | None] = queue.SimpleQueue()
         self.waited_s = 0.0
         self._busy_s = 0.0
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"elixir {name}", daemon=True)
         self._thread.start()
 
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
         """See `Lane.submit`; compute on the CPU is done with what it was given when this is called."""
+        if self._closed:
+            raise InputError("this ElixirModule was closed, and cannot run or give its weights any more")
         ticket = _ThreadTicket(self)
+        if self._stream is not None:
+            work = partial(_behind, _recorded(torch.cuda.current_stream(self._stream.device)), work)
         self._queue.put((work, tuple(after), nbytes, ticket))
         if self._emulation.blocking:
             ticket.synchronize()
@@ -144,6 +150,7 @@ class ThreadLane:
 
     def close(self) -> None:
         """Finish and join the thread."""
+        self._closed = True
         if self._thread.is_alive():
             self._queue.put(None)
             if threading.current_thread() is not self._thread:  # a module may be let go of by its own last work
@@ -176,7 +183,8 @@ class ThreadLane:
 class _CudaTicket:
     """Work that has been, or will be, issued to a stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._issued = threading.Event()
         self._event: torch.cuda.Event | None = None
         self._error: BaseException | None = None
@@ -193,7 +201,7 @@ class _CudaTicket:
 
     def wait(self) -> None:
         # Compute that reads what the work wrote comes after it; the host goes on once it is issued.
-        self.order(torch.cuda.current_stream())
+        self.order(torch.cuda.current_stream(self._device))
 
     def synchronize(self) -> None:
         self._until_issued().synchronize()
@@ -206,6 +214,22 @@ class _CudaTicket:
         if self._event is None:
             raise self._error or StateError("work of a lane was issued without an event")
         return self._event
+
+
+_SPANS_KEPT = 4096
+"""Of work whose time nobody has asked for, as where a model only generates."""
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def _behind(given: torch.cuda.Event, work: Work) -> object:
+    """Work of the host behind what compute was given: kernels may still read what it overwrites."""
+    given.synchronize()
+    return work()
 
 
 class StreamLane:
@@ -225,16 +249,15 @@ class StreamLane:
         self._stream = torch.cuda.Stream(device, priority=priority)
         self._issuer: ThreadLane | None = None
         self._last: _CudaTicket | None = None
-        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_SPANS_KEPT)
         self.waited_s = 0.0
 
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
         """See `Lane.submit`."""
         # What compute has been given may still read the block that the work overwrites, or write what it reads.
-        given = torch.cuda.Event()
-        given.record(torch.cuda.current_stream())
+        given = _recorded(torch.cuda.current_stream(self._device))
         behind = self._last is not None and not self._last.issued()
-        self._last = ticket = _CudaTicket()
+        self._last = ticket = _CudaTicket(self._device)
         if not behind and all(
             earlier.issued() if isinstance(earlier, _CudaTicket) else earlier.done() for earlier in after
         ):

@@ -36,7 +36,8 @@ def build_chunks(
     by_name = dict(model.named_parameters(remove_duplicate=False))
     chunks: list[Chunk] = []
     problem: Exception | None = None
-    seed = group.exchange("seed", torch.initial_seed())[0]
+    drawn = torch.empty((), dtype=torch.int64).random_().item()  # as building on the CPU, it moves the generator on
+    seed = group.exchange("seed", drawn)[0]
     try:
         source = WeightSource(model, weights, seed=seed)
         for index, chunk_plan in enumerate(plan.chunks):
@@ -141,6 +142,11 @@ def agree_on_plan(group: Group, module: nn.Module, plan: Plan, dtype: torch.dtyp
     """Refuse, on all ranks at once, a plan that one of them cannot run or that differs between them."""
     error: Exception | None = None
     try:
+        for name, parameter in module.named_parameters():
+            if not parameter.is_floating_point():
+                raise InputError(
+                    f"{name} is of {parameter.dtype}; only floating parameters can be planned: make it a buffer"
+                )
         plan.check(fingerprint(module), group.size)
         if dtype is not None and plan.dtype not in ("as built", dtype_name(dtype)):
             raise InputError(f"the plan is for {plan.dtype}, dtype asks for {dtype_name(dtype)}; plan with that dtype")

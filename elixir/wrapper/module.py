@@ -191,10 +191,7 @@ class ElixirModule(nn.Module):
         """
         wanted = None if parameters is None else set(parameters)
         self.uses.refuse_inside("gathered()")
-        if self._group.size > 1:
-            # A rank that is alone here would get other ranks' answers to other questions.
-            self.exchange("gathered()", None)
-        self.settle()
+        self.settle_together("gathered()")
         opened: list[tuple[Chunk, torch.Tensor]] = []
         before = dict(self.uses.gathered)
         try:
@@ -265,13 +262,19 @@ class ElixirModule(nn.Module):
         ordinary = (slot.parameter for chunk in self.chunks if self.is_ordinary(chunk) for slot in chunk.slots)
         return self.gradients.any_held() or any(parameter.grad is not None for parameter in ordinary)
 
+    def settle_together(self, what: str) -> None:
+        """`settle`, where all ranks have called `what`: one that is alone would get answers to other questions."""
+        self.exchange(what, None)
+        self.settle()
+
     def settle(self) -> None:
         """Wait for everything that runs beside compute, and empty the blocks."""
         self.forget_failed_backward()
         self.gradients.settle()
         for chunk in self.chunks:
-            if chunk.updated is not None:
-                chunk.updated.synchronize()
+            for ticket in (chunk.updated, chunk.fetched):  # shards may be written to after this
+                if ticket is not None:
+                    ticket.synchronize()
         for ticket in self._pending_updates:
             ticket.wait()
         self._pending_updates.clear()
@@ -308,10 +311,14 @@ class ElixirModule(nn.Module):
         """Forget the gradients, those that have left for their home too; or have zeros in their place."""
         self.forget_failed_backward()
         self.gradients.clear(to_none=set_to_none)
+        if self._group.size > 1:
+            self._lanes.network.submit(lambda: self._group.note("zero_grad()"))
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
         """The norm of all gradients; the next step clips it to `max_norm`. In the place of torch's function.
 
         Raises:
@@ -321,7 +328,7 @@ class ElixirModule(nn.Module):
             raise InputError(f"only the 2-norm of sharded gradients is known, norm_type is {norm_type}")
         if len(self.optimizers) != 1:
             raise InputError(f"clip_grad_norm_ needs one ElixirOptimizer, this module has {len(self.optimizers)}")
-        return self.optimizers[0].clip_grad_norm_(max_norm)
+        return self.optimizers[0].clip_grad_norm_(max_norm, error_if_nonfinite)
 
     def step_over(self, *, skipped: bool = False) -> None:
         """An optimizer has stepped: write the step's report, and say so where the plan was wrong.
@@ -369,7 +376,14 @@ class ElixirModule(nn.Module):
         """
         if assign:
             raise InputError("assign=True would give the parameters other memory; leave it out")
+        self.exchange("load_state_dict()", None)
         return self.module.load_state_dict(state_dict, strict=strict)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        # Where this is part of another module: names are those of the model inside, as `state_dict` gives them.
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         raise InputError(

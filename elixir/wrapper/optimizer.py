@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Ticket
@@ -75,6 +76,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.loss_scale = float(initial_scale) if self.scales else 1.0
         self._growth_interval = growth_interval
         self._good_steps = 0
+        self._clip_once = 0.0
         self.used_parameters: set[str] = set()
         self._position = {parameter: index for index, parameter in enumerate(module.module.parameters())}
         self._parts = self._make_parts()
@@ -152,13 +154,24 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; or have zeros in their place, with which `step` then steps."""
+        self._clip_once = 0.0
         self.module.zero_grad(set_to_none)
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """The global norm of the gradients; the next `step` clips them to `max_norm`."""
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """The global norm of the gradients; the next `step` clips what there is then to `max_norm`.
+
+        Raises:
+            RuntimeError: the norm is not finite, where that is asked for.
+        """
+        self._refuse_unreduced("clip_grad_norm_()")
+        self.module.forget_failed_backward()
+        self.module.gradients.settle()
         self._clip_once = max_norm
         self._agree_on_used()
-        return self._norm() / self.loss_scale
+        norm = self._norm() / self.loss_scale
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
+        return norm
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -173,12 +186,13 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 result = closure()
         module = self.module
         module.refuse_step()
+        self._refuse_unreduced("step()")
         self._refuse_unseen()
         module.forget_failed_backward()
         module.gradients.settle()
         self._agree_on_used()
         factor = 1.0 / self.loss_scale
-        limit = getattr(self, "_clip_once", 0.0) or self.max_norm
+        limit = self._clip_once or self.max_norm
         self._clip_once = 0.0
         if limit or self.scales:
             norm = self._norm()
@@ -189,8 +203,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
             if limit:
                 # As torch.nn.utils.clip_grad_norm_: the same epsilon, in float32, and never a factor above 1.
                 factor *= float(torch.clamp(limit / (norm / self.loss_scale + 1e-6), max=1.0))
+        # Copies: a scheduler may write into a learning rate that is a tensor.
         hyperparameters = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
+            tree_map(_copied, {key: value for key, value in group.items() if key != "params"})
+            for group in self.param_groups
         ]
         module.cache.invalidate()  # before weights count as changed, which inside a block they must not
         updates = [ticket for part in self._parts if (ticket := self._start(part, factor, hyperparameters)) is not None]
@@ -198,6 +214,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
         module.step_over()
         self._stepped()
         return result
+
+    def _refuse_unreduced(self, what: str) -> None:
+        if not self.module.gradients.reducing and self.module.plan.world_size > 1:
+            raise InputError(f"{what} inside no_sync() would use this rank's gradients alone; call it outside")
 
     def _refuse_unseen(self) -> None:
         """What plain PyTorch would step with, and what would be left out here without a word."""
@@ -224,7 +244,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         arrived = part.gradients()  # now: when the step runs, other parameters may have gradients
         after: list[Ticket] = []
         if chunk.plan.state_home == "host":
-            before = [] if chunk.updated is None else [chunk.updated]  # if that one failed, so does this
+            # If the step before failed, so does this; and the shard may still be on its way into a block.
+            before = [ticket for ticket in (chunk.updated, chunk.fetched) if ticket is not None]
             stepped = lanes.host_adam.submit(partial(part.step, arrived, factor, hyperparameters), after=before)
             moved_bytes = shard_bytes if chunk.plan.weight_home == "device" else 0
             write = partial(part.write_weights, arrived)
@@ -289,6 +310,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
             for index in use.chunks:
                 first.setdefault(index, position)
         return sorted(self.module.chunks, key=lambda chunk: (first.get(chunk.index, len(first)), chunk.index))
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -88,7 +88,7 @@ class RunningPlan:
         self.gradients = self._gradient_flow(schedule, options.reduce_fp32)
         self.cache.reductions = self.gradients
         self.uses.gradients = self.gradients
-        self.state = ModelState(model, self.chunks, tracked, self.uses, owner.settle, self.whole)
+        self.state = ModelState(model, self.chunks, tracked, self.uses, owner.settle, owner.settle_together, self.whole)
         self._handles = self._watch_gradients(owner)
 
     def remove(self) -> None:

@@ -27,6 +27,7 @@ class ModelState:
         tracked: those whose parameters may be placeholders, or whose weights are still being updated.
         uses: their listener.
         settle: waits for what is still being written to the weights.
+        begin: the same, once all ranks have come to the same call.
         whole: gathers a chunk's weights, or its masters; with several ranks all must ask for a state dict together.
     """
 
@@ -37,24 +38,32 @@ class ModelState:
         tracked: Sequence[Chunk],
         uses: WeightUses,
         settle: Callable[[], None],
+        begin: Callable[[str], None],
         whole: Callable[[Chunk, bool], torch.Tensor],
     ) -> None:
         self._model = model
-        self._uses, self._settle, self._whole = uses, settle, whole
+        self._uses, self._settle, self._begin, self._whole = uses, settle, begin, whole
         self._slots: dict[nn.Parameter, tuple[Chunk, Slot]] = {
             slot.parameter: (chunk, slot) for chunk in chunks for slot in chunk.slots
         }
         self._tracked = frozenset(chunk.index for chunk in tracked)
+        self._full: bool | None = None
+        """While the wrapper's own state dict is made: whether this rank wants it."""
+        self._given: dict[nn.Parameter, torch.Tensor] = {}
+        """Values in the state dict that is being made: names of one tied parameter share one tensor, as they always do."""
+        self._gathered: tuple[int, torch.Tensor] | None = None
+        """The last chunk that was gathered for a state dict, and its values."""
         self._modules = list(model.modules())
         for module in self._modules:
-            module.state_dict = partial(self._give, module, module.state_dict)  # type: ignore[method-assign, assignment]
+            module.state_dict = partial(self._together, module.state_dict)  # type: ignore[method-assign, assignment]
+            module._save_to_state_dict = partial(self._give, module, module._save_to_state_dict)  # type: ignore[method-assign]
             module._load_from_state_dict = partial(self._take, module, module._load_from_state_dict)  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Give modules their own methods back."""
         for module in self._modules:
-            del module.state_dict
-            del module._load_from_state_dict
+            for name in ("state_dict", "_save_to_state_dict", "_load_from_state_dict"):
+                delattr(module, name)
 
     def full(self, *args: Any, wanted: bool = True, **kwargs: Any) -> dict[str, Any]:
         """The model's state dict on the CPU, in memory of its own, weights in float32 or wider.
@@ -62,57 +71,59 @@ class ModelState:
         Args:
             wanted: False takes part in gathering and keeps nothing.
         """
-        state = self._placeholders(self._model, self._model.state_dict, args, kwargs)
-        self._fill(self._model, state, _prefix(args, kwargs), precise=True, wanted=wanted)
-        if not wanted:
-            return {}
-        weights = dict(self._model.named_parameters(_prefix(args, kwargs).rstrip("."), remove_duplicate=False))
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and name not in weights:
-                state[name] = value.detach().to("cpu", copy=True)  # a buffer, which lives on
-        return state
+        self._full = wanted
+        try:
+            state = self._model.state_dict(*args, **kwargs)
+        finally:
+            self._full = None
+        return state if wanted else {}
 
-    def _placeholders(
-        self, module: nn.Module, original: Callable[..., dict[str, Any]], args: Any, kwargs: Any
-    ) -> dict[str, Any]:
-        """A state dict as a module itself makes it."""
-        self._settle()
+    def _together(self, original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """A module's state dict; with several ranks, find out first that all of them want one."""
+        if self._uses.saving:  # of a module around this one
+            return original(*args, **kwargs)
+        self._begin("state_dict()")
         self._uses.saving = True
         try:
             return original(*args, **kwargs)
         finally:
             self._uses.saving = False
+            self._gathered = None
+            self._given.clear()
 
     def _give(
-        self, module: nn.Module, original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        if self._uses.saving:  # of a module around this one
-            return original(*args, **kwargs)
-        state = self._placeholders(module, original, args, kwargs)
-        self._fill(module, state, _prefix(args, kwargs), precise=False, wanted=True)
-        return state
-
-    def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, *, precise: bool, wanted: bool) -> None:
-        """Put values in the place of placeholders; names of one tied parameter share one tensor, as they always do."""
-        by_chunk: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False):
-            value = state.get(name)
-            if not isinstance(value, torch.Tensor) or parameter not in self._slots:
+        self,
+        module: nn.Module,
+        original: Callable[..., None],
+        destination: dict[str, Any],
+        prefix: str,
+        keep_vars: bool,
+    ) -> None:
+        """What a module saves of its own, values in the place of placeholders; before any hook sees it."""
+        original(destination, prefix, keep_vars)
+        for name, parameter in module._parameters.items():
+            key = prefix + name
+            if parameter not in self._slots or not isinstance(destination.get(key), torch.Tensor):
                 continue
-            index = self._slots[parameter][0].index
-            if precise or (index in self._tracked and not isinstance(value, nn.Parameter)):
-                by_chunk.setdefault(index, []).append((name, parameter))
-        for _, entries in sorted(by_chunk.items()):
-            chunk = self._slots[entries[0][1]][0]
-            whole = self._whole(chunk, precise)
-            values: dict[nn.Parameter, torch.Tensor] = {}
-            for name, parameter in entries if wanted else ():
-                slot = self._slots[parameter][1]
-                if parameter not in values:
-                    part = slot.part_of(whole).detach()
-                    wide = torch.promote_types(part.dtype, torch.float32) if precise else part.dtype
-                    values[parameter] = part.to("cpu", wide, copy=True)
-                state[name] = values[parameter]
+            chunk, slot = self._slots[parameter]
+            if self._full is None and (keep_vars or chunk.index not in self._tracked):
+                continue
+            if parameter not in self._given:
+                part = slot.part_of(self._whole_of(chunk)).detach()
+                dtype = part.dtype if self._full is None else torch.promote_types(part.dtype, torch.float32)
+                keeps = self._full is not False
+                self._given[parameter] = part.to("cpu", dtype, copy=True) if keeps else torch.empty(0)
+            destination[key] = self._given[parameter]
+        if self._full is not None:
+            for name in module._buffers:
+                if isinstance(value := destination.get(prefix + name), torch.Tensor):
+                    destination[prefix + name] = value.detach().to("cpu", copy=True)  # the model's own lives on
+
+    def _whole_of(self, chunk: Chunk) -> torch.Tensor:
+        if self._gathered is None or self._gathered[0] != chunk.index:
+            self._gathered = None  # no two at a time
+            self._gathered = (chunk.index, self._whole(chunk, self._full is not None))
+        return self._gathered[1]
 
     def _take(
         self, module: nn.Module, original: Callable[..., None], state: dict[str, Any], prefix: str, *rest: Any
@@ -145,7 +156,3 @@ class ModelState:
                 if slot.parameter._version != version:
                     chunk.write(slot, values)
                 chunk.show(slot)
-
-
-def _prefix(args: Any, kwargs: Any) -> str:
-    return str(kwargs.get("prefix", args[1] if len(args) > 1 else ""))

@@ -132,6 +132,14 @@ class WeightUses:
                     "change gradients in a hook (parameter.register_hook)"
                 )
 
+    def drops_gradient(self, parameter: nn.Parameter) -> None:
+        """The gradient is dropped where it lies."""
+        chunk = self._chunks[self._chunk_of[parameter]]
+        if self.gradients is not None:
+            for slot in chunk.slots:
+                if slot.parameter is parameter:
+                    self.gradients.drop(chunk, slot.name)
+
     def entered(self, module: nn.Module) -> None:
         """A module starts to run; inside backward, a recompute begins, which ends what ran before it."""
         state = self._state()

@@ -67,7 +67,7 @@ class WeightSource:
     def _check_names(self, given: Mapping[str, torch.Tensor]) -> None:
         persistent = [
             f"{prefix}.{name}" if prefix else name
-            for prefix, module in self._model.named_modules()
+            for prefix, module in self._model.named_modules(remove_duplicate=False)
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
         ]
@@ -119,10 +119,17 @@ def become_real(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """A parameter on meta gets `value`; it keeps its identity, its attributes and whether it is trained."""
     real = nn.Parameter(value, parameter.requires_grad)
     real.__dict__.update(parameter.__dict__)
+    # Hooks live in dicts of the object and are called by what is swapped: they have to be entered there again.
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     # The public function refuses parameters with weak references, which nn.RNN keeps. They stay valid here, since the
     # object is the same before and after.
     swap = getattr(torch._C, "_swap_tensor_impl", torch.utils.swap_tensors)
     swap(parameter, real)
+    if before is not None:
+        parameter._backward_hooks = before
+    if after is not None:
+        parameter._post_accumulate_grad_hooks = after
 
 
 def _files(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:

@@ -62,11 +62,9 @@ def test_initial_values_depend_on_the_seed_alone() -> None:
     real, _ = meta_case("gpt2")
     states = []
     for mode, seed in (("streamed", 1), ("mixed", 1), ("resident", 1), ("resident", 2)):
+        plan = make_plan(real, mode)
         torch.manual_seed(seed)
-        torch.rand(len(states))  # how much was drawn before does not matter
-        before = torch.get_rng_state()
-        module = wrapped(tiny("gpt2", device="meta"), make_plan(real, mode))
-        assert torch.equal(torch.get_rng_state(), before)
+        module = wrapped(tiny("gpt2", device="meta"), plan)
         states.append(module.state_dict())
         module.close()
     for state in states[1:3]:
@@ -74,16 +72,42 @@ def test_initial_values_depend_on_the_seed_alone() -> None:
     assert not torch.equal(states[0]["transformer.wte.weight"], states[3]["transformer.wte.weight"])
 
 
+def test_two_models_on_meta_are_not_the_same() -> None:
+    plan = make_plan(case("opt"), "streamed")
+    states = []
+    for _ in range(2):
+        module = wrapped(tiny("opt", device="meta"), plan)
+        states.append(module.state_dict())
+        module.close()
+    assert not torch.equal(*(state["lm_head.weight"] for state in states))
+
+
 def test_an_optimizer_made_on_meta_trains() -> None:
     real, meta = meta_case("opt")
     optimizer = torch.optim.SGD(meta.parameters(), lr=0.1)
-    module = wrapped(meta, make_plan(real, "streamed"))
+    module = wrapped(meta, make_plan(Case(meta, real.inp, hf_loss), "streamed"))  # planned on meta, too
     before = module.state_dict()
     mine = ElixirOptimizer(module, optimizer)
     mine.backward(hf_loss(module, real.inp))
     mine.step()
     assert not torch.equal(module.state_dict()["lm_head.weight"], before["lm_head.weight"])
     module.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_on_gradients_outlive_meta(mode: str) -> None:
+    real, meta = meta_case("opt")
+    plan, state = make_plan(real, mode), real.model.state_dict()
+    plain = copy.deepcopy(real.model)
+    for model in (meta, plain):
+        weight = model.get_parameter("model.decoder.layers.0.fc1.weight")
+        weight.register_hook(torch.zeros_like).remove()
+        weight.register_hook(lambda gradient: gradient * 3)
+        kept = model.get_parameter("model.decoder.layers.0.fc2.weight").register_hook(torch.zeros_like)
+        del kept
+    with Pair(Case(meta, real.inp, hf_loss), plan, plain=plain, weights=state) as pair:
+        pair.train(2)
+        pair.assert_same_weights()
 
 
 class Layers(nn.Module):
@@ -151,6 +175,31 @@ def test_given_weights_replace_those_of_a_real_model() -> None:
     module = wrapped(real.model, make_plan(real, "streamed"), weights=wanted)
     assert all(torch.equal(value, wanted[name]) for name, value in module.state_dict().items())
     module.close()
+
+
+def test_a_shared_module_with_buffers_takes_its_own_state() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+            self.second = self.first
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    real = Case(Shared(), {"x": torch.randn(3, 4)}, lambda model, inp: model(**inp).square().mean())
+    state = copy.deepcopy(real.model.state_dict())
+    module = wrapped(real.model, make_plan(real, "streamed"), weights=state)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    module.close()
+
+
+def test_only_floating_parameters_are_planned() -> None:
+    real = case("opt", layers=1)
+    plan = make_plan(real, "streamed")
+    real.model.register_parameter("index", nn.Parameter(torch.arange(3), requires_grad=False))
+    with pytest.raises(InputError, match="make it a buffer"):
+        wrapped(real.model, plan)
 
 
 def test_masters_start_from_unrounded_weights() -> None:

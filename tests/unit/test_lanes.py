@@ -151,7 +151,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
     compute = FakeStream()
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     for name in ("stream", "device"):
         monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
     return compute

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import MODES, Pair, case, make_plan
@@ -67,6 +68,32 @@ def test_the_module_clips(mode: str) -> None:
         pair.assert_same_weights()
         with pytest.raises(InputError, match="2-norm"):
             pair.module.clip_grad_norm_(0.1, norm_type=1.0)
+
+
+def test_a_clip_does_not_outlive_the_gradients(pair: Pair) -> None:
+    pair.backward()
+    pair.module.clip_grad_norm_(1e-3)
+    pair.optimizer.zero_grad()
+    pair.plain_optimizer.zero_grad()
+    pair.train(1)
+    pair.assert_same_weights()
+    pair.backward(scale=float("inf"))
+    with pytest.raises(RuntimeError, match="norm"):
+        pair.module.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_read_at_the_step() -> None:
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
+
+    it = case("opt")
+    with Pair(it, make_plan(it, "streamed"), optimizer=make, emulation=Emulation(delay_s=0.01)) as pair:
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (pair.optimizer, pair.plain_optimizer)]
+        for _ in range(4):
+            pair.train(1)
+            for scheduler in schedulers:
+                scheduler.step()
+        pair.assert_same_weights()
 
 
 def test_clipping_needs_an_optimizer() -> None:

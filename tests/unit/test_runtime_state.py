@@ -169,3 +169,34 @@ def test_names_are_those_of_the_model() -> None:
     assert isinstance(adamw(module), torch.optim.AdamW)
     assert all(type(p).__mro__[1] is nn.Parameter for p in module.parameters())
     module.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_on_state_dicts_see_values(mode: str) -> None:
+    def renamed(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+        for name in list(state):
+            state[f"x.{name}"] = state.pop(name) * 2
+
+    it = case("cnn")
+    with Pair(it, make_plan(it, mode)) as pair:
+        for model in (pair.module.module, pair.plain):
+            model.register_state_dict_post_hook(renamed)
+        expected = pair.plain.state_dict()
+        for state in (pair.module.state_dict(), pair.module.module.state_dict()):
+            assert list(state) == list(expected)
+            assert all(torch.equal(value, expected[name]) for name, value in state.items())
+
+
+def test_as_a_part_of_another_module() -> None:
+    it = case("cnn")
+    outer = nn.Module()
+    outer.net = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    state = {name: value + 1 for name, value in outer.state_dict().items()}
+    assert "net.0.weight" in state
+    result = outer.load_state_dict(state)
+    assert not result.missing_keys
+    assert all(torch.equal(value, state[name]) for name, value in outer.state_dict().items())
+    outer.net.close()
+    for call in (outer.state_dict, lambda: outer.net(**it.inp)):
+        with pytest.raises(InputError, match="closed"):
+            call()
