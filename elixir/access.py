@@ -10,7 +10,7 @@ Three things together see every use of a parameter:
   what a function used stays in use until the innermost module that was running returns.
 
 Metadata (`shape`, `dtype`, `size()`, ...) is not a use, nor is what only takes its shape from a parameter
-(`zeros_like`, `new_empty`); `data` and `data_ptr()` are, since they lead to the values unseen.
+(`zeros_like`, `new_empty`); `data`, `data_ptr()` and `untyped_storage()` are, since they lead to the values unseen.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _METADATA_ATTRIBUTES = frozenset(
     _version output_nr retains_grad is_quantized itemsize nbytes grad_dtype""".split()
 )
 _METADATA_METHODS = frozenset(
-    """size dim numel nelement stride element_size is_floating_point is_complex untyped_storage storage_offset
-    register_hook register_post_accumulate_grad_hook is_contiguous get_device requires_grad_ __hash__ __reduce_ex__
-    ndimension is_same_size empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty
+    """size dim numel nelement element_size is_floating_point is_complex register_hook
+    register_post_accumulate_grad_hook get_device requires_grad_ __hash__ __reduce_ex__ ndimension is_same_size empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty
     new_zeros new_ones new_full new_tensor new_empty_strided""".split()
 )
+_LAYOUT_METHODS = frozenset("stride is_contiguous dim_order".split())
+"""Answered as the weight does when it is there, which is contiguous; what stands in its place is not."""
 _IN_PLACE_OPERATORS = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__".split()
 )
@@ -51,6 +52,9 @@ class AccessListener(Protocol):
 
     def reads_gradient(self, parameter: nn.Parameter) -> None:
         """``parameter.grad`` is about to be read."""
+
+    def drops_gradient(self, parameter: nn.Parameter) -> None:
+        """``parameter.grad`` is about to be set to None, or deleted."""
 
     def entered(self, module: nn.Module) -> None:
         """`module` starts to run."""
@@ -90,8 +94,13 @@ class TrackedParameter(nn.Parameter):
                         # Outside every module: in step_fn itself, or in a checkpointed function that runs again.
                         with _hooks_over(listener, outer):
                             return func(*args, **kwargs)
-            elif getattr(func, "__self__", None) is _GRADIENT and func.__name__ == "__get__":
-                args[0]._listener.reads_gradient(args[0])
+            elif getattr(func, "__self__", None) is _GRADIENT:
+                if func.__name__ == "__get__":
+                    args[0]._listener.reads_gradient(args[0])
+                elif func.__name__ == "__delete__" or args[1] is None:
+                    args[0]._listener.drops_gradient(args[0])
+            elif func.__name__ in _LAYOUT_METHODS:
+                return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -262,7 +271,7 @@ def _reads_only_metadata(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return name != "__get__" or getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA_ATTRIBUTES
-    return name in _METADATA_METHODS
+    return name in _METADATA_METHODS or name in _LAYOUT_METHODS
 
 
 def _name_of(func: Any) -> str:

@@ -117,6 +117,9 @@ class UseOrder:
     def reads_gradient(self, parameter: nn.Parameter) -> None:
         """No weight is read for it."""
 
+    def drops_gradient(self, parameter: nn.Parameter) -> None:
+        """No weight is read for it."""
+
     def entered(self, module: nn.Module) -> None:
         """A module starts."""
         name = self._names.get(module, type(module).__name__)

@@ -27,6 +27,9 @@ class Log:
     def reads_gradient(self, parameter: nn.Parameter) -> None:
         self.heard.append(("gradient", self.names[id(parameter)]))
 
+    def drops_gradient(self, parameter: nn.Parameter) -> None:
+        self.heard.append(("dropped", self.names[id(parameter)]))
+
     def entered(self, module: nn.Module) -> None:
         self.heard.append(("entered", type(module).__name__))
 
@@ -127,7 +130,7 @@ READS = [
     lambda p: torch.stack([p, p]), lambda p: p.view(-1), lambda p: p.to(torch.bfloat16), lambda p: p.clone(),
     lambda p: p @ p.T, lambda p: torch.equal(p, p), lambda p: p.detach(), lambda p: p.tolist(), lambda p: list(p),
     lambda p: torch.nn.functional.pad(p, (1, 1)), lambda p: p.norm(), lambda p: torch.cat((p, p)), lambda p: p == p,
-    lambda p: p.data_ptr(), lambda p: p.data,
+    lambda p: p.data_ptr(), lambda p: p.data, lambda p: p.untyped_storage(), lambda p: p.storage_offset(),
 ]  # fmt: skip
 
 
@@ -144,6 +147,37 @@ def test_metadata_is_no_use_and_reading_is() -> None:
         assert all(names == ("weight",) for names, _ in log.only("used"))
         log.heard.clear()
     access.remove()
+
+
+def test_the_layout_is_that_of_the_weight_and_not_of_what_stands_in_its_place() -> None:
+    model = nn.Conv2d(3, 4, 2)
+    log = Log(model)
+    access = ParameterAccess(model, log)
+    weight = model.weight
+    with torch._C.DisableTorchFunctionSubclass():
+        weight.data = torch.zeros(1).expand(weight.shape)
+    assert weight.stride() == (12, 4, 2, 1)
+    assert (weight.stride(0), weight.stride(-1), weight.stride(dim=1)) == (12, 1, 4)
+    assert weight.is_contiguous()
+    assert not weight.is_contiguous(memory_format=torch.channels_last)
+    assert weight.dim_order() == (0, 1, 2, 3)
+    assert not log.only("used")
+    access.remove()
+
+
+def test_a_gradient_set_to_none_or_deleted_is_announced_and_one_that_is_set_is_not() -> None:
+    model = nn.Linear(4, 4)
+    log = Log(model)
+    access = ParameterAccess(model, log)
+    model.weight.grad = torch.zeros(4, 4)
+    model.bias.grad = torch.zeros(4)
+    assert not log.heard
+    model.weight.grad = None
+    del model.bias.grad
+    assert log.heard == [("dropped", "weight"), ("dropped", "bias")]
+    access.remove()
+    assert model.weight.grad is None
+    assert model.bias.grad is None
 
 
 def test_results_are_ordinary_tensors() -> None:
