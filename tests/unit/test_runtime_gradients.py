@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
@@ -123,6 +124,68 @@ def test_zeros_in_the_place_of_gradients(mode: str) -> None:
         pair.backward()
         pair.step()
         pair.assert_same_weights()
+
+
+DROPS: dict[str, Callable[[nn.Parameter], None]] = {
+    "set to None": lambda parameter: setattr(parameter, "grad", None),
+    "deleted": lambda parameter: delattr(parameter, "grad"),
+}
+
+
+@pytest.mark.parametrize("how", DROPS)
+@pytest.mark.parametrize("mode", MODES)
+def test_dropping_every_gradient_is_as_good_as_zero_grad(mode: str, how: str) -> None:
+    it = case("gpt2", layers=1)
+    with Pair(it, make_plan(it, mode)) as pair:
+        for _ in range(4):
+            pair.backward()
+            pair.optimizer.step()
+            pair.plain_optimizer.step()
+            for model in (pair.module, pair.plain):
+                for parameter in model.parameters():
+                    DROPS[how](parameter)
+            assert not pair.module.holds_gradients()
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropping_some_gradients_leaves_the_others(mode: str) -> None:
+    """AdamW stops where there is no gradient, and goes on with what comes after; twice, so that shards are added to."""
+    it = case("gpt2", layers=1)
+    with Pair(it, make_plan(it, mode, split_number=3)) as pair:
+        for backwards_after in (0, 1, 2):
+            pair.backward()
+            pair.backward()
+            for model in (pair.module, pair.plain):
+                for parameter in list(model.parameters())[::2]:
+                    parameter.grad = None
+            if mode != "resident":
+                assert pair.module.holds_gradients()
+            for _ in range(backwards_after):
+                pair.backward()
+            pair.step()
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hook_may_drop_the_gradient_that_has_just_come(mode: str) -> None:
+    it = case("gpt2", layers=1)
+    with Pair(it, make_plan(it, mode)) as pair:
+        for model in (pair.module, pair.plain):
+            for parameter in list(model.parameters())[::3]:
+                parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        pair.train(3)
+        pair.assert_same_weights()
+
+
+def test_a_dropped_gradient_is_none(pair: Pair) -> None:
+    weights = list(pair.module.parameters())
+    pair.backward()
+    weights[0].grad = None
+    assert weights[0].grad is None
+    with pytest.raises(InputError, match="clip_grad_norm_"):
+        weights[1].grad  # noqa: B018
+    pair.module.zero_grad()
 
 
 def test_no_sync_changes_nothing_on_one_rank(pair: Pair) -> None:
