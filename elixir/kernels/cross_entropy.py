@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from elixir.errors import InputError
+from elixir.kernels.fused_ops import wide_dtype
 from elixir.units import MIB
 
 SLICE_BYTES = 128 * MIB
@@ -83,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         present = (weight.detach(), None if bias is None else bias.detach())  # one use, then ordinary tensors
         tokens, classes = hidden.shape[0], weight.shape[0]
         columns = slice_columns(tokens, classes)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        wide = wide_dtype(hidden.dtype)
         peak = torch.full((tokens,), -torch.inf, dtype=wide, device=hidden.device)
         total = torch.zeros_like(peak)
         own = torch.full_like(peak, torch.nan)  # stays so where a target is no class
@@ -140,7 +141,7 @@ def _logits(
     """One slice, rounded to the model's dtype as the plain form rounds it, then in float32; the caller's to write to."""
     end = start + columns
     logits = F.linear(hidden, weight[start:end], None if bias is None else bias[start:end])
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.to(wide_dtype(logits.dtype))
 
 
 def _place(logits: torch.Tensor, target: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         present = weight.detach()  # one use of the parameter, then an ordinary tensor
-        wide = x.to(_wide(x.dtype))
+        wide = x.to(wide_dtype(x.dtype))
         inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         output = (wide * inverse).to(x.dtype).mul_(present)
         ctx.save_for_backward(x, weight, inverse)
@@ -45,7 +45,7 @@ class _OutlineRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         weight.detach()
-        inverse = torch.empty((*x.shape[:-1], 1), dtype=_wide(x.dtype), device=x.device)
+        inverse = torch.empty((*x.shape[:-1], 1), dtype=wide_dtype(x.dtype), device=x.device)
         ctx.save_for_backward(x, weight, inverse)
         return torch.empty_like(x)
 
@@ -80,7 +80,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.requires_grad or weight.requires_grad:
         output: torch.Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return output
-    wide = x.to(_wide(x.dtype))
+    wide = x.to(wide_dtype(x.dtype))
     return (wide * wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()).to(x.dtype) * weight
 
 
@@ -106,5 +106,6 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over values of `dtype` are made in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -37,6 +37,7 @@ def optimal_search(
     device_memory: str | int | None = None,
     host_memory: str | int | None = None,
     placement: HomeChoice = "auto",
+    use_fused_kernels: bool | Mapping[str, str] = False,
 ) -> Plan:
     """Find chunk size, packing, rCache blocks and homes: the fastest plan that fits both budgets.
 
@@ -56,6 +57,7 @@ def optimal_search(
         host_memory: budget of one machine, all its ranks together. None: what the profile says; where it knows none and
             `hardware` is None too, what is free on this machine.
         placement: ``auto``, or ``cuda`` / ``cpu`` to keep every chunk's weights and states there.
+        use_fused_kernels: as `ElixirModule` will be given it, so that the plan knows their memory. A trace has it already.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense.
@@ -78,6 +80,7 @@ def minimum_waste_search(
     device_memory: str | int | None = None,
     host_memory: str | int | None = None,
     placement: HomeChoice = "auto",
+    use_fused_kernels: bool | Mapping[str, str] = False,
 ) -> Plan:
     """As `optimal_search`, but with the one chunk size that pads least; blocks and homes are searched for it alone."""
     return _searched("minimum_waste", **locals())
@@ -99,6 +102,7 @@ def simple_search(
     device_memory: str | int | None = None,
     host_memory: str | int | None = None,
     placement: HomeChoice = "auto",
+    use_fused_kernels: bool | Mapping[str, str] = False,
 ) -> Plan:
     """A plan by hand, without a search: for tests, and for people who know what they want.
 
@@ -111,7 +115,7 @@ def simple_search(
     The other arguments are those of `optimal_search`; a budget is checked only where it is given.
     """
     profile = profile_for(hardware, model)
-    trace = _traced(model, unified_dtype, inp, step_fn, profile)
+    trace = _traced(model, unified_dtype, inp, step_fn, profile, use_fused_kernels)
     plan = simple_plan(
         trace,
         profile,
@@ -144,12 +148,13 @@ def _searched(
     device_memory: str | int | None,
     host_memory: str | int | None,
     placement: HomeChoice,
+    use_fused_kernels: bool | Mapping[str, str],
 ) -> Plan:
     profile = profile_for(hardware, model)
     warn_if_other_device(profile)
     if hardware is None and host_memory is None:
         host_memory = host_memory_here(profile)
-    trace = _traced(model, unified_dtype, inp, step_fn, profile)
+    trace = _traced(model, unified_dtype, inp, step_fn, profile, use_fused_kernels)
     plan = plan_from_trace(
         trace,
         profile,
@@ -191,6 +196,7 @@ def _traced(
     inp: Mapping[str, Any] | None,
     step_fn: StepFn | None,
     hardware: HardwareProfile,
+    use_fused_kernels: bool | Mapping[str, str],
 ) -> StepTrace:
     dtype = None if unified_dtype is None else parse_dtype(unified_dtype)
     if isinstance(model, StepTrace):
@@ -209,4 +215,12 @@ def _traced(
 
     batch = default_input(model) if inp is None else dict(inp)
     # Without an optimizer: its states and temporaries follow from the placement, not from plain PyTorch.
-    return trace_step(model, batch, step_fn or default_step, dtype=dtype, hardware=hardware, optimizer=None)
+    return trace_step(
+        model,
+        batch,
+        step_fn or default_step,
+        dtype=dtype,
+        hardware=hardware,
+        optimizer=None,
+        use_fused_kernels=use_fused_kernels,
+    )

@@ -5,6 +5,7 @@ The four first keys are those of the original Elixir's function of this name; th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def cuda_memory_profiling(
     optimizer: str | None = "AdamW",
     optimizer_kernel: OptimizerKernel | None = None,
     routing: Routing | None = None,
+    use_fused_kernels: bool | Mapping[str, str] = False,
 ) -> dict[str, Any]:
     """Bytes that one training step takes on `device`, by kind.
 
@@ -38,6 +40,7 @@ def cuda_memory_profiling(
         optimizer: class in `torch.optim` whose states are counted; None for none.
         optimizer_kernel: ``fused``, ``foreach`` or ``for-loop``; None for what `torch.optim` chooses there.
         routing: which experts tokens go to; balanced by default.
+        use_fused_kernels: as `ElixirModule` will be given it.
 
     Returns:
         ``param_occ``, ``buffer_occ``, ``grad_occ``: bytes of parameters, buffers, gradients.
@@ -68,6 +71,7 @@ def cuda_memory_profiling(
         optimizer=optimizer,
         optimizer_kernel=optimizer_kernel,
         routing=routing,
+        use_fused_kernels=use_fused_kernels,
     )
     return {
         "param_occ": trace.param_bytes,

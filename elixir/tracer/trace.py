@@ -6,7 +6,7 @@ import contextlib
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from elixir.access import ParameterAccess
 from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.fingerprint import fingerprint
 from elixir.hardware import HardwareProfile
+from elixir.kernels.fused_modules import FusedKernels
 from elixir.tracer.accumulation import references_when_alone
 from elixir.tracer.assemble import Observed, assemble
 from elixir.tracer.autocast import autocast_emulated
@@ -61,6 +62,7 @@ def trace_step(
     model_name: str | None = None,
     routing: Routing | None = None,
     cache: bool = True,
+    use_fused_kernels: bool | Mapping[str, str] = False,
 ) -> StepTrace:
     """Trace one training step of `model` as `hardware` would run it. Needs no GPU and allocates no weights.
 
@@ -77,6 +79,7 @@ def trace_step(
         model_name: how the trace calls the model; its class by default.
         routing: which experts tokens go to where that follows from weights; balanced by default.
         cache: remember shape propagation; the result is the same without, only later.
+        use_fused_kernels: as `ElixirModule` will be given it: the memory of what runs then.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense, or the model has nothing to train.
@@ -108,6 +111,7 @@ def trace_step(
             ledger.add(tensor, "activations", order.module(order.phase()), "generator state")
 
     references_when_alone()
+    fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
     try:
         with (
             _one_thread(),
@@ -130,10 +134,11 @@ def trace_step(
             step_begin=step_begin,
             step_end=step_end,
             operators=operators,
-            assumptions=_assumptions(twin, target, routing),
+            assumptions=_assumptions(twin, target, routing, fused),
         )
         return assemble(observed, ledger, order, started)
     finally:
+        fused.remove()
         for parameter in parameters:
             parameter.grad = None  # the twin may be the caller's own meta model
 
@@ -171,9 +176,11 @@ def _run_step(
             record.complete_at = order.uses[order.grad_use[index]].log_position
 
 
-def _assumptions(twin: Twin, target: Target, routing: Routing) -> tuple[str, ...]:
+def _assumptions(twin: Twin, target: Target, routing: Routing, fused: FusedKernels) -> tuple[str, ...]:
     """What the numbers rest on beside the rules: said, so that nobody takes it for measured."""
     found = [routing.assumption] if routing.assumption else []
+    if fused.counts:
+        found.append(str(fused))
     modules = list(twin.modules)
     if any(isinstance(module, nn.RNNBase) for module in modules):
         found.append("recurrent layers in their composed form; what cuDNN or oneDNN would keep instead is not known")

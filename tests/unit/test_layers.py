@@ -21,7 +21,7 @@ LEAVES = frozenset(
 
 LAYERS: dict[str, frozenset[str]] = {
     **dict.fromkeys(LEAVES, LEAVES),
-    "tracer": LEAVES,
+    "tracer": LEAVES | {"kernels"},
     "microbench": LEAVES,
     "search": LEAVES | {"tracer"},
     "chunk": LEAVES,
