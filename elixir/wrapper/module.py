@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Emulation, Ticket, make_lanes
 from elixir.errors import InputError, InputTypeError
+from elixir.kernels.fused_modules import FusedKernels
 from elixir.plan import Plan, same_packing
 from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, move_chunks, place_buffers
 from elixir.wrapper.inputs import cast_inputs
@@ -51,7 +52,9 @@ class ElixirModule(nn.Module):
         dtype: parameters and floating inputs are cast to it; None takes the plan's. Buffers keep theirs.
         reduce_always_fp32: average gradients over the ranks in float32.
         output_fp32: floating outputs are cast to float32.
-        use_fused_kernels: step Adam over whole shards in one pass (`elixir.kernels`), which rounds differently.
+        use_fused_kernels: step Adam over whole shards in one pass, and run the model's norms, SwiGLU blocks, rotations and
+            its loss by the best kernels present (docs/kernels.md), which rounds differently and, in training, gives no
+            logits beside a loss. A dict names providers by kind, such as ``{"cross_entropy": "plain"}``.
         weights: values in the place of the model's own: a state dict, or safetensors (a file, several, a folder). What is
             on meta and gets none is initialised by its own modules.
         device: where compute runs; the current CUDA device by default, else the CPU.
@@ -73,7 +76,7 @@ class ElixirModule(nn.Module):
         dtype: torch.dtype | None = None,
         reduce_always_fp32: bool = False,
         output_fp32: bool = False,
-        use_fused_kernels: bool = False,
+        use_fused_kernels: bool | Mapping[str, str] = False,
         *,
         weights: Weights | None = None,
         device: torch.device | str | None = None,
@@ -109,7 +112,16 @@ class ElixirModule(nn.Module):
         self._in_backward = False
         self._pending_updates: list[Ticket] = []
         build = partial(build_chunks, weights=weights)
-        self._running = RunningPlan(self, module, plan, self._group, self._lanes, self._device, self._options, build)
+        self._fused = FusedKernels(module, use_fused_kernels, self._device.type)
+        try:
+            self._running = RunningPlan(
+                self, module, plan, self._group, self._lanes, self._device, self._options, build
+            )
+        except BaseException:
+            self._fused.remove()
+            raise
+        if self._fused.counts:
+            logger.info("%s", self._fused)
         place_buffers(module, self._device)
         module._apply = self._apply  # type: ignore[method-assign]
         self.module = module
@@ -403,7 +415,8 @@ class ElixirModule(nn.Module):
         raise InputError("an ElixirModule cannot be pickled; save state_dict() instead")
 
     def close(self) -> None:
-        """Stop the lanes. The module cannot run afterwards."""
+        """Stop the lanes and give the model its own code back. The module cannot run afterwards."""
+        self._fused.remove()
         self._stop()
         self._group.close()
         self.arena.release()
