@@ -153,9 +153,20 @@ class ElixirOptimizer(torch.optim.Optimizer):
         (loss * self.loss_scale if self.scales else loss).backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; or have zeros in their place, with which `step` then steps."""
+        """Forget the gradients; or have zeros in their place, with which `step` then steps.
+
+        Raises:
+            InputError: zeros are asked for where the module has another optimizer, whose gradients share the chunks.
+        """
         self._clip_once = 0.0
-        self.module.zero_grad(set_to_none)
+        if len(self.module.optimizers) == 1:
+            self.module.zero_grad(set_to_none)
+            return
+        if not set_to_none:
+            raise InputError("with several optimizers on one module use zero_grad(set_to_none=True)")
+        self.module.forget_failed_backward()
+        for parameter in self.group_of:
+            parameter.grad = None
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """The global norm of the gradients; the next `step` clips what there is then to `max_norm`.

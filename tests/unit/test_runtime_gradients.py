@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import subprocess
 import sys
@@ -95,6 +96,32 @@ def test_a_learning_rate_that_is_a_tensor_is_read_at_the_step() -> None:
             for scheduler in schedulers:
                 scheduler.step()
         pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_optimizers_keep_each_their_gradients(mode: str) -> None:
+    it = case("opt")
+    plan, plain = make_plan(it, mode), copy.deepcopy(it.model)
+    module = ElixirModule(it.model, plan, device="cpu", poison=True)
+
+    def halves(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+        parameters = list(model.parameters())
+        half = len(parameters) // 2
+        return [torch.optim.AdamW(parameters[:half]), torch.optim.SGD(parameters[half:], lr=0.1)]
+
+    mine = [ElixirOptimizer(module, optimizer) for optimizer in halves(module.module)]
+    theirs = halves(plain)
+    for _ in range(3):
+        for model, optimizers in ((module, mine), (plain, theirs)):
+            it.loss(model, it.inp).backward()
+            for optimizer in optimizers:  # each is done before the next one begins
+                optimizer.step()
+                optimizer.zero_grad()
+    state = module.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    with pytest.raises(InputError, match="several optimizers"):
+        mine[0].zero_grad(set_to_none=False)
+    module.close()
 
 
 def test_clipping_needs_an_optimizer() -> None:
