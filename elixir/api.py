@@ -99,6 +99,7 @@ def wrap(
             host_memory,
             placement,
             known=hardware is not None,
+            use_fused_kernels=options.get("use_fused_kernels", False),
         )
     finally:
         planning.close()
@@ -124,6 +125,7 @@ def _planned(
     placement: HomeChoice,
     *,
     known: bool,
+    use_fused_kernels: bool | Mapping[str, str],
 ) -> tuple[Plan, StepTrace | None]:
     """Rank 0's plan on every rank; the trace stays on rank 0, the only one that may plan again."""
     trace: StepTrace | None = None
@@ -138,7 +140,15 @@ def _planned(
                 raise InputTypeError(f"inp must be a dict of the model's inputs, got {type(inp).__name__}")
             batch = default_input(model) if inp is None else dict(inp)
             wanted = None if dtype is None else parse_dtype(dtype)
-            trace = trace_step(model, batch, step_fn or default_step, dtype=wanted, hardware=profile, optimizer=None)
+            trace = trace_step(
+                model,
+                batch,
+                step_fn or default_step,
+                dtype=wanted,
+                hardware=profile,
+                optimizer=None,
+                use_fused_kernels=use_fused_kernels,
+            )
             plan = plan_from_trace(
                 trace,
                 profile,
