@@ -18,9 +18,9 @@ from torch import nn
 from elixir.chunk.group import Group
 from elixir.default_step import default_input, default_step
 from elixir.errors import ElixirError, InputTypeError, RankError
-from elixir.search.budgets import host_memory_here
 from elixir.hardware import HardwareProfile, warn_if_other_device
 from elixir.plan import Plan
+from elixir.search.budgets import host_memory_here
 from elixir.search.planner import HomeChoice, plan_from_trace
 from elixir.search.replan import Observation, correct
 from elixir.search.searches import profile_for
