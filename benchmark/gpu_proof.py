@@ -1,0 +1,146 @@
+"""Checks what Elixir promises on a CUDA device: memory, speed where all fits, speed where it does not, size, links.
+
+    python benchmark/gpu_proof.py [--minutes 9] [--only memory,resident,offload,capacity,links] [--out DIR] [--again]
+    python benchmark/gpu_proof.py --rehearse        # every path, toys on the CPU
+
+Each case runs in a process of its own, so one that runs out of memory ends no other. After each a row is appended to
+``DIR/rows.jsonl`` and ``DIR/results.md`` is written anew; at the end come the plots. A case is begun only where it is
+expected to end in time; a further run with the same ``--out`` goes on with those that have no row. Needs torch 2.11 or
+newer and what Elixir needs; no network; DeepSpeed takes part where it can be imported.
+
+``links`` measures the machine first, so that plans are made for it, and ends by comparing simulated with measured steps.
+docs/results.md says what each bar is. Exits with 0 if no bar is missed, 1 if one is (or a rehearsed case fails), 2 without
+a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmark.proof.jobs import PARTS
+
+MINUTES = 9.0
+REHEARSAL_OK = ("ok", "not run")
+
+
+def parts_of(text: str) -> list[str]:
+    """``memory,links`` as a list in the order in which parts run."""
+    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [part for part in wanted if part not in PARTS]
+    if unknown or not wanted:
+        raise argparse.ArgumentTypeError(f"expected some of {','.join(PARTS)}, found {text!r}")
+    return [part for part in PARTS if part in wanted]
+
+
+def minutes(text: str) -> float:
+    """A time above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected minutes above 0, found {text!r}")
+    return value
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=minutes, default=MINUTES, help="for everything, report included")
+    parser.add_argument("--only", type=parts_of, default=list(PARTS), help="parts, with commas between them")
+    parser.add_argument("--out", type=Path, help="folder of rows, report and plots; gpu_proof_results by default")
+    parser.add_argument("--again", action="store_true", help="also run what has a row in the folder already")
+    parser.add_argument("--rehearse", action="store_true", help="every path, with toys on the CPU")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(given)
+
+
+def _stopped(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)
+
+
+def why_not_here() -> str | None:
+    """What stands in the way of a real run; None if nothing does."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    built = f"PyTorch {torch.__version__} is built without CUDA"
+    if torch.version.cuda is not None:
+        built = f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, but sees no device or driver"
+    return f"no CUDA device here: {built}. There is nothing to prove without one; --rehearse runs every path on the CPU"
+
+
+def main(given: list[str] | None = None) -> int:
+    args = arguments(given)
+    if args.worker:
+        from benchmark.proof import worker
+
+        return worker.main()
+    # So that being ended by `timeout` or a scheduler leaves a report as well.
+    signal.signal(signal.SIGTERM, _stopped)
+    deadline_s = time.monotonic() + 60 * args.minutes
+    if not args.rehearse:
+        problem = why_not_here()
+        if problem is not None:
+            print(problem, file=sys.stderr)
+            return 2
+        return prove(args, args.out or Path("gpu_proof_results"), deadline_s)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing of a rehearsal may find a GPU
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    if args.out is not None:
+        return prove(args, args.out, deadline_s)
+    with tempfile.TemporaryDirectory(prefix="elixir-rehearsal-") as folder:
+        return prove(args, Path(folder), deadline_s)
+
+
+def prove(args: argparse.Namespace, folder: Path, deadline_s: float) -> int:
+    """Run the jobs, write the report, say what was missed."""
+    from benchmark.proof import figures, report
+    from benchmark.proof.cases import closing_jobs, jobs_of
+    from benchmark.proof.links import read_rows
+    from benchmark.proof.place import Place
+    from benchmark.proof.runner import REPORT_S, run_jobs
+
+    folder.mkdir(parents=True, exist_ok=True)
+    place = Place(folder, args.rehearse)
+    other = [row for row in read_rows(place) if row.get("rehearsal", args.rehearse) != args.rehearse]
+    if other:
+        found = "a rehearsal" if args.rehearse is False else "a real run"
+        print(f"{folder} has rows of {found}: choose another --out", file=sys.stderr)
+        return 2
+    left_out: list[str] = []
+
+    def write() -> None:
+        (folder / "results.md").write_text(report.markdown(read_rows(place), left_out), encoding="utf-8")
+
+    try:
+        left_out += run_jobs(
+            {part: jobs_of(part, rehearse=args.rehearse) for part in args.only},
+            closing_jobs(rehearse=args.rehearse) if "links" in args.only else [],
+            place,
+            deadline_s - REPORT_S,
+            again=args.again,
+            report=write,
+        )
+    finally:
+        write()
+    figures.draw(read_rows(place), folder)
+    print((folder / "results.md").read_text(encoding="utf-8"))
+    print(f"rows, report and plots are in {folder}")
+    rows = read_rows(place)
+    if args.rehearse:
+        return int(bool(left_out) or any(row["status"] not in REHEARSAL_OK for row in rows))
+    return int(any(verdict.met is False for verdict in report.verdicts(rows)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

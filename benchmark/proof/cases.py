@@ -1,0 +1,219 @@
+"""Every job, in the order in which they are worth running; what is run twice over is what nobody can predict.
+
+Seconds are guesses until a GPU has been seen; they only decide what is still begun.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmark.proof.jobs import PARTS, Job
+from benchmark.proof.memory import memory_cases, rehearsal_memory_cases
+
+GB = 10**9
+
+_TOY = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "vocabulary": 512, "positions": 64}
+_TOY_BUDGET_BYTES = 2_600_000
+"""Of the toy's 4 MB with states, so that some of them have to live on the host."""
+_TOY_LADDER = [{**_TOY, "hidden": hidden, "ffn": 4 * hidden, "layers": 2} for hidden in (32, 64, 128)]
+
+_BUDGETS_GB = (20, 80, 40)
+_OFFLOAD = (
+    ("gpt2-4b", 16, 1024),
+    ("opt-6.7b", 16, 1024),
+    ("gpt2-10b", 16, 1024),
+)
+"""Model, samples per optimizer step, tokens per sample: the largest batch and the sequence of the original's grid."""
+
+_RESIDENT = (
+    ("gpt2-medium", 16, 1024, "none", "bf16"),
+    ("opt-1.3b", 8, 1024, "non-reentrant", "bf16"),
+    ("opt-1.3b", 4, 1024, "none", "fp32"),
+)
+"""Model, samples per step, tokens per sample, checkpointing, precision."""
+
+
+def jobs_of(part: str, *, rehearse: bool) -> list[Job]:
+    """The jobs of a part, in order.
+
+    Args:
+        part: one of `PARTS`.
+        rehearse: toys for the CPU instead.
+    """
+    table = {
+        "links": _links,
+        "memory": _memory,
+        "resident": _resident,
+        "offload": _offload,
+        "capacity": _capacity,
+    }
+    if part not in PARTS:
+        raise ValueError(f"a part is one of {', '.join(PARTS)}, found {part!r}")
+    return table[part](rehearse)
+
+
+def closing_jobs(*, rehearse: bool) -> list[Job]:
+    """What is done last, whatever time is left: it needs little."""
+    return [
+        Job(
+            part="links",
+            case="simulated against measured",
+            contender="elixir",
+            work="compare",
+            expected_s=0.0 if rehearse else 10.0,
+            limit_s=120.0,
+        )
+    ]
+
+
+def _links(rehearse: bool) -> list[Job]:
+    # Quick: a full measurement takes a minute, which is a tenth of what there is.
+    options = {"quick": True}
+    common: dict[str, Any] = {"part": "links", "case": "this machine", "contender": "elixir", "work": "measure"}
+    return [Job(**common, options=options, expected_s=20.0, limit_s=120.0)]
+
+
+def _memory(rehearse: bool) -> list[Job]:
+    cases = rehearsal_memory_cases() if rehearse else memory_cases()
+    return [
+        Job(
+            part="memory",
+            case=case.label,
+            contender="plain",
+            work="memory",
+            options={"label": case.label},
+            expected_s=12.0,
+            limit_s=90.0,
+        )
+        for case in cases
+    ]
+
+
+def _speed(part: str, case: str, contender: str, kind: str, shared: dict[str, Any], **more: Any) -> Job:
+    timing = {key: more.pop(key) for key in ("expected_s", "limit_s", "unless") if key in more}
+    options = {**shared, "part": part, "case": case, "contender": contender, "kind": kind, **more}
+    return Job(part=part, case=case, contender=contender, work="speed", options=options, **timing)
+
+
+def _resident(rehearse: bool) -> list[Job]:
+    jobs = []
+    grid: Any = (("opt-125m", 2, 32, "none", "fp32"),) if rehearse else _RESIDENT
+    for model, batch, seq, checkpoint, precision in grid:
+        case = f"{model} {precision} {batch}x{seq} {'checkpointed' if checkpoint != 'none' else 'plain'}"
+        shared: dict[str, Any] = {
+            "model": model,
+            "changes": _TOY if rehearse else {},
+            "batch": batch,
+            "seq": seq,
+            "micro": batch,
+            "checkpoint": checkpoint,
+            "precision": precision,
+            "measure_s": 0.05 if rehearse else 3.0,
+        }
+        if rehearse:
+            shared["budget_bytes"], shared["host_bytes"] = 10**9, 10**9
+        for kind in ("elixir", "plain", "ddp", *(("plain-bf16",) if precision == "bf16" else ())):
+            micros = {"micros": [batch]} if kind == "elixir" else {}
+            options = {key: value for key, value in shared.items() if kind != "elixir" or key != "micro"}
+            jobs.append(_speed("resident", case, kind, kind, options, expected_s=20.0, **micros))
+    return jobs
+
+
+def _offload(rehearse: bool) -> list[Job]:
+    """First what every pair needs for an answer, then what may make either side better."""
+    grid: Any = (("opt-125m", 4, 32),) if rehearse else _OFFLOAD
+    pairs = [(*model, _TOY_BUDGET_BYTES if rehearse else size * GB) for size in _BUDGETS_GB for model in grid]
+    rounds: list[list[Job]] = [[], [], []]
+    for model, batch, seq, budget in pairs[:1] if rehearse else pairs:
+        case = f"{model} {batch}x{seq} in {f'{budget / GB:g} GB' if not rehearse else f'{budget} B'}"
+        shared: dict[str, Any] = {
+            "model": model,
+            "changes": _TOY if rehearse else {},
+            "batch": batch,
+            "seq": seq,
+            "checkpoint": "non-reentrant",
+            "precision": "fp32" if rehearse else "bf16",
+            "budget_bytes": budget,
+            "measure_s": 0.05 if rehearse else 8.0,
+        }
+        if rehearse:
+            shared["host_bytes"] = 10**9
+        for number, jobs in enumerate(_pair(case, shared, rehearse)):
+            rounds[number] += jobs
+    for model, batch, seq in grid:
+        shared = {
+            "model": model, "changes": _TOY if rehearse else {}, "batch": batch, "seq": seq,
+            "checkpoint": "non-reentrant", "precision": "fp32" if rehearse else "bf16",
+            "measure_s": 0.05 if rehearse else 8.0, "micros": [batch, max(batch // 2, 1)],
+        }  # fmt: skip
+        if rehearse:
+            shared["budget_bytes"], shared["host_bytes"] = 10**9, 10**9
+        job = _speed("offload", f"{model} {batch}x{seq}", "elixir, no budget", "elixir", shared, **_times(60.0))
+        rounds[1].append(job)
+    return [job for jobs in rounds for job in jobs]
+
+
+def _times(expected_s: float) -> dict[str, float]:
+    return {"expected_s": expected_s, "limit_s": 4 * expected_s}
+
+
+def _pair(case: str, shared: dict[str, Any], rehearse: bool) -> tuple[list[Job], list[Job], list[Job]]:
+    """Jobs of one model in one budget, by how soon they are wanted."""
+    batch = shared["batch"]
+    micros = [batch, batch // 2, batch // 4]
+
+    def elixir(contender: str, **more: Any) -> Job:
+        return _speed("offload", case, contender, "elixir", {**shared, "micros": micros}, **_times(60.0), **more)
+
+    def peer(contender: str, kind: str, seconds: float = 60.0, **more: Any) -> Job:
+        return _speed("offload", case, contender, kind, shared, **_times(seconds), **more)
+
+    def with_parts(name: str, kind: str, **options: Any) -> list[Job]:
+        """The largest micro-batch that fits; with less, weights travel more often."""
+        found: list[Job] = []
+        for micro in micros[:1] if rehearse else micros:
+            before = tuple(job.id for job in found)
+            found.append(peer(f"{name}, micro-batch {micro}", kind, micro=micro, unless=before, **options))
+        return found
+
+    ours = elixir("elixir")
+    first = [
+        ours,
+        elixir("elixir, more room", share=0.85, unless=(ours.id,)),
+        *with_parts("fsdp2 offload", "fsdp2", offload=True, keep=False),
+        *with_parts("fsdp2", "fsdp2", offload=False, keep=True),
+    ]
+    second = [
+        *with_parts("zero-3 offload", "deepspeed", stage=3),
+        *with_parts("zero-offload", "deepspeed", stage=2),
+        *with_parts("fsdp2 offload keep", "fsdp2", offload=True, keep=True),
+        *with_parts("plain", "plain"),
+    ]
+    third = [elixir("elixir, plan corrected", wrap=True), elixir("elixir, torch's Adam", fused_kernels=False)]
+    return first, second, third
+
+
+def _capacity(rehearse: bool) -> list[Job]:
+    shared: dict[str, Any] = {
+        "part": "capacity", "batch": 1, "seq": 32 if rehearse else 1024, "micros": [1], "checkpoint": "non-reentrant",
+        "precision": "bf16", "ladder": _TOY_LADDER if rehearse else [],
+    }  # fmt: skip
+    if rehearse:
+        shared |= {"budget_bytes": 3_000_000, "host_bytes": 3_000_000}
+    jobs: list[Job] = []
+    # Less room only where more of it was too much, which the row of the first then says.
+    for name, share, host_share in (("elixir", 0.95, 0.96), ("elixir, more room", 0.88, 0.88)):
+        options = {**shared, "case": "opt-like", "contender": name, "share": share, "host_share": host_share}
+        jobs.append(
+            Job(
+                part="capacity",
+                case="opt-like",
+                contender=name,
+                work="capacity",
+                options=options,
+                expected_s=240.0,
+                limit_s=480.0,
+                unless=tuple(job.id for job in jobs),
+            )
+        )
+    return jobs

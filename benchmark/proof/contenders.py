@@ -1,0 +1,226 @@
+"""The peers of the timed parts: plain PyTorch, DDP of one, FSDP2 with and without offload, DeepSpeed.
+
+All train the same model on the same batch with the same clipping. float32 master weights are kept by all but
+``plain-bf16``, which says so in its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmark.proof.jobs import NotRun
+from benchmark.proof.models import Filling, blocks, micro_batches, on_meta
+from benchmark.proof.place import Place
+from elixir.units import format_bytes
+
+MAX_NORM = 1.0
+LEARNING_RATE = 1e-4
+BYTES_PER_NUMEL = 16
+"""Of a contender with float32 weights, gradients and two moments; with bf16 weights and gradients and float32 masters it
+is the same sum."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """A contender that has been built."""
+
+    step: Callable[[], torch.Tensor]
+    """One optimizer step over the whole batch; gives the loss of its last part, on the device."""
+    close: Callable[[], None] = lambda: None
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """The fastest that torch has, on either device."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+
+
+def _precision(options: dict[str, Any]) -> torch.dtype:
+    return torch.bfloat16 if options["precision"] == "bf16" else torch.float32
+
+
+def _stepper(model: nn.Module, batches: list[dict[str, torch.Tensor]], cast: Callable[[], Any]) -> Running:
+    optimizer = adamw(model.parameters())
+
+    def step() -> torch.Tensor:
+        for index, batch in enumerate(batches):
+            last = index == len(batches) - 1
+            # DDP would reduce after every part; all but the last leave it out, as one does.
+            quiet = contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
+            with quiet:
+                with cast():
+                    loss = model(**batch).loss / len(batches)
+                loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Running(step)
+
+
+def _needs_device(model: nn.Module, options: dict[str, Any], bytes_per_numel: int = BYTES_PER_NUMEL) -> None:
+    """Leave out what cannot fit: weights, gradients and states alone are more than the budget."""
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    budget = options.get("budget_bytes")
+    if budget is not None and numel * bytes_per_numel > budget:
+        raise NotRun(
+            f"weights, gradients and states of {numel:,} parameters take {format_bytes(numel * bytes_per_numel)}, "
+            f"the budget is {format_bytes(budget)}"
+        )
+
+
+def _needs_host(model: nn.Module, place: Place, bytes_per_numel: int = BYTES_PER_NUMEL) -> None:
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    free = place.free_host_bytes()
+    if numel * bytes_per_numel > free:
+        raise NotRun(
+            f"{numel:,} parameters take {format_bytes(numel * bytes_per_numel)} of host memory at {bytes_per_numel} bytes "
+            f"each, {format_bytes(free)} may be used"
+        )
+
+
+def _plain_model(options: dict[str, Any], place: Place, dtype: torch.dtype) -> nn.Module:
+    model = on_meta(options)
+    _needs_device(model, options, BYTES_PER_NUMEL if dtype == torch.float32 else 8)
+    Filling(model, place.device, dtype).fill(model, place.device)
+    return model
+
+
+def _autocast(options: dict[str, Any], place: Place) -> Callable[[], Any]:
+    if options["precision"] == "fp32":
+        return contextlib.nullcontext
+    return lambda: torch.autocast(place.device.type, dtype=torch.bfloat16)
+
+
+def plain(options: dict[str, Any], place: Place) -> Running:
+    """float32 weights; in bf16 under autocast."""
+    model = _plain_model(options, place, torch.float32)
+    return _stepper(model, micro_batches(model, options, options["micro"], place.device), _autocast(options, place))
+
+
+def plain_bf16(options: dict[str, Any], place: Place) -> Running:
+    """Weights, gradients and moments in bf16, no masters: half the memory, and other numbers."""
+    model = _plain_model(options, place, torch.bfloat16)
+    batches = micro_batches(model, options, options["micro"], place.device)
+    return _stepper(model, batches, contextlib.nullcontext)
+
+
+def ddp(options: dict[str, Any], place: Place) -> Running:
+    """`plain` in DistributedDataParallel with one rank."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    opened = _process_group(place)
+    inner = _plain_model(options, place, torch.float32)
+    batches = micro_batches(inner, options, options["micro"], place.device)
+    model = DistributedDataParallel(inner, device_ids=[0] if place.cuda else None, gradient_as_bucket_view=True)
+    running = _stepper(model, batches, _autocast(options, place))
+    return dataclasses.replace(running, close=opened.close)
+
+
+def fsdp2(options: dict[str, Any], place: Place) -> Running:
+    """`fully_shard` on every block; options ``offload`` and ``keep`` (weights from forward to backward)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    model = on_meta(options)
+    if options["offload"]:
+        _needs_host(model, place)
+    else:
+        _needs_device(model, options)
+    opened = _process_group(place)
+    batches = micro_batches(model, options, options["micro"], place.device)
+    offload = CPUOffloadPolicy(pin_memory=place.cuda) if options["offload"] else OffloadPolicy()
+    common: dict[str, Any] = {
+        "mesh": init_device_mesh(place.device.type, (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=None if options["precision"] == "fp32" else torch.bfloat16),
+        "offload_policy": offload,
+        "reshard_after_forward": not options["keep"],
+    }
+    filling = Filling(model, "cpu", torch.float32)
+    # Block by block, so that the device never holds more than one block in float32.
+    for block in blocks(model):
+        filling.fill(block, place.device)
+        fully_shard(block, **common)
+    filling.fill(model, place.device)
+    del filling
+    fully_shard(model, **common)
+    running = _stepper(model, batches, contextlib.nullcontext)
+    return dataclasses.replace(running, close=opened.close)
+
+
+def deepspeed(options: dict[str, Any], place: Place) -> Running:
+    """ZeRO of ``stage`` 2 or 3 with the optimizer on the host, and with stage 3 the weights as well."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise NotRun("DeepSpeed is not installed")
+    if place.rehearse:
+        raise NotRun("DeepSpeed is not rehearsed: it wants a CUDA device")
+    import deepspeed as ds
+
+    model = on_meta(options)
+    _needs_host(model, place)
+    opened = _process_group(place)
+    batches = micro_batches(model, options, options["micro"], place.device)
+    Filling(model, "cpu", torch.bfloat16).fill(model, "cpu")
+    zero: dict[str, Any] = {
+        "stage": options["stage"],
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+    }
+    if options["stage"] == 3:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    config = {
+        "train_micro_batch_size_per_gpu": options["micro"],
+        "gradient_accumulation_steps": len(batches),
+        "gradient_clipping": MAX_NORM,
+        "bf16": {"enabled": options["precision"] == "bf16"},
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+    }
+    engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step() -> torch.Tensor:
+        for batch in batches:
+            loss = engine(**batch).loss
+            engine.backward(loss)  # divides by the number of parts
+            engine.step()  # acts after the last part only
+        return loss.detach()
+
+    return Running(step, opened.close, {"deepspeed": ds.__version__})
+
+
+def _process_group(place: Place) -> contextlib.ExitStack:
+    """One rank; the host's tensors go over gloo, since FSDP2 with offload sums norms there."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(_joined(place))
+    return stack
+
+
+@contextlib.contextmanager
+def _joined(place: Place) -> Iterator[None]:
+    backend = "cpu:gloo,cuda:nccl" if place.cuda else "gloo"
+    with tempfile.TemporaryDirectory(prefix="elixir-proof-") as folder:
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+PEERS: dict[str, Callable[[dict[str, Any], Place], Running]] = {
+    "plain": plain,
+    "plain-bf16": plain_bf16,
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "deepspeed": deepspeed,
+}

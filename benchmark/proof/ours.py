@@ -1,0 +1,163 @@
+"""Elixir in the timed parts: choose a micro-batch by planning, run its plan, keep plan and trace for `links`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import elixir
+from benchmark.proof.contenders import BYTES_PER_NUMEL, MAX_NORM, Running, adamw
+from benchmark.proof.jobs import NotRun
+from benchmark.proof.models import micro_batches, on_meta, random_weights
+from benchmark.proof.place import Place
+from elixir.errors import PlanError
+from elixir.hardware import HardwareProfile
+from elixir.models import default_step
+from elixir.plan import Plan
+from elixir.search import plan_from_trace
+from elixir.search.simulator import simulate_step
+from elixir.tracer import StepTrace, trace_step
+from elixir.units import format_bytes, parse_dtype
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+
+RESERVE_SHARE = 0.95
+"""Of a budget of reserved memory that is planned with. Plans count what is allocated; how much more the caching allocator
+reserves has not been measured, and `benchmark.proof.cases` tries again with less where this was too much."""
+
+
+class Choice(NamedTuple):
+    """A plan, and what it was chosen from."""
+
+    plan: Plan
+    trace: StepTrace
+    micro: int
+    tried: dict[int, str]
+    """Micro-batch -> predicted seconds of an optimizer step, or that nothing fits."""
+
+
+def budgets(options: dict[str, Any], place: Place) -> tuple[int, int]:
+    """Device and host bytes that a plan may use.
+
+    Raises:
+        NotRun: the states alone are more than both.
+    """
+    free = place.free_device_bytes()
+    share = options.get("share", RESERVE_SHARE)
+    device = options.get("planned_device_bytes") or int(min(options.get("budget_bytes") or free, free) * share)
+    host = options.get("host_bytes") or place.free_host_bytes()
+    numel = sum(parameter.numel() for parameter in on_meta(options).parameters())
+    if numel * BYTES_PER_NUMEL > device + host:
+        raise NotRun(
+            f"{numel:,} parameters at {BYTES_PER_NUMEL} bytes each are {format_bytes(numel * BYTES_PER_NUMEL)}, device "
+            f"and host have {format_bytes(device + host)}"
+        )
+    return device, host
+
+
+def trace_of(options: dict[str, Any], micro: int, hardware: HardwareProfile) -> StepTrace:
+    """One micro-batch of the job's model."""
+    model = on_meta(options)
+    batch = micro_batches(model, options, micro, "cpu")[0]
+    dtype = parse_dtype(options["precision"])
+    return trace_step(model, batch, default_step, dtype=dtype, hardware=hardware, optimizer=None)
+
+
+def choose(options: dict[str, Any], hardware: HardwareProfile, device_bytes: int, host_bytes: int) -> Choice:
+    """The micro-batch whose plan takes the fewest predicted seconds per optimizer step.
+
+    Raises:
+        PlanError: none fits; the one of the smallest micro-batch.
+    """
+    best: Choice | None = None
+    best_s, tried, problem = float("inf"), {}, None
+    for micro in options["micros"]:
+        trace = trace_of(options, micro, hardware)
+        try:
+            plan = plan_from_trace(trace, hardware, 1, device_memory=device_bytes, host_memory=host_bytes)
+        except PlanError as error:
+            tried[micro], problem = "does not fit", error
+            continue
+        step_s = simulate_step(plan, trace, hardware, accumulation=options["batch"] // micro).step_s
+        tried[micro] = f"{step_s:.4g} s"
+        if step_s < best_s:
+            best, best_s = Choice(plan, trace, micro, tried), step_s
+    if best is None:
+        raise problem or NotRun("no micro-batch to try")
+    return best
+
+
+def needs(trace: StepTrace, options: dict[str, Any]) -> dict[str, int]:
+    """Bytes of a resident step, with and without what the optimizer keeps."""
+    numel = sum(parameter.numel for parameter in trace.parameters if parameter.trainable)
+    without = trace.backward_peak_bytes
+    # bf16: master and two moments, float32 all; float32: two moments.
+    return {
+        "without_states_bytes": without,
+        "resident_bytes": without + numel * (12 if options["precision"] == "bf16" else 8),
+    }
+
+
+def run(options: dict[str, Any], place: Place, saved: Path) -> Running:
+    """Elixir under a plan of its own; with ``wrap`` by `elixir.wrap`, which corrects the plan after the first steps.
+
+    Args:
+        saved: where the plan and the trace go, with `.plan.json` and `.trace.json` behind it.
+    """
+    hardware = place.hardware()
+    device_bytes, host_bytes = budgets(options, place)
+    choice = choose(options, hardware, device_bytes, host_bytes)
+    model = on_meta(options)
+    batches = micro_batches(model, options, choice.micro, place.device)
+    weights = random_weights(model)
+    fused = {"use_fused_kernels": bool(options.get("fused_kernels", True)), "device": place.device}
+    if options.get("wrap"):
+        first = {key: value.cpu() for key, value in batches[0].items()}
+        module, optimizer = elixir.wrap(
+            model,
+            adamw(model.parameters()),
+            inp=first,
+            step_fn=default_step,
+            dtype=parse_dtype(options["precision"]),
+            hardware=hardware,
+            device_memory=device_bytes,
+            host_memory=host_bytes,
+            max_norm=MAX_NORM,
+            weights=weights,
+            **fused,
+        )
+    else:
+        module = ElixirModule(model, choice.plan, weights=weights, **fused)  # type: ignore[arg-type]
+        optimizer = ElixirOptimizer(module, adamw(model.parameters()), max_norm=MAX_NORM)
+    del weights
+
+    def step() -> torch.Tensor:
+        for batch in batches:
+            loss = module(**batch).loss / len(batches)
+            optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def close() -> None:
+        saved.parent.mkdir(parents=True, exist_ok=True)
+        module.plan.save(saved.with_name(f"{saved.name}.plan.json"))
+        choice.trace.save(saved.with_name(f"{saved.name}.trace.json"))
+        module.close()
+
+    predicted = choice.plan.predicted
+    facts = {
+        "micro": choice.micro,
+        "tried_micros": {str(micro): outcome for micro, outcome in choice.tried.items()},
+        "planned_device_bytes": device_bytes,
+        "planned_host_bytes": host_bytes,
+        "predicted_device_bytes": predicted.device_peak_bytes,
+        "predicted_host_bytes": predicted.host_peak_bytes,
+        "predicted_moved_bytes": predicted.moved_bytes,
+        "host_state_chunks": sum(c.trainable and c.state_home == "host" for c in choice.plan.chunks),
+        "chunks": len(choice.plan.chunks),
+        "hardware": hardware.name,
+        **needs(choice.trace, options),
+    }
+    return Running(step, close, facts)

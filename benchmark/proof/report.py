@@ -1,0 +1,246 @@
+"""What came of it: each promise beside its bar, and a table of all rows, as Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from benchmark.proof.jobs import PARTS, Row
+
+MEMORY_WORST_PERCENT, MEMORY_MEAN_PERCENT, MEMORY_CASES = 2.0, 0.5, 16
+RESIDENT_RATIO = 0.98
+OFFLOAD_RATIO, OFFLOAD_BEST_RATIO, FITS_RATIO, STATES_ONLY_RATIO = 1.5, 3.0, 1.0, 0.8
+CAPACITY_NUMEL, CAPACITY_DEVICE_BYTES, CAPACITY_HOST_BYTES = 15e9, 139 * 2**30, 128 * 2**30
+LINKS_PERCENT = 10.0
+
+_OFFLOADING = ("fsdp2 offload", "zero")
+_FITTING = ("fsdp2, micro", "plain, micro")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One promise."""
+
+    part: str
+    promise: str
+    bar: str
+    measured: str
+    met: bool | None
+    """None where there is not enough to say."""
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Every promise, in the order of the parts; those without rows are open."""
+    ok = [row for row in rows if row["status"] == "ok"]
+    found = [*_memory(ok), *_resident(ok), *_offload(ok), *_capacity(ok), *_links(ok)]
+    return sorted(found, key=lambda verdict: PARTS.index(verdict.part))
+
+
+def distance_percent(row: Row) -> float:
+    """How far a memory row is off: the worse of backward and whole step."""
+    return max(abs(row["backward_percent"]), abs(row["step_percent"]))
+
+
+def _memory(ok: Sequence[Row]) -> list[Verdict]:
+    off = [distance_percent(row) for row in ok if row["part"] == "memory"]
+    count = f"{len(off)} cases"
+    if not off:
+        return [Verdict("memory", "peaks are as predicted", f"{MEMORY_CASES} cases or more", "0 cases", None)]
+    enough = len(off) >= MEMORY_CASES
+    worst, mean = max(off), sum(off) / len(off)
+
+    def met(good: bool) -> bool | None:
+        return good if enough or not good else None  # few cases can refute, not confirm
+
+    return [
+        Verdict(
+            "memory",
+            "peak, worst case",
+            f"within {MEMORY_WORST_PERCENT:g} %",
+            f"{worst:.3f} % of {count}",
+            met(worst <= MEMORY_WORST_PERCENT),
+        ),
+        Verdict(
+            "memory",
+            "peak, mean",
+            f"within {MEMORY_MEAN_PERCENT:g} %",
+            f"{mean:.3f} % of {count}",
+            met(mean <= MEMORY_MEAN_PERCENT),
+        ),
+    ]
+
+
+def _by_case(ok: Sequence[Row], part: str) -> dict[str, list[Row]]:
+    cases: dict[str, list[Row]] = {}
+    for row in ok:
+        if row["part"] == part and "tokens_per_s" in row:
+            cases.setdefault(row["case"], []).append(row)
+    return cases
+
+
+def _ours(rows: Sequence[Row]) -> Row | None:
+    """The automatic plan; with more room where the first had too little."""
+    named = {row["contender"]: row for row in rows}
+    return named.get("elixir") or named.get("elixir, more room")
+
+
+def _best(rows: Sequence[Row], names: tuple[str, ...]) -> Row | None:
+    found = [row for row in rows if row["contender"].startswith(names)]
+    return max(found, key=lambda row: row["tokens_per_s"], default=None)
+
+
+def _ratio(mine: Row, other: Row) -> float:
+    if mine["tokens_per_step"] != other["tokens_per_step"]:
+        raise ValueError(f"{mine['case']}: {mine['tokens_per_step']} tokens a step beside {other['tokens_per_step']}")
+    return float(mine["tokens_per_s"] / other["tokens_per_s"])
+
+
+def _resident(ok: Sequence[Row]) -> list[Verdict]:
+    found = []
+    for case, rows in _by_case(ok, "resident").items():
+        mine = _ours(rows)
+        # Of equal numbers: without float32 masters is not the same training.
+        other = _best([row for row in rows if row["contender"] in ("plain", "ddp")], ("plain", "ddp"))
+        if mine is None or other is None:
+            found.append(Verdict("resident", case, f"{RESIDENT_RATIO:g} of plain PyTorch", "no pair", None))
+            continue
+        ratio = _ratio(mine, other)
+        shown = f"{ratio:.3f} of {other['contender']} ({_tokens(mine)} over {_tokens(other)})"
+        bar = f"{RESIDENT_RATIO:g} of the faster of plain and DDP"
+        found.append(Verdict("resident", case, bar, shown, ratio >= RESIDENT_RATIO))
+    return found or [Verdict("resident", "speed where all fits", f"{RESIDENT_RATIO:g}", "no rows", None)]
+
+
+def _offload(ok: Sequence[Row]) -> list[Verdict]:
+    found: list[Verdict] = []
+    ratios: list[float] = []
+    cases = _by_case(ok, "offload")
+    free = {row["model"]: row for rows in cases.values() for row in rows if row["contender"] == "elixir, no budget"}
+    for case, rows in cases.items():
+        if any(row["contender"] == "elixir, no budget" for row in rows):
+            continue
+        mine, fitting, offloading = _ours(rows), _best(rows, _FITTING), _best(rows, _OFFLOADING)
+        other = fitting or offloading
+        if mine is None or other is None:
+            who = "no run of ours" if mine is None else "no peer ran"
+            found.append(Verdict("offload", case, f"{OFFLOAD_RATIO:g} of the best peer", who, None))
+        else:
+            least = FITS_RATIO if fitting else OFFLOAD_RATIO
+            peers = [row for row in (fitting, offloading) if row is not None]
+            best = max(peers, key=lambda row: row["tokens_per_s"])
+            ratio = _ratio(mine, best)
+            ratios += [] if fitting else [ratio]
+            shown = f"{ratio:.2f} of {best['contender']} ({_tokens(mine)} over {_tokens(best)})"
+            bar = f"{least:g} of the best peer" + (", one of which fits" if fitting else "")
+            found.append(Verdict("offload", case, bar, shown, ratio >= least))
+        found += _states_only(case, mine, free)
+    found.sort(key=lambda verdict: verdict.promise)
+    best_ratio = max(ratios, default=None)
+    shown = "no pair" if best_ratio is None else f"{best_ratio:.2f}"
+    met = None if best_ratio is None else best_ratio >= OFFLOAD_BEST_RATIO
+    return [*found, Verdict("offload", "somewhere", f"{OFFLOAD_BEST_RATIO:g} of the best peer", shown, met)]
+
+
+def _states_only(case: str, mine: Row | None, free: dict[str, Row]) -> list[Verdict]:
+    """Where weights, gradients and activations fit and only the states do not."""
+    if mine is None or mine["budget_bytes"] is None or mine["model"] not in free:
+        return []
+    if not mine["without_states_bytes"] <= mine["budget_bytes"] < mine["resident_bytes"]:
+        return []
+    ratio = _ratio(mine, free[mine["model"]])
+    bar = f"{STATES_ONLY_RATIO:g} of the speed without a budget"
+    shown = f"{ratio:.2f} ({_tokens(mine)} over {_tokens(free[mine['model']])})"
+    return [Verdict("offload", f"{case}, only the states do not fit", bar, shown, ratio >= STATES_ONLY_RATIO)]
+
+
+def _capacity(ok: Sequence[Row]) -> list[Verdict]:
+    rows = [row for row in ok if row["part"] == "capacity"]
+    bar = f"{CAPACITY_NUMEL / 1e9:g} B parameters on {CAPACITY_DEVICE_BYTES / 2**30:g} + 128 GiB"
+    if not rows:
+        return [Verdict("capacity", "largest model that trains", bar, "no rows", None)]
+    row = max(rows, key=lambda row: row["parameters"])
+    small = (
+        row.get("device_total_bytes", 0) < 0.99 * CAPACITY_DEVICE_BYTES
+        or row["host_total_bytes"] < 0.99 * CAPACITY_HOST_BYTES
+    )
+    reached = row["parameters"] >= CAPACITY_NUMEL
+    shown = f"{row['parameters'] / 1e9:.4g} B ({row['layers']} layers of {row['hidden']})"
+    # On a smaller machine less proves nothing.
+    return [Verdict("capacity", "largest model that trains", bar, shown, reached if reached or not small else None)]
+
+
+def _links(ok: Sequence[Row]) -> list[Verdict]:
+    bar = f"within {LINKS_PERCENT:g} % on average"
+    rows = [row for row in ok if row["part"] == "links" and row.get("kind") == "compare"]
+    if not rows:
+        return [Verdict("links", "simulated step time", bar, "no rows", None)]
+    row = rows[-1]
+    shown = f"{row['mean_percent']:.1f} % of {len(row['cases'])} cases, worst {row['worst_percent']:.1f} %"
+    return [Verdict("links", "simulated step time", bar, shown, row["mean_percent"] <= LINKS_PERCENT)]
+
+
+def _tokens(row: Row) -> str:
+    return f"{row['tokens_per_s']:,.0f} tokens/s"
+
+
+def markdown(rows: Sequence[Row], left_out: Sequence[str] = ()) -> str:
+    """The whole report."""
+    lines = ["# What one run of `benchmark/gpu_proof.py` showed", ""]
+    first = next((row for row in rows if "device" in row), None)
+    if first is None:
+        lines += ["Nothing has been run.", ""]
+    else:
+        lines += [
+            f"{first['device']}, torch {first['torch']}, CUDA {first.get('cuda')}, Elixir {first['elixir']}, "
+            f"{first['host_total_bytes'] / 2**30:.0f} GiB of host memory, {first['date']}.",
+            "",
+        ]
+        if first.get("rehearsal"):
+            lines += [
+                "**A rehearsal: toys on the CPU, to see that everything runs. No figure in it says anything about a GPU,"
+                " and no bar is held against one.**",
+                "",
+            ]
+    word = {True: "met", False: "MISSED", None: "open"}
+    rehearsed = first is not None and bool(first.get("rehearsal"))
+    table = [[v.part, v.promise, v.bar, v.measured, "rehearsed" if rehearsed else word[v.met]] for v in verdicts(rows)]
+    lines += _table(("part", "promise or case", "bar", "measured", "result"), table)
+    details = [
+        [row["part"], row["case"], row["contender"], row["status"], _outcome(row), f"{row.get('wall_s', 0):.0f}"]
+        for row in rows
+    ]
+    lines += ["", "All rows:", "", *_table(("part", "case", "who", "status", "outcome", "took, s"), details)]
+    if left_out:
+        lines += ["", "Not begun, for lack of time (run it again with the same `--out`):", ""]
+        lines += [f"* {name}" for name in left_out]
+    return "\n".join([*lines, ""])
+
+
+def _outcome(row: Row) -> str:
+    if row["status"] != "ok":
+        return str(row.get("why", ""))
+    if row["part"] == "memory":
+        reserved = row["measured_reserved_bytes"]
+        text = f"backward {row['backward_percent']:+.3f} %, step {row['step_percent']:+.3f} % of {_gib(row['measured_step_bytes'])}"
+        return text + (f", reserved {_gib(reserved)}" if reserved else "")
+    if row["part"] == "capacity":
+        return f"{row['parameters'] / 1e9:.4g} B parameters, losses {', '.join(f'{x:.3f}' for x in row['losses'])}"
+    if "tokens_per_s" in row:
+        text = f"{_tokens(row)}, step {row['p50_s']:.4g} s ({row['p20_s']:.4g} to {row['p80_s']:.4g})"
+        reserved = row.get("max_reserved_bytes")
+        return text + (f", reserved {_gib(reserved)}" if reserved else "")
+    if row.get("kind") == "compare":
+        return f"mean {row['mean_percent']:.1f} %, worst {row['worst_percent']:.1f} %"
+    return f"{row['hardware']}"
+
+
+def _gib(amount: float) -> str:
+    return f"{amount / 2**30:.2f} GiB"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    def line(cells: Sequence[Any]) -> str:
+        return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+    return [line(head), line(["---"] * len(head)), *map(line, rows)]

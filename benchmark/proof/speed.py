@@ -1,0 +1,86 @@
+"""Parts `resident` and `offload`: tokens per second of one contender."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from benchmark.common import percentiles
+from benchmark.proof import ours
+from benchmark.proof.contenders import PEERS, Running
+from benchmark.proof.jobs import Row
+from benchmark.proof.models import shape_of
+from benchmark.proof.place import Place
+
+WARM_UP_STEPS = 2
+"""The first allocates, the second is the first with states."""
+CORRECTION_STEPS = 6
+"""Beside them, of a contender that corrects its plan: `elixir.api.WARM_UP_STEPS` and `MEASURED_STEPS`, and the move."""
+LEAST_STEPS, MOST_STEPS = 3, 20
+
+
+def saved_at(place: Place, part: str, case: str, contender: str) -> Path:
+    """Where a contender's plan and trace lie, without the endings."""
+    name = re.sub(r"[^A-Za-z0-9.-]+", "_", f"{part}_{case}_{contender}")
+    return place.folder / "plans" / name
+
+
+def timed(running: Running, place: Place, *, warm_up: int, measure_s: float) -> dict[str, Any]:
+    """Seconds of single steps, by marks between them, nothing waiting in between: steps may reach into each other.
+
+    Raises:
+        RuntimeError: the loss is not finite.
+    """
+    for _ in range(warm_up - 1):
+        running.step()
+    place.sync()
+    before = place.mark()
+    running.step()
+    one_s = max(place.between_s(before, place.mark()), 1e-6)
+    count = min(max(math.ceil(measure_s / one_s), LEAST_STEPS), MOST_STEPS)
+    place.reset_peaks()
+    marks, losses = [place.mark()], []
+    for _ in range(count):
+        losses.append(running.step())
+        marks.append(place.mark())
+    seconds = [place.between_s(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+    place.sync()
+    loss = float(losses[-1])
+    if not math.isfinite(loss):
+        raise RuntimeError(f"the loss of step {warm_up + count} is {loss}: what was timed is no training")
+    p20, p50, p80 = percentiles(seconds)
+    mean_s = sum(seconds) / len(seconds)
+    return {"steps": count, "mean_s": mean_s, "p20_s": p20, "p50_s": p50, "p80_s": p80, "loss": loss, **place.peaks()}
+
+
+def work(options: dict[str, Any], place: Place) -> Row:
+    """Build a contender within its budget and time it.
+
+    Raises:
+        NotRun: it cannot fit, by arithmetic, or is not installed.
+    """
+    place.limit_reserved(options.get("budget_bytes"))
+    saved = saved_at(place, options["part"], options["case"], options["contender"])
+    kind = options["kind"]
+    running = ours.run(options, place, saved) if kind == "elixir" else PEERS[kind](options, place)
+    warm_up = WARM_UP_STEPS + (CORRECTION_STEPS if options.get("wrap") else 0)
+    found = timed(running, place, warm_up=warm_up, measure_s=options["measure_s"])
+    running.close()
+    tokens = options["batch"] * options["seq"]
+    return {
+        "kind": kind,
+        "model": shape_of(options).name,
+        "parameters": shape_of(options).parameters,
+        "batch": options["batch"],
+        "seq": options["seq"],
+        "precision": options["precision"],
+        "budget_bytes": options.get("budget_bytes"),
+        # From the mean: steps of a contender that works ahead are not alike, and what counts is all of them.
+        "tokens_per_s": tokens / found["mean_s"],
+        "tokens_per_step": tokens,
+        **{key: options[key] for key in ("micro", "keep", "stage") if key in options},
+        **found,
+        **running.facts,
+    }
