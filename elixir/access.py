@@ -9,6 +9,10 @@ Three things together see every use of a parameter:
 * Module entries and exits delimit scopes: a view of a parameter made in one operator may be used in the next one, so
   what a function used stays in use until the innermost module that was running returns.
 
+A view may be used later than that: a closure that a checkpoint runs again captured it, the context of an autograd
+function keeps it, a module returned it in an object of its own. So what a function returns and the listener recognises
+as a view becomes a `TrackedView`. It announces what reads it as a parameter does, and is pointed to the weight anew.
+
 Metadata (`shape`, `dtype`, `size()`, ...) is not a use, nor is what only takes its shape from a parameter
 (`zeros_like`, `new_empty`); `data`, `data_ptr()` and `untyped_storage()` are, since they lead to the values unseen.
 """
@@ -16,7 +20,7 @@ Metadata (`shape`, `dtype`, `size()`, ...) is not a use, nor is what only takes 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -39,6 +43,16 @@ _IN_PLACE_OPERATORS = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__".split()
 )
 _GRADIENT = torch.Tensor.grad
+_DATA = torch.Tensor.data
+_TUPLE_ITERATOR = type(iter(()))
+
+
+class Place(Protocol):
+    """Where a view lies; all but the parameter is its listener's own affair."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """Whose memory it is."""
 
 
 class AccessListener(Protocol):
@@ -49,6 +63,15 @@ class AccessListener(Protocol):
 
     def writes(self, parameters: list[nn.Parameter], function: str) -> None:
         """`function` is about to write to `parameters`; comes before `used`."""
+
+    def view(self, tensor: torch.Tensor) -> Place | None:
+        """Where a result lies if its memory is a parameter's, so that it is to be tracked; else None."""
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether what runs now has announced `parameter`, so that reading a view of it is no new use."""
+
+    def renew(self, view: TrackedView) -> None:
+        """`view` is about to be read, its parameter is in use: see that it shows the values it was made of."""
 
     def reads_gradient(self, parameter: nn.Parameter) -> None:
         """``parameter.grad`` is about to be read."""
@@ -78,30 +101,7 @@ class TrackedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if not _reads_only_metadata(func):
-                found = _tracked(args, kwargs)
-                if found:
-                    listener, name = found[0]._listener, _name_of(func)
-                    if name[-1:] == "_" or "out" in kwargs:
-                        written = _tracked(*_written(name, args, kwargs))
-                        if written:
-                            listener.writes([*written], name)
-                    listener.used([*found], name)
-                    outer = innermost_saved_tensors_hooks()
-                    if torch.is_grad_enabled() and _listener_of(outer) is not listener:
-                        # Outside every module: in step_fn itself, or in a checkpointed function that runs again.
-                        with _hooks_over(listener, outer):
-                            return func(*args, **kwargs)
-            elif getattr(func, "__self__", None) is _GRADIENT:
-                if func.__name__ == "__get__":
-                    args[0]._listener.reads_gradient(args[0])
-                elif func.__name__ == "__delete__" or args[1] is None:
-                    args[0]._listener.drops_gradient(args[0])
-            elif func.__name__ in _LAYOUT_METHODS:
-                return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
-            return func(*args, **kwargs)
+        return _call(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with the same values, which must be at hand."""
@@ -109,6 +109,36 @@ class TrackedParameter(nn.Parameter):
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
         return copied
+
+
+class TrackedView(torch.Tensor):
+    """A view of a tracked parameter that tells the listener before a torch function reads it.
+
+    A function's result becomes one by a change of its class, of which autograd knows nothing.
+    """
+
+    _listener: AccessListener
+    _place: Any
+    """The listener's, a `Place`."""
+    _memory: Any
+    """Of what it is a view now; the listener's too."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As of any tensor: a copy of its values, refused where it has a graph."""
+        return self.clone().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Pickled as it is, it would take along all memory that it is a view of.
+        return self.detach().clone().__reduce_ex__(protocol)
+
+
+_Tracked = TrackedParameter | TrackedView
 
 
 class ParameterAccess:
@@ -241,6 +271,85 @@ class _Kept:
         return self._tensor
 
 
+def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """A torch function that has a tracked parameter, or a view of one, among its arguments."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if _reads_only_metadata(func):
+            return _ask(func, args, kwargs)
+        found = _tracked(args, kwargs)
+        if not found:
+            return func(*args, **kwargs)
+        listener, name = found[0]._listener, _name_of(func)
+        if name[-1:] == "_" or "out" in kwargs:
+            written = _tracked(*_written(name, args, kwargs))
+            if written:
+                listener.writes([_parameter_of(item) for item in written], name)
+        _announce(listener, found, name)
+        outer = innermost_saved_tensors_hooks()
+        if torch.is_grad_enabled() and _listener_of(outer) is not listener:
+            # Outside every module: in step_fn itself, or in a checkpointed function that runs again. Or inside hooks of
+            # others, which would keep the weight itself.
+            with _hooks_over(listener, outer):
+                return _track(func(*args, **kwargs), listener)
+        return _track(func(*args, **kwargs), listener)
+
+
+def _announce(listener: AccessListener, found: list[_Tracked], name: str) -> None:
+    """Tell of the parameters that are read; those behind views only where nothing that runs has told of them."""
+    views = [item for item in found if type(item) is TrackedView]
+    if not views:
+        listener.used(cast(list[nn.Parameter], found), name)
+        return
+    parameters: list[nn.Parameter] = []
+    for item in found:
+        parameter = _parameter_of(item)
+        known = any(parameter is other for other in parameters)
+        if not known and (parameter is item or not listener.holds(parameter)):
+            parameters.append(parameter)
+    if parameters:
+        listener.used(parameters, name)
+    for view in views:
+        listener.renew(view)
+
+
+def _track(result: Any, listener: AccessListener) -> Any:
+    """`result`, in which every view of a parameter is a `TrackedView`."""
+    if type(result) is torch.Tensor:
+        place = listener.view(result)
+        if place is not None:
+            result.__class__ = TrackedView  # type: ignore[assignment]
+            result._listener, result._place, result._memory = listener, place, None  # type: ignore[attr-defined]
+    elif isinstance(result, (tuple, list)):
+        for item in result:
+            _track(item, listener)
+    elif type(result) is _TUPLE_ITERATOR:  # of `for row in weight`
+        return iter(_track(tuple(result), listener))
+    return result
+
+
+def untrack(tensors: Iterable[Any]) -> None:
+    """Those that are views of tracked parameters become ordinary tensors."""
+    for tensor in tensors:
+        if type(tensor) is TrackedView:
+            tensor.__class__ = torch.Tensor  # type: ignore[assignment]
+
+
+def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What reads no weight, but may have to be told or answered all the same."""
+    owner, name, item = getattr(func, "__self__", None), func.__name__, args[0] if args else None
+    if type(item) is TrackedParameter:
+        if owner is _GRADIENT:
+            if name == "__get__":
+                item._listener.reads_gradient(item)
+            elif name == "__delete__" or args[1] is None:
+                item._listener.drops_gradient(item)
+        elif name in _LAYOUT_METHODS:
+            return func(torch.empty(item.shape, dtype=item.dtype, device="meta"), *args[1:], **kwargs)
+    elif owner is _DATA and name == "__set__":
+        untrack([item])  # it is to be a view of something else
+    return func(*args, **kwargs)
+
+
 def innermost_saved_tensors_hooks() -> _Hooks | None:
     """The (pack, unpack) pair in force now. PyTorch has no public name for it; a test notices if this one goes."""
     hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -289,11 +398,17 @@ def _written(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, .
     return tuple(args[:1]), out if args else kwargs
 
 
-def _tracked(args: Iterable[Any], kwargs: dict[str, Any]) -> list[TrackedParameter]:
-    """The tracked parameters among the arguments, each once."""
-    found: list[TrackedParameter] = []
+def _parameter_of(item: _Tracked) -> nn.Parameter:
+    parameter: nn.Parameter = item._place.parameter if type(item) is TrackedView else item
+    return parameter
+
+
+def _tracked(args: Iterable[Any], kwargs: dict[str, Any]) -> list[_Tracked]:
+    """The tracked parameters and views of them among the arguments, each once."""
+    found: list[_Tracked] = []
     for item in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(item, TrackedParameter):
+        kind = type(item)
+        if kind is TrackedParameter or kind is TrackedView:
             if not any(item is other for other in found):
                 found.append(item)
         elif isinstance(item, (tuple, list, dict)):

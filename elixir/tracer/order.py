@@ -6,12 +6,13 @@ import bisect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from elixir.access import _detached, backward_is_running, current_node_number
+from elixir.access import TrackedView, _detached, backward_is_running, current_node_number, untrack
 from elixir.tracer.step_trace import Phase
 from elixir.tracer.twin import Twin
 
@@ -37,6 +38,13 @@ class Use:
 class _Scope:
     module: str
     uses: list[int] = field(default_factory=list)
+    parameters: set[int] = field(default_factory=set)
+
+
+class _Place(NamedTuple):
+    """Of a view: in a trace, weights stay where they are."""
+
+    parameter: nn.Parameter
 
 
 class UseOrder:
@@ -49,6 +57,7 @@ class UseOrder:
 
     def __init__(self, twin: Twin, log_position: Callable[[], int]) -> None:
         self._names = {module: name or type(module).__name__ for module, name in twin.modules.items()}
+        self._parameters = twin.parameters
         self._index = {parameter: index for index, parameter in enumerate(twin.parameters)}
         self._storages = {p.untyped_storage()._cdata: index for p, index in self._index.items()}
         self._log_position = log_position
@@ -57,6 +66,7 @@ class UseOrder:
         self._marks: tuple[list[int], list[str]] = ([0], [""])  # sequence numbers at which the module changes
         self._node = -1  # sequence number of the node that last asked for a weight
         self._node_uses: list[int] = []
+        self._node_parameters: set[int] = set()
         self._in_backward = False
         self._backward_grad_mode = False
         self._finished = False
@@ -102,14 +112,32 @@ class UseOrder:
         phase = self.phase()
         indices = [self._index[parameter] for parameter in parameters if parameter in self._index]
         position = self._record(phase, indices, self.module(phase), function)
-        if phase == "forward" and self._scopes:
+        if self._in_module(phase):
             self._scopes[-1].uses.append(position)
-        elif phase == "recompute" and len(self._scopes) > self._forward_depth:
-            self._scopes[-1].uses.append(position)
+            self._scopes[-1].parameters.update(indices)
         elif phase != "forward":
             # No module is running inside this backward: only the end of the node bounds the use.
             self._enter_node()
             self._node_uses.append(position)
+            self._node_parameters.update(indices)
+
+    def view(self, tensor: torch.Tensor) -> _Place | None:
+        """Views are recognised by their storage."""
+        index = self._storages.get(tensor.untyped_storage()._cdata)
+        return None if index is None else _Place(self._parameters[index])
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether a module that is running, or else the node that is, has read the parameter."""
+        index, phase = self._index[parameter], self.phase()
+        if self._in_module(phase):
+            return any(index in scope.parameters for scope in self._scopes)
+        if phase == "forward":
+            return False
+        self._enter_node()
+        return index in self._node_parameters
+
+    def renew(self, view: TrackedView) -> None:
+        """A view stays where it is."""
 
     def writes(self, parameters: list[nn.Parameter], function: str) -> None:
         """Says nothing of when they are read."""
@@ -137,6 +165,7 @@ class UseOrder:
         for position in scope.uses:
             self.uses[position].pin_until = len(self.uses) - 1
         self._mark(self._scopes[-1].module if self._scopes else "")
+        untrack(tree_leaves(output))  # at run time a module returns copies of what lies in a block
         return output
 
     def pack(self, tensor: torch.Tensor) -> Any | None:
@@ -148,6 +177,7 @@ class UseOrder:
         """The running node reads a weight; its uses stay until another node asks."""
         index, tensor = handle
         self._enter_node()
+        self._node_parameters.add(index)
         last = self.uses[-1]
         if self._node_uses and self._node_uses[-1] == len(self.uses) - 1 and last.phase == "backward":
             if index not in last.parameters:
@@ -190,13 +220,19 @@ class UseOrder:
             regions[region] = None
         return tuple(sorted(regions, key=lambda name: forward.get(name, -1)))
 
+    def _in_module(self, phase: Phase) -> bool:
+        """Whether the innermost running module bounds how long a use lasts."""
+        if phase == "forward":
+            return bool(self._scopes)
+        return phase == "recompute" and len(self._scopes) > self._forward_depth
+
     def _enter_node(self) -> None:
         """Let go of what the autograd node before the one now running used."""
         sequence = current_node_number()
         if sequence != self._node:
             for position in self._node_uses:
                 self.uses[position].pin_until = max(position, len(self.uses) - 1)
-            self._node, self._node_uses = sequence, []
+            self._node, self._node_uses, self._node_parameters = sequence, [], set()
 
     def _record(self, phase: Phase, parameters: list[int], module: str, operator: str) -> int:
         position = len(self.uses)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access import backward_is_running, current_node_number
+from elixir.access import TrackedView, backward_is_running, current_node_number
 from elixir.chunk.cache import RCache
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradientFlow
@@ -18,8 +18,8 @@ from elixir.errors import InputError
 
 
 @dataclass(frozen=True)
-class _SavedWeight:
-    """A tensor that autograd saved and that lay in a block: what it takes to make it again from wherever it is then."""
+class _Part:
+    """A tensor that lies in a block: what it takes to make it again from wherever its chunk is then."""
 
     chunk: int
     offset: int
@@ -28,15 +28,31 @@ class _SavedWeight:
     stride: tuple[int, ...]
     parameter: nn.Parameter
     version: int
-    """Of the parameter, so that weights which have changed since are not taken for those that were saved."""
+    """Of the parameter, so that weights which have changed since are not taken for those that were meant."""
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor, as a view of what holds its chunk's weights."""
+        if memory.dtype != self.dtype:
+            memory = memory.view(self.dtype)
+        return memory.as_strided(self.size, self.stride, memory.storage_offset() + self.offset)
+
+
+@dataclass
+class _Scope:
+    """What a module that is running, or an autograd node, has used so far."""
+
+    pins: list[int] = field(default_factory=list)
+    """Chunks, one for each pin."""
+    parameters: set[int] = field(default_factory=set)
+    """Those of streamed chunks, by `id`."""
 
 
 @dataclass
 class _ThreadState:
-    scopes: list[list[int]] = field(default_factory=list)
-    """Chunks pinned by each module that is running, outermost first."""
+    scopes: list[_Scope] = field(default_factory=list)
+    """Of each module that is running, outermost first."""
     node: int | None = None
-    node_pins: list[int] = field(default_factory=list)
+    at_node: _Scope = field(default_factory=_Scope)
 
 
 class WeightUses:
@@ -97,11 +113,36 @@ class WeightUses:
                 self._cache.acquire(streamed)
         else:
             self._cache.acquire(streamed)
-        if state.scopes:
-            state.scopes[-1].extend(streamed)
-        else:
+        if not state.scopes:
             self._enter_node(state)
-            state.node_pins.extend(streamed)
+        scope = state.scopes[-1] if state.scopes else state.at_node
+        scope.pins.extend(streamed)
+        scope.parameters.update(map(id, parameters))
+
+    def view(self, tensor: torch.Tensor) -> _Part | None:
+        """What lies in a block is to be tracked."""
+        return self._part(tensor)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether a module that is running here, or else the node that is, keeps the parameter's chunk."""
+        state = self._state()
+        if state.scopes:
+            return any(id(parameter) in scope.parameters for scope in state.scopes)
+        if not backward_is_running():
+            return False
+        self._enter_node(state)
+        return id(parameter) in state.at_node.parameters
+
+    def renew(self, view: TrackedView) -> None:
+        """Point a view to where its chunk lies now, which has been brought in."""
+        part: _Part = view._place
+        self._refuse_changed(part, "a view of it was made")
+        memory = self.gathered_memory.get(part.chunk)
+        if memory is None:
+            memory = self._cache.memory(part.chunk)
+        if view._memory is not memory:  # a block's memory is another object each time that a chunk comes into one
+            view.data = part.of(memory)
+            view._memory = memory
 
     def refuse_inside(self, what: str) -> None:
         """Raise where one of the model's modules is running on this thread, or backward is."""
@@ -145,23 +186,19 @@ class WeightUses:
         state = self._state()
         if not state.scopes and backward_is_running():
             self._enter_node(state)
-        state.scopes.append([])
+        state.scopes.append(_Scope())
 
     def left(self, module: nn.Module, output: Any) -> Any:
         """A module has returned: its chunks may go. What it returns from inside a block is cloned first."""
         kept = _map_tensors(self._outside, output)
-        self._cache.unpin(self._state().scopes.pop())
+        self._cache.unpin(self._state().scopes.pop().pins)
         return kept
 
     def pack(self, tensor: torch.Tensor) -> Any | None:
         """Claim what lies in a block."""
-        found = self._cache.chunk_at(tensor)
-        if found is None:
-            return None
-        index, offset = found
-        chunk = self._chunks[index]
-        parameter = chunk.parameter_at(offset * tensor.itemsize // chunk.dtype.itemsize)
-        return _SavedWeight(index, offset, tensor.dtype, tensor.size(), tensor.stride(), parameter, parameter._version)
+        if type(tensor) is TrackedView:  # it may lie elsewhere by now
+            return tensor._place if tensor._listener is self else None
+        return self._part(tensor)
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """The weight from wherever it is now, for the node that runs."""
@@ -170,32 +207,26 @@ class WeightUses:
                 "create_graph=True over streamed weights would keep views of memory that other weights take next; "
                 "plan with every chunk on the device (placement='cuda')"
             )
-        if handle.parameter._version != handle.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"weight of shape {list(handle.parameter.shape)} is at version {handle.parameter._version}, it was "
-                f"saved at version {handle.version}; an optimizer step between forward and backward does this"
-            )
+        self._refuse_changed(handle, "it was saved")
         state = self._state()
         self._enter_node(state)
         self._cache.acquire([handle.chunk])
-        state.node_pins.append(handle.chunk)
-        memory = self._cache.memory(handle.chunk)
-        if memory.dtype != handle.dtype:
-            memory = memory.view(handle.dtype)
-        return memory.as_strided(handle.size, handle.stride, memory.storage_offset() + handle.offset)
+        state.at_node.pins.append(handle.chunk)
+        state.at_node.parameters.add(id(handle.parameter))
+        part: _Part = handle
+        return part.of(self._cache.memory(part.chunk))
 
     def backward_done(self) -> None:
         """No autograd node is running any more on any thread."""
         for state in self._threads.values():
-            self._cache.unpin(state.node_pins)
-            state.node, state.node_pins = None, []
+            self._cache.unpin(state.at_node.pins)
+            state.node, state.at_node = None, _Scope()
 
     def reset(self) -> None:
         """A forward or a backward was left by an exception: nothing is pinned any more."""
         for state in self._threads.values():
             for scope in state.scopes:
-                self._cache.unpin(scope)
+                self._cache.unpin(scope.pins)
             state.scopes.clear()
         self.backward_done()
 
@@ -215,8 +246,8 @@ class WeightUses:
     def _enter_node(self, state: _ThreadState) -> None:
         node = current_node_number()
         if node != state.node:
-            self._cache.unpin(state.node_pins)
-            state.node, state.node_pins = node, []
+            self._cache.unpin(state.at_node.pins)
+            state.node, state.at_node = node, _Scope()
 
     def _state(self) -> _ThreadState:
         thread = threading.get_ident()
@@ -225,8 +256,30 @@ class WeightUses:
             state = self._threads[thread] = _ThreadState()
         return state
 
+    def _part(self, tensor: torch.Tensor) -> _Part | None:
+        found = self._cache.chunk_at(tensor)
+        if found is None:
+            return None
+        index, offset = found
+        chunk = self._chunks[index]
+        parameter = chunk.parameter_at(offset * tensor.itemsize // chunk.dtype.itemsize)
+        return _Part(index, offset, tensor.dtype, tensor.size(), tensor.stride(), parameter, parameter._version)
+
+    @staticmethod
+    def _refuse_changed(part: _Part, when: str) -> None:
+        if part.parameter._version != part.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"weight of shape {list(part.parameter.shape)} is at version {part.parameter._version}, {when} at "
+                f"version {part.version}; an optimizer step in between does this"
+            )
+
     def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if self._cache.chunk_at(tensor) is not None else tensor
+        if type(tensor) is TrackedView:
+            return tensor.clone()  # a use, since it may have been made in a module that has returned long ago
+        with torch._C.DisableTorchFunctionSubclass():  # where a parameter lies is asked, not what it holds
+            lies_in_block = self._cache.chunk_at(tensor) is not None
+        return tensor.clone() if lies_in_block else tensor
 
 
 def _map_tensors(change: Any, output: Any) -> Any:
