@@ -96,6 +96,7 @@ def main(given: list[str] | None = None) -> int:
         return prove(args, args.out or Path("gpu_proof_results"), deadline_s)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing of a rehearsal may find a GPU
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other on busy cores cost seconds a step
     if args.out is not None:
         return prove(args, args.out, deadline_s)
     with tempfile.TemporaryDirectory(prefix="elixir-rehearsal-") as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -45,7 +46,7 @@ def timed(running: Running, place: Place, *, warm_up: int, measure_s: float) -> 
     for _ in range(count):
         losses.append(running.step())
         marks.append(place.mark())
-    seconds = [place.between_s(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+    seconds = [place.between_s(a, b) for a, b in itertools.pairwise(marks)]
     place.sync()
     loss = float(losses[-1])
     if not math.isfinite(loss):
