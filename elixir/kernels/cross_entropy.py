@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from elixir.errors import InputError
-from elixir.kernels.fused_ops import wide_dtype
+from elixir.kernels.fused_ops import Gradients, once_only, wide_dtype
 from elixir.units import MIB
 
 SLICE_BYTES = 128 * MIB
@@ -60,7 +59,7 @@ def linear_cross_entropy(
         A float32 scalar (float64 for float64). Differentiable once, in `hidden`, `weight` and `bias`.
 
     Raises:
-        InputError: shapes or dtypes do not fit, or on the CPU, a target is no class. On other devices, where looking
+        InputError: shapes or dtypes do not fit, or on the CPU, a target is no class; or its backward is differentiated. On other devices, where looking
             would stop the device, such a target makes the loss nan.
     """
     _check(hidden, weight, target, bias, reduction)
@@ -105,8 +104,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss if counted is None else loss / counted
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    @once_only
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         hidden, weight, bias, target, normaliser, counted = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         columns = slice_columns(hidden.shape[0], weight.shape[0])

@@ -6,11 +6,35 @@ SwiGLU the activated gate. These keep the input and one number per row, and the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
+
+from elixir.errors import InputError
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def once_only(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """A backward that refuses to be differentiated.
+
+    `torch.autograd.function.once_differentiable` does so only where the incoming gradient depends on something, not
+    where the saved tensors do: a gradient penalty would silently be left out.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: torch.Tensor) -> Gradients:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "create_graph=True needs a second derivative, which fused kernels do not have; choose 'plain' for "
+                "rms_norm, swiglu and cross_entropy in use_fused_kernels, or leave it out"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -24,8 +48,8 @@ class _RmsNorm(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    @once_only
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         x, weight, inverse = ctx.saved_tensors
         gradient = gradient.to(inverse.dtype)
         normalised = x.to(inverse.dtype) * inverse
@@ -50,8 +74,8 @@ class _OutlineRmsNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    @once_only
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         _, weight, _ = ctx.saved_tensors
         return torch.empty_like(gradient), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
 
@@ -63,8 +87,8 @@ class _SiluMul(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    @once_only
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         gate, up = ctx.saved_tensors
         of_gate = torch.ops.aten.silu_backward(gradient * up, gate) if ctx.needs_input_grad[0] else None
         of_up = F.silu(gate).mul_(gradient) if ctx.needs_input_grad[1] else None

@@ -13,6 +13,7 @@ parameter.
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 from collections.abc import Callable
 from typing import Any
