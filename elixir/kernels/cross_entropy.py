@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from elixir.errors import InputError
-from elixir.kernels.fused_ops import Gradients, once_only, wide_dtype
+from elixir.kernels.fused_ops import Gradients, once_only, present_values, wide_dtype
 from elixir.units import MIB
 
 SLICE_BYTES = 128 * MIB
@@ -80,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         mean: bool,
     ) -> torch.Tensor:
-        present = (weight.detach(), None if bias is None else bias.detach())  # one use, then ordinary tensors
+        present = (present_values(weight), None if bias is None else present_values(bias))
         tokens, classes = hidden.shape[0], weight.shape[0]
         columns = slice_columns(tokens, classes)
         wide = wide_dtype(hidden.dtype)

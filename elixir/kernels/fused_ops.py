@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from elixir.access import untrack
 from elixir.errors import InputError
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -37,10 +38,20 @@ def once_only(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     return checked
 
 
+def present_values(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's memory as an ordinary tensor without a graph, for a kernel that reads it often: one use is told of.
+
+    Valid until the module that runs now returns.
+    """
+    values = parameter.detach()
+    untrack([values])
+    return values
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        present = weight.detach()  # one use of the parameter, then an ordinary tensor
+        present = present_values(weight)
         wide = x.to(wide_dtype(x.dtype))
         inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         output = (wide * inverse).to(x.dtype).mul_(present)
@@ -68,7 +79,7 @@ class _OutlineRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        weight.detach()
+        present_values(weight)  # announces the use
         inverse = torch.empty((*x.shape[:-1], 1), dtype=wide_dtype(x.dtype), device=x.device)
         ctx.save_for_backward(x, weight, inverse)
         return torch.empty_like(x)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from elixir.access import untrack
 from elixir.kernels.fused_ops import outline_rms_norm, silu_mul
 
 _reported: set[str] = set()
@@ -37,8 +38,10 @@ class Unavailable(Exception):
 
 
 def announced(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's present memory as an ordinary tensor that leads gradients to it."""
-    return parameter.view_as(parameter)
+    """The parameter's present memory as an ordinary tensor that leads gradients to it, until the running module returns."""
+    view = parameter.view_as(parameter)
+    untrack([view])
+    return view
 
 
 def liger(kind: str) -> Callable[..., Any]:
