@@ -151,20 +151,23 @@ class Timed:
 
 
 class Run:
-    """A model under a plan; every one has the same weights to begin with."""
+    """A model under a plan; every one has the same weights to begin with, and steps with fused AdamW or a kin of it."""
 
-    def __init__(self, shape: ModelShape, inp: dict[str, Any], plan: Plan) -> None:
+    def __init__(
+        self, shape: ModelShape, inp: dict[str, Any], plan: Plan, adam: type[torch.optim.AdamW] = torch.optim.AdamW
+    ) -> None:
         torch.manual_seed(0)
         self.plan, self._inp = plan, inp
         self.module = ElixirModule(build_shape(shape, dtype=torch.float32, device="cpu"), plan, device="cpu")
-        self._optimizer = ElixirOptimizer(self.module, torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True))
+        self._optimizer = ElixirOptimizer(self.module, adam(self.module.parameters(), lr=1e-4, fused=True))
 
-    def link(self, bytes_per_s: float | None) -> None:
-        """Emulate links of this speed from now on. One module for all speeds spares the memory of five."""
-        for lane in self.module._lanes.all():
+    def link(self, to_device_bytes_per_s: float | None, to_host_bytes_per_s: float | None) -> None:
+        """Emulate links of these speeds from now on. One module for all speeds spares the memory of five."""
+        lanes = self.module._lanes
+        for lane in lanes.all():
             if not isinstance(lane, ThreadLane):
                 raise SystemExit("only lanes of the CPU backend can be slowed")
-            lane._emulation = Emulation(bytes_per_s)
+            lane._emulation = Emulation(to_host_bytes_per_s if lane is lanes.offload else to_device_bytes_per_s)
 
     def step(self) -> Timed:
         """One training step."""
@@ -181,9 +184,8 @@ class Run:
             raise SystemExit("the step left no report")
         return Timed(forward - started, backward - forward, ended - backward, report)
 
-    def turn(self, bytes_per_s: float | None) -> list[Timed]:
+    def turn(self) -> list[Timed]:
         """The measured steps of one turn."""
-        self.link(bytes_per_s)
         return [self.step() for _ in range(WARM + MEASURED)][WARM:]
 
 
@@ -295,7 +297,7 @@ def work(model: str, rounds: int) -> dict[str, Any]:
     trace = trace_step(meta, inp, default_step, hardware=hardware, optimizer=None)
     plans = dict(zip(("resident", *MIXES), mixed_plans(trace, hardware, ("resident", *MIXES)), strict=True))
     runs = {name: Run(shape, inp, plan) for name, plan in plans.items()}
-    alone = [step for _ in range(2) for step in runs["resident"].turn(None)]
+    alone = [step for _ in range(2) for step in runs["resident"].turn()]
     compute_s = median(alone, "forward_s") + median(alone, "backward_s")
     moved = plans["streamed"].predicted.moved_bytes
     speeds = [(moved["host_to_device"] + moved["device_to_host"]) / (share * compute_s) for share in SHARES]
@@ -307,7 +309,8 @@ def work(model: str, rounds: int) -> dict[str, Any]:
     for turn in range(rounds):
         for index in range(len(cases)):
             name, speed = cases[(index + turn) % len(cases)]
-            seen[name, speed] += runs[name].turn(speed)
+            runs[name].link(speed, speed)
+            seen[name, speed] += runs[name].turn()
     known = calibrate(
         trace, hardware, plans["resident"], seen["resident", None], plans["streamed"], seen["streamed", None]
     )
