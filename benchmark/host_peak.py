@@ -5,12 +5,15 @@
 On the CPU backend both homes are memory of the process, so what is compared is the sum: the plan's host peak (of the whole
 machine) and its device peak (of every rank), against the growth of the ranks' resident memory, as Linux counts it, from
 before the model is wrapped to the end of some training steps. The model is on meta before that, and few tokens make the
-host the larger part by far; ``host_error`` puts the whole difference down to the host, which is the harsher figure.
-A model of 120 M parameters, float32, AdamW; three mixes of homes (see `simulated_vs_measured`).
+host the larger part where most is streamed. ``sum_error`` is held against the bar; ``host_error`` puts the whole difference
+down to the host, which is harsher, and says little where the device has most. A model of 120 M parameters, float32,
+AdamW; three mixes of homes (`emulated_runs.homes`).
+
+Not in any plan: with several ranks gloo copies the whole chunk for as long as a gather or a reduction lasts (24 MiB here).
 
 The C library maps large tensors one by one here, so that what is freed is no longer resident. Code of libraries becomes
 resident by its first use, so a small model trains before anything is counted. Appends to ``results/host_peak.csv``; fails
-where either error is above 5 %.
+where the error of a sum is above 5 %.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from benchmark.common import append_rows, conditions, print_table
-from benchmark.simulated_vs_measured import MIXES, mixed_plans, run_apart
+from benchmark.emulated_runs import MIXES, mixed_plans, run_apart
 from elixir.hardware import preset
 from elixir.model_shapes import ModelShape, describe
 from elixir.models import build_shape, default_input, default_step
@@ -144,7 +147,7 @@ def main() -> int:
     print_table("Peaks of memory", columns, [[row[column] for column in columns] for row in rows])
     if not args.no_record:
         print(append_rows("host_peak", rows))
-    return int(any(abs(row[name]) > 100 * BAR for row in rows for name in ("sum_error_percent", "host_error_percent")))
+    return int(any(abs(row["sum_error_percent"]) > 100 * BAR for row in rows))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ import torch
 
 from benchmark import original_rule
 from benchmark.common import append_rows, conditions, percentiles, print_table
-from benchmark.simulated_vs_measured import (
+from benchmark.emulated_runs import (
     SHAPES,
     Calibration,
     Run,

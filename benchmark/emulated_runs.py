@@ -1,0 +1,273 @@
+"""What the benchmarks on emulated links share: small models, plans by hand, runs that are timed, and calibration.
+
+The runtime's CPU backend: one thread computes, one more works for each lane, and none of them has helpers, so that two
+cores are enough. Links are emulated; copies and steps on the host are real work on cores and memory that compute uses, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elixir.chunk.lanes import Emulation, ThreadLane
+from elixir.hardware import HardwareProfile
+from elixir.model_shapes import ModelShape, describe
+from elixir.models import build_shape
+from elixir.plan import Plan
+from elixir.search.candidate import weigh
+from elixir.search.memory import Placement, Setting
+from elixir.search.planner import PREFETCH_DEPTH, to_plan
+from elixir.search.simulator import simulate_step
+from elixir.search.space import Budgets, SearchSpace
+from elixir.search.states import state_bytes_per_numel
+from elixir.tracer.step_trace import StepTrace
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.report import StepReport
+
+ROOT = Path(__file__).resolve().parent.parent
+MIXES = ("streamed", "half", "states on host")
+WARM, MEASURED = 1, 1
+"""Steps of one turn: after a change of link the first still has updates that began before it."""
+BLOCK_SHARE = 0.25
+"""Of the streamed chunks, that have a block."""
+SHAPES: dict[str, tuple[ModelShape, int, int]] = {
+    "opt": (dataclasses.replace(describe("opt-125m"), name="opt 4x768", layers=4, vocabulary=8192), 1, 160),
+    "llama": (
+        dataclasses.replace(
+            describe("llama-2-7b"),
+            name="llama 6x512",
+            layers=6,
+            hidden=512,
+            heads=8,
+            kv_heads=8,
+            ffn=1376,
+            vocabulary=16384,
+        ),
+        2,
+        80,
+    ),
+}
+"""Shape, batch, sequence: below a second of compute on one core. Heads, ffn and vocabulary differ on purpose."""
+CHUNKS = 20
+CONTENTION_STEPS = 8
+"""Of an iteration that nears its end by a factor of a few each time."""
+
+
+def planned(space: SearchSpace, placement: Placement, capacity: int) -> Plan:
+    """A plan with these homes, one chunk fetched ahead, few blocks."""
+    model = space.model(capacity)
+    streamed = placement.resident.count(False)
+    depth = PREFETCH_DEPTH if streamed else 0
+    schedule = model.work.schedule(placement.residents, depth)
+    blocks = min(max(schedule.min_blocks, round(BLOCK_SHARE * streamed)), streamed)
+    candidate = weigh(model, placement, blocks, depth, space.cost)
+    budgets = Budgets(candidate.need.device_bytes, candidate.need.host_bytes)
+    return to_plan(space, candidate, budgets, "AdamW", "auto")
+
+
+def homes(mix: str, chunks: int) -> Placement:
+    """Where weights and states live in a mix."""
+    everywhere, nowhere = (True,) * chunks, (False,) * chunks
+    if mix == "resident":
+        return Placement(everywhere, everywhere, everywhere)
+    if mix == "streamed":
+        return Placement(nowhere, nowhere, nowhere)
+    if mix == "half":
+        every_other = tuple(bool(chunk % 2) for chunk in range(chunks))
+        return Placement(every_other, every_other, every_other)
+    return Placement(everywhere, everywhere, nowhere)
+
+
+def make_space(trace: StepTrace, hardware: HardwareProfile, world_size: int = 1) -> SearchSpace:
+    """What plans of a trace are made in."""
+    return SearchSpace(trace, hardware, Setting(world_size, world_size, state_bytes_per_numel("AdamW"), True))
+
+
+def mixed_plans(trace: StepTrace, hardware: HardwareProfile, mixes: Sequence[str], world_size: int = 1) -> list[Plan]:
+    """One plan per mix, all of the same chunks."""
+    space = make_space(trace, hardware, world_size)
+    capacity = max(space.table.largest_bytes, -(-space.table.total_bytes // CHUNKS))
+    chunks = len(space.model(capacity).work.chunks)
+    return [planned(space, homes(mix, chunks), capacity) for mix in mixes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """One measured step, in seconds."""
+
+    forward_s: float
+    """From the end of the step before."""
+    backward_s: float
+    optimizer_s: float
+    report: StepReport
+
+    @property
+    def step_s(self) -> float:
+        """From the end of one optimizer step to that of the next."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+
+class Run:
+    """A model under a plan; every one has the same weights to begin with, and steps with fused AdamW or a kin of it."""
+
+    def __init__(
+        self, shape: ModelShape, inp: dict[str, Any], plan: Plan, adam: type[torch.optim.AdamW] = torch.optim.AdamW
+    ) -> None:
+        torch.manual_seed(0)
+        self.plan, self._inp = plan, inp
+        self.module = ElixirModule(build_shape(shape, dtype=torch.float32, device="cpu"), plan, device="cpu")
+        self._optimizer = ElixirOptimizer(self.module, adam(self.module.parameters(), lr=1e-4, fused=True))
+
+    def link(self, to_device_bytes_per_s: float | None, to_host_bytes_per_s: float | None) -> None:
+        """Emulate links of these speeds from now on. One module for all speeds spares the memory of five."""
+        lanes = self.module._lanes
+        for lane in lanes.all():
+            if not isinstance(lane, ThreadLane):
+                raise SystemExit("only lanes of the CPU backend can be slowed")
+            lane._emulation = Emulation(to_host_bytes_per_s if lane is lanes.offload else to_device_bytes_per_s)
+
+    def step(self) -> Timed:
+        """One training step."""
+        started = time.perf_counter()
+        self._optimizer.zero_grad()
+        loss = self.module(**self._inp).loss
+        forward = time.perf_counter()
+        self._optimizer.backward(loss)
+        backward = time.perf_counter()
+        self._optimizer.step()
+        ended = time.perf_counter()
+        report = self.module.last_report
+        if report is None:
+            raise SystemExit("the step left no report")
+        return Timed(forward - started, backward - forward, ended - backward, report)
+
+    def turn(self) -> list[Timed]:
+        """The measured steps of one turn."""
+        return [self.step() for _ in range(WARM + MEASURED)][WARM:]
+
+
+def median(steps: Sequence[Timed], field: str) -> float:
+    """Of one of the fields of `Timed`."""
+    return statistics.median(getattr(step, field) for step in steps)
+
+
+def scaled(trace: StepTrace, forward: float, backward: float) -> StepTrace:
+    """The same step whose compute takes so many times as long in forward, and in what comes after."""
+    accesses = tuple(
+        dataclasses.replace(event, flops=round(event.flops * factor), moved_bytes=round(event.moved_bytes * factor))
+        for event in trace.accesses
+        for factor in [forward if event.phase == "forward" else backward]
+    )
+    return dataclasses.replace(trace, accesses=accesses)
+
+
+def lane_rates(steps: Sequence[Timed], plan: Plan) -> dict[str, float]:
+    """Rates of a profile from lanes' busy seconds."""
+
+    def busy_s(lane: str) -> float:
+        return statistics.median(step.report.busy_s[lane] for step in steps)
+
+    moved = plan.predicted.moved_bytes
+    stepped = sum(chunk.numel for chunk in plan.chunks if chunk.trainable and chunk.state_home == "host")
+    return {
+        "host_to_device_bytes_per_s": moved["host_to_device"] / busy_s("fetch"),
+        "device_to_host_bytes_per_s": moved["device_to_host"] / busy_s("offload"),
+        "host_adam_numel_per_s": stepped / busy_s("host_adam"),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What the runs that are not judged have shown."""
+
+    machine: HardwareProfile
+    trace: StepTrace
+    compute: tuple[float, float]
+    """Seconds of forward and of backward with everything resident, over those that the profile gives."""
+    alone_s: tuple[float, float]
+    contention: tuple[float, float]
+    """Seconds that compute loses in forward, and in backward, for each second in which lanes work beside it."""
+
+    def trace_for(self, plan: Plan) -> StepTrace:
+        """The step whose compute is as slow as beside the lanes of this plan."""
+        factors = [
+            factor * (1 + lost * beside_s / alone_s)
+            for factor, lost, beside_s, alone_s in zip(
+                self.compute, self.contention, lane_work_s(plan, self.machine), self.alone_s, strict=True
+            )
+        ]
+        return scaled(self.trace, *factors)
+
+
+def lane_work_s(plan: Plan, machine: HardwareProfile) -> tuple[float, float]:
+    """Seconds of real work of the lanes beside forward and beside backward, whatever link they emulate."""
+    copied = [0, 0]
+    for position, chunk in plan.schedule().simulate(plan.block_count).timeline:
+        copied[plan.order[position].phase != "forward"] += plan.chunks[chunk].weight_bytes
+    hosted = [chunk for chunk in plan.chunks if chunk.trainable and chunk.state_home == "host"]
+    copied[0] += sum(chunk.weight_bytes for chunk in hosted if chunk.weight_home == "device")
+    forward_s, backward_s = (amount / machine.host_to_device_bytes_per_s for amount in copied)
+    forward_s += sum(chunk.numel for chunk in hosted) / machine.host_adam_numel_per_s
+    backward_s += plan.predicted.moved_bytes["device_to_host"] / machine.device_to_host_bytes_per_s
+    return forward_s, backward_s
+
+
+def calibrate(
+    trace: StepTrace,
+    hardware: HardwareProfile,
+    resident: Plan,
+    alone: Sequence[Timed],
+    streamed: Plan,
+    free: Sequence[Timed],
+) -> Calibration:
+    """From the profile, a run with everything resident, and one with everything streamed and no link emulated."""
+    numel = sum(chunk.numel for chunk in resident.chunks if chunk.trainable)
+    rates = lane_rates(free, streamed) | {"device_adam_numel_per_s": numel / median(alone, "optimizer_s")}
+    replaced = {name.removesuffix("_bytes_per_s").removesuffix("_numel_per_s") for name in rates}
+    fits = {key: fit for key, fit in hardware.fits.items() if key.split(".")[0] not in replaced}
+    machine = dataclasses.replace(hardware, fits=fits, **rates)
+    phases = ("forward", "backward")
+    alone_s = tuple(median(alone, f"{phase}_s") for phase in phases)
+    predicted = simulate_step(resident, trace, machine).phases_s
+    compute = tuple(seconds / predicted[phase] for seconds, phase in zip(alone_s, phases, strict=True))
+    beside_s = lane_work_s(streamed, machine)
+    found = Calibration(machine, trace, compute, alone_s, (0.0, 0.0))
+    for _ in range(CONTENTION_STEPS):
+        predicted = simulate_step(streamed, found.trace_for(streamed), machine).phases_s
+        contention = tuple(
+            max(0.0, lost + (median(free, f"{phase}_s") - predicted[phase]) / lane_s)
+            for lost, phase, lane_s in zip(found.contention, phases, beside_s, strict=True)
+        )
+        found = dataclasses.replace(found, contention=contention)
+    return found
+
+
+def run_apart(script: str, *arguments: str, keep_freed: bool = True) -> Any:
+    """The JSON that ``script --work ARGUMENTS`` prints last, from a process in which nothing else has run.
+
+    Args:
+        script: path of a benchmark.
+        arguments: for it.
+        keep_freed: have the C library keep freed memory, as a device's caching allocator does. Else large tensors would
+            be given back and faulted in again, page by page: seconds of compute that come and go with what else is
+            allocated, which no model of a device has. (glibc's variables; see mallopt(3).)
+    """
+    keep = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(256 << 20)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, script, "--work", *arguments]
+    done = subprocess.run(
+        command, env=environment | (keep if keep_freed else {}), stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)} failed")
+    return json.loads(done.stdout.splitlines()[-1])
