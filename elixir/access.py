@@ -27,21 +27,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from elixir.errors import InputError
+from elixir.torch_functions import LAYOUT_METHODS, name_of, reads_only_metadata, written_arguments
 
-_METADATA_ATTRIBUTES = frozenset(
-    """shape dtype device requires_grad grad grad_fn is_leaf ndim layout is_cuda is_cpu is_meta is_sparse names
-    _version output_nr retains_grad is_quantized itemsize nbytes grad_dtype""".split()
-)
-_METADATA_METHODS = frozenset(
-    """size dim numel nelement element_size is_floating_point is_complex register_hook
-    register_post_accumulate_grad_hook get_device requires_grad_ __hash__ __reduce_ex__ ndimension is_same_size empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty
-    new_zeros new_ones new_full new_tensor new_empty_strided""".split()
-)
-_LAYOUT_METHODS = frozenset("stride is_contiguous dim_order".split())
-"""Answered as the weight does when it is there, which is contiguous; what stands in its place is not."""
-_IN_PLACE_OPERATORS = frozenset(
-    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__".split()
-)
 _GRADIENT = torch.Tensor.grad
 _DATA = torch.Tensor.data
 _TUPLE_ITERATOR = type(iter(()))
@@ -274,14 +261,14 @@ class _Kept:
 def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A torch function that has a tracked parameter, or a view of one, among its arguments."""
     with torch._C.DisableTorchFunctionSubclass():
-        if _reads_only_metadata(func):
+        if reads_only_metadata(func):
             return _ask(func, args, kwargs)
         found = _tracked(args, kwargs)
         if not found:
             return func(*args, **kwargs)
-        listener, name = found[0]._listener, _name_of(func)
+        listener, name = found[0]._listener, name_of(func)
         if name[-1:] == "_" or "out" in kwargs:
-            written = _tracked(*_written(name, args, kwargs))
+            written = _tracked(*written_arguments(name, args, kwargs))
             if written:
                 listener.writes([_parameter_of(item) for item in written], name)
         _announce(listener, found, name)
@@ -317,8 +304,9 @@ def _track(result: Any, listener: AccessListener) -> Any:
     if type(result) is torch.Tensor:
         place = listener.view(result)
         if place is not None:
-            result.__class__ = TrackedView  # type: ignore[assignment]
-            result._listener, result._place, result._memory = listener, place, None  # type: ignore[attr-defined]
+            view = cast(TrackedView, result)
+            view.__class__ = TrackedView
+            view._listener, view._place, view._memory = listener, place, None
     elif isinstance(result, (tuple, list)):
         for item in result:
             _track(item, listener)
@@ -328,7 +316,7 @@ def _track(result: Any, listener: AccessListener) -> Any:
 
 
 def untrack(tensors: Iterable[Any]) -> None:
-    """Those that are views of tracked parameters become ordinary tensors."""
+    """Those that are views of tracked parameters become ordinary tensors, valid until the running module returns."""
     for tensor in tensors:
         if type(tensor) is TrackedView:
             tensor.__class__ = torch.Tensor  # type: ignore[assignment]
@@ -343,7 +331,7 @@ def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 item._listener.reads_gradient(item)
             elif name == "__delete__" or args[1] is None:
                 item._listener.drops_gradient(item)
-        elif name in _LAYOUT_METHODS:
+        elif name in LAYOUT_METHODS:
             return func(torch.empty(item.shape, dtype=item.dtype, device="meta"), *args[1:], **kwargs)
     elif owner is _DATA and name == "__set__":
         untrack([item])  # it is to be a view of something else
@@ -376,31 +364,8 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-def _reads_only_metadata(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        return name != "__get__" or getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA_ATTRIBUTES
-    return name in _METADATA_METHODS or name in _LAYOUT_METHODS
-
-
-def _name_of(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    # A property is known by its getter only.
-    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
-
-
-def _written(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that a function writes to: the first one of an in-place function, and any ``out``."""
-    out = {"out": kwargs["out"]} if kwargs.get("out") is not None else {}
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
-    if not in_place:
-        return (), out
-    return tuple(args[:1]), out if args else kwargs
-
-
 def _parameter_of(item: _Tracked) -> nn.Parameter:
-    parameter: nn.Parameter = item._place.parameter if type(item) is TrackedView else item
-    return parameter
+    return cast(nn.Parameter, item._place.parameter if type(item) is TrackedView else item)
 
 
 def _tracked(args: Iterable[Any], kwargs: dict[str, Any]) -> list[_Tracked]:
