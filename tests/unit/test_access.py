@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,7 +10,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elixir.access import ParameterAccess, TrackedParameter, backward_is_running, innermost_saved_tensors_hooks
+from elixir.access import (
+    ParameterAccess,
+    TrackedParameter,
+    TrackedView,
+    backward_is_running,
+    innermost_saved_tensors_hooks,
+    untrack,
+)
+
+
+class Place(NamedTuple):
+    """Of a view."""
+
+    parameter: nn.Parameter
 
 
 class Log:
@@ -19,10 +32,26 @@ class Log:
     def __init__(self, model: nn.Module) -> None:
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.storages = {p.untyped_storage()._cdata: name for name, p in model.named_parameters()}
+        self.parameters = dict(model.named_parameters())
         self.heard: list[tuple[str, Any]] = []
+        self.tracks = False
+        self.held: nn.Parameter | None = None
 
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         self.heard.append(("used", (tuple(self.names[id(p)] for p in parameters), function)))
+
+    def writes(self, parameters: list[nn.Parameter], function: str) -> None:
+        self.heard.append(("writes", (tuple(self.names[id(p)] for p in parameters), function)))
+
+    def view(self, tensor: torch.Tensor) -> Place | None:
+        name = self.storages.get(tensor.untyped_storage()._cdata)
+        return Place(self.parameters[name]) if self.tracks and name is not None else None
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        return parameter is self.held
+
+    def renew(self, view: TrackedView) -> None:
+        self.heard.append(("renewed", self.names[id(view._place.parameter)]))
 
     def reads_gradient(self, parameter: nn.Parameter) -> None:
         self.heard.append(("gradient", self.names[id(parameter)]))
@@ -191,6 +220,71 @@ def test_results_are_ordinary_tensors() -> None:
     finally:
         access.remove()
     assert type(model.weight) is nn.Parameter
+
+
+def test_a_view_announces_its_parameter_unless_that_is_held() -> None:
+    model = nn.Linear(4, 4)
+    log = Log(model)
+    log.tracks = True
+    access = ParameterAccess(model, log)
+    weight, bias = model.weight, model.bias
+    first = weight.t()
+    second = first[0]
+    assert log.heard == [
+        ("used", (("weight",), "t")),
+        ("used", (("weight",), "__getitem__")), ("renewed", "weight"),
+    ]  # fmt: skip
+    log.heard.clear()
+    log.held = weight
+    assert type(torch.stack([first[1], second]).add(bias)) is torch.Tensor
+    assert log.only("used") == [(("bias",), "add")]
+    assert log.only("renewed") == ["weight"] * 3, "once for each view that is read"
+    log.heard.clear()
+    log.held = None
+    torch.addmm(second, weight, first)
+    assert log.heard == [("used", (("weight",), "addmm")), ("renewed", "weight"), ("renewed", "weight")]
+    access.remove()
+
+
+def test_views_are_tracked_in_whatever_they_come_and_ask_for_nothing_by_metadata() -> None:
+    model = nn.Linear(4, 4)
+    log = Log(model)
+    log.tracks = True
+    access = ParameterAccess(model, log)
+    weight = model.weight
+    views = [
+        weight.T, weight.data, weight.detach(), weight[:, 1], *weight.chunk(2), *weight.unbind(), *weight,
+        *torch.split(weight, 3), weight.view(-1).expand(2, 16), weight.view(torch.int32),
+    ]  # fmt: skip
+    assert {type(view) for view in views} == {TrackedView}
+    log.heard.clear()
+    for ask in METADATA:
+        if ask is not METADATA[6]:  # a gradient is asked of the parameter
+            ask(views[0])
+    assert not log.heard
+    assert views[0].stride() == (1, 4)
+    assert not views[0].is_contiguous()
+    views[1].mul_(2)
+    assert log.only("writes") == [(("weight",), "mul_")]
+    untrack(views)
+    assert {type(view) for view in views} == {torch.Tensor}
+    access.remove()
+
+
+def test_gradients_through_views_are_those_of_plain_pytorch() -> None:
+    def step(model: nn.Module) -> None:
+        first, second = model[0].weight.t(), list(model[2].weight)  # type: ignore[index, union-attr]
+        y = torch.tanh(X @ first + (X[0, 0] * first).sum(0))
+        torch.stack([y @ row for row in second], -1).pow(2).sum().backward()
+
+    model = mlp()
+    expected = gradients(model, step)
+    log = Log(model)
+    log.tracks = True
+    access = ParameterAccess(model, log)
+    found = gradients(model, step)
+    access.remove()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_removal_leaves_nothing_even_in_the_middle_of_a_module() -> None:

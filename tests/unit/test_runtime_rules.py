@@ -7,12 +7,14 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
+from elixir.access import untrack
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.wrapper import ElixirModule
 from tests.common.parity import Case, Pair, case, make_plan
@@ -283,11 +285,26 @@ def test_a_weight_written_in_forward_is_right_where_it_stays_and_noticed_where_n
         pair.assert_same_weights()
 
 
-def test_a_view_kept_beyond_its_module_is_noticed(pair: Pair) -> None:
+def test_a_view_kept_beyond_its_module_is_the_same_weight(pair: Pair) -> None:
+    def keep(module: nn.Linear, args: Any, kept: list[torch.Tensor]) -> None:
+        kept.append(module.weight.t())
+
+    for model in (pair.module.module, pair.plain):
+        kept: list[torch.Tensor] = []
+        model.first.register_forward_pre_hook(partial(keep, kept=kept))
+        model.middle = lambda net, x, kept=kept: x @ kept.pop()
+    pair.train(3)
+    pair.assert_same_weights()
+
+
+def test_memory_taken_from_a_weight_is_not_read_after_its_module(pair: Pair) -> None:
+    """What is no `TrackedView` is noticed where it is saved."""
     kept: list[torch.Tensor] = []
 
     def keep(module: nn.Linear, args: Any) -> None:
-        kept.append(module.weight.t())
+        view = module.weight.detach()
+        untrack([view])
+        kept.append(view)
 
     pair.module.module.first.register_forward_pre_hook(keep)
     pair.module.module.middle = lambda net, x: x @ kept.pop()
