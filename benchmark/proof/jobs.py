@@ -8,7 +8,7 @@ from typing import Any
 PARTS = ("links", "memory", "resident", "offload", "capacity")
 """In the order in which they run: what is measured of the links serves the plans of those after."""
 
-SHARES = {"links": 1.0, "memory": 3.0, "resident": 2.0, "offload": 6.0, "capacity": 3.0}
+SHARES = {"links": 3.0, "memory": 3.0, "resident": 2.0, "offload": 6.0, "capacity": 3.0}
 """Of the time that is left when a part begins, among it and those after it."""
 
 Row = dict[str, Any]

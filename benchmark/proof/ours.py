@@ -146,7 +146,7 @@ def run(options: dict[str, Any], place: Place, saved: Path) -> Running:
         choice.trace.save(saved.with_name(f"{saved.name}.trace.json"))
         module.close()
 
-    predicted = choice.plan.predicted
+    predicted = choice.plan.predicted  # with `wrap` that of the first plan: it may be corrected later
     facts = {
         "micro": choice.micro,
         "tried_micros": {str(micro): outcome for micro, outcome in choice.tried.items()},

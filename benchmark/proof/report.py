@@ -116,7 +116,13 @@ def _offload(ok: Sequence[Row]) -> list[Verdict]:
     found: list[Verdict] = []
     ratios: list[float] = []
     cases = _by_case(ok, "offload")
-    free = {row["model"]: row for rows in cases.values() for row in rows if row["contender"] == "elixir, no budget"}
+    # Without a budget a large model still has states on the host: that is no resident speed to compare with.
+    free = {
+        row["model"]: row
+        for rows in cases.values()
+        for row in rows
+        if row["contender"] == "elixir, no budget" and row["host_state_chunks"] == 0
+    }
     for case, rows in cases.items():
         if any(row["contender"] == "elixir, no budget" for row in rows):
             continue

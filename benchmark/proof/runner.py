@@ -120,13 +120,13 @@ class ForkedWorkers(Workers):
             return super()._ask(line, limit_s, False)
         process = self._context.Process(target=worker.forked, args=(line, self._log.name))
         process.start()
-        process.join(limit_s)
-        code = process.exitcode
-        if code is None:
+        try:
+            process.join(limit_s)
+            return process.exitcode
+        finally:
             process.kill()
             process.join()
-        process.close()
-        return code
+            process.close()
 
 
 def run_jobs(

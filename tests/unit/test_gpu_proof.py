@@ -1,0 +1,400 @@
+"""The proof on a GPU: it rehearses, refuses, keeps its time and its rows, and judges by its bars."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmark import gpu_proof
+from benchmark.proof import capacity, runner, worker
+from benchmark.proof.cases import closing_jobs, jobs_of
+from benchmark.proof.jobs import PARTS, Job
+from benchmark.proof.links import ROWS_FILE, read_rows
+from benchmark.proof.memory import memory_cases
+from benchmark.proof.place import Place
+from benchmark.proof.report import markdown, verdicts
+from elixir.model_shapes import describe
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_rehearsal_runs_every_path(tmp_path: Path) -> None:
+    """Every job of every part has a row that is no failure, and report, rows and plots are there."""
+    command = [sys.executable, str(ROOT / "benchmark" / "gpu_proof.py"), "--rehearse", "--out", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr + (tmp_path / "log.txt").read_text(encoding="utf-8")
+    rows = read_rows(Place(tmp_path, rehearse=True))
+    wanted = [job for part in PARTS for job in jobs_of(part, rehearse=True)] + closing_jobs(rehearse=True)
+    found = {f"{row['part']}/{row['case']}/{row['contender']}": row for row in rows}
+    assert set(found) == {job.id for job in wanted if not job.unless}
+    done = {(row["part"], row.get("kind")) for row in rows if row["status"] == "ok"}
+    peers = {("resident", kind) for kind in ("elixir", "plain", "ddp")} | {("offload", "elixir"), ("offload", "fsdp2")}
+    assert done >= peers | {("links", "measure"), ("links", "compare"), ("capacity", "elixir"), ("memory", None)}
+    assert all(row["status"] in ("ok", "not run") for row in rows)
+    # The memory part is no toy on the CPU either: the tracer knows that target to the byte.
+    assert all(abs(row["step_percent"]) < 0.1 for row in rows if row["part"] == "memory")
+    offload = next(row for row in rows if row["part"] == "offload" and row["contender"] == "elixir")
+    assert 0 < offload["host_state_chunks"] <= offload["chunks"], "the toy's budget must make it offload"
+    assert "rehearsal" in (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert {path.name for path in tmp_path.glob("*.png")} == {"memory.png", "resident.png", "offload.png", "links.png"}
+    goes_on = subprocess.run([*command, "--only", "memory"], capture_output=True, text=True, timeout=60, check=False)
+    assert goes_on.returncode == 0
+    assert len((tmp_path / ROWS_FILE).read_text(encoding="utf-8").splitlines()) == len(rows), "what has a row stays"
+
+
+def test_it_refuses_without_cuda(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_proof.main(["--minutes", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "no CUDA device" in said
+    assert "--rehearse" in said
+
+
+@pytest.mark.parametrize("given_", [["--minutes", "0"], ["--minutes", "soon"], ["--only", "speed"], ["--only", ""]])
+def test_arguments_that_make_no_sense_are_refused(given_: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_proof.main(given_)
+    assert "expected" in capsys.readouterr().err
+
+
+def test_a_folder_of_a_rehearsal_takes_no_real_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Toys must never stand beside measurements."""
+    row = {"part": "memory", "case": "a", "contender": "b", "status": "ok", "rehearsal": True}
+    (tmp_path / ROWS_FILE).write_text(json.dumps(row) + "\n", encoding="utf-8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert gpu_proof.main(["--out", str(tmp_path)]) == 2
+
+
+# Jobs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_jobs_are_named_once_and_travel_as_json(rehearse: bool) -> None:
+    jobs = [job for part in PARTS for job in jobs_of(part, rehearse=rehearse)] + closing_jobs(rehearse=rehearse)
+    names = [job.id for job in jobs]
+    assert len(set(names)) == len(names)
+    for index, job in enumerate(jobs):
+        assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
+        assert job.work in worker.WORK
+        assert set(job.unless) <= set(names[:index]), "what a job depends on must come before it"
+        assert job.expected_s < job.limit_s
+
+
+def test_pairs_do_the_same_work() -> None:
+    """Same model, tokens per step, precision and budget for everyone in a pair."""
+    cases: dict[str, set[str]] = {}
+    for part in ("resident", "offload"):
+        for job in jobs_of(part, rehearse=False):
+            options = {key: job.options.get(key) for key in ("model", "changes", "batch", "seq", "precision")}
+            options |= {"checkpoint": job.options["checkpoint"], "budget": job.options.get("budget_bytes")}
+            cases.setdefault(f"{part}/{job.case}", set()).add(json.dumps(options))
+    assert all(len(found) == 1 for found in cases.values())
+    assert sum(name.startswith("offload") and " GB" in name for name in cases) == 9
+
+
+def test_memory_cases_cover_what_was_promised() -> None:
+    cases = memory_cases()
+    labels = [case.label for case in cases]
+    assert len(set(labels)) == len(labels) >= 16
+    named = cases[:21]
+    assert {case.shape.family for case in named} == {"opt", "gpt2", "llama", "bert", "vit", "mixtral", "t5"}
+    assert {case.dtype for case in named} == {torch.bfloat16, torch.float16, torch.float32}
+    assert {case.kernel for case in named} == {"fused", "foreach"}
+    assert {case.autocast for case in named} == {None, "bf16", "fp16"}
+    assert {case.mask for case in named} == {True, False}
+    assert {case.dropout for case in named} == {None, 0.0}
+    assert {case.checkpoint for case in named} >= {"none", "non-reentrant"}
+
+
+# Time -----------------------------------------------------------------------------------------------------------------
+
+
+class Pretended:
+    """Workers that take as long as they are told, on a clock of their own."""
+
+    def __init__(self, takes_s: dict[str, float], status: dict[str, str] | None = None) -> None:
+        self.takes_s, self.status = takes_s, status or {}
+        self.now_s = 0.0
+        self.ran: list[str] = []
+        self.closed = False
+
+    def run(self, job: Job, limit_s: float, *, ahead: bool) -> dict[str, Any]:
+        if self.status.get(job.case) == "interrupt":
+            raise KeyboardInterrupt
+        self.ran.append(job.case)
+        takes_s = self.takes_s.get(job.case, 1.0)
+        self.now_s += min(takes_s, limit_s)
+        status = "cut" if takes_s > limit_s else self.status.get(job.case, "ok")
+        return {"part": job.part, "case": job.case, "contender": job.contender, "status": status}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def job(case: str, part: str = "memory", **more: Any) -> Job:
+    return Job(**{"part": part, "case": case, "contender": "x", "work": "memory", "expected_s": 5.0, **more})
+
+
+def run(folder: Path, parts: dict[str, list[Job]], fake: Pretended, deadline_s: float, **more: Any) -> list[str]:
+    closing = more.pop("closing", [])
+    return runner.run_jobs(
+        parts,
+        closing,
+        Place(folder, rehearse=True),
+        deadline_s,
+        again=more.pop("again", False),
+        report=lambda: None,
+        clock=lambda: fake.now_s,
+        workers=fake,
+    )
+
+
+def test_what_cannot_end_in_time_is_not_begun_and_nothing_runs_over(tmp_path: Path) -> None:
+    fake = Pretended({"slow": 100.0})
+    jobs = [job("slow", limit_s=90.0), job("next"), job("long", expected_s=80.0), job("short", expected_s=2.0)]
+    left_out = run(tmp_path, {"memory": jobs}, fake, 60.0)
+    assert fake.ran == ["slow"], "it took all there was, but no more"
+    assert fake.now_s <= 60.0
+    assert left_out == [job("next").id, job("long").id, job("short").id]
+    assert [row["status"] for row in read_rows(Place(tmp_path))] == ["cut"]
+
+
+def test_a_part_leaves_time_to_those_after_it(tmp_path: Path) -> None:
+    fake = Pretended({})
+    many = [job(f"m{index}", limit_s=10.0) for index in range(100)]
+    left_out = run(tmp_path, {"memory": many, "capacity": [job("c", "capacity")]}, fake, 40.0)
+    assert "c" in fake.ran
+    assert fake.now_s <= 40.0
+    assert fake.ran[-1].startswith("m"), "what the shares left over is used"
+    assert set(fake.ran) | {name.split("/")[1] for name in left_out} == {*(j.case for j in many), "c"}
+
+
+def test_closing_jobs_find_their_time(tmp_path: Path) -> None:
+    fake = Pretended({})
+    last = job("last", "links", expected_s=10.0)
+    many = [job(f"m{index}") for index in range(100)]
+    run(tmp_path, {"memory": many}, fake, 40.0, closing=[last])
+    assert fake.ran[-1] == "last"
+    run(tmp_path, {"memory": []}, fake, 80.0, closing=[last])
+    assert fake.ran[-2:].count("last") == 1 or fake.ran[-1] == "last"
+
+
+def test_a_run_goes_on_where_another_stopped(tmp_path: Path) -> None:
+    status = {"b": "failed", "c": "out of memory", "d": "interrupt"}
+    jobs = [job(case) for case in "abcd"]
+    first = Pretended({}, status)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, {"memory": jobs}, first, 1000.0)
+    assert first.closed
+    assert [row["case"] for row in read_rows(Place(tmp_path))] == ["a", "b", "c"], "rows of before stay"
+    second = Pretended({})
+    run(tmp_path, {"memory": jobs}, second, 1000.0)
+    assert second.ran == ["b", "d"]
+    third = Pretended({})
+    run(tmp_path, {"memory": jobs}, third, 1000.0, again=True)
+    assert third.ran == ["a", "b", "c", "d"]
+
+
+def test_a_fallback_runs_only_where_it_is_needed(tmp_path: Path) -> None:
+    jobs = [job("large"), job("small", unless=(job("large").id,))]
+    for status, ran in (("ok", ["large"]), ("out of memory", ["large", "small"])):
+        folder = tmp_path / status.replace(" ", "-")
+        folder.mkdir()
+        fake = Pretended({}, {"large": status})
+        run(folder, {"memory": jobs}, fake, 1000.0)
+        assert fake.ran == ran
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ("time.sleep(60)", "cut", "ended after"),
+        ("os.kill(os.getpid(), 9)", "failed", "SIGKILL: the host's memory"),
+        ("sys.exit(3)", "failed", "code 3"),
+    ],
+)
+def test_a_process_that_ends_badly_leaves_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, status: str, says: str
+) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(f"import os, sys, time\nsys.stdin.readline()\n{body}\n", encoding="utf-8")
+    monkeypatch.setattr(runner, "ENTRY", script)
+    workers = runner.Workers(Place(tmp_path))
+    row = workers.run(job("bad"), 1.0 if status == "cut" else 30.0, ahead=False)
+    workers.close()
+    assert row["status"] == status
+    assert says in row["why"]
+    assert row["case"] == "bad"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("x"), "out of memory"),
+        (RuntimeError("CUDA error: out of memory"), "out of memory"),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "out of memory"),
+        (ValueError("something else"), "failed"),
+    ],
+)
+def test_errors_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str) -> None:
+    def fails(options: dict[str, Any], place: Place) -> dict[str, Any]:
+        raise error
+
+    monkeypatch.setitem(worker.WORK, "memory", fails)
+    monkeypatch.setattr(Place, "prepare", lambda self: None)
+    row = worker.run(job("a"), Place(tmp_path, rehearse=True))
+    assert row["status"] == status
+    assert type(error).__name__ in row["why"]
+
+
+def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    whole = {"part": "memory", "case": "a", "contender": "b", "status": "ok"}
+    (tmp_path / ROWS_FILE).write_text(json.dumps(whole) + '\n{"part": "mem', encoding="utf-8")
+    assert read_rows(Place(tmp_path)) == [whole]
+
+
+# Capacity -------------------------------------------------------------------------------------------------------------
+
+LADDER = [describe(name) for name in capacity.LADDER]
+
+
+@given(st.integers(10**7, 4 * 10**11))
+def test_the_largest_that_fits_is_found(limit: int) -> None:
+    """Against trying every depth of the widest shape of the ladder that fits."""
+    asked = []
+
+    def fits(shape: Any) -> str | None:
+        asked.append(shape.name)
+        return shape.name if shape.parameters <= limit else None
+
+    found = capacity.largest(LADDER, fits)
+    base = next((shape for shape in reversed(LADDER) if shape.parameters <= limit), LADDER[0])
+    depths = [shape for layers in range(1, 400) if (shape := capacity.with_layers(base, layers)).parameters <= limit]
+    assert len(asked) <= 14
+    if not depths:
+        assert found is None
+        return
+    assert found is not None
+    shape, answer = found
+    assert answer == shape.name
+    best = max(depths, key=lambda shape: shape.parameters)
+    # Beyond the ladder's last, or where layers of one width would pass the next width, it stops.
+    assert shape.parameters == best.parameters or shape.parameters >= 0.97 * min(limit, 2 * LADDER[-1].parameters)
+
+
+# Verdicts -------------------------------------------------------------------------------------------------------------
+
+
+def memory_row(case: str, percent: float) -> dict[str, Any]:
+    return {
+        "part": "memory", "case": case, "contender": "plain", "status": "ok", "backward_percent": percent,
+        "step_percent": 0.0, "measured_step_bytes": 2**30, "measured_reserved_bytes": 2**30,
+    }  # fmt: skip
+
+
+def speed_row(contender: str, tokens_per_s: float, part: str = "offload", **more: Any) -> dict[str, Any]:
+    return {
+        "part": part, "case": "pair", "contender": contender, "status": "ok", "model": "m", "kind": contender.split()[0],
+        "tokens_per_s": tokens_per_s, "tokens_per_step": 64, "budget_bytes": 100, "without_states_bytes": 500,
+        "resident_bytes": 900, "host_state_chunks": 1, "p20_s": 1.0, "p50_s": 1.0, "p80_s": 1.0, **more,
+    }  # fmt: skip
+
+
+def judged(rows: list[dict[str, Any]], part: str, text: str = "") -> bool | None:
+    found = [verdict for verdict in verdicts(rows) if verdict.part == part and text in verdict.promise]
+    assert len(found) == 1, found
+    return found[0].met
+
+
+def test_memory_needs_enough_cases_to_be_met_but_one_to_be_missed() -> None:
+    assert judged([], "memory") is None
+    assert judged([memory_row("a", 0.1)], "memory", "worst") is None
+    assert judged([memory_row("a", -2.5)], "memory", "worst") is False
+    many = [memory_row(str(index), 0.1) for index in range(16)]
+    assert judged(many, "memory", "worst") is True
+    assert judged(many, "memory", "mean") is True
+    assert judged([*many, memory_row("x", 1.9)], "memory", "worst") is True
+    assert judged([memory_row(str(index), 0.6) for index in range(16)], "memory", "mean") is False
+
+
+def test_resident_is_held_against_the_faster_peer_with_masters() -> None:
+    ours = speed_row("elixir", 98.0, "resident")
+    peers = [speed_row("plain", 90.0, "resident"), speed_row("ddp", 100.0, "resident")]
+    other = speed_row("plain-bf16", 500.0, "resident")
+    assert judged([ours, *peers, other], "resident") is True
+    assert judged([{**ours, "tokens_per_s": 97.0}, *peers], "resident") is False
+    assert judged([ours, other], "resident") is None, "other numbers are no peer"
+
+
+def test_offload_is_held_against_the_best_peer_of_all() -> None:
+    ours = speed_row("elixir", 150.0)
+    slow, fast = speed_row("fsdp2 offload, micro-batch 8", 40.0), speed_row("zero-3 offload, micro-batch 8", 100.0)
+    assert judged([ours, slow, fast], "offload", "pair") is True
+    assert judged([{**ours, "tokens_per_s": 149.0}, slow, fast], "offload", "pair") is False
+    assert judged([ours, slow], "offload", "somewhere") is True, "3.75 of the best"
+    assert judged([ours, slow, fast], "offload", "somewhere") is False
+    fits = speed_row("fsdp2, micro-batch 16", 140.0)
+    assert judged([ours, slow, fits], "offload", "pair") is True, "1.0 where a peer fits"
+    assert judged([{**ours, "tokens_per_s": 139.0}, slow, fits], "offload", "pair") is False
+    assert judged([ours], "offload", "pair") is None
+    assert judged([slow], "offload", "pair") is None
+    corrected = speed_row("elixir, plan corrected", 900.0)
+    assert judged([{**ours, "tokens_per_s": 90.0}, corrected, slow, fast], "offload", "pair") is False, "the first plan"
+
+
+def test_runs_of_different_steps_are_not_compared() -> None:
+    other = speed_row("fsdp2 offload, micro-batch 8", 40.0, tokens_per_step=128)
+    with pytest.raises(ValueError, match="tokens a step"):
+        verdicts([speed_row("elixir", 150.0), other])
+
+
+def test_states_alone_on_the_host_are_held_against_the_resident_run() -> None:
+    ours = speed_row("elixir", 80.0, budget_bytes=600)
+    resident = speed_row("elixir, no budget", 100.0, case="free", budget_bytes=None, host_state_chunks=0)
+    assert judged([ours, resident], "offload", "only the states") is True
+    assert judged([{**ours, "tokens_per_s": 79.0}, resident], "offload", "only the states") is False
+    offloaded = {**resident, "host_state_chunks": 3}
+    tight = {**ours, "budget_bytes": 400}
+    for rows in ([ours, offloaded], [tight, resident]):
+        assert not [verdict for verdict in verdicts(rows) if "only the states" in verdict.promise]
+
+
+def test_capacity_is_not_missed_on_a_smaller_machine() -> None:
+    row = {
+        "part": "capacity", "case": "opt-like", "contender": "elixir", "status": "ok", "parameters": 14e9, "layers": 1,
+        "hidden": 2, "device_total_bytes": 139 * 2**30, "host_total_bytes": 128 * 2**30, "losses": [1.0],
+    }  # fmt: skip
+    assert judged([row], "capacity") is False
+    assert judged([{**row, "host_total_bytes": 64 * 2**30}], "capacity") is None
+    assert judged([{**row, "parameters": 15e9, "host_total_bytes": 64 * 2**30}], "capacity") is True
+
+
+def test_the_report_says_what_was_not_run_and_why() -> None:
+    row = {"part": "offload", "case": "pair", "contender": "zero|3", "status": "not run", "why": "not installed"}
+    text = markdown([row], ["offload/other/elixir"])
+    assert "not installed" in text
+    assert "zero\\|3" in text, "a bar would break the table"
+    assert "* offload/other/elixir" in text
+
+
+def test_documented_bars_are_those_that_judge() -> None:
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    for shown in ("within 2 %", "0.5 %", "0.98", "1.5", "3 somewhere", "80 %", "15 B", "10 %"):
+        assert shown in text
+    options = re.findall(r"gpu_proof\.py ([^\n`]*)", text)
+    for call in options:
+        args = gpu_proof.arguments([word for word in call.split("#")[0].split() if word])
+        assert dataclasses.is_dataclass(Job)
+        assert args.minutes > 0
