@@ -56,7 +56,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=minutes, default=MINUTES, help="for everything, report included")
     parser.add_argument("--only", type=parts_of, default=list(PARTS), help="parts, with commas between them")
-    parser.add_argument("--out", type=Path, help="folder of rows, report and plots; gpu_proof_results by default")
+    parser.add_argument("--out", type=Path, help="folder of rows, report and plots; out/gpu_proof by default")
     parser.add_argument("--again", action="store_true", help="also run what has a row in the folder already")
     parser.add_argument("--rehearse", action="store_true", help="every path, with toys on the CPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -93,7 +93,7 @@ def main(given: list[str] | None = None) -> int:
         if problem is not None:
             print(problem, file=sys.stderr)
             return 2
-        return prove(args, args.out or Path("gpu_proof_results"), deadline_s)
+        return prove(args, args.out or Path("out/gpu_proof"), deadline_s)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing of a rehearsal may find a GPU
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other on busy cores cost seconds a step
