@@ -201,8 +201,8 @@ def _hooks_over(listener: AccessListener, outer: _Hooks | None) -> Any:
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         raise InputError(
             "a weight is used where saved-tensor hooks are switched off, as torch.func.grad, vjp, "
-            "jacrev and hessian do, so its use in backward cannot be seen; use loss.backward() or "
-            "torch.autograd.grad instead"
+            "jacrev and hessian do, so its use in backward cannot be seen; use loss.backward() "
+            "instead"
         )
     while outer is not None and _listener_of(outer) is listener:
         outer = outer[0]._elixir_outer  # type: ignore[attr-defined]

@@ -349,7 +349,8 @@ class GradientFlow:
                 self._lanes.offload.submit(lambda: whole.add_(memory.to(whole.device)), nbytes=memory.nbytes)
             )
         if self._group.size > 1:
-            reduced = torch.empty_like(mine, dtype=torch.float32 if self._reduce_fp32 else mine.dtype)
+            # In place where the dtype allows: the block has room for the result.
+            reduced = torch.empty_like(mine, dtype=torch.float32) if self._reduce_fp32 else mine
 
             def reduce() -> None:
                 wide = whole.float() if self._reduce_fp32 else whole  # now: what was kept has been added
