@@ -417,11 +417,23 @@ def test_apex_without_its_extension_is_not_taken(monkeypatch: pytest.MonkeyPatch
     assert choose("rms_norm", "cuda").name == "apex"
 
 
+def test_apex_as_nvidia_lays_it_out_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {
+        "fused_layer_norm_cuda.py": "",
+        "apex/__init__.py": "",
+        "apex/normalization/__init__.py": "",
+        "apex/normalization/fused_layer_norm.py": "def fused_rms_norm_affine(x, w, shape, eps): ...",
+    }.items():
+        _install(tmp_path, monkeypatch, name, text)
+    assert choose("rms_norm", "cuda").name == "apex"
+    assert choose("layer_norm", "cuda", "apex").name == "plain"  # this version has no such function
+
+
 def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     """A package on disk that is found before any other."""
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)
-    for loaded in [key for key in sys.modules if key.partition(".")[0] == name.partition("/")[0]]:
+    for loaded in [key for key in sys.modules if key.partition(".")[0] == name.partition("/")[0].removesuffix(".py")]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.syspath_prepend(folder)
 
@@ -451,10 +463,11 @@ class _ForeignNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-        with torch.enable_grad():
-            output = weight * x * (x.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
-            return (*torch.autograd.grad(output, (x, weight), gradient), None)
+        x, weight = ctx.saved_tensors
+        inverse = (x.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        along = (gradient * weight * x).mean(-1, keepdim=True)
+        of_x = gradient * weight * inverse - x * along * inverse**3
+        return of_x, (gradient * x * inverse).flatten(0, -2).sum(0), None
 
 
 def _rms_norm_of_liger(X: Any, W: Any, eps: float, offset: float = 0.0, casting_mode: str = "llama",
