@@ -302,7 +302,10 @@ def _announce(listener: AccessListener, found: list[_Tracked], name: str) -> Non
 def _track(result: Any, listener: AccessListener) -> Any:
     """`result`, in which every view of a parameter is a `TrackedView`."""
     if type(result) is torch.Tensor:
-        place = listener.view(result)
+        try:
+            place = listener.view(result)
+        except NotImplementedError:  # it has no storage, as inside vmap
+            return result
         if place is not None:
             view = cast(TrackedView, result)
             view.__class__ = TrackedView
@@ -342,6 +345,14 @@ def innermost_saved_tensors_hooks() -> _Hooks | None:
     """The (pack, unpack) pair in force now. PyTorch has no public name for it; a test notices if this one goes."""
     hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tells the storage that a tensor lies in from all others; 0 where it has none (sparse, or inside vmap)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return 0
 
 
 def backward_is_running() -> bool:

@@ -354,7 +354,8 @@ class RCache:
     def _load(self, chunk: Chunk) -> None:
         """Start filling a free block beside compute."""
         chunk.block = self._pool.take()
-        chunk.memory = self._pool.view(chunk.block, chunk.plan.numel, chunk.dtype)
+        # `data`: a count of writes of its own, or what is fetched into other blocks would count as writes to this one.
+        chunk.memory = self._pool.view(chunk.block, chunk.plan.numel, chunk.dtype).data
         self._in_block[chunk.block] = chunk.index
         if chunk.index in self._known:
             self._view.admit(chunk.index)
