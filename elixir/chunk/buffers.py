@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from elixir.access import storage_of
 from elixir.errors import StateError
 from elixir.plan import Home
 
@@ -111,7 +112,7 @@ class BlockPool:
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """(block, offset in elements inside it) of a tensor that lies in the pool, else None."""
-        if tensor.untyped_storage()._cdata != self._storage:
+        if storage_of(tensor) != self._storage:
             return None
         block, offset = divmod(int(tensor.storage_offset()) * tensor.itemsize, self.block_bytes)
         return block, offset // tensor.itemsize

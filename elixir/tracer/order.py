@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from elixir.access import TrackedView, _detached, backward_is_running, current_node_number, untrack
+from elixir.access import TrackedView, _detached, backward_is_running, current_node_number, storage_of, untrack
 from elixir.tracer.step_trace import Phase
 from elixir.tracer.twin import Twin
 
@@ -123,7 +123,7 @@ class UseOrder:
 
     def view(self, tensor: torch.Tensor) -> _Place | None:
         """Views are recognised by their storage."""
-        index = self._storages.get(tensor.untyped_storage()._cdata)
+        index = self._storages.get(storage_of(tensor))
         return None if index is None else _Place(self._parameters[index])
 
     def holds(self, parameter: nn.Parameter) -> bool:
@@ -170,7 +170,7 @@ class UseOrder:
 
     def pack(self, tensor: torch.Tensor) -> Any | None:
         """Claims weights and views of them."""
-        index = self._storages.get(tensor.untyped_storage()._cdata)
+        index = self._storages.get(storage_of(tensor))
         return None if index is None else (index, _detached(tensor))
 
     def unpack(self, handle: Any) -> torch.Tensor:

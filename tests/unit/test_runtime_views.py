@@ -365,6 +365,25 @@ def test_only_what_lies_in_a_block_is_tracked() -> None:
         assert kinds == [torch.Tensor] * 7
 
 
+def under_vmap(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    view, x = layer.weight.t(), layer.before(x)
+    return layer.after(torch.vmap(lambda row: torch.tanh(row @ view))(x))
+
+
+def sparse(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    x = layer.before(x)
+    # Nothing is sparse while the step is traced.
+    return layer.after(layer.weight @ x if x.is_meta else torch.sparse.mm(layer.weight.to_sparse(), x))
+
+
+@pytest.mark.parametrize("forward", [under_vmap, sparse])
+def test_what_has_no_storage_is_no_view(forward: Forward) -> None:
+    it = case_of(forward, layers=1)
+    with Pair(it, make_plan(it, "streamed", split_number=4), optimizer=sgd) as pair:
+        pair.train(2)
+        pair.assert_same_weights()
+
+
 def test_backward_inside_gathered_reads_what_is_gathered() -> None:
     it = case_of(kept_by_a_context)
     with Pair(it, make_plan(it, "streamed", split_number=12), optimizer=sgd) as pair:
