@@ -302,10 +302,7 @@ def _announce(listener: AccessListener, found: list[_Tracked], name: str) -> Non
 def _track(result: Any, listener: AccessListener) -> Any:
     """`result`, in which every view of a parameter is a `TrackedView`."""
     if type(result) is torch.Tensor:
-        try:
-            place = listener.view(result)
-        except NotImplementedError:  # it has no storage, as inside vmap
-            return result
+        place = listener.view(result)
         if place is not None:
             view = cast(TrackedView, result)
             view.__class__ = TrackedView
