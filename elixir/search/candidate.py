@@ -60,9 +60,8 @@ def weigh(model: MemoryModel, placement: Placement, blocks: int, prefetch_depth:
     work, setting = model.work, model.setting
     result = work.schedule(placement.residents, prefetch_depth).simulate(blocks)
     moved = traffic(work, setting, placement, result)
-    overlap = setting.overlap and (prefetch_depth > 0 or blocks == 0)
-    seconds = cost.estimate(work, placement, result, moved, overlap=overlap)
-    return Candidate(work, placement, result, model.need(placement, blocks), moved, seconds, overlap)
+    seconds = cost.estimate(work, placement, result, moved, overlap=setting.overlap)
+    return Candidate(work, placement, result, model.need(placement, blocks), moved, seconds, setting.overlap)
 
 
 def everything_resident(model: MemoryModel, budget_bytes: int, cost: CostModel) -> Candidate | None:

@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from elixir.schedule import ScheduleResult
 from elixir.search.memory import Placement, Setting
+from elixir.search.packing import Ints
 from elixir.search.workload import Workload
 
 
@@ -76,4 +80,16 @@ class CostModel(Protocol):
         self, work: Workload, placement: Placement, schedule: ScheduleResult, moved: Traffic, *, overlap: bool
     ) -> Mapping[str, float]:
         """Seconds by part; ``total`` is the step."""
+        ...
+
+    def floor_s(
+        self,
+        work: Workload,
+        chunks: Ints,
+        resident: npt.NDArray[np.bool_],
+        weight: npt.NDArray[np.bool_],
+        state: npt.NDArray[np.bool_],
+        blocks: Ints,
+    ) -> npt.NDArray[np.float64]:
+        """Seconds that no step with these homes of `chunks` ([placement, chunk]) and at most so many blocks can beat."""
         ...

@@ -1,4 +1,7 @@
-"""The search: sizes, block counts and homes; the fastest candidate that fits and moves no more than the first Elixir.
+"""The search: sizes, blocks, prefetch and homes; the fastest candidate that fits and moves no more than the first Elixir.
+
+Three rounds, each with fewer packings and a closer look: fill the device by a few rules with fewest and most blocks;
+vary blocks and depth; change homes of chunks one by one, or, where there are few chunks, try them all.
 
 How the promise on traffic is kept: the first Elixir's own choice is a candidate. Its bytes are the cap; a candidate
 that moves more over the link is dropped, however fast it looks. So the cap never makes a search infeasible.
@@ -12,13 +15,21 @@ from dataclasses import dataclass
 from elixir.search.candidate import Candidate, everything_resident, settle
 from elixir.search.classic import classic_candidates
 from elixir.search.homes import PlacementBuilder, by_saving, loads_per_chunk
-from elixir.search.memory import MemoryModel
+from elixir.search.memory import MemoryModel, Placement
+from elixir.search.polish import Polish
 from elixir.search.space import Budgets, SearchSpace
 
-BLOCK_STEPS = 8
-"""Block counts are tried at so many even steps between the fewest legal and the most that fit."""
+MOST_AHEAD = 4
+"""Chunks fetched ahead at most: each takes a block, and what is fetched earlier than that waits there."""
 SIZES_KEPT = 3
-"""Sizes that are looked at closer after a first look at all, with fewest and most blocks."""
+"""Packings that are looked at closer after a first look at all."""
+SIZES_POLISHED = 2
+FEW_CHUNKS = 16
+"""Up to so many, all homes are looked at unless they are too many in spite of what can be ruled out."""
+STARTS = 8
+"""Of the search over homes of few chunks; one where there are more."""
+Order = tuple[int, tuple[float, ...]]
+"""Bytes over the host link above what is allowed, then `Candidate.rank`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ def find_best(
         space: what is searched.
         budgets: what a plan may use.
         sizes: chunk capacities in bytes.
-        prefetch_depth: chunks fetched ahead.
+        prefetch_depth: chunks fetched ahead, to begin with. Where it is not 0, all up to `MOST_AHEAD` are tried.
         capped: drop candidates that move more than the first Elixir would.
     """
     classic = classic_candidates(space, budgets.device_bytes, prefetch_depth) if capped else []
@@ -51,22 +62,127 @@ def find_best(
     for candidate in fitting:
         capacity = candidate.work.packing.capacity_bytes
         models[capacity] = space.model(capacity)
-    found = _Collection(budgets.host_bytes, cap, fitting, least_host=min(classic, key=_by_host, default=None))
-    first: list[tuple[Candidate, MemoryModel, range]] = []
-    for model in models.values():
-        resident = everything_resident(model, budgets.device_bytes, space.cost)
-        if resident is not None:
-            found.take([resident])
-        counts = block_range(space, model, budgets.device_bytes, prefetch_depth)
-        looked = found.take(_at(space, model, budgets, sorted({counts.start, counts.stop - 1}), prefetch_depth))
-        if looked is not None:
-            first.append((looked, model, counts))
-    first.sort(key=lambda item: item[0].rank)
-    for _, model, counts in first[:SIZES_KEPT]:
-        span = counts.stop - 1 - counts.start
-        inner = {counts.start + span * step // BLOCK_STEPS for step in range(1, BLOCK_STEPS)}
-        found.take(_at(space, model, budgets, sorted(inner - {counts.start, counts.stop - 1}), prefetch_depth))
+    found = _Collection(budgets, cap, classic)
+    depths = range(MOST_AHEAD + 1) if prefetch_depth else range(1)
+    trials = [_Trials(space, model, budgets, found) for model in models.values()]
+    for trial in trials:
+        trial.look(sorted({depths[0], min(prefetch_depth, depths[-1]), depths[-1]}))
+    trials.sort(key=_Trials.order)  # stable: packings that are equally good stay in order of capacity
+    for trial in trials[:SIZES_KEPT]:
+        trial.vary(depths)
+    trials.sort(key=_Trials.order)
+    if found.best is None and found.least_host is not None:
+        # Some fit the device, but what they leave to the host does not fit there.
+        for trial in trials:
+            trial.look_for_host(depths[0])
+    for trial in trials:
+        trial.polish(depths, few=trial in trials[:SIZES_POLISHED])
     return found.outcome()
+
+
+class _Trials:
+    """All that is tried with one packing."""
+
+    def __init__(self, space: SearchSpace, model: MemoryModel, budgets: Budgets, found: _Collection) -> None:
+        self.space, self.model, self.budgets, self.found = space, model, budgets, found
+        self.few_chunks = len(model.work.chunks) <= FEW_CHUNKS
+        self.best: Candidate | None = None
+        self._tried: dict[tuple[int, int], Candidate | None] = {}
+
+    def order(self) -> tuple[bool, Order]:
+        """Packings without anything that fits come last."""
+        return (True, (0, ())) if self.best is None else (False, self.found.order(self.best))
+
+    def look(self, depths: Iterable[int]) -> None:
+        """Fewest and most blocks."""
+        resident = everything_resident(self.model, self.budgets.device_bytes, self.space.cost)
+        if resident is not None:
+            self._take([resident])
+        for depth in depths:
+            counts = block_range(self.space, self.model, self.budgets.device_bytes, depth)
+            for blocks in sorted({counts.start, counts.stop - 1}):
+                self._try(blocks, depth)
+
+    def vary(self, depths: range) -> None:
+        """From the best so far, other depths and block counts in turn, in ever smaller steps."""
+        here = min((key for key, tried in self._tried.items() if tried is not None), key=self._order, default=None)
+        if here is None:
+            return
+        most = block_range(self.space, self.model, self.budgets.device_bytes, here[1]).stop - 1
+        step = max(most // 4, 1)
+        while step:
+            blocks, depth = here
+            around = [(blocks, other) for other in depths] if step > 1 or most < 4 else []
+            around += [(count, depth) for count in (blocks - step, blocks + step) if 0 < count <= most]
+            for key in around:
+                self._try(*key)
+            best = min((key for key in [here, *around] if self._tried[key] is not None), key=self._order)
+            if best == here:
+                step //= 2
+            here = best
+
+    def polish(self, depths: range, *, few: bool) -> None:
+        """Homes of chunks: all of them where there are few; else, for the few best packings, from the best so far."""
+        if self.found.best is None:
+            return
+        if not self.few_chunks and not few:
+            return
+        for gathered in self._families():
+            polish = Polish(self.model, self.budgets, self.space.cost, self.found.cap, gathered=gathered)
+            better = polish.better(self._starts(), depths, all_on_host=self.few_chunks) if few else None
+            if better is not None:
+                self._take([better])
+            if self.few_chunks:
+                better = polish.all(self.found.best, depths)
+                if better is not None and better is not self.found.best:
+                    self._take([better])
+            self.found.count += polish.simulations
+
+    def _families(self) -> tuple[bool, ...]:
+        """Whether all chunks are resident, or none need be: with several ranks a plan is either."""
+        if self.space.setting.world_size == 1:
+            return (False,)
+        if self.few_chunks:
+            return (False, True)
+        return (self.best is not None and all(self.best.placement.resident),)
+
+    def _starts(self) -> list[Candidate]:
+        """The best with each depth and with each block count, the best of them first."""
+        by_choice: dict[tuple[str, int], Candidate] = {}
+        for (blocks, depth), tried in self._tried.items():
+            if tried is None:
+                continue
+            for choice in (("depth", depth), ("blocks", blocks)):
+                known = by_choice.get(choice)
+                if known is None or self.found.order(tried) < self.found.order(known):
+                    by_choice[choice] = tried
+        distinct: dict[Placement, Candidate] = {}
+        for candidate in sorted(by_choice.values(), key=self.found.order):
+            distinct.setdefault(candidate.placement, candidate)
+        return list(distinct.values())[: STARTS if self.few_chunks else 1]
+
+    def look_for_host(self, depth: int) -> None:
+        """The homes that need least of the host, where all can be looked at."""
+        if not self.few_chunks:
+            return
+        found = Polish(self.model, self.budgets, self.space.cost, None).least_host(depth)
+        if found is not None:
+            self._take([found])
+
+    def _try(self, blocks: int, depth: int) -> None:
+        key = (blocks, depth)
+        if key not in self._tried:
+            self._tried[key] = self._take(_at(self.space, self.model, self.budgets, [blocks], depth))
+
+    def _take(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        best = self.found.take(candidates)
+        if best is not None and (self.best is None or self.found.order(best) < self.found.order(self.best)):
+            self.best = best
+        return best
+
+    def _order(self, key: tuple[int, int]) -> Order:
+        tried = self._tried[key]
+        return (0, ()) if tried is None else self.found.order(tried)
 
 
 def block_range(space: SearchSpace, model: MemoryModel, device_bytes: int, prefetch_depth: int) -> range:
@@ -124,36 +240,36 @@ def _without(flags: list[bool]) -> list[int]:
 class _Collection:
     """Keeps the best of what it is shown."""
 
-    def __init__(
-        self, host_bytes: int, cap: int | None, candidates: list[Candidate], *, least_host: Candidate | None
-    ) -> None:
-        self._host_bytes = host_bytes
-        self._cap = cap
-        self._best = min(candidates, key=lambda candidate: candidate.rank, default=None)
-        if self._best is not None and cap is not None and self._best.moved.link_bytes > cap:
-            self._best = min(candidates, key=lambda candidate: (candidate.moved.link_bytes, candidate.rank))
-        self._least_host = least_host
-        self._count = len(candidates)
+    def __init__(self, budgets: Budgets, cap: int | None, classic: list[Candidate]) -> None:
+        self.cap = cap
+        self.count = 0
+        self.best: Candidate | None = None
+        self._host_bytes = budgets.host_bytes
+        self.least_host: Candidate | None = None
+        self.take(classic)
+
+    def order(self, candidate: Candidate) -> Order:
+        """Sorts candidates: what moves too much is never better than what does not, and the better the less it moves."""
+        excess = 0 if self.cap is None else max(candidate.moved.link_bytes - self.cap, 0)
+        return excess, candidate.rank
 
     def take(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        """Look at candidates; the best of these that is allowed."""
+        """Look at candidates; the best of those that fit the host, though it may move too much to be a plan."""
         best: Candidate | None = None
         for candidate in candidates:
-            self._count += 1
-            if self._least_host is None or _by_host(candidate) < _by_host(self._least_host):
-                self._least_host = candidate
+            self.count += 1
+            if self.least_host is None or _by_host(candidate) < _by_host(self.least_host):
+                self.least_host = candidate
             if candidate.need.host_bytes > self._host_bytes:
                 continue
-            if self._cap is not None and candidate.moved.link_bytes > self._cap:
-                continue
-            if best is None or candidate.rank < best.rank:
+            if best is None or self.order(candidate) < self.order(best):
                 best = candidate
-        if best is not None and (self._best is None or best.rank < self._best.rank):
-            self._best = best
+        if best is not None and not self.order(best)[0] and (self.best is None or best.rank < self.best.rank):
+            self.best = best
         return best
 
     def outcome(self) -> Outcome:
-        return Outcome(self._best, self._count, self._least_host)
+        return Outcome(self.best, self.count, self.least_host)
 
 
 def _by_host(candidate: Candidate) -> tuple[int, tuple[float, ...]]:

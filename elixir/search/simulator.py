@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from elixir.errors import InputError, InputTypeError
@@ -18,9 +19,10 @@ from elixir.plan import Plan
 from elixir.schedule import ScheduleResult, StepSchedule
 from elixir.search.collective_model import Algorithm, check_positive
 from elixir.search.cost import Traffic
+from elixir.search.floors import Bools, Floor
 from elixir.search.memory import MemoryModel, Placement, Setting
-from elixir.search.packing import PackedChunk, Packing
-from elixir.search.rates import Rates, main_dtype, say_if_network_unknown
+from elixir.search.packing import Ints, PackedChunk, Packing
+from elixir.search.rates import Floats, Rates, main_dtype, say_if_network_unknown
 from elixir.search.replay import COMPUTE, RESOURCES, Machine, Span
 from elixir.search.work_times import Events, WorkTimes
 from elixir.search.workload import StepFacts, Workload
@@ -187,7 +189,7 @@ class SimulatedCost:
         self._setting = setting
         self._blocking = hardware.device_kind == "cuda"
         self._events_s = self._rates.events_s(trace) * compute_scale
-        self._known: WeakKeyDictionary[Workload, tuple[WorkTimes, MemoryModel]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Workload, _Known] = WeakKeyDictionary()
 
     def estimate(
         self, work: Workload, placement: Placement, schedule: ScheduleResult, moved: Traffic, *, overlap: bool
@@ -215,16 +217,34 @@ class SimulatedCost:
             "total": machine.now_s,
         }
 
+    def floor_s(
+        self, work: Workload, chunks: Ints, resident: Bools, weight: Bools, state: Bools, blocks: Ints
+    ) -> Floats:
+        """Seconds that no step with these homes, and no more than so many blocks, can beat; see `Floor.seconds`."""
+        return self._of(work).floor.seconds(chunks, resident, weight, state, blocks)
+
     def _case(self, work: Workload, placement: Placement, result: ScheduleResult) -> _Case:
+        known = self._of(work)
+        on_device = placement.state_on_device
+        gathering = [chunk for chunk, state in enumerate(on_device) if known.model.gathers_gradients(chunk, state)]
+        schedule = work.schedule(placement.residents, result.prefetch_depth)
+        grad_blocks = known.model.grad_block_count(gathering)
+        return _Case(known.times, placement, schedule, result, grad_blocks, self._blocking)
+
+    def _of(self, work: Workload) -> _Known:
         found = self._known.get(work)
         if found is None:
             times = WorkTimes(work, self._rates, self._events_s, work.packing.block_bytes)
-            found = self._known[work] = (times, MemoryModel(work, self._setting))
-        times, model = found
-        on_device = placement.state_on_device
-        gathering = [chunk for chunk, state in enumerate(on_device) if model.gathers_gradients(chunk, state)]
-        schedule = work.schedule(placement.residents, result.prefetch_depth)
-        return _Case(times, placement, schedule, result, model.grad_block_count(gathering), self._blocking)
+            found = self._known[work] = _Known(times, MemoryModel(work, self._setting), Floor(times))
+        return found
+
+
+class _Known(NamedTuple):
+    """What `SimulatedCost` works out once per packing."""
+
+    times: WorkTimes
+    model: MemoryModel
+    floor: Floor
 
 
 def _replay(case: _Case, accumulation: int, steps: int) -> Simulation:

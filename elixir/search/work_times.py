@@ -103,6 +103,21 @@ class WorkTimes:
         self._grad_entry: Ints = rows[:, 3]
         self._grad_access, self._grad_chunk, self._grad_kind = rows[:, 0], -rows[:, 1], rows[:, 2]
 
+    @property
+    def total_s(self) -> float:
+        """The trace's own compute."""
+        return float(self._before_s[-1])
+
+    @property
+    def before_backward_s(self) -> float:
+        """That of it which lies before backward."""
+        return float(self._before_s[self._access_of[self.work.first_backward]])
+
+    def before_first_use_s(self, chunk: int) -> float:
+        """That of it which lies before the first use of a chunk; all where it has none."""
+        entry = self._first_use.get(chunk)
+        return self.total_s if entry is None else float(self._before_s[self._access_of[entry]])
+
     def events(
         self,
         placement: Placement,

@@ -17,6 +17,9 @@ from elixir.units import dtype_bytes
 OrderEntry = tuple[Phase, tuple[int, ...], int]
 """Phase, chunks and pin of one entry of the order."""
 
+SCHEDULES_KEPT = 64
+"""Per packing. A search looks at thousands of sets of resident chunks, and comes back to few."""
+
 
 class StepFacts:
     """What the search asks of a trace whatever the packing. Made once per search.
@@ -90,6 +93,7 @@ class Workload:
     Attributes:
         required: per entry of `order`, the chunks that lie on the device while it runs: used by it or pinned from before.
         first_backward: the first entry that is not forward.
+        used: per chunk, whether any entry uses it.
     """
 
     def __init__(self, facts: StepFacts, packing: Packing) -> None:
@@ -101,6 +105,8 @@ class Workload:
         self.first_backward = next(
             (entry for entry, (phase, _, _) in enumerate(self._order) if phase != "forward"), len(self._order)
         )
+        used = {chunk for _, chunks, _ in self._order for chunk in chunks}
+        self.used = tuple(index in used for index in range(len(self.chunks)))
         self._schedules: dict[tuple[frozenset[int], int], StepSchedule] = {}
 
     @property
@@ -111,12 +117,15 @@ class Workload:
     def schedule(self, residents: frozenset[int], prefetch_depth: int) -> StepSchedule:
         """The order with resident chunks left out; positions stay those of `order`."""
         key = (residents, prefetch_depth)
-        if key not in self._schedules:
+        found = self._schedules.get(key)
+        if found is None:
             required: Sequence[Sequence[int]] = self.required
             if residents:
                 required = [[c for c in chunks if c not in residents] for chunks in required]
-            self._schedules[key] = StepSchedule(required, prefetch_depth)
-        return self._schedules[key]
+            if len(self._schedules) == SCHEDULES_KEPT:
+                del self._schedules[next(iter(self._schedules))]
+            found = self._schedules[key] = StepSchedule(required, prefetch_depth)
+        return found
 
     @cached_property
     def arrived_grad_bytes(self) -> Ints:

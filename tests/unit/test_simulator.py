@@ -5,100 +5,28 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir.errors import InputError, InputTypeError
-from elixir.hardware import HardwareProfile, RateFit
-from elixir.plan import Plan
+from elixir.errors import InputError
+from elixir.hardware import RateFit
 from elixir.search import plan_from_trace
 from elixir.search.candidate import weigh
 from elixir.search.memory import Placement, Setting
 from elixir.search.planner import to_plan
-from elixir.search.rates import with_link_speed
-from elixir.search.simulator import RESOURCES, SimulatedCost, Simulation, simulate_step
+from elixir.search.simulator import RESOURCES, SimulatedCost, simulate_step
 from elixir.search.space import Budgets, SearchSpace
 from elixir.tracer import trace_step
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import GIB, MIB
+from tests.common.chains import Speeds, chain, chain_plan, simulated
 from tests.common.parity import Pair, case, make_plan
 from tests.common.samples import make_hardware
 from tests.common.submitted import simulated_events, watching
-from tests.common.synthetic_trace import StackShape, TraceBuilder, stack_trace
-
-INSTANT = 1e30
-"""A rate at which nothing takes any time to speak of."""
-NUMEL = MIB // 4
-CHUNKS = 3
-
-
-class Speeds(NamedTuple):
-    """Seconds per chunk of 1 MiB: one use, fetch, offload, the host's Adam, the device's, a gather."""
-
-    use: float = 1.0
-    fetch: float = 0.0
-    offload: float = 0.0
-    adam: float = 0.0
-    device_adam: float = 0.0
-    gather: float = 0.0
-
-    def machine(self, kind: str = "cpu") -> HardwareProfile:
-        """A machine with these speeds, and instant copies."""
-        rate = lambda seconds, amount: amount / seconds if seconds else INSTANT  # noqa: E731
-        return replace(
-            make_hardware(),
-            device_kind=kind,
-            compute_capability=None if kind == "cpu" else (9, 0),
-            flops_per_s={"float32": rate(self.use, NUMEL)},
-            matmul_efficiency=1.0,
-            device_memory_bytes_per_s=INSTANT,
-            host_memory_bytes_per_s=INSTANT,
-            host_to_device_bytes_per_s=rate(self.fetch, MIB),
-            device_to_host_bytes_per_s=rate(self.offload, MIB),
-            device_to_device_bytes_per_s=rate(self.gather, MIB),
-            host_adam_numel_per_s=rate(self.adam, NUMEL),
-            device_adam_numel_per_s=rate(self.device_adam, NUMEL),
-        )
-
-
-def chain(chunks: int = CHUNKS) -> StepTrace:
-    """Parameters of one chunk each, used one after the other and back."""
-    build = TraceBuilder("float32")
-    indices = [build.parameter(f"p{index}", NUMEL) for index in range(chunks)]
-    for index in indices:
-        build.use("forward", index, flops=NUMEL)
-    for index in reversed(indices):
-        build.use("backward", index, flops=NUMEL)
-    return build.build("chain")
-
-
-def chain_plan(
-    *, blocks: int, depth: int, homes: str = "sss", world_size: int = 1, grad_blocks: int | None = None
-) -> Plan:
-    """A plan of `chain`, a letter per chunk: ``s`` streamed from the host, ``h`` resident with its states on the host,
-    ``d`` resident with everything on the device, ``w`` streamed with its weights on the device."""
-    trace = chain(len(homes))
-    setting = Setting(world_size, world_size, 8, depth > 0)
-    space = SearchSpace(trace, Speeds().machine(), setting)
-    placement = Placement(
-        tuple(home in "hd" for home in homes),
-        tuple(home in "hdw" for home in homes),
-        tuple(home == "d" for home in homes),
-    )
-    candidate = weigh(space.model(MIB), placement, blocks, depth, space.cost)
-    plan = to_plan(space, candidate, Budgets(1 << 50, 1 << 50), "Adam", "auto")
-    return plan if grad_blocks is None else replace(plan, grad_block_count=grad_blocks)
-
-
-def simulated(plan: Plan, speeds: Speeds, *, kind: str = "cpu", **options: Any) -> Simulation:
-    """The steady step of a plan of `chain`."""
-    return simulate_step(plan, chain(len(plan.chunks)), speeds.machine(kind), **options)
-
-
-# --- by hand -------------------------------------------------------------------------------------------------------
+from tests.common.synthetic_trace import StackShape, stack_trace
 
 
 def test_without_prefetch_every_fetch_stands_in_the_way() -> None:
@@ -355,64 +283,3 @@ def test_nothing_gets_slower_by_what_gets_faster(
     options: dict[str, Any] = {"accumulation": accumulation}
     before, after = (simulate_step(plan, chain(len(homes)), it, **options).step_s for it in (machine, quicker))
     assert after <= before * (1 + 1e-12)
-
-
-# --- machines and input --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("algorithm", ["ring", "tree"])
-def test_several_machines_are_as_fast_as_their_network(
-    stack: StepTrace, algorithm: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The argument counts, else the profile's rate; where neither says, that within a machine, with a warning."""
-    plan = plan_from_trace(stack, HARDWARE, 1024, device_memory=1 << 40, placement="cpu", host_memory=1 << 45)
-    caplog.clear()
-    unknown = simulate_step(plan, stack, HARDWARE, algorithm=algorithm).step_s
-    assert [record.levelname for record in caplog.records if "network_bytes_per_s" in record.getMessage()] == [
-        "WARNING"
-    ]
-    caplog.clear()
-    rates = (50e9, 400e9)
-    slow, fast = (
-        simulate_step(plan, stack, HARDWARE, network_bytes_per_s=rate, algorithm=algorithm).step_s for rate in rates
-    )
-    known = (replace(HARDWARE, network_bytes_per_s=rate) for rate in rates)
-    assert [simulate_step(plan, stack, machine, algorithm=algorithm).step_s for machine in known] == [slow, fast]
-    assert slow > fast == unknown > 0  # the sample's devices have 400 GB/s between them
-    assert not caplog.records
-
-
-def test_fits_take_the_place_of_plain_rates(stack: StepTrace) -> None:
-    """Latency counts once per transfer, and a measured collective is not modelled."""
-    plan, machine = chain_plan(blocks=1, depth=0), Speeds(1.0, 0.5, 0.25).machine()
-    fitted = replace(machine, fits={"host_to_device": RateFit(0.1, MIB / 0.5, 0.0)})
-    assert simulate_step(plan, chain(), fitted).busy_s["host_to_device"] == pytest.approx(5 * 0.6)
-    pair = chain_plan(blocks=3, depth=0, world_size=2)
-    measured = replace(machine, fits={"all_gather.2": RateFit(0.5, INSTANT, 0.0)})
-    assert simulate_step(pair, chain(), measured).busy_s["network"] == pytest.approx(3 * 0.5)
-    slower = with_link_speed(fitted, MIB / 2.0)
-    assert simulate_step(plan, chain(), slower).busy_s["host_to_device"] == pytest.approx(5 * 2.0)
-
-
-def test_ranks_of_a_machine_share_its_adam_and_its_memory() -> None:
-    plan, speeds = chain_plan(blocks=3, depth=0, world_size=2), Speeds(1.0, 0.5, 0.25, adam=8.0)
-    together = simulated(plan, speeds, ranks_per_host=2)
-    apart = simulated(plan, speeds, ranks_per_host=1, network_bytes_per_s=INSTANT, network_latency_s=0.0)
-    assert together.busy_s["host_adam"] == pytest.approx(3 * 8.0)
-    assert apart.busy_s["host_adam"] == pytest.approx(3 * 8.0 / 2)
-
-
-def test_bad_input_says_what_to_do(stack: StepTrace) -> None:
-    plan, machine = chain_plan(blocks=1, depth=0), Speeds().machine()
-    with pytest.raises(InputTypeError, match="plan must be a Plan"):
-        simulate_step("plan.json", chain(), machine)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="made from"):
-        simulate_step(plan, stack, HARDWARE)
-    for name, value in (("accumulation", 0), ("steps", True), ("ranks_per_host", 1.5)):
-        with pytest.raises(InputError, match=name):
-            simulate_step(plan, chain(), machine, **{name: value})  # type: ignore[arg-type]
-    reordered = replace(chain(), accesses=chain().accesses[::-1])
-    with pytest.raises(InputError, match="order"):
-        simulate_step(plan, reordered, machine)
-    with pytest.raises(InputError, match="flops_per_s"):
-        simulate_step(plan, chain(), replace(machine, flops_per_s={"bfloat16": 1.0}))
