@@ -181,7 +181,7 @@ class _Variants:
         self._model = MemoryModel(_workload(plan, trace), setting)
         self._cost = SimulatedCost(trace, hardware, setting)
         self._placement = _placement(plan)
-        self._depth = max(plan.prefetch_depth, PREFETCH_DEPTH if plan.overlap else 0)
+        self._depth = plan.prefetch_depth if plan.block_count else PREFETCH_DEPTH * plan.overlap
         self._base = self._weighed(self._placement, plan.block_count)
         self._check(trace)
 
