@@ -1,4 +1,4 @@
-# make quickstart   a fresh clone to a first plan, without a GPU
+# make quickstart   a fresh clone to a first plan and a first training under one, without a GPU
 # make test         lint, types and all CPU tests that are quick
 # make test-all     the slow ones as well
 PYTHON ?= python3
@@ -10,6 +10,7 @@ STEP    := --dtype bf16 --checkpoint
 PROFILE := profile opt-175b --batch 8 --seq 2048 $(STEP) --brief --plot $(OUT)/memory.png
 PLAN    := plan opt-13b --hardware h200 --world-size 1 --host-memory 128GiB --batch 8 --seq 1024 $(STEP) \
            --brief --out $(OUT)/plan.json --plot $(OUT)/plan.png
+TRAIN   := example/train.py --model opt-125m --batch 4 --seq 64 --checkpoint --device-memory 128MiB --steps 11
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-all lint clean
@@ -24,6 +25,9 @@ quickstart: $(VENV)/.installed
 	@echo
 	@echo '$$ elixir $(PLAN)'
 	@$(BIN)/elixir $(PLAN)
+	@echo
+	@echo '$$ python $(TRAIN)'
+	@$(BIN)/python $(TRAIN)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

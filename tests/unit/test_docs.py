@@ -56,6 +56,7 @@ def test_quickstart_runs_what_the_readme_shows() -> None:
         for inner in ("STEP", "OUT"):
             call = call.replace(f"$({inner})", values[inner])
         assert f"$ elixir {' '.join(call.split())}\n" in readme
+    assert f"$ python {values['TRAIN'].strip()}\n" in readme
 
 
 @pytest.mark.parametrize("command", ["profile", "plan"])
