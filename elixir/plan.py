@@ -116,7 +116,10 @@ class ChunkUse:
 
 @dataclass(frozen=True)
 class PlanPrediction:
-    """What the planner expects of one steady training step, for a run to compare itself with."""
+    """What the planner expects of one steady training step, for a run to compare itself with.
+
+    Where a step has several batches, `moved_bytes`, `loads` and `hits` are of the first, which finds the rCache empty.
+    """
 
     device_peak_bytes: int
     device_parts: dict[str, int]
@@ -160,7 +163,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 1
+    schema_version: ClassVar[int] = 2
 
     model_name: str
     model_fingerprint: str
@@ -190,9 +193,12 @@ class Plan(Artifact):
     device_budget_bytes: int
     host_budget_bytes: int
     predicted: PlanPrediction
+    accumulation: int = 1
+    """Batches per optimizer step that it was searched for; it runs with any number, but memory and time are of this."""
 
     def __post_init__(self) -> None:
         _check_at_least(1, "world_size", self.world_size)
+        _check_at_least(1, "accumulation", self.accumulation)
         for name in _COUNTS:
             _check_at_least(0, name, getattr(self, name))
         if self.dtype != "as built":
@@ -297,7 +303,8 @@ class Plan(Artifact):
                 f"  host peak     {format_bytes(self.predicted.host_peak_bytes)} "
                 f"of {format_bytes(self.host_budget_bytes)}",
                 f"  moved a step  {links}",
-                f"  step          {format_seconds(seconds.get('total', 0.0))} predicted",
+                f"  step          {format_seconds(seconds.get('total', 0.0))} predicted"
+                + (f", of {self.accumulation} batches" if self.accumulation > 1 else ""),
             )
         )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elixir.cli import files
+from elixir.cli import batches, files
 from elixir.errors import InputError
 from elixir.search import report
 from elixir.units import format_bytes
@@ -87,30 +87,37 @@ def run_plan(args: argparse.Namespace) -> int:
     files.check_outputs(pictures=[args.plot], data=[args.out])
     hardware = None if args.hardware is None else files.find_hardware(args.hardware)
     trace = files.trace_in(args.model)
+    if args.search_batch:
+        batches.check(args, trace)
     if trace is None:
         hardware = hardware or files.find_hardware(DEFAULT_HARDWARE)
-        trace = _trace(args, hardware)
+        if not args.search_batch:
+            trace = _trace(args, hardware)
     else:
         _refuse_step_options(args)
         hardware = hardware or _traced_hardware(trace, args.model)
         if hardware.name != trace.device:
             _note(f"{args.model} was traced for {trace.device}; on {hardware.name} activations may take another size")
-    from elixir.search import plan_from_trace
     from elixir.search.budgets import host_memory_here
 
     host_memory = args.host_memory
     if host_memory is None and args.hardware is None:
         host_memory = host_memory_here(hardware)
-    plan = plan_from_trace(
-        trace,
-        hardware,
-        args.world_size,
-        optimizer_type=trace.optimizer.split(" ")[0],
-        overlap=not args.no_overlap,
-        device_memory=args.device_memory,
-        host_memory=host_memory,
-        placement=args.placement,
-    )
+    options: dict[str, Any] = {
+        "overlap": not args.no_overlap,
+        "device_memory": args.device_memory,
+        "host_memory": host_memory,
+        "placement": args.placement,
+    }
+    choice = None
+    if trace is None:
+        choice = batches.search(args, hardware, options, _trace)
+        plan = choice.plan
+    else:
+        from elixir.search import plan_from_trace
+
+        optimizer = trace.optimizer.split(" ")[0]
+        plan = plan_from_trace(trace, hardware, args.world_size, optimizer_type=optimizer, **options)
     written = [plan.save(args.out)] if args.out else []
     if args.plot:
         from elixir.search.plots import plot_plan
@@ -120,6 +127,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(plan.to_dict())
         return 0
+    if choice is not None:
+        _print_tables(report.batch_table(choice))
     _print_plan(plan, brief=args.brief)
     _print_written(written)
     return 0

@@ -115,6 +115,12 @@ def _add_plan(parser: Parser) -> None:
         "--placement", choices=PLACEMENTS, default="auto", help="force every chunk's home (default: auto)"
     )
     parser.add_argument("--no-overlap", action="store_true", help="transfers wait for compute: no prefetch")
+    parser.add_argument(
+        "--search-batch",
+        action="store_true",
+        help="--batch is of a step: choose whether to cut it into several that are accumulated, and, unless --checkpoint "
+        "says so, whether to checkpoint",
+    )
     _add_json(parser)
     _add_brief(parser)
     parser.add_argument("--plot", metavar="FILE", help="draw the plan (.png, .pdf or .svg)")

@@ -17,8 +17,9 @@ from elixir.plan import ChunkPlan, Plan
 from elixir.search.candidate import Candidate, weigh
 from elixir.search.levers import LeverEffect, lever_effects
 from elixir.search.memory import MemoryModel, Placement, Setting
+from elixir.search.plan_reading import placement_of, workload_of
 from elixir.search.planner import PREFETCH_DEPTH
-from elixir.search.simulator import SimulatedCost, _placement, _workload, simulate_step
+from elixir.search.simulator import SimulatedCost, simulate_step
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import format_bytes
 
@@ -177,10 +178,10 @@ class _Variants:
             largest = max(chunk.weight_bytes for chunk in plan.chunks)
             plan = replace(plan, block_bytes=largest)
         ranks_per_host = min(plan.world_size, hardware.devices_per_host)
-        setting = Setting(plan.world_size, ranks_per_host, plan.state_bytes_per_numel, plan.overlap)
-        self._model = MemoryModel(_workload(plan, trace), setting)
+        setting = Setting(plan.world_size, ranks_per_host, plan.state_bytes_per_numel, plan.overlap, plan.accumulation)
+        self._model = MemoryModel(workload_of(plan, trace), setting)
         self._cost = SimulatedCost(trace, hardware, setting)
-        self._placement = _placement(plan)
+        self._placement = placement_of(plan)
         self._depth = plan.prefetch_depth if plan.block_count else PREFETCH_DEPTH * plan.overlap
         self._base = self._weighed(self._placement, plan.block_count)
         self._check(trace)

@@ -38,6 +38,7 @@ class PlacementBuilder:
         self._curve = model.base.copy()
         self._temporary = 0
         self._constant = sum(chunk.bytes for chunk in chunks if chunk.outsized)
+        self._stepped = False
         self._curve_peak = self._peak_over_time(self._curve, 0, bool(gathering))
 
     def placement(self) -> Placement:
@@ -81,12 +82,14 @@ class PlacementBuilder:
                 opened = opened.copy()
                 opened[facts.grad_slots[0] : facts.grad_slots[1] + 1] -= 1
                 open_max, grad_chunks = int(opened.max()), grad_chunks - 1
-        over_time = self._peak_over_time(curve, temporary, bool(outsized or grad_chunks))
+        stepped = self._stepped or (state and facts.trainable)
+        in_flight = model.in_flight(gathering=bool(outsized or grad_chunks), on_device=stepped)
+        over_time = self._peak_over_time(curve, temporary, in_flight)
         if over_time + constant + self._pool(streamed, open_max, grad_chunks, outsized) > budget_bytes:
             return False
         self._constant, self._curve, self._temporary, self._curve_peak = constant, curve, temporary, over_time
         self._open, self._open_max, self._outsized, self._grad_chunks = opened, open_max, outsized, grad_chunks
-        self.streamed = streamed
+        self.streamed, self._stepped = streamed, stepped
         self.weight[chunk] = True
         self.resident[chunk] = resident
         self.state[chunk] = self.state[chunk] or state or not facts.trainable
@@ -138,8 +141,8 @@ class PlacementBuilder:
         states = model.state_shard_bytes(chunk, master=facts.low_precision) if state and not self.state[chunk] else 0
         return there - here + states
 
-    def _peak_over_time(self, curve: Ints, temporary: int, gathering: bool) -> int:
-        running = curve[:-1] + self.model.transient[:-1] if gathering else curve[:-1]
+    def _peak_over_time(self, curve: Ints, temporary: int, in_flight: bool) -> int:
+        running = curve[:-1] + self.model.transient[:-1] if in_flight else curve[:-1]
         return max(int(running.max()), int(curve[-1]) + temporary)
 
     def _pool(self, streamed: int, open_max: int, grad_chunks: int, outsized: Sequence[int]) -> int:

@@ -41,6 +41,8 @@ class Setting:
     state_bytes: int
     """Optimizer states per element, master weight not included."""
     overlap: bool
+    accumulation: int = 1
+    """Batches per optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,14 @@ class MemoryModel:
         return self.work.chunks[chunk].bytes if resident else self.shard_bytes(chunk)
 
     def grad_curve(self, chunk: int) -> Ints:
-        """Device bytes over the slots of gradients that wait there for a step on the device."""
+        """Device bytes over the slots of gradients that wait there for a step on the device.
+
+        With accumulation those of the batch before are there all the time.
+        """
+        facts = self.work.chunks[chunk]
+        if self.setting.accumulation > 1:
+            waiting = self.work.arrived_grad_bytes[chunk, -1] if self.setting.world_size == 1 else facts.grad_bytes
+            return np.full(self.work.facts.slots, int(waiting) // self.setting.world_size, dtype=np.int64)
         if self.setting.world_size == 1:
             arrived: Ints = self.work.arrived_grad_bytes[chunk]
             return arrived
@@ -110,6 +119,10 @@ class MemoryModel:
     def gathers_gradients(self, chunk: int, state_on_device: bool) -> bool:
         """Whether gradients are put together in a block: to leave for the host, or to be reduced over ranks."""
         return self.work.chunks[chunk].grad_slots is not None and (self.setting.world_size > 1 or not state_on_device)
+
+    def in_flight(self, *, gathering: bool, on_device: bool) -> bool:
+        """Whether gradients exist beside where they go: in a block, or, with accumulation, in those before them."""
+        return gathering or (on_device and self.setting.accumulation > 1)
 
     def open_grads(self, gathering: Sequence[int]) -> Ints:
         """How many gradient blocks are being filled in each slot."""
@@ -148,7 +161,8 @@ class MemoryModel:
             gradients += self.grad_curve(chunk)
         temporaries = np.zeros(work.facts.slots, dtype=np.int64)
         temporaries[-1] = max((self.step_temporary_bytes(c) for c in on_device), default=0)
-        transient = self.transient if gathering else np.zeros_like(self.transient)
+        in_flight = self.in_flight(gathering=bool(gathering), on_device=bool(on_device))
+        transient = self.transient if in_flight else np.zeros_like(self.transient)
         slot = int(np.argmax(self.base + gradients + temporaries + transient))
         device_parts = {
             "activations": int(work.facts.live_bytes[slot]),
@@ -173,7 +187,18 @@ class MemoryModel:
             parts["weights"] += weights
             parts["optimizer_states"] += states
             parts["gradients"] += gradients
+        parts["gradients"] += self.host_adding_bytes(placement.state_on_device)
         return {name: amount * self.setting.ranks_per_host for name, amount in parts.items()}
+
+    def adding_bytes(self, chunk: int, state_on_device: bool) -> int:
+        """Host bytes of one rank while a gradient of the chunk is added to that of the batch before."""
+        facts = self.work.chunks[chunk]
+        adds = self.setting.accumulation > 1 and facts.trainable and not state_on_device
+        return facts.grad_bytes // self.setting.world_size if adds else 0
+
+    def host_adding_bytes(self, state_on_device: Sequence[bool]) -> int:
+        """One is added after the other."""
+        return max((self.adding_bytes(chunk, state) for chunk, state in enumerate(state_on_device)), default=0)
 
     def host_bytes(self, chunk: int, weight_on_device: bool, state_on_device: bool) -> tuple[int, int, int]:
         """Host bytes of one rank for one chunk: weights, states with master weights, gradients that wait."""

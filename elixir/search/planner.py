@@ -45,6 +45,7 @@ def plan_from_trace(
     host_memory: str | int | None = None,
     placement: HomeChoice = "auto",
     search: SearchName = "optimal",
+    accumulation: int = 1,
 ) -> Plan:
     """The fastest plan within the budgets, by the time model; the same plan in every process.
 
@@ -58,6 +59,7 @@ def plan_from_trace(
         host_memory: budget of one machine, all its ranks together.
         placement: ``cuda`` keeps weights and states of every chunk on the device, ``cpu`` all of them on the host.
         search: ``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least.
+        accumulation: batches per optimizer step, each as large as the trace's.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense, or the model has no trainable parameters.
@@ -66,6 +68,8 @@ def plan_from_trace(
     setting, budgets = _prepare(
         trace, hardware, world_size, optimizer_type, overlap, device_memory, host_memory, placement
     )
+    _check_count("accumulation", accumulation)
+    setting = replace(setting, accumulation=accumulation)
     if search not in get_args(SearchName):
         raise InputError(f"search must be one of {list(get_args(SearchName))}, got {search!r}")
     space = SearchSpace(trace, hardware, setting)
@@ -285,6 +289,7 @@ def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: st
             hits=schedule.hits,
             seconds=dict(best.seconds),
         ),
+        accumulation=space.setting.accumulation,
     )
 
 

@@ -134,7 +134,7 @@ def _too_full(seen: int, predicted: int, budget: int) -> bool:
 
 
 def _space(trace: StepTrace, hardware: HardwareProfile, plan: Plan, ranks_per_host: int, scale: float) -> SearchSpace:
-    setting = Setting(plan.world_size, ranks_per_host, plan.state_bytes_per_numel, plan.overlap)
+    setting = Setting(plan.world_size, ranks_per_host, plan.state_bytes_per_numel, plan.overlap, plan.accumulation)
     return SearchSpace(trace, hardware, setting, SimulatedCost(trace, hardware, setting, compute_scale=scale))
 
 

@@ -17,6 +17,8 @@ from elixir.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from elixir.search.batches import BatchChoice
+
 Record = dict[str, Any]
 
 
@@ -305,6 +307,25 @@ def homes_table(plan: Plan) -> Table:
         size = format_bytes(sum(chunk.weight_bytes for chunk in chunks))
         table.add_row(weights, states, str(len(chunks)), f"{numel:,}", size)
     return table
+
+
+def batch_table(choice: BatchChoice) -> Table:
+    """Every way to cut a step's samples into batches, the chosen one marked (rich)."""
+    columns = ("", "batch", "times", "checkpointing", "step", "device peak", "host peak", "why not")
+    rows = [
+        [
+            "*" if option == choice.option else "",
+            str(option.batch),
+            str(option.accumulation),
+            option.checkpoint,
+            show_value("step_s", option.step_s),
+            show_value("device_peak_bytes", option.device_peak_bytes),
+            show_value("host_peak_bytes", option.host_peak_bytes),
+            option.reason,
+        ]
+        for option in choice.options
+    ]
+    return list_table("ways to cut the step's samples into batches", columns, rows)
 
 
 def _change(row: Row) -> str:

@@ -38,6 +38,7 @@ def optimal_search(
     host_memory: str | int | None = None,
     placement: HomeChoice = "auto",
     use_fused_kernels: bool | Mapping[str, str] = False,
+    accumulation: int = 1,
 ) -> Plan:
     """Find chunk size, packing, rCache blocks and homes: the fastest plan that fits both budgets.
 
@@ -58,6 +59,7 @@ def optimal_search(
             `hardware` is None too, what is free on this machine.
         placement: ``auto``, or ``cuda`` / ``cpu`` to keep every chunk's weights and states there.
         use_fused_kernels: as `ElixirModule` will be given it, so that the plan knows their memory. A trace has it already.
+        accumulation: batches per optimizer step, each like `inp`; `search_batches` finds how many are best.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense.
@@ -149,6 +151,7 @@ def _searched(
     host_memory: str | int | None,
     placement: HomeChoice,
     use_fused_kernels: bool | Mapping[str, str],
+    accumulation: int = 1,
 ) -> Plan:
     profile = profile_for(hardware, model)
     warn_if_other_device(profile)
@@ -165,6 +168,7 @@ def _searched(
         host_memory=host_memory,
         placement=placement,
         search=search,
+        accumulation=accumulation,
     )
     logger.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
     return plan

@@ -21,15 +21,19 @@ from elixir.search.collective_model import Algorithm, check_positive
 from elixir.search.cost import Traffic
 from elixir.search.floors import Bools, Floor
 from elixir.search.memory import MemoryModel, Placement, Setting
-from elixir.search.packing import Ints, PackedChunk, Packing
+from elixir.search.packing import Ints
+from elixir.search.plan_reading import placement_of, workload_of
 from elixir.search.rates import Floats, Rates, main_dtype, say_if_network_unknown
 from elixir.search.replay import COMPUTE, RESOURCES, Machine, Span
 from elixir.search.work_times import Events, WorkTimes
-from elixir.search.workload import StepFacts, Workload
+from elixir.search.workload import Workload
 from elixir.tracer.step_trace import StepTrace
-from elixir.units import dtype_bytes
 
 __all__ = ["RESOURCES", "SimulatedCost", "Simulation", "Span", "simulate_step"]
+
+BATCHES_SIMULATED = 3
+"""Of an optimizer step, by `SimulatedCost`: the first finds its cache empty, the second is the first that adds gradients;
+those after the third count as it does."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def simulate_step(
     trace: StepTrace,
     hardware: HardwareProfile,
     *,
-    accumulation: int = 1,
+    accumulation: int | None = None,
     ranks_per_host: int | None = None,
     steps: int = 2,
     compute_scale: float = 1.0,
@@ -104,7 +108,7 @@ def simulate_step(
         plan: made from `trace`, or from a trace with the same order of use.
         trace: what one batch of one rank computes.
         hardware: the machine; its fits are used where it has any.
-        accumulation: batches per optimizer step.
+        accumulation: batches per optimizer step; None: as the plan was searched for.
         ranks_per_host: ranks that share a machine; as many as it has devices by default.
         steps: 1 for the first step, which has no updates to wait for; from 2 on all are the same.
         compute_scale: measured over predicted seconds of compute, from one run without transfers.
@@ -122,6 +126,8 @@ def simulate_step(
     ):
         if not isinstance(value, kind):
             raise InputTypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    if accumulation is None:
+        accumulation = plan.accumulation
     _check_count("accumulation", accumulation)
     _check_count("steps", steps)
     if ranks_per_host is None:
@@ -139,7 +145,7 @@ def simulate_step(
         algorithm=algorithm,
     )
     check_positive("compute_scale", compute_scale)
-    work, placement = _workload(plan, trace), _placement(plan)
+    work, placement = workload_of(plan, trace), placement_of(plan)
     schedule = plan.schedule()
     case = _Case(
         WorkTimes(work, rates, rates.events_s(trace) * compute_scale, plan.block_bytes),
@@ -203,25 +209,40 @@ class SimulatedCost:
         machine = case.machine(record=False)
         machine.update()
         optimizer_s = machine.now_s
-        machine.batch(case.events(schedule.timeline, updated=True))
+        forward_s, began_s, taken_s = 0.0, optimizer_s, 0.0
+        busy: dict[str, float] = {}
+        simulated = min(self._setting.accumulation, BATCHES_SIMULATED)
+        for batch, loads in enumerate(_loads_of_batches(case, simulated)):
+            busy = machine.busy_s.copy()
+            machine.batch(case.events(loads, updated=batch == 0))
+            forward_s += machine.backward_from_s - began_s
+            taken_s, began_s = machine.now_s - began_s, machine.now_s
+        more = self._setting.accumulation - simulated
+        last_forward_s = machine.backward_from_s - (began_s - taken_s)
         ended_s = machine.now_s
         machine.settle()
-        forward_s = machine.backward_from_s - optimizer_s
+        total_s = machine.now_s + more * taken_s
+        busy_s = {name: amount + more * (amount - busy[name]) for name, amount in machine.busy_s.items()}
+        forward_s += more * last_forward_s
+        settled_s = machine.now_s - ended_s
         return {
             "forward": forward_s,
-            "backward": ended_s - machine.backward_from_s,
-            "optimizer": optimizer_s + machine.now_s - ended_s,
-            **machine.busy_s,
-            COMPUTE: machine.busy_s[COMPUTE] - machine.device_adam_s,
+            "backward": total_s - optimizer_s - forward_s - settled_s,
+            "optimizer": optimizer_s + settled_s,
+            **busy_s,
+            COMPUTE: busy_s[COMPUTE] - machine.device_adam_s,
             "device_adam": machine.device_adam_s,
-            "total": machine.now_s,
+            "total": total_s,
         }
 
     def floor_s(
         self, work: Workload, chunks: Ints, resident: Bools, weight: Bools, state: Bools, blocks: Ints
     ) -> Floats:
         """Seconds that no step with these homes, and no more than so many blocks, can beat; see `Floor.seconds`."""
-        return self._of(work).floor.seconds(chunks, resident, weight, state, blocks)
+        known = self._of(work)
+        # Batches after the first have their compute at least.
+        more_s = (self._setting.accumulation - 1) * known.times.total_s
+        return known.floor.seconds(chunks, resident, weight, state, blocks) + more_s
 
     def _case(self, work: Workload, placement: Placement, result: ScheduleResult) -> _Case:
         known = self._of(work)
@@ -281,6 +302,8 @@ def _replay(case: _Case, accumulation: int, steps: int) -> Simulation:
 def _loads_of_batches(case: _Case, count: int) -> list[tuple[tuple[int, int], ...]]:
     """Loads of each batch of a step: the blocks are empty before the first only, since weights change between steps."""
     found = [case.result.timeline]
+    if count == 1:
+        return found
     residents: list[int] = []
     for batch in range(count):
         loads, residents = _walk(case.schedule, case.result.blocks, residents)
@@ -339,54 +362,6 @@ def _critical(spans: Sequence[Span], end_s: float) -> dict[str, float]:
         at_s = span.start_s
         span = before(at_s, span.resource)
     return critical
-
-
-def _workload(plan: Plan, trace: StepTrace) -> Workload:
-    """The plan's packing of the trace, from which its order follows again."""
-    if plan.model_fingerprint != trace.model_fingerprint:
-        raise InputError(
-            f"the plan is for {plan.model_name} ({plan.model_fingerprint}), the trace of {trace.model_name} "
-            f"({trace.model_fingerprint}); simulate the trace that the plan was made from"
-        )
-    index_of = {param.name: index for index, param in enumerate(trace.parameters)}
-    chunks = []
-    for number, chunk in enumerate(plan.chunks):
-        itemsize = dtype_bytes(chunk.dtype)
-        missing = [slot.name for slot in chunk.parameters if slot.name not in index_of]
-        if missing:
-            raise InputError(
-                f"chunk {number} of the plan has {missing[0]!r}, which the trace of {trace.model_name} lacks"
-            )
-        chunks.append(
-            PackedChunk(
-                parameters=tuple(index_of[slot.name] for slot in chunk.parameters),
-                offset_bytes=tuple(slot.offset * itemsize for slot in chunk.parameters),
-                bytes=chunk.weight_bytes,
-                used_bytes=chunk.used_numel * itemsize,
-                dtype=chunk.dtype,
-                trainable=chunk.trainable,
-                outsized=chunk.weight_bytes > plan.block_bytes,
-            )
-        )
-    if sum(len(chunk.parameters) for chunk in chunks) != len(trace.parameters):
-        raise InputError(
-            f"the trace of {trace.model_name} has {len(trace.parameters)} parameters, the plan others; plan again"
-        )
-    work = Workload(StepFacts(trace), Packing(max(plan.block_bytes, 1), tuple(chunks)))
-    if work.order != plan.order:
-        raise InputError(
-            f"the trace of {trace.model_name} uses its parameters in another order than the plan's; simulate the trace "
-            "that the plan was made from, or plan again"
-        )
-    return work
-
-
-def _placement(plan: Plan) -> Placement:
-    return Placement(
-        tuple(chunk.resident for chunk in plan.chunks),
-        tuple(chunk.weight_home == "device" for chunk in plan.chunks),
-        tuple(chunk.state_home == "device" for chunk in plan.chunks),
-    )
 
 
 def _check_count(name: str, value: object) -> None:

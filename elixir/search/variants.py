@@ -79,6 +79,9 @@ class Variants:
             [[ranks * sum(model.host_bytes(c, homes[1], homes[2])) for homes in padded[c]] for c in chunks],
             dtype=np.int64,
         )
+        self._adding_bytes = np.array(
+            [[ranks * model.adding_bytes(c, homes[2]) for homes in padded[c]] for c in chunks], dtype=np.int64
+        )
         self._link_bytes = np.array([[self._link(c, homes) for homes in padded[c]] for c in chunks], dtype=np.int64)
         self._index = np.arange(len(chunks))
         self._read_curves()
@@ -113,7 +116,8 @@ class Variants:
         blocks = np.where(spare < 0, -1, fitting)
         return Look(
             blocks=blocks,
-            host_bytes=self._host_bytes[some, codes].sum(axis=1),
+            host_bytes=self._host_bytes[some, codes].sum(axis=1)
+            + self._adding_bytes[some, codes].max(axis=1, initial=0),
             link_bytes=self._link_bytes[some, codes].sum(axis=1),
             floor_s=self.cost.floor_s(self.model.work, some, resident, weight, state, np.maximum(blocks, 0)),
         )
@@ -137,8 +141,8 @@ class Variants:
     def _read_curves(self) -> None:
         model, facts = self.model, self.model.work.facts
         chunks = range(len(self.homes))
-        trainable = np.array([chunk.trainable for chunk in model.work.chunks])
-        curves = np.array([model.grad_curve(chunk) for chunk in chunks], dtype=np.float64) * trainable[:, None]
+        self._trainable = np.array([chunk.trainable for chunk in model.work.chunks], dtype=bool)
+        curves = np.array([model.grad_curve(chunk) for chunk in chunks], dtype=np.float64) * self._trainable[:, None]
         # Gradients only get more until the step: a slot counts where nothing later in forward, or in backward, is as high.
         slots = np.concatenate(
             [
@@ -172,7 +176,10 @@ class Variants:
         curves, filling = (self._curves, self._filling) if everything else (self._curves[some], self._filling[some])
         on_device = state.astype(np.float64)
         gathering = np.asarray((state & self._gathers[some, 1]) | (~state & self._gathers[some, 0]), dtype=bool)
-        in_flight = np.where(gathering.any(axis=1, keepdims=True), self._transient, 0.0)
+        flying = gathering.any(axis=1, keepdims=True)
+        if model.setting.accumulation > 1:
+            flying |= (state & self._trainable[some]).any(axis=1, keepdims=True)
+        in_flight = np.where(flying, self._transient, 0.0)
         running = self._running + on_device @ curves + in_flight
         step_curve, temporary = self._step_curve[some], self._temporary[some]
         step = self._at_step + on_device @ step_curve + (on_device * temporary).max(axis=1, initial=0.0)

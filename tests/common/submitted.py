@@ -11,8 +11,8 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradientFlow
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
+from elixir.search.plan_reading import placement_of, workload_of
 from elixir.search.rates import Rates, main_dtype
-from elixir.search.simulator import _placement, _workload
 from elixir.search.work_times import LOAD, OPEN, SEND, WorkTimes
 from elixir.tracer.step_trace import StepTrace
 
@@ -43,9 +43,9 @@ def watching() -> Iterator[list[tuple[int, int]]]:
 
 def simulated_events(plan: Plan, trace: StepTrace, hardware: HardwareProfile) -> list[tuple[int, int]]:
     """The same as the simulator has it, for one batch."""
-    work, rates = _workload(plan, trace), Rates(hardware, main_dtype(trace), plan.world_size, plan.world_size)
+    work, rates = workload_of(plan, trace), Rates(hardware, main_dtype(trace), plan.world_size, plan.world_size)
     times = WorkTimes(work, rates, rates.events_s(trace), plan.block_bytes)
     schedule = plan.schedule()
-    events = times.events(_placement(plan), schedule, schedule.simulate(plan.block_count).timeline, updated=True)
+    events = times.events(placement_of(plan), schedule, schedule.simulate(plan.block_count).timeline, updated=True)
     pairs = zip(events.kinds, events.chunks, strict=True)
     return [(kind, chunk) for kind, chunk in pairs if kind in (LOAD, OPEN, SEND)]
