@@ -27,7 +27,7 @@ def training(rank: int, world_size: int, move: bool) -> list[str]:
     plain: Any = DistributedDataParallel(copy.deepcopy(model))
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=LR)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    memory = {"device_memory": "2MiB", "host_memory": "1GiB"}
+    memory = {"device_memory": "1200KiB", "host_memory": "1GiB"}
     module, wrapped = elixir.wrap(model, optimizer, inp=inp, hardware="cpu", device="cpu", **memory)
     before = module.plan
     for _ in range(10):
