@@ -38,11 +38,11 @@ BATCH, SEQUENCE, DTYPE = 8, 2048, "bfloat16"
 TRACED = ("opt-175b", "opt-13b", "llama-2-70b", "mixtral-8x7b")
 PEER_MODELS = {"opt-1.3b": 3, "opt-175b": 1}
 """Model -> runs of the peer, which takes minutes for the largest."""
-WORLD_SIZES = (1, 8, 64)
+WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
 HOST_MEMORY = "64TiB"
 """Of one machine: enough for the states of any of the plans, which are about time and not about fitting."""
 HASH_SEEDS = ("0", "1", "31337")
-BARS = {"trace": 0.5, "profile": 8.0, "plan": 1.0}
+BARS = {"trace": 0.5, "profile": 8.0, "plan": 2.0}
 """Seconds, for OPT-175B."""
 IMPORT_BAR_S = 0.3
 """By how much importing elixir may exceed importing torch."""

@@ -24,6 +24,8 @@ Change = tuple[int, int]
 EXACTLY = 1 + 1e-9
 """Floors are above what they bound by no more than the rounding of their sums."""
 
+DECIMALS = 9
+"""Of seconds by which candidates are put in order, as in `Candidate.rank`."""
 LOOKS = 300_000
 """Variants times chunks that are looked at per packing; about a tenth of a second."""
 SIMULATED_CHUNKS = 5_000
@@ -193,7 +195,9 @@ class Polish:
     def _promising(self, look: Look, best: Candidate | None) -> list[int]:
         """Rows that may be allowed and better than the best, the most promising first."""
         rows: Ints = np.flatnonzero(self._may_be(look, best))
-        order: list[int] = rows[np.argsort(look.floor_s[rows], kind="stable")].tolist()
+        # Rounded, so that the last bits of a sum, which machines may give differently, do not put equal ones in order.
+        floors_s = np.round(look.floor_s[rows], DECIMALS)
+        order: list[int] = rows[np.argsort(floors_s, kind="stable")].tolist()
         return order
 
     def _weigh(self, codes: Codes, blocks: int, depth: int) -> Candidate | None:
