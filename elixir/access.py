@@ -66,6 +66,9 @@ class AccessListener(Protocol):
     def drops_gradient(self, parameter: nn.Parameter) -> None:
         """``parameter.grad`` is about to be set to None, or deleted."""
 
+    def replaces(self, parameter: nn.Parameter) -> None:
+        """``parameter.data`` is about to be set to another tensor."""
+
     def entered(self, module: nn.Module) -> None:
         """`module` starts to run."""
 
@@ -89,6 +92,13 @@ class TrackedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _call(func, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """With values where they may be read; a debugger's list of variables must not raise."""
+        try:
+            return str(super().__repr__())  # type: ignore[no-untyped-call]
+        except InputError:
+            return f"Parameter of shape {list(self.shape)} and {self.dtype}, whose values are elsewhere"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with the same values, which must be at hand."""
@@ -331,6 +341,8 @@ def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 item._listener.reads_gradient(item)
             elif name == "__delete__" or args[1] is None:
                 item._listener.drops_gradient(item)
+        elif owner is _DATA and name == "__set__":
+            item._listener.replaces(item)
         elif name in LAYOUT_METHODS:
             return func(torch.empty(item.shape, dtype=item.dtype, device="meta"), *args[1:], **kwargs)
     elif owner is _DATA and name == "__set__":

@@ -170,13 +170,15 @@ class Chunk:
 
     def point_into(self, memory: torch.Tensor) -> None:
         """Parameters become views of `memory`, which holds the gathered weights."""
-        for slot in self.slots:
-            slot.parameter.data = slot.part_of(memory)
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self.slots:
+                slot.parameter.data = slot.part_of(memory)
 
     def hold_placeholders(self) -> None:
         """Parameters give up the memory they came with; they must have been copied into the shard."""
-        for slot in self.slots:
-            slot.parameter.data = slot.placeholder
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self.slots:
+                slot.parameter.data = slot.placeholder
 
     def wants(self, slot: Slot) -> bool:
         """Whether this rank keeps any element of a parameter."""

@@ -142,6 +142,9 @@ class UseOrder:
     def writes(self, parameters: list[nn.Parameter], function: str) -> None:
         """Says nothing of when they are read."""
 
+    def replaces(self, parameter: nn.Parameter) -> None:
+        """No weight is read for it."""
+
     def reads_gradient(self, parameter: nn.Parameter) -> None:
         """No weight is read for it."""
 

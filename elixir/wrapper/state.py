@@ -145,7 +145,8 @@ class ModelState:
         for chunk, slot in own:
             wide = torch.promote_types(chunk.dtype, torch.float32) if chunk.masters is not None else chunk.dtype
             memory.append(torch.empty(slot.shape, dtype=wide))
-            slot.parameter.data = memory[-1]
+            with torch._C.DisableTorchFunctionSubclass():
+                slot.parameter.data = memory[-1]
         before = [slot.parameter._version for _, slot in own]
         self._uses.loading = True
         try:

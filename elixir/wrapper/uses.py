@@ -160,6 +160,14 @@ class WeightUses:
                     "elsewhere, so it would be lost; do it inside `with model.gathered(parameters, write=True)`"
                 )
 
+    def replaces(self, parameter: nn.Parameter) -> None:
+        """Memory of its own would be given up, or passed by, at the next step."""
+        raise InputError(
+            f"setting the .data of a parameter of shape {list(parameter.shape)} gives it memory that the plan does not "
+            "know; copy the values with parameter.copy_(tensor), inside torch.no_grad() and "
+            "`with model.gathered(parameters, write=True)`"
+        )
+
     def reads_gradient(self, parameter: nn.Parameter) -> None:
         """Whoever reads None for a gradient that is elsewhere would go on as if there were none."""
         chunk = self._chunks[self._chunk_of[parameter]]

@@ -72,7 +72,6 @@ READS: dict[str, Callable[[nn.Parameter], object]] = {
     "pointer": lambda p: p.data_ptr(),
     "index": lambda p: p[0],
     "copy": copy.deepcopy,
-    "print": repr,
 }
 
 
@@ -80,6 +79,25 @@ READS: dict[str, Callable[[nn.Parameter], object]] = {
 def test_weights_cannot_be_read_outside(pair: Pair, how: str) -> None:
     with pytest.raises(InputError, match="outside of the model's forward.*gathered"):
         READS[how](weights(pair)["second.weight"])
+
+
+def test_weights_elsewhere_are_printed_without_values(pair: Pair) -> None:
+    parameter = weights(pair)["second.weight"]
+    assert "[8, 8]" in repr(parameter)
+    assert "elsewhere" in repr(parameter)
+    with pair.module.gathered([parameter]):
+        assert "requires_grad=True" in repr(parameter)
+        assert "nan" not in repr(parameter)
+
+
+def test_data_of_a_weight_cannot_be_replaced(pair: Pair) -> None:
+    parameter = weights(pair)["second.weight"]
+    with pytest.raises(InputError, match=r"\.data .* parameter\.copy_"):
+        parameter.data = torch.ones(8, 8)
+    with pytest.raises(InputError, match=r"\.data"), pair.module.gathered([parameter], write=True):
+        parameter.data = torch.ones(8, 8)
+    pair.train(2)
+    pair.assert_same_weights()
 
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
