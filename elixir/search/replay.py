@@ -39,16 +39,14 @@ class Machine:
         times: seconds of every piece of work.
         placement: homes of the chunks.
         grad_blocks: gradient blocks of the plan.
-        blocking: work submitted behind an update on the host stops the thread that submits, and so all compute that
-            comes later, as on CUDA; else only its lane waits.
+        ahead: the thread that submits does not wait for compute, as on CUDA: updates on the host begin beside those of
+            the device.
         record: keep spans.
     """
 
-    def __init__(
-        self, times: WorkTimes, placement: Placement, grad_blocks: int, *, blocking: bool, record: bool
-    ) -> None:
+    def __init__(self, times: WorkTimes, placement: Placement, grad_blocks: int, *, ahead: bool, record: bool) -> None:
         chunks = range(len(times.bytes))
-        self._times, self._placement, self._blocking, self._recording = times, placement, blocking, record
+        self._times, self._placement, self._ahead, self._recording = times, placement, ahead, record
         self._together = times.world_size > 1
         copied = [0.0] * len(chunks) if self._together else times.device_copy_s
         self._fetch_s = [copied[c] if placement.weight_on_device[c] else times.fetch_s[c] for c in chunks]
@@ -97,7 +95,7 @@ class Machine:
     def update(self) -> None:
         """`ElixirOptimizer.step`, every gradient being at its home: on the device at once, on the host beside."""
         times, placement = self._times, self._placement
-        host_s = self._since_s = self.now_s  # on CUDA the thread that submits is ahead of the device
+        began_s = self._since_s = self.now_s
         for c in times.update_order:
             if placement.state_on_device[c]:
                 self._doing, self._doing_chunk = "optimizer", c
@@ -110,14 +108,11 @@ class Machine:
                 if placement.weight_on_device[c]:
                     seconds += times.fetch_s[c]  # new weights return to the device, as part of the same item
                     self.moved_bytes[FETCH] += times.shard_bytes[c]
-                done_s = self._run(HOST_ADAM, "update", c, host_s if self._blocking else self.now_s, seconds)
+                done_s = self._run(HOST_ADAM, "update", c, began_s if self._ahead else self.now_s, seconds)
                 self._updated_s[c] = done_s
             if not placement.resident[c]:
                 continue
             if self._together:
-                if self._blocking:
-                    host_s = max(host_s, done_s)
-                    self.now_s = self._wait(self.now_s, done_s, HOST_ADAM)
                 self.moved_bytes[NETWORK] += times.bytes[c] - times.shard_bytes[c]
                 done_s = self._run(NETWORK, "gather", c, max(self.now_s, done_s), times.gather_s[c])
             self._ready_s[c] = done_s
@@ -150,10 +145,7 @@ class Machine:
         """`RCache._load`: host to device, then, with several ranks, a gather."""
         times = self._times
         start_s = self._updated_s[c]  # no fetch before the chunk's own update
-        if start_s > now_s:
-            if self._blocking:
-                now_s = self._wait(now_s, start_s, HOST_ADAM)
-        else:
+        if start_s < now_s:
             start_s = now_s
         self.loads += 1
         if not self._placement.weight_on_device[c]:
@@ -200,8 +192,6 @@ class Machine:
         # The update of the step before may still read what is written now.
         if self._updated_s[c] > start_s:
             start_s = self._updated_s[c]
-            if self._blocking:
-                now_s = self._wait(now_s, start_s, HOST_ADAM)
         if on_device:
             seconds = times.deliver_on_device_s[c]
         else:
