@@ -119,7 +119,7 @@ def bound(models: Sequence[str]) -> Iterator[Row]:
 def _against_bound(
     name: str, step: StepTrace, hardware: HardwareProfile, world_size: int, budgets: Budgets
 ) -> Iterator[Row]:
-    setting = Setting(world_size, min(world_size, hardware.devices_per_host), 8, True)
+    setting = Setting(world_size, hardware.ranks_per_host(world_size), 8, True)
     space = SearchSpace(step, hardware, setting)
     classic = classic_candidates(space, budgets.device_bytes, PREFETCH_DEPTH)
     fitting = [candidate.moved.link_bytes for candidate in classic if candidate.need.host_bytes <= budgets.host_bytes]

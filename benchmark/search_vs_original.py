@@ -51,7 +51,7 @@ def rows(name: str) -> list[Row]:
     found: list[Row] = []
     for world in WORLD_SIZES:
         started = time.perf_counter()
-        rule = OriginalRule(step, Setting(world, min(world, hardware.devices_per_host), 8, True))
+        rule = OriginalRule(step, Setting(world, hardware.ranks_per_host(world), 8, True))
         prepared_s = time.perf_counter() - started
         for gib in BUDGETS_GIB:
             started = time.perf_counter()

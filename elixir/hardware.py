@@ -127,6 +127,7 @@ class HardwareProfile(Artifact):
     compute_capability: tuple[int, int] | None
     """(major, minor) of a CUDA device, else None."""
     devices_per_host: int
+    """1 on a ``cpu`` machine, which any number of ranks share; see `ranks_per_host`."""
     device_memory_bytes: int
     """Of one device, as PyTorch reports it. On a ``cpu`` machine this is the host's memory, not memory beside it."""
     device_memory_bytes_per_s: float
@@ -158,6 +159,10 @@ class HardwareProfile(Artifact):
     """Between machines, per machine and direction, all its network cards together."""
     network_latency_s: float | None = None
     """Of one step of a collective between machines, at least 0."""
+
+    def ranks_per_host(self, world_size: int) -> int:
+        """How many of `world_size` ranks share a machine: one per device; on a ``cpu`` machine all of them."""
+        return world_size if self.device_kind == "cpu" else min(world_size, self.devices_per_host)
 
     def __post_init__(self) -> None:
         if not self.name:

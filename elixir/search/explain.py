@@ -177,7 +177,7 @@ class _Variants:
             # Nothing is streamed; a variant that does needs blocks that hold any chunk.
             largest = max(chunk.weight_bytes for chunk in plan.chunks)
             plan = replace(plan, block_bytes=largest)
-        ranks_per_host = min(plan.world_size, hardware.devices_per_host)
+        ranks_per_host = hardware.ranks_per_host(plan.world_size)
         setting = Setting(plan.world_size, ranks_per_host, plan.state_bytes_per_numel, plan.overlap, plan.accumulation)
         self._model = MemoryModel(workload_of(plan, trace), setting)
         self._cost = SimulatedCost(trace, hardware, setting)

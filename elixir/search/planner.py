@@ -237,7 +237,7 @@ def _prepare(
         )
     if not trace.accesses:
         raise InputError(f"the trace of {trace.model_name} uses no parameter; trace a step that runs the model")
-    ranks_per_host = min(world_size, hardware.devices_per_host)
+    ranks_per_host = hardware.ranks_per_host(world_size)
     setting = Setting(world_size, ranks_per_host, state_bytes_per_numel(optimizer_type), bool(overlap))
     say_if_network_unknown(hardware, world_size, ranks_per_host)
     return setting, resolve_budgets(hardware, ranks_per_host, device_memory, host_memory)

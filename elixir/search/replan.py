@@ -83,7 +83,7 @@ def calibrated(
     adam -= seen.refreshed_bytes / rates.get("host_to_device_bytes_per_s", hardware.host_to_device_bytes_per_s)
     stepped = sum(c.numel for c in plan.chunks if c.trainable and c.state_home == "host") // plan.world_size
     if adam > LEAST_BUSY_S and stepped:
-        ranks = min(plan.world_size, hardware.devices_per_host)
+        ranks = hardware.ranks_per_host(plan.world_size)
         rates["host_adam_numel_per_s"] = stepped * ranks / adam
     measured = {name.removesuffix("_bytes_per_s").removesuffix("_numel_per_s") for name in rates}
     fits = {key: fit for key, fit in hardware.fits.items() if key.split(".")[0] not in measured}
@@ -104,7 +104,7 @@ def correct(
         optimizer: family, as in the plan.
     """
     seen = worst(observations)
-    ranks = min(plan.world_size, hardware.devices_per_host)
+    ranks = hardware.ranks_per_host(plan.world_size)
     host_seen, predicted = seen.host_peak_bytes * ranks, plan.predicted
     device_off = seen.device_peak_bytes - predicted.device_peak_bytes
     host_off = host_seen - predicted.host_peak_bytes

@@ -126,7 +126,7 @@ def _host_levers(case: Case, budgets: Budgets, least: _Least) -> Iterator[Lever]
 
 def _twice_the_ranks(case: Case) -> Case:
     ranks = 2 * case.setting.world_size
-    per_host = min(ranks, case.hardware.devices_per_host)
+    per_host = case.hardware.ranks_per_host(ranks)
     return replace(case, setting=replace(case.setting, world_size=ranks, ranks_per_host=per_host))
 
 

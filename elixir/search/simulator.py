@@ -80,10 +80,10 @@ class _Case:
     schedule: StepSchedule
     result: ScheduleResult
     grad_blocks: int
-    blocking: bool
+    ahead: bool
 
     def machine(self, *, record: bool) -> Machine:
-        return Machine(self.times, self.placement, self.grad_blocks, blocking=self.blocking, record=record)
+        return Machine(self.times, self.placement, self.grad_blocks, ahead=self.ahead, record=record)
 
     def events(self, loads: Sequence[tuple[int, int]], *, updated: bool, record: bool = False) -> Events:
         return self.times.events(self.placement, self.schedule, loads, updated=updated, record=record)
@@ -131,7 +131,7 @@ def simulate_step(
     _check_count("accumulation", accumulation)
     _check_count("steps", steps)
     if ranks_per_host is None:
-        ranks_per_host = min(plan.world_size, hardware.devices_per_host)
+        ranks_per_host = hardware.ranks_per_host(plan.world_size)
     _check_count("ranks_per_host", ranks_per_host)
     if network_bytes_per_s is None:
         say_if_network_unknown(hardware, plan.world_size, ranks_per_host)
@@ -193,7 +193,7 @@ class SimulatedCost:
             algorithm=algorithm,
         )
         self._setting = setting
-        self._blocking = hardware.device_kind == "cuda"
+        self._ahead = hardware.device_kind == "cuda"
         self._events_s = self._rates.events_s(trace) * compute_scale
         self._known: WeakKeyDictionary[Workload, _Known] = WeakKeyDictionary()
 
@@ -250,7 +250,7 @@ class SimulatedCost:
         gathering = [chunk for chunk, state in enumerate(on_device) if known.model.gathers_gradients(chunk, state)]
         schedule = work.schedule(placement.residents, result.prefetch_depth)
         grad_blocks = known.model.grad_block_count(gathering)
-        return _Case(known.times, placement, schedule, result, grad_blocks, self._blocking)
+        return _Case(known.times, placement, schedule, result, grad_blocks, self._ahead)
 
     def _of(self, work: Workload) -> _Known:
         found = self._known.get(work)

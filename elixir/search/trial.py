@@ -173,7 +173,7 @@ def budgets_on_paper(
 
     A ``cpu`` machine has one memory for both; what is not given of it is split evenly.
     """
-    ranks = min(world_size, hardware.devices_per_host)
+    ranks = hardware.ranks_per_host(world_size)
     if hardware.device_kind == "cpu":
         everything = hardware.host_memory_bytes or hardware.device_memory_bytes
         if host_memory is None:
@@ -255,7 +255,7 @@ def with_network(hardware: HardwareProfile, network_bytes_per_s: float | None) -
 
 
 def _check_network(hardware: HardwareProfile, world_size: int) -> None:
-    if world_size > hardware.devices_per_host and hardware.network_bytes_per_s is None:
+    if world_size > hardware.ranks_per_host(world_size) and hardware.network_bytes_per_s is None:
         raise InputError(
             f"{hardware.name} has {hardware.devices_per_host} devices a machine; for {world_size} give the network's "
             "bandwidth between machines"
@@ -272,7 +272,7 @@ def _check_room(trace: StepTrace, hardware: HardwareProfile, world_size: int, bu
         width = dtype_bytes(param.dtype)
         states = state_bytes + (MASTER_BYTES if width < MASTER_BYTES else 0) if param.trainable else 0
         needed += param.numel * (width + states)
-    machines = -(-world_size // hardware.devices_per_host)
+    machines = -(-world_size // hardware.ranks_per_host(world_size))
     there = world_size * budgets.device_bytes + machines * budgets.host_bytes
     if needed > there:
         raise PlanError(

@@ -86,7 +86,7 @@ def check_consistent(made: Plan, trace: StepTrace) -> None:
         for slot in chunk.parameters:
             info = infos[slot.name]
             assert (slot.numel, chunk.dtype, chunk.trainable) == (info.numel, info.dtype, info.trainable)
-    recounter = Recounter(made, trace, min(made.world_size, HARDWARE.devices_per_host))
+    recounter = Recounter(made, trace, HARDWARE.ranks_per_host(made.world_size))
     recounter.check_order()
     assert recounter.everything() == Recount(
         device_peak_bytes=predicted.device_peak_bytes,

@@ -42,7 +42,7 @@ def test_plans_fit_say_what_they_need_and_move_no_more_than_the_original(
     made = plan(trace, world_size, device=device, **options)
     assert made.state_bytes_per_numel == (8 if optimizer == "Adam" else 4)
     check_consistent(made, trace)
-    ranks_per_host = min(world_size, HARDWARE.devices_per_host)
+    ranks_per_host = HARDWARE.ranks_per_host(world_size)
     setting = Setting(world_size, ranks_per_host, made.state_bytes_per_numel, overlap)
     original = OriginalRule(trace, setting).choose(device)
     if original is not None:
