@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from elixir.control_groups import MEMBERSHIP, ROOT, control_groups
 from elixir.errors import InputError
 
 
@@ -119,34 +120,20 @@ def _meminfo_bytes(key: str, path: Path = Path("/proc/meminfo")) -> int | None:
     return None
 
 
-def _cgroup_memory(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> Iterator[tuple[int, int]]:
+def _cgroup_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[tuple[int, int]]:
     """(limit, bytes in use) of every control group above this process that limits memory.
 
-    Page cache that the kernel would drop first does not count as in use. Both hierarchies are read; a container often
-    sees its own group at the root, so groups that are not there are skipped and the root is always read.
+    Page cache that the kernel would drop first does not count as in use.
     """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        controllers, _, group = line.partition(":")[2].partition(":")
-        if controllers == "":
-            bases, names = [root, root / "unified"], ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            bases, names = [root / "memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        for base in bases:
-            own = base / group.strip("/")
-            for folder in (own, *own.parents):
-                if not folder.is_relative_to(base):
-                    break
-                limit, used = _read_int(folder / names[0]), _read_int(folder / names[1])
-                if limit is not None and used is not None:
-                    yield limit, used - _stat_bytes(folder / "memory.stat", names[2])
+    for folder, second in control_groups("memory", root, membership):
+        names = (
+            ("memory.max", "memory.current", "inactive_file")
+            if second
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        limit, used = _read_int(folder / names[0]), _read_int(folder / names[1])
+        if limit is not None and used is not None:
+            yield limit, used - _stat_bytes(folder / "memory.stat", names[2])
 
 
 def _read_int(path: Path) -> int | None:

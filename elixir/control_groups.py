@@ -1,0 +1,40 @@
+"""The control groups above this process, which limit what it may use of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def control_groups(controller: str, root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[tuple[Path, bool]]:
+    """(folder, whether it is of version 2) of every group above this process that `controller` may limit.
+
+    Both hierarchies are read; a container often sees its own group at the root, so groups that are not there are
+    skipped and the root is always read.
+
+    Args:
+        controller: such as ``memory`` or ``cpu``.
+        root: where the hierarchies are mounted.
+        membership: file that says which groups this process is in.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        controllers, _, group = line.partition(":")[2].partition(":")
+        if controllers == "":
+            bases = [root, root / "unified"]
+        elif controller in controllers.split(","):
+            bases = [root / controller, root / controllers]
+        else:
+            continue
+        for base in dict.fromkeys(bases):
+            own = base / group.strip("/")
+            for folder in (own, *own.parents):
+                if not folder.is_relative_to(base):
+                    break
+                yield folder, controllers == ""
