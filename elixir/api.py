@@ -19,6 +19,7 @@ from elixir.chunk.group import Group
 from elixir.default_step import default_input, default_step
 from elixir.errors import ElixirError, InputTypeError, RankError
 from elixir.hardware import HardwareProfile, warn_if_other_device
+from elixir.host_threads import check_host_threads
 from elixir.plan import Plan
 from elixir.search.budgets import host_memory_here
 from elixir.search.planner import HomeChoice, plan_from_trace
@@ -52,6 +53,7 @@ def wrap(
     placement: HomeChoice = "auto",
     max_norm: float | None = None,
     initial_scale: float = 2.0**16,
+    host_threads: int | None = None,
     replan: bool = True,
     **options: Any,
 ) -> tuple[ElixirModule, ElixirOptimizer]:
@@ -72,6 +74,7 @@ def wrap(
         placement: ``auto``, or ``cuda`` / ``cpu`` to keep everything there.
         max_norm: clip the global gradient norm.
         initial_scale: of the loss, with float16.
+        host_threads: of this rank's Adam on the host; None for its part of the cores, less what computes beside it.
         replan: compare the first steps with the plan, and move chunks once where a better one is found.
         options: further arguments of `ElixirModule`, such as ``weights``.
 
@@ -84,6 +87,7 @@ def wrap(
         raise InputTypeError(f"model must be a plain nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputTypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
+    check_host_threads(host_threads)
     profile = profile_for(hardware)
     planning = Group(group)
     try:
@@ -106,7 +110,9 @@ def wrap(
     if profile.device_kind == "cpu":
         options.setdefault("device", "cpu")
     module = ElixirModule(model, plan, group, **options)
-    wrapped = ElixirOptimizer(module, optimizer, initial_scale=initial_scale, max_norm=max_norm)
+    wrapped = ElixirOptimizer(
+        module, optimizer, initial_scale=initial_scale, max_norm=max_norm, host_threads=host_threads
+    )
     if replan and placement == "auto":
         module.before_forward = _Replanning(module, wrapped, trace, profile)
     return module, wrapped

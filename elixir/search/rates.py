@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from elixir.hardware import HardwareProfile
+from elixir.hardware import HardwareProfile, RateFit
+from elixir.host_threads import adam_threads
 from elixir.search.collective_model import (
     NCCL_CALL_S,
     NETWORK_STEP_S,
@@ -25,7 +27,7 @@ from elixir.tracer.step_trace import StepTrace
 logger = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float64]
-_HOST_ADAM = re.compile(r"host_adam(\.\d+)?")
+_HOST_ADAM = re.compile(r"host_adam\.(\d+)(|\.all_ranks)")
 
 
 @dataclass(frozen=True)
@@ -159,17 +161,37 @@ class Rates:
         return 1.0 if alone is None or both is None else max(1.0, alone.per_s / both.per_s)
 
     def _host_adam(self) -> Line:
-        fits = self._hardware.fits
-        if self._ranks > 1:
-            together = [
-                fit for key, fit in sorted(fits.items()) if re.fullmatch(_HOST_ADAM.pattern + r"\.all_ranks", key)
-            ]
-            if together:
-                best = max(together, key=lambda fit: fit.per_s)
-                return Line(best.latency_s, best.per_s)
-        alone = [fit for key, fit in sorted(fits.items()) if _HOST_ADAM.fullmatch(key)]
-        best = max(alone, key=lambda fit: fit.per_s, default=self._hardware.rate("host_adam"))
-        return Line(best.latency_s, best.per_s).shared(self._ranks)
+        """At the number of threads that the runtime gives it (`elixir.host_threads`), where the profile knows several."""
+        alone, together = self._host_adam_fits(""), self._host_adam_fits(".all_ranks") if self._ranks > 1 else {}
+        cores = max(alone, default=0)  # all those that torch was told to use when they were measured
+        on_cpu = self._hardware.device_kind == "cpu"
+        threads = adam_threads(cores, self._ranks, cores // self._ranks if on_cpu else 0)
+        if together:
+            return _by_threads(together, threads)
+        if not alone:
+            fit = self._hardware.rate("host_adam")
+            return Line(fit.latency_s, fit.per_s).shared(self._ranks)
+        # What all cores together get out of memory is what ranks share, whatever each could do alone.
+        return _by_threads(alone, threads).at_most(max(fit.per_s for fit in alone.values()) / self._ranks)
+
+    def _host_adam_fits(self, ending: str) -> dict[int, RateFit]:
+        """By number of threads."""
+        matches = {key: _HOST_ADAM.fullmatch(key) for key in sorted(self._hardware.fits)}
+        return {
+            int(match[1]): self._hardware.fits[key]
+            for key, match in matches.items()
+            if match is not None and match[2] == ending
+        }
+
+
+def _by_threads(fits: Mapping[int, RateFit], threads: int) -> Line:
+    """The fit of so many threads; between two that were measured on a straight line, never beyond them."""
+    known = sorted(fits)
+    per_s, latency_s = (
+        float(np.interp(threads, known, [getattr(fits[count], name) for count in known]))
+        for name in ("per_s", "latency_s")
+    )
+    return Line(latency_s, per_s)
 
 
 def say_if_network_unknown(hardware: HardwareProfile, world_size: int, ranks_per_host: int) -> bool:

@@ -23,6 +23,7 @@ from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Emulation, Ticket, make_lanes
 from elixir.errors import InputError, InputTypeError
+from elixir.host_threads import host_share, host_view
 from elixir.kernels.fused_modules import FusedKernels
 from elixir.plan import Plan, same_packing
 from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, move_chunks, place_buffers
@@ -89,6 +90,8 @@ class ElixirModule(nn.Module):
             raise InputTypeError(f"module must be a plain nn.Module, got {type(module).__name__}")
         self._group = Group(group)
         agree_on_plan(self._group, module, plan, dtype)
+        self.host_share = host_share(self._group.exchange("cores", host_view()), self._group.rank)
+        """This rank's part of its machine's cores."""
         self._device = compute_device(device)
         self._cast = None if plan.dtype == "as built" else getattr(torch, plan.dtype)
         self._output_fp32 = output_fp32

@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_map
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError, InputTypeError
+from elixir.host_threads import check_host_threads
 from elixir.wrapper.chunk_optimizer import ChunkOptimizer, Segment
 from elixir.wrapper.fused_adam import FusedAdam, can_fuse
+from elixir.wrapper.host_adam import set_host_threads
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer_class import accepted_options, check_elementwise, has_stepped
 
@@ -36,9 +38,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
         initial_scale: loss scale to begin with; used with float16 only.
         max_norm: clip the global gradient norm to this; 0 or None for no clipping.
         growth_interval: steps without overflow after which the loss scale doubles.
+        host_threads: of what steps on the host, on this rank; None for its part of the cores (`elixir.host_threads`).
+            Other threads keep torch's number. Several optimizers of one module share them: the last one says.
 
     Raises:
-        InputError: the optimizer is not elementwise, or has parameters that are not the module's.
+        InputError: the optimizer is not elementwise, or has parameters that are not the module's; or `host_threads` is no
+            whole number from 1 on.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         initial_scale: float = 2.0**16,
         max_norm: float | None = None,
         growth_interval: int = 2000,
+        host_threads: int | None = None,
         **_: Any,
     ) -> None:
         if not isinstance(module, ElixirModule):
@@ -56,6 +62,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             raise InputTypeError(f"optimizer must be a plain torch optimizer, got {type(optimizer).__name__}")
         if any(has_stepped(state) for state in optimizer.state.values()):
             raise InputError("the optimizer has stepped already, and its states would be lost; give one that has not")
+        asked_threads = check_host_threads(host_threads)
         self._ready = False
         self.module = module
         self._class = type(optimizer)
@@ -80,6 +87,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.used_parameters: set[str] = set()
         self._position = {parameter: index for index, parameter in enumerate(module.module.parameters())}
         self._parts = self._make_parts()
+        self.host_threads = set_host_threads(module, asked_threads)
+        """Of what steps on the host."""
         module.optimizers.append(self)
         self._ready = True
 

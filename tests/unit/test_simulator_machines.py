@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from elixir.errors import InputError, InputTypeError
-from elixir.hardware import RateFit
+from elixir.hardware import HardwareProfile, RateFit
 from elixir.search import plan_from_trace
 from elixir.search.rates import with_link_speed
 from elixir.search.simulator import simulate_step
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import GIB, MIB
-from tests.common.chains import INSTANT, Speeds, chain, chain_plan, simulated
+from tests.common.chains import INSTANT, NUMEL, Speeds, chain, chain_plan, simulated
 from tests.common.samples import make_hardware
 from tests.common.synthetic_trace import StackShape, stack_trace
 
@@ -68,6 +68,30 @@ def test_ranks_of_a_machine_share_its_adam_and_its_memory() -> None:
     apart = simulated(plan, speeds, ranks_per_host=1, network_bytes_per_s=INSTANT, network_latency_s=0.0)
     assert together.busy_s["host_adam"] == pytest.approx(3 * 8.0)
     assert apart.busy_s["host_adam"] == pytest.approx(3 * 8.0 / 2)
+
+
+def _adam_s(machine: HardwareProfile, world_size: int = 1) -> float:
+    plan = chain_plan(blocks=3, depth=0, world_size=world_size)
+    return simulate_step(plan, chain(), machine).busy_s["host_adam"] * world_size / 3
+
+
+def test_the_hosts_adam_has_the_threads_that_the_runtime_gives_it() -> None:
+    """A CUDA machine of 8 cores: 7 for one rank, 3 for each of two; between measured counts on a straight line."""
+    machine = replace(Speeds().machine("cuda"), devices_per_host=8)
+    each = {1: 8.0, 4: 2.0, 8: 1.0}  # seconds of a chunk
+    fits = {f"host_adam.{threads}": RateFit(0.0, NUMEL / seconds, 0.0) for threads, seconds in each.items()}
+    machine = replace(machine, fits=fits)
+    assert _adam_s(machine) == pytest.approx(1 / (0.5 + 3 / 4 * 0.5))
+    assert _adam_s(machine, 2) == pytest.approx(1 / (1 / 8 + 2 / 3 * (1 / 2 - 1 / 8)))
+    flat = {key: RateFit(0.0, NUMEL, 0.0) for key in fits}  # one thread takes all that memory gives
+    assert _adam_s(replace(machine, fits=flat), 2) == pytest.approx(2.0)
+    together = fits | {"host_adam.2.all_ranks": RateFit(0.0, NUMEL / 5.0, 0.0)}
+    assert _adam_s(replace(machine, fits=together), 2) == pytest.approx(5.0)
+
+
+def test_beside_compute_on_the_same_cores_adam_has_one_thread() -> None:
+    fits = {f"host_adam.{threads}": RateFit(0.0, NUMEL * threads, 0.0) for threads in (1, 2, 4)}
+    assert _adam_s(replace(Speeds().machine(), fits=fits)) == pytest.approx(1.0)
 
 
 def test_bad_input_says_what_to_do(stack: StepTrace) -> None:

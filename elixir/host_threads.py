@@ -1,0 +1,190 @@
+"""How many threads the host's Adam has, and on which cores: the one rule, for the runtime and for the time model.
+
+`torchrun` gives every rank a single OpenMP thread unless it is told otherwise. That is right for operators between
+kernels of a device and wrong for Adam over gigabytes of host memory, which then crawls on one core. So the worker thread
+that steps on the host has a number of its own: this rank's part of the cores, less what computes beside it, less one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elixir.control_groups import MEMBERSHIP, ROOT, control_groups
+from elixir.errors import InputError, unknown_name
+
+BIND_VARIABLE = "ELIXIR_BIND"
+"""``1`` (default) binds the host's Adam where several ranks share a machine, ``0`` does not."""
+FEW_CORES = 2
+"""Of so few none is left for the data loader, which would be half of them."""
+_OPENMP_BINDS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+"""Where the environment tells OpenMP where its threads run, that counts."""
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def adam_threads(cores: int, ranks: int = 1, compute_threads: int = 0) -> int:
+    """Threads of one rank's Adam on the host.
+
+    Each rank has as many cores as every other. What compute takes of them, where it is on the CPU too, runs beside Adam
+    and would have to wait for it; where there are more than two, one is left for the data loader and for Python.
+
+    >>> adam_threads(64, ranks=8)
+    7
+    >>> adam_threads(2, compute_threads=1)
+    1
+
+    Args:
+        cores: that the ranks of one machine may use together.
+        ranks: of that machine.
+        compute_threads: of one rank, where compute is on the CPU.
+    """
+    mine = cores // ranks
+    return max(1, mine - compute_threads - (mine > FEW_CORES))
+
+
+@dataclass(frozen=True)
+class HostView:
+    """What one rank says of the machine it runs on."""
+
+    host: str
+    """The same on all ranks of a machine, on no other."""
+    cores: tuple[int, ...]
+    """Numbers of those that it may use; hyperthreads of one core are neighbours."""
+    quota_cores: float
+    """How many the control groups above it allow at a time."""
+
+
+@dataclass(frozen=True)
+class HostShare:
+    """What one rank has of its machine."""
+
+    cores: tuple[int, ...]
+    """Its own."""
+    all_cores: int
+    """Those it shares with `ranks`, itself included, as far as control groups allow."""
+    ranks: int
+
+
+def host_view(root: Path = ROOT, membership: Path = MEMBERSHIP, topology: Path = _TOPOLOGY) -> HostView:
+    """This rank's; reads what the operating system tells and takes the rest as unlimited."""
+    try:
+        boot = _BOOT.read_text().strip()
+    except OSError:
+        boot = ""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = tuple(sorted(allowed, key=lambda core: _place(core, topology)))
+    return HostView(f"{socket.gethostname()} {boot}", cores, quota_cores(root, membership))
+
+
+def quota_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
+    """How many cores' time the control groups above this process allow; infinity where none limits it."""
+    least = float("inf")
+    for folder, second in control_groups("cpu", root, membership):
+        try:
+            if second:
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = (
+                    (folder / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                )
+        except (OSError, ValueError):
+            continue
+        if quota.isdigit() and int(period):  # "max" and -1 stand for no limit
+            least = min(least, int(quota) / int(period))
+    return least
+
+
+def host_share(views: Sequence[HostView], rank: int, environment: Mapping[str, str] = os.environ) -> HostShare:
+    """What `rank` has of its machine, by what all ranks of its group say.
+
+    Ranks that may use the same cores divide them among themselves; a launcher that has bound each rank to cores of its
+    own has divided them already. `torchrun` says how many ranks there are where not all of them are in the group.
+
+    Args:
+        views: of the group's ranks, in order.
+        rank: this one.
+        environment: for ``LOCAL_WORLD_SIZE`` and ``LOCAL_RANK``.
+    """
+    mine = views[rank]
+    here = [other for other, view in enumerate(views) if view.host == mine.host]
+    alike = [other for other in here if views[other].cores == mine.cores]
+    sharing, place, ranks = len(alike), alike.index(rank), len(here)
+    local = _numbers(environment, "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+    if local is not None and local[0] > ranks:
+        ranks = local[0]
+        if len(alike) == len(here):
+            sharing, place = local
+    count = len(mine.cores)
+    first = place * count // sharing
+    cores = mine.cores[first : max((place + 1) * count // sharing, first + 1)]
+    # A quota is what all ranks of the machine have together, however their cores are divided.
+    allowed = max(1, int(min(count, mine.quota_cores * sharing / ranks)))
+    return HostShare(cores, allowed, sharing)
+
+
+def check_host_threads(value: object) -> int | None:
+    """`value` as ``host_threads``: a whole number from 1 on, or None for the rule.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(
+            f"host_threads must be a whole number, 1 or larger, or None for this rank's part of the cores; got {value!r}"
+        )
+    return value
+
+
+def binds(share: HostShare, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the host's Adam is bound to this rank's own cores: where ranks share them, unless told otherwise.
+
+    Raises:
+        InputError: ``ELIXIR_BIND`` has another value than 0 and 1.
+    """
+    value = environment.get(BIND_VARIABLE, "1").strip() or "1"
+    if value not in ("0", "1"):
+        raise unknown_name(f"value of {BIND_VARIABLE}", value, ("0", "1"))
+    elsewhere = any(environment.get(name) for name in _OPENMP_BINDS)
+    return value == "1" and share.ranks > 1 and not elsewhere and hasattr(os, "sched_setaffinity")
+
+
+def core_list(cores: Sequence[int]) -> str:
+    """As Linux writes them.
+
+    >>> core_list((0, 1, 2, 8, 10, 11))
+    '0-2,8,10-11'
+    """
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _place(core: int, topology: Path) -> tuple[int, int, int]:
+    """Sorts cores by socket, then by physical core, so that hyperthreads of one go to one rank."""
+    folder = topology / f"cpu{core}" / "topology"
+    try:
+        socket_number = int((folder / "physical_package_id").read_text())
+        first = int(re.split(r"[,-]", (folder / "thread_siblings_list").read_text().strip())[0])
+    except (OSError, ValueError):
+        return 0, core, core
+    return socket_number, first, core
+
+
+def _numbers(environment: Mapping[str, str], size: str, rank: str) -> tuple[int, int] | None:
+    """A launcher's number of ranks and which this is; None where it does not say, or says nonsense."""
+    try:
+        found = int(environment[size]), int(environment[rank])
+    except (KeyError, ValueError):
+        return None
+    return found if 0 <= found[1] < found[0] else None
