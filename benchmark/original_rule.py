@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from elixir.schedule import StepSchedule
+from elixir.search.candidate import Candidate, weigh
 from elixir.search.memory import MemoryModel, Placement, Setting
 from elixir.search.packing import Packing, ParamTable
+from elixir.search.space import SearchSpace
 from elixir.search.workload import StepFacts, Workload
 from elixir.tracer.step_trace import StepTrace
 
@@ -40,6 +42,11 @@ class Choice:
     chunks: int
     link_bytes: int
     placement: Placement
+
+    def candidate(self, space: SearchSpace, prefetch_depth: int) -> Candidate:
+        """What our time model makes of it."""
+        blocks = min(self.blocks, self.placement.resident.count(False))
+        return weigh(space.model(self.chunk_bytes), self.placement, blocks, prefetch_depth, space.cost)
 
 
 class OriginalRule:

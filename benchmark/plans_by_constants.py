@@ -55,7 +55,6 @@ from benchmark.emulated_runs import (
 from elixir.hardware import HardwareProfile
 from elixir.models import build_shape, default_input, default_step
 from elixir.plan import Plan
-from elixir.search.candidate import weigh
 from elixir.search.planner import PREFETCH_DEPTH, plan_from_trace, to_plan
 from elixir.search.simulator import simulate_step
 from elixir.search.space import Budgets, SearchSpace
@@ -145,8 +144,7 @@ def rules_plan(space: SearchSpace, rule: original_rule.OriginalRule, device_byte
     choice = rule.choose(device_bytes)
     if choice is None:
         return None
-    blocks = min(choice.blocks, choice.placement.resident.count(False))
-    candidate = weigh(space.model(choice.chunk_bytes), choice.placement, blocks, PREFETCH_DEPTH, space.cost)
+    candidate = choice.candidate(space, PREFETCH_DEPTH)
     return to_plan(space, candidate, Budgets(device_bytes, candidate.need.host_bytes), "AdamW", "auto")
 
 

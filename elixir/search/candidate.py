@@ -25,12 +25,15 @@ class Candidate:
     overlap: bool
 
     @property
-    def rank(self) -> tuple[float, int, int, int, int, int, int]:
+    def rank(self) -> tuple[bool, float, int, int, int, int, int, int]:
         """Sorts candidates: fastest first, then fewest bytes over the host link, then least memory, then fewest chunks.
 
-        Seconds are compared to a nanosecond, so that the last bits of a sum decide nothing.
+        Offloading is for what does not fit: a plan that needs the host link comes after any that does not, though the
+        host's Adam, which works beside compute, may make it a percent faster. Seconds are compared to a nanosecond, so
+        that the last bits of a sum decide nothing.
         """
         return (
+            self.moved.link_bytes > 0,
             round(self.seconds["total"], 9),
             self.moved.link_bytes,
             self.need.device_bytes,

@@ -43,19 +43,18 @@ class LowerBound:
     """Rows that hold the bound up, with seconds that one more unit of their right side would save."""
 
 
-def lower_bound(space: SearchSpace, budgets: Budgets, *, link_bytes: int | None = None) -> LowerBound | None:
+def lower_bound(space: SearchSpace, budgets: Budgets) -> LowerBound | None:
     """The bound for all plans of a search, whatever their chunk size, homes, blocks and prefetch depth.
 
     Args:
         space: what is searched; the bound is for its `SimulatedCost` with the profile's own network.
         budgets: what a plan may use.
-        link_bytes: only for plans that move no more than so many bytes over the host link; None: for all.
 
     Returns:
         None where even fractions of parameters do not fit, so that there is no plan.
     """
     kinds = KINDS if space.setting.overlap else KINDS[:1]
-    found = [_solve(_Program(space, budgets, link_bytes, kind)) for kind in kinds]
+    found = [_solve(_Program(space, budgets, kind)) for kind in kinds]
     return min((bound for bound in found if bound is not None), key=lambda bound: bound.step_s, default=None)
 
 
@@ -103,7 +102,7 @@ def _weak_duality(cost: Floats, matrix: object, limits: Floats, upper: Floats, p
 class _Program:
     """Rows ``a x <= b`` over the columns: per group of parameters, the shares on the device; then single quantities."""
 
-    def __init__(self, space: SearchSpace, budgets: Budgets, link_bytes: int | None, kind: str) -> None:
+    def __init__(self, space: SearchSpace, budgets: Budgets, kind: str) -> None:
         self.space, self.setting, self.trace, self.kind = space, space.setting, space.trace, kind
         self.world_size = self.setting.world_size
         self.rates = Rates(space.hardware, main_dtype(self.trace), self.world_size, self.setting.ranks_per_host)
@@ -115,8 +114,8 @@ class _Program:
         self.states, self.weights = np.arange(count), count + np.arange(count)
         self.gathered = 2 * count + np.arange(count) if several else None
         first = (3 if several else 2) * count
-        self.blocks, self.grad_blocks, self.in_flight, self.loads, self.forward, self.backward = range(first, first + 6)
-        self.columns = first + 6
+        self.blocks, self.grad_blocks, self.in_flight, self.forward, self.backward = range(first, first + 5)
+        self.columns = first + 5
         self.cost = np.zeros(self.columns)
         self.cost[[self.forward, self.backward]] = 1.0
         self.rows: list[Floats] = []
@@ -126,11 +125,9 @@ class _Program:
         self._memory(budgets)
         self._forward()
         self._backward()
-        if link_bytes is not None:
-            self._link(link_bytes)
         self.upper = self._upper(budgets)
         self.units = np.ones(self.columns)
-        self.units[[self.blocks, self.grad_blocks, self.loads]] = self.bytes.sum()
+        self.units[[self.blocks, self.grad_blocks]] = self.bytes.sum()
         self.units[[self.forward, self.backward]] = self.before_s[-1] or 1.0
 
     def share_on_device(self, solution: Floats) -> float:
@@ -206,7 +203,6 @@ class _Program:
         """Ends of the columns. A plan that takes longer than all its work in turn, and twice, is beaten by any bound."""
         upper = np.ones(self.columns)
         upper[[self.blocks, self.grad_blocks]] = max(budgets.device_bytes, 0)
-        upper[self.loads] = self.bytes.sum()
         longest_s = sum(abs(limit) for name, limit in zip(self.names, self.limits, strict=True) if ": " in name)
         upper[[self.forward, self.backward]] = 1.0 + 2 * longest_s
         return upper
@@ -358,18 +354,6 @@ class _Program:
             row[[self.backward, self.blocks]] = -1.0, -per_byte_s
             self._streamed(row, np.where(self.in_backward, self.bytes * per_byte_s, 0.0))
             self.limits[-1] -= float(np.where(self.trained, self.bytes, 0.0).sum()) * self._per_byte_s(rates.reduce)
-
-    def _link(self, link_bytes: int) -> None:
-        world = self.world_size
-        shard = self.bytes / world
-        row = self._row("loads of backward", 0.0)
-        row[[self.loads, self.blocks]] = -1.0, -1 / world
-        self._on_host(row, np.where(self.in_backward, shard, 0.0))
-        row = self._row("link bytes", float(link_bytes))
-        row[self.loads] = 1.0
-        self._on_host(row, np.where(self.in_forward, shard, 0.0))
-        self._states_on_host(row, np.where(self.trained, shard, 0.0))
-        row[self.weights] += np.where(self.trained, shard, 0.0)
 
     def _serial_loads(self, row: Floats, used: npt.NDArray[np.bool_]) -> None:
         """Without prefetch compute waits for every load from beginning to end."""

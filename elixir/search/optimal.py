@@ -1,10 +1,9 @@
-"""The search: sizes, blocks, prefetch and homes; the fastest candidate that fits and moves no more than the first Elixir.
+"""The search: sizes, blocks, prefetch and homes; the fastest candidate that fits.
 
 Three rounds, each with fewer packings and a closer look: fill the device by a few rules with fewest and most blocks;
 vary blocks and depth; change homes of chunks one by one, or, where there are few chunks, try them all.
 
-How the promise on traffic is kept: the first Elixir's own choice is a candidate. Its bytes are the cap; a candidate
-that moves more over the link is dropped, however fast it looks. So the cap never makes a search infeasible.
+What the first Elixir would have chosen is a candidate, too, so that no plan is slower than that.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ FEW_CHUNKS = 16
 """Up to so many, all homes are looked at unless they are too many in spite of what can be ruled out."""
 STARTS = 8
 """Of the search over homes of few chunks; one where there are more."""
-Order = tuple[int, tuple[float, ...]]
-"""Bytes over the host link above what is allowed, then `Candidate.rank`."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Outcome:
 
 
 def find_best(
-    space: SearchSpace, budgets: Budgets, sizes: Iterable[int], prefetch_depth: int, *, capped: bool
+    space: SearchSpace, budgets: Budgets, sizes: Iterable[int], prefetch_depth: int, *, classic: bool = False
 ) -> Outcome:
     """Search `sizes` with every placement.
 
@@ -52,17 +49,15 @@ def find_best(
         budgets: what a plan may use.
         sizes: chunk capacities in bytes.
         prefetch_depth: chunks fetched ahead, to begin with. Where it is not 0, all up to `MOST_AHEAD` are tried.
-        capped: drop candidates that move more than the first Elixir would.
+        classic: try what the first Elixir would have chosen as well, though its size be none of `sizes`.
     """
-    classic = classic_candidates(space, budgets.device_bytes, prefetch_depth) if capped else []
-    fitting = [candidate for candidate in classic if candidate.need.host_bytes <= budgets.host_bytes]
-    cap = min((candidate.moved.link_bytes for candidate in fitting), default=None)
+    theirs = classic_candidates(space, budgets.device_bytes, prefetch_depth) if classic else []
     # Capacities that pack alike share a model, which the first of them names.
     models = {model.work.packing.capacity_bytes: model for model in (space.model(size) for size in sizes)}
-    for candidate in fitting:
+    for candidate in theirs:
         capacity = candidate.work.packing.capacity_bytes
         models[capacity] = space.model(capacity)
-    found = _Collection(budgets, cap, classic)
+    found = _Collection(budgets, theirs)
     depths = range(MOST_AHEAD + 1) if prefetch_depth else range(1)
     trials = [_Trials(space, model, budgets, found) for model in models.values()]
     for trial in trials:
@@ -89,9 +84,9 @@ class _Trials:
         self.best: Candidate | None = None
         self._tried: dict[tuple[int, int], Candidate | None] = {}
 
-    def order(self) -> tuple[bool, Order]:
+    def order(self) -> tuple[bool, tuple[float, ...]]:
         """Packings without anything that fits come last."""
-        return (True, (0, ())) if self.best is None else (False, self.found.order(self.best))
+        return (True, ()) if self.best is None else (False, self.best.rank)
 
     def look(self, depths: Iterable[int]) -> None:
         """Fewest and most blocks."""
@@ -128,7 +123,7 @@ class _Trials:
         if not self.few_chunks and not few:
             return
         for gathered in self._families():
-            polish = Polish(self.model, self.budgets, self.space.cost, self.found.cap, gathered=gathered)
+            polish = Polish(self.model, self.budgets, self.space.cost, gathered=gathered)
             better = polish.better(self._starts(), depths, all_on_host=self.few_chunks) if few else None
             if better is not None:
                 self._take([better])
@@ -154,10 +149,10 @@ class _Trials:
                 continue
             for choice in (("depth", depth), ("blocks", blocks)):
                 known = by_choice.get(choice)
-                if known is None or self.found.order(tried) < self.found.order(known):
+                if known is None or tried.rank < known.rank:
                     by_choice[choice] = tried
         distinct: dict[Placement, Candidate] = {}
-        for candidate in sorted(by_choice.values(), key=self.found.order):
+        for candidate in sorted(by_choice.values(), key=lambda candidate: candidate.rank):
             distinct.setdefault(candidate.placement, candidate)
         return list(distinct.values())[: STARTS if self.few_chunks else 1]
 
@@ -165,7 +160,7 @@ class _Trials:
         """The homes that need least of the host, where all can be looked at."""
         if not self.few_chunks:
             return
-        found = Polish(self.model, self.budgets, self.space.cost, None).least_host(depth)
+        found = Polish(self.model, self.budgets, self.space.cost).least_host(depth)
         if found is not None:
             self._take([found])
 
@@ -176,13 +171,13 @@ class _Trials:
 
     def _take(self, candidates: Iterable[Candidate]) -> Candidate | None:
         best = self.found.take(candidates)
-        if best is not None and (self.best is None or self.found.order(best) < self.found.order(self.best)):
+        if best is not None and (self.best is None or best.rank < self.best.rank):
             self.best = best
         return best
 
-    def _order(self, key: tuple[int, int]) -> Order:
+    def _order(self, key: tuple[int, int]) -> tuple[float, ...]:
         tried = self._tried[key]
-        return (0, ()) if tried is None else self.found.order(tried)
+        return () if tried is None else tried.rank
 
 
 def block_range(space: SearchSpace, model: MemoryModel, device_bytes: int, prefetch_depth: int) -> range:
@@ -240,21 +235,15 @@ def _without(flags: list[bool]) -> list[int]:
 class _Collection:
     """Keeps the best of what it is shown."""
 
-    def __init__(self, budgets: Budgets, cap: int | None, classic: list[Candidate]) -> None:
-        self.cap = cap
+    def __init__(self, budgets: Budgets, candidates: Iterable[Candidate]) -> None:
         self.count = 0
         self.best: Candidate | None = None
         self._host_bytes = budgets.host_bytes
         self.least_host: Candidate | None = None
-        self.take(classic)
-
-    def order(self, candidate: Candidate) -> Order:
-        """Sorts candidates: what moves too much is never better than what does not, and the better the less it moves."""
-        excess = 0 if self.cap is None else max(candidate.moved.link_bytes - self.cap, 0)
-        return excess, candidate.rank
+        self.take(candidates)
 
     def take(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        """Look at candidates; the best of those that fit the host, though it may move too much to be a plan."""
+        """Look at candidates; the best of those that fit the host."""
         best: Candidate | None = None
         for candidate in candidates:
             self.count += 1
@@ -262,9 +251,9 @@ class _Collection:
                 self.least_host = candidate
             if candidate.need.host_bytes > self._host_bytes:
                 continue
-            if best is None or self.order(candidate) < self.order(best):
+            if best is None or candidate.rank < best.rank:
                 best = candidate
-        if best is not None and not self.order(best)[0] and (self.best is None or best.rank < self.best.rank):
+        if best is not None and (self.best is None or best.rank < self.best.rank):
             self.best = best
         return best
 

@@ -172,8 +172,8 @@ def _search(
         depth = PREFETCH_DEPTH if setting.overlap else 0
         for tier, sizes in enumerate(here.tiers(placement, all_sizes=search == "optimal")):
             if placement == "auto":
-                capped = search == "optimal" and tier == 0
-                outcome = find_best(here, budgets, sizes(), depth, capped=capped)
+                classic = search == "optimal" and tier == 0
+                outcome = find_best(here, budgets, sizes(), depth, classic=classic)
                 logger.debug("overlap %s, tier %d: %d candidates", setting.overlap, tier, outcome.candidates)
             else:
                 outcome = _forced(here, budgets, placement, sizes(), depth)

@@ -42,20 +42,11 @@ class Polish:
         model: memory of the packing.
         budgets: what a plan may use.
         cost: the time model.
-        link_bytes: candidates that move more over the host link are not allowed; None: all are.
         gathered: with several ranks, all chunks are resident, else none.
     """
 
-    def __init__(
-        self,
-        model: MemoryModel,
-        budgets: Budgets,
-        cost: CostModel,
-        link_bytes: int | None,
-        *,
-        gathered: bool = False,
-    ) -> None:
-        self.model, self.budgets, self.cost, self.cap = model, budgets, cost, link_bytes
+    def __init__(self, model: MemoryModel, budgets: Budgets, cost: CostModel, *, gathered: bool = False) -> None:
+        self.model, self.budgets, self.cost = model, budgets, cost
         self.variants = Variants(model, cost, gathered=gathered)
         self.simulations = 0
         count = len(model.work.chunks)
@@ -76,7 +67,7 @@ class Polish:
                 if self.simulations >= self._most_simulations:
                     return best
                 found = self._weigh(codes[row], int(look.blocks[row]), depth)
-                if found is not None and not self._excess(found) and (best is None or found.rank < best.rank):
+                if found is not None and (best is None or found.rank < best.rank):
                     best = found
         return best
 
@@ -129,7 +120,7 @@ class Polish:
             better = self._step(start, depths)
             while better is not start:
                 start, better = better, self._step(better, depths)
-            if best is None or self._order(start) < self._order(best):
+            if best is None or start.rank < best.rank:
                 best = start
         return best
 
@@ -159,12 +150,12 @@ class Polish:
     def _first_better(self, codes: Codes, best: Candidate, depths: Sequence[int]) -> Candidate | None:
         self._most_looks -= len(codes)
         look = self.variants.look(codes, self.budgets.device_bytes)
-        for row in self._promising(look, None if self._order(best)[0] else best):
+        for row in self._promising(look, best):
             for depth in depths:
                 if self.simulations >= self._most_simulations:
                     return None
                 found = self._weigh(codes[row], int(look.blocks[row]), depth)
-                if found is not None and self._order(found) < self._order(best):
+                if found is not None and found.rank < best.rank:
                     return found
         return None
 
@@ -186,8 +177,6 @@ class Polish:
         good = look.blocks >= 0
         if not any_host:
             good &= look.host_bytes <= self.budgets.host_bytes
-        if self.cap is not None:
-            good &= look.link_bytes <= self.cap
         if best is not None:
             good &= look.floor_s <= best.seconds["total"] * EXACTLY
         return np.asarray(good, dtype=bool)
@@ -215,14 +204,6 @@ class Polish:
                     found = weigh(self.model, placement, blocks if fewest else 0, depth, self.cost)
             self._known[key] = found
         return self._known[key]
-
-    def _excess(self, candidate: Candidate) -> int:
-        """Bytes over the host link above what is allowed."""
-        return 0 if self.cap is None else max(candidate.moved.link_bytes - self.cap, 0)
-
-    def _order(self, candidate: Candidate) -> tuple[int, tuple[float, ...]]:
-        """What moves too much is never better than what does not, and the better the less it moves."""
-        return self._excess(candidate), candidate.rank
 
 
 def _near(ones: list[Change], at_once: int, most: int) -> Iterator[tuple[Change, ...]]:

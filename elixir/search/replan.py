@@ -142,7 +142,7 @@ def _best_with_packing(space: SearchSpace, budgets: Budgets, plan: Plan, optimiz
     capacity = plan.block_bytes or max(chunk.weight_bytes for chunk in plan.chunks)
     depth = PREFETCH_DEPTH if plan.overlap else 0
     try:
-        found = find_best(space, budgets, (capacity,), depth, capped=False).best
+        found = find_best(space, budgets, (capacity,), depth).best
     except PlanError:
         return None
     if found is None:

@@ -50,8 +50,6 @@ class Look:
     blocks: Ints
     """As many rCache blocks as fit the device beside the rest, at most one per streamed chunk; -1: the rest does not."""
     host_bytes: Ints
-    link_bytes: Ints
-    """They move no less over the host link in one step."""
     floor_s: Floats
     """No step is faster."""
 
@@ -82,7 +80,6 @@ class Variants:
         self._adding_bytes = np.array(
             [[ranks * model.adding_bytes(c, homes[2]) for homes in padded[c]] for c in chunks], dtype=np.int64
         )
-        self._link_bytes = np.array([[self._link(c, homes) for homes in padded[c]] for c in chunks], dtype=np.int64)
         self._index = np.arange(len(chunks))
         self._read_curves()
 
@@ -118,7 +115,6 @@ class Variants:
             blocks=blocks,
             host_bytes=self._host_bytes[some, codes].sum(axis=1)
             + self._adding_bytes[some, codes].max(axis=1, initial=0),
-            link_bytes=self._link_bytes[some, codes].sum(axis=1),
             floor_s=self.cost.floor_s(self.model.work, some, resident, weight, state, np.maximum(blocks, 0)),
         )
 
@@ -127,16 +123,6 @@ class Variants:
         facts = model.work.chunks[chunk]
         weights = model.weight_bytes(chunk, resident=resident) if weight else 0
         return weights + (model.state_shard_bytes(chunk, master=facts.low_precision) if state else 0)
-
-    def _link(self, chunk: int, homes: Homes) -> int:
-        """Updated weights that return, or one load; gradients that leave."""
-        facts, (_, weight, state) = self.model.work.chunks[chunk], homes
-        shard, world = self.model.shard_bytes(chunk), self.model.setting.world_size
-        if state:
-            return 0
-        gradients = facts.grad_bytes // world
-        fetched = gradients if weight else shard * self.model.work.used[chunk]
-        return fetched + gradients
 
     def _read_curves(self) -> None:
         model, facts = self.model, self.model.work.facts

@@ -11,7 +11,6 @@ import pytest
 
 from elixir.search import plan_from_trace
 from elixir.search.candidate import weigh
-from elixir.search.cost import traffic
 from elixir.search.lower_bound import lower_bound
 from elixir.search.memory import Setting
 from elixir.search.optimal import find_best
@@ -30,7 +29,7 @@ NANOSECOND_S = 1e-9
 def test_no_plan_of_a_small_search_is_faster(seed: int) -> None:
     """All homes, block counts and depths of all packings are simulated. benchmark/search_optimality.py has more."""
     search = small_search(seed, most_chunks=4)
-    found = find_best(search.space, search.budgets, search.sizes, search.depth, capped=True).best
+    found = find_best(search.space, search.budgets, search.sizes, search.depth, classic=True).best
     best = best_of_all(search)
     assert (found is None) == (best is None)
     if found is not None and best is not None:
@@ -40,7 +39,7 @@ def test_no_plan_of_a_small_search_is_faster(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20, 30))
 def test_more_chunks_where_floors_leave_out_what_cannot_win(seed: int) -> None:
     search = small_search(seed, most_chunks=7)
-    found = find_best(search.space, search.budgets, search.sizes, search.depth, capped=True).best
+    found = find_best(search.space, search.budgets, search.sizes, search.depth, classic=True).best
     best = best_of_all(search, skip=True)
     assert (found is None) == (best is None)
     if found is not None and best is not None:
@@ -74,8 +73,6 @@ def test_variants_need_what_the_memory_model_says_and_floors_lie_below_simulatio
                     np.array([blocks]),
                 )
                 assert floor[0] <= candidate.seconds["total"] * (1 + 1e-12)
-                moved = traffic(model.work, model.setting, placement, schedule.simulate(blocks))
-                assert look.link_bytes[row] <= moved.link_bytes
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -91,7 +88,6 @@ def test_what_some_chunks_rule_out_all_chunks_rule_out(seed: int) -> None:
     part = variants.look(codes[:, some], search.budgets.device_bytes, some)
     assert (part.blocks >= whole.blocks).all()
     assert (part.host_bytes <= whole.host_bytes).all()
-    assert (part.link_bytes <= whole.link_bytes).all()
     assert (part.floor_s <= whole.floor_s * (1 + 1e-12)).all()
 
 
@@ -113,7 +109,7 @@ def test_more_blocks_never_make_a_step_slower_on_small_searches() -> None:
 def test_homes_are_searched_from_any_start() -> None:
     """From everything on the host, one change after the other leads to what looking at all homes gives."""
     search = small_search(3, most_chunks=6, world_size=1)
-    polish = Polish(search.models()[0], search.budgets, search.space.cost, None)
+    polish = Polish(search.models()[0], search.budgets, search.space.cost)
     depths = range(3)
     best, climbed = polish.all(None, depths), polish.better([], depths, all_on_host=True)
     assert best is not None
@@ -125,11 +121,10 @@ def test_homes_are_searched_from_any_start() -> None:
 def test_no_plan_beats_the_lower_bound(seed: int) -> None:
     search: SmallSearch = small_search(seed, most_chunks=6)
     best = best_of_all(search, skip=True)
-    for cap in (None, search.link_cap()):
-        bound = lower_bound(search.space, search.budgets, link_bytes=cap)
-        if best is not None:
-            assert bound is not None
-            assert 0 < bound.step_s <= best.seconds["total"]
+    bound = lower_bound(search.space, search.budgets)
+    if best is not None:
+        assert bound is not None
+        assert 0 < bound.step_s <= best.seconds["total"]
 
 
 @pytest.mark.parametrize(("name", "world_size", "device_gib"), [("opt-1.3b", 1, 14), ("opt-6.7b", 4, 24)])
@@ -138,13 +133,8 @@ def test_plans_of_known_models_are_near_the_lower_bound(name: str, world_size: i
     budgets = Budgets(device_gib * GIB, 512 * GIB)
     made = plan_from_trace(trace, HARDWARE, world_size, device_memory=budgets.device_bytes)
     space = SearchSpace(trace, HARDWARE, Setting(world_size, world_size, 8, True))
-    moved = made.predicted.moved_bytes
-    cap = moved["host_to_device"] + moved["device_to_host"]
-    bound = lower_bound(space, budgets, link_bytes=cap)
-    free = lower_bound(space, budgets)
+    bound = lower_bound(space, budgets)
     assert bound is not None
-    assert free is not None
-    assert free.step_s <= bound.step_s * (1 + 1e-6)
     assert bound.step_s <= made.predicted.seconds["total"] <= 1.1 * bound.step_s
     assert 0 <= bound.device_states <= 1
     assert sum(bound.rows.values()) > 0
