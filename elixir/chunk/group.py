@@ -22,6 +22,9 @@ from elixir.errors import RankError
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_PIECE_BYTES = 2**28
+"""Sent at once from rank 0, so that no backend has to take a whole embedding table in one message."""
+
 
 class Group:
     """A process group, seen by chunks.
@@ -113,6 +116,19 @@ class Group:
         """Take down something that all ranks must do at this point, to be compared with the next exchange."""
         with self._issuing(what):
             pass
+
+    def send_from_rank_0(self, value: torch.Tensor) -> None:
+        """Give every rank rank 0's `value`, a contiguous one on the CPU, in place and in pieces.
+
+        Raises:
+            RankError: another rank is gone, or does something else.
+        """
+        if self.size > 1:
+            source = dist.get_global_rank(self._control, 0) if self._control is not None else 0
+            with self._issuing("send from rank 0"):
+                # As bytes: what a backend can send does not depend on the dtype then.
+                for piece in value.view(-1).view(torch.uint8).split(_PIECE_BYTES):
+                    dist.broadcast(piece, source, group=self._control)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place, added up in order of rank."""

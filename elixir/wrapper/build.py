@@ -12,6 +12,7 @@ from elixir.errors import ElixirError, InputError, RankError
 from elixir.fingerprint import fingerprint
 from elixir.plan import Plan
 from elixir.units import dtype_name
+from elixir.wrapper.agreement import agree_on_values
 from elixir.wrapper.weights import Weights, WeightSource, become_real
 
 
@@ -30,9 +31,10 @@ def build_chunks(
         weights: see `WeightSource`.
 
     Raises:
-        InputError: a weight is on meta and comes from nowhere.
+        InputError: a weight is on meta and comes from nowhere, or see `agree_on_values`.
         RankError: another rank could not be built.
     """
+    agree_on_values(group, model, weights)
     by_name = dict(model.named_parameters(remove_duplicate=False))
     chunks: list[Chunk] = []
     problem: Exception | None = None

@@ -1,0 +1,87 @@
+"""Whatever the ranks built, they train one model: rank 0's, as under DDP; or they are told what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.wrapper import ElixirModule
+from tests.common.ddp import plan_for
+from tests.common.spawn import run_ranks, run_to_end
+
+
+class Small(nn.Module):
+    """Weights, a transposed one, one in bfloat16, a tied one, and a buffer that is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 16)
+        self.second = nn.Linear(16, 24, bias=False)
+        self.transposed = nn.Parameter(torch.randn(16, 24).t())
+        self.second.weight = nn.Parameter(torch.randn(24, 16))
+        self.third = nn.Linear(16, 24, bias=False)
+        self.third.weight = self.second.weight
+        self.register_buffer("drawn", torch.randn(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.third(self.first(self.second(self.first(x)) + self.drawn))
+        return (hidden @ self.transposed).square().mean()
+
+
+def loss(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
+    return model(inp["x"])
+
+
+def planned(model: nn.Module, kind: str) -> Any:
+    return plan_for(model, {"x": torch.randn(4, 24)}, kind, loss=loss, split_number=3)
+
+
+def seeded_apart(rank: int, world_size: int, kind: str, together: bool) -> dict[str, Any]:
+    torch.manual_seed(3 if together else 3 + rank)
+    model = Small()
+    module = ElixirModule(model, planned(model, kind), device="cpu")
+    values = module.state_dict()
+    with torch.no_grad():
+        values["output"] = module(torch.ones(2, 24))
+    module.close()
+    return {name: value.numpy() for name, value in values.items()}
+
+
+@pytest.mark.parametrize("kind", ["host", "resident"])
+@pytest.mark.parametrize("together", [True, False])
+def test_all_ranks_train_the_model_of_rank_0(kind: str, together: bool) -> None:
+    torch.manual_seed(3)
+    expected = Small()
+    output = expected(torch.ones(2, 24))
+    for values in run_ranks(2, seeded_apart, kind, together):
+        torch.testing.assert_close(torch.from_numpy(values.pop("output")), output.detach())
+        for name, value in expected.state_dict().items():
+            assert torch.equal(torch.from_numpy(values[name]), value), name
+
+
+def given_apart(rank: int, world_size: int) -> None:
+    torch.manual_seed(3)
+    model = Small()
+    weights = {name: value + rank * (name == "transposed") for name, value in model.state_dict().items()}
+    ElixirModule(model, planned(model, "host"), device="cpu", weights=weights)
+
+
+def one_on_meta(rank: int, world_size: int) -> None:
+    with torch.device("meta" if rank else "cpu"):
+        model = Small()
+    ElixirModule(model, planned(model, "host"), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        (given_apart, "the weights given are not the same on all ranks (transposed)"),
+        (one_on_meta, "some ranks built transposed, first.weight, first.bias and 2 more on meta"),
+    ],
+)
+def test_what_cannot_be_one_model_is_refused_on_all_ranks(run: Any, told: str) -> None:
+    outcomes = run_to_end(2, run)
+    assert all("InputError" in str(outcome.error) and told in str(outcome.error) for outcome in outcomes), outcomes
