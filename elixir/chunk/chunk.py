@@ -109,6 +109,8 @@ class Chunk:
         """This rank's part of the weights, at their home; None where a resident chunk's own buffer is the home."""
         self.whole: torch.Tensor | None = None
         """The gathered weights of a resident chunk."""
+        self.gathered: torch.Tensor | None = None
+        """Memory of its own that the parameters point to, whatever the state, while they are shown outside of a step."""
         self.masters: torch.Tensor | None = None
         """What the optimizer steps in place of the weights: this rank's shard, at the home of the states, in float32 or
         wider. None where the weights themselves are there and no less precise."""
@@ -165,7 +167,7 @@ class Chunk:
             if memory is not None:
                 self.point_into(memory)
                 self._versions = self._versions_now()
-            elif state is ChunkState.HOME:
+            elif state is ChunkState.HOME and self.gathered is None:
                 self.hold_placeholders()
 
     def point_into(self, memory: torch.Tensor) -> None:

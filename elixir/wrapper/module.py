@@ -218,11 +218,13 @@ class ElixirModule(nn.Module):
                 else:
                     whole = self._running.whole(chunk)
                     chunk.point_into(whole)
+                    chunk.gathered = whole
                 opened.append((chunk, whole))
                 self.uses.gathered_memory[chunk.index] = whole
                 self.uses.gathered[chunk.index] = write or before.get(chunk.index, False)
             yield
             if write:
+                self.cache.invalidate()  # a backward in here may have fetched what is old now
                 for chunk, whole in opened:
                     self._write_back(chunk, whole)
         finally:
@@ -230,6 +232,7 @@ class ElixirModule(nn.Module):
             for chunk, _ in opened:
                 if chunk.index not in before:
                     del self.uses.gathered_memory[chunk.index]
+                    chunk.gathered = None
                     if chunk.whole is None:
                         chunk.hold_placeholders()
 

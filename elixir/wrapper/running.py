@@ -88,6 +88,7 @@ class RunningPlan:
         self.gradients = self._gradient_flow(schedule, options.reduce_fp32)
         self.cache.reductions = self.gradients
         self.uses.gradients = self.gradients
+        self.uses.backward_runs = partial(_runs, weakref.ref(owner))
         self.state = ModelState(model, self.chunks, tracked, self.uses, owner.settle, owner.settle_together, self.whole)
         self._handles = self._watch_gradients(owner)
 
@@ -151,6 +152,13 @@ class RunningPlan:
             for position, slot in enumerate(chunk.slots)
             if slot.parameter.requires_grad
         ]
+
+
+def _runs(weak: weakref.ref[ElixirModule]) -> None:
+    """Autograd executes a node that needs a weight."""
+    owner = weak()
+    if owner is not None:
+        owner.backward_runs()
 
 
 def _arrived(weak: weakref.ref[ElixirModule], index: int, position: int, parameter: nn.Parameter) -> None:

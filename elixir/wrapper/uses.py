@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,8 @@ class WeightUses:
         """Knows whose gradients have left."""
         self.loading = False
         """While parameters have memory of their own, into which a state dict is loaded."""
+        self.backward_runs: Callable[[], None] = lambda: None
+        """Told of every node of a backward, which need not have begun at an output of the model."""
 
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         """Bring the chunks in, and keep them until the running module returns."""
@@ -215,13 +217,21 @@ class WeightUses:
                 "create_graph=True over streamed weights would keep views of memory that other weights take next; "
                 "plan with every chunk on the device (placement='cuda')"
             )
-        self._refuse_changed(handle, "it was saved")
+        part: _Part = handle
+        self._refuse_changed(part, "it was saved")
+        if (gathered := self.gathered_memory.get(part.chunk)) is not None:
+            return part.of(gathered)
+        if not backward_is_running():  # someone looks at what a node of the graph has saved
+            self._cache.acquire([part.chunk])
+            try:
+                return part.of(self._cache.memory(part.chunk)).clone()
+            finally:
+                self._cache.unpin([part.chunk])
         state = self._state()
         self._enter_node(state)
-        self._cache.acquire([handle.chunk])
-        state.at_node.pins.append(handle.chunk)
-        state.at_node.parameters.add(id(handle.parameter))
-        part: _Part = handle
+        self._cache.acquire([part.chunk])
+        state.at_node.pins.append(part.chunk)
+        state.at_node.parameters.add(id(part.parameter))
         return part.of(self._cache.memory(part.chunk))
 
     def backward_done(self) -> None:
@@ -254,6 +264,7 @@ class WeightUses:
     def _enter_node(self, state: _ThreadState) -> None:
         node = current_node_number()
         if node != state.node:
+            self.backward_runs()  # sees to it that the pins of the last node are given back
             self._cache.unpin(state.at_node.pins)
             state.node, state.at_node = node, _Scope()
 

@@ -426,3 +426,37 @@ def test_hooks_of_users_run_once(pair: Pair) -> None:
     assert all_seen[0] == all_seen[1]
     assert len(all_seen[0]) == 2 * 4
     pair.assert_same_weights()
+
+
+def test_a_backward_inside_gathered_leaves_weights_where_they_are_shown(mixed: Pair) -> None:
+    """It needs weights that were saved in blocks before; parameters go on showing what was gathered."""
+    losses = [mixed.case.loss(model, mixed.case.inp) for model in (mixed.module, mixed.plain)]
+    with mixed.module.gathered():
+        losses[0].backward()
+        for name, parameter in weights(mixed).items():
+            assert torch.equal(parameter.detach(), mixed.plain.get_parameter(name)), name
+    losses[1].backward()
+    mixed.backward()  # no step in between that would empty the blocks
+    mixed.step()
+    mixed.train(1)
+    mixed.assert_same_weights()
+
+
+@pytest.mark.parametrize("which", ["second", "all"])
+def test_weights_are_written_after_a_backward_inside_gathered(pair: Pair, which: str) -> None:
+    losses = [pair.case.loss(model, pair.case.inp) for model in (pair.module, pair.plain)]
+    written = [name for name in weights(pair) if which == "all" or name.startswith(which)]
+    with pair.module.gathered([weights(pair)[name] for name in written], write=True):
+        losses[0].backward()  # may fetch what is written to next
+        with torch.no_grad():
+            for name in written:
+                weights(pair)[name].mul_(2)
+    losses[1].backward()
+    with torch.no_grad():
+        for name in written:
+            pair.plain.get_parameter(name).mul_(2)
+    pair.assert_same_weights()
+    pair.backward()
+    pair.step()
+    pair.train(1)
+    pair.assert_same_weights()
