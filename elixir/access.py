@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from elixir.differentiate import differentiate
 from elixir.errors import InputError
 from elixir.torch_functions import LAYOUT_METHODS, name_of, reads_only_metadata, written_arguments
 
@@ -270,6 +271,9 @@ class _Kept:
 
 def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A torch function that has a tracked parameter, or a view of one, among its arguments."""
+    if func is torch.autograd.grad or func is torch.autograd.backward:
+        # What autograd runs, such as a recompute, has uses to announce: torch functions stay on.
+        return differentiate(func, args, kwargs, lambda item: bool(_tracked((item,), {})))
     with torch._C.DisableTorchFunctionSubclass():
         if reads_only_metadata(func):
             return _ask(func, args, kwargs)

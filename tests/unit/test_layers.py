@@ -13,8 +13,9 @@ PACKAGE = Path(__file__).parents[2] / "elixir"
 
 LEAVES = frozenset(
     {
-        "access", "artifact", "control_groups", "default_step", "errors", "fingerprint", "free_memory", "hardware",
-        "hardware_presets", "host_threads", "model_shapes", "models", "plan", "schedule", "torch_functions", "units",
+        "access", "artifact", "control_groups", "default_step", "differentiate", "errors", "fingerprint", "free_memory",
+        "hardware", "hardware_presets", "host_threads", "model_shapes", "models", "plan", "schedule",
+        "torch_functions", "units",
     }
 )  # fmt: skip
 """Modules on which everything may build: no CUDA, no process group, nothing of ours but each other."""
