@@ -1,0 +1,215 @@
+"""Gradients that are dropped or asked for one by one, and views that outlive their module, on several ranks alike."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.common.ddp import Twins, batch_of
+from tests.common.spawn import run_ranks
+from tests.common.tiny_models import tiny
+from tests.unit import test_runtime_views as views
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    # Sums of micro-batches round in another order; see test_distributed_training.
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6)
+
+
+def _views(rank: int, world_size: int, kind: str, names: list[str], wrap: dict[str, Any]) -> None:
+    for name in names:
+        it = views.case_of(getattr(views, name))
+        inp = {"input": torch.randn(views.WIDTH, views.WIDTH, generator=torch.Generator().manual_seed(rank))}
+        unused = name in ("unpacked_and_returned", "of_a_view_of_the_data")
+        twins = Twins(it.model, inp, kind, loss=it.loss, split_number=12, optimizer=_sgd, wrap=wrap, unused=unused)
+        twins.train(3)
+        twins.check()
+        report = twins.module.last_report
+        assert report is not None
+        assert report.deviations == 0, name
+        twins.close()
+
+
+_FORWARDS = [forward.__name__ for forward in views.FORWARDS]
+
+
+@pytest.mark.parametrize(("kind", "wrap"), [("host", {}), ("mixed", {"evict_always": True})])
+def test_views_that_outlive_their_module(kind: str, wrap: dict[str, Any]) -> None:
+    run_ranks(2, _views, kind, _FORWARDS, wrap)
+
+
+def _drop(twins: Twins, start: int, by: int = 2) -> None:
+    for side in (twins.module, twins.plain):
+        for parameter in list(side.parameters())[start::by]:
+            parameter.grad = None
+
+
+def _dropping(rank: int, world_size: int, kind: str, alone: bool) -> None:
+    """Every other gradient is dropped behind the first backward: nothing, one or two more follow."""
+    model = tiny("gpt2", layers=1)
+    twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=3, optimizer=_adamw)
+    for step in range(6):
+        if alone:
+            with twins.module.no_sync(), twins.plain.no_sync():
+                twins.backward()
+        else:
+            twins.backward()
+        _drop(twins, step % 2)
+        assert twins.module.holds_gradients()
+        for _ in range(max(int(alone), step % 3)):
+            twins.backward()
+        twins.optimizer.step()
+        twins.plain_optimizer.step()
+        _drop(twins, 0, by=1)  # as good as zero_grad
+        assert not twins.module.holds_gradients()
+    twins.check()
+    twins.close()
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["averaged", "not yet averaged"])
+@pytest.mark.parametrize("kind", ["host", "mixed", "resident"])
+def test_dropping_single_gradients(kind: str, alone: bool) -> None:
+    run_ranks(2, _dropping, kind, alone)
+
+
+def _dropping_all(rank: int, world_size: int) -> None:
+    """What is dropped on all ranks is as if it had never come: a step changes nothing, and all go on alike."""
+    model = tiny("gpt2", layers=1)
+    twins = Twins(model, batch_of(model, rank, world_size), "mixed", optimizer=_adamw)
+    twins.train(2)
+    before = twins.module.state_dict()
+    for alone in (False, True):
+        with twins.module.no_sync() if alone else contextlib.nullcontext():
+            twins.optimizer.backward(twins.loss(twins.module, twins.inp))
+        for parameter in twins.module.parameters():
+            del parameter.grad
+        twins.optimizer.step()
+    after = twins.module.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    twins.train(2)
+    twins.check()
+    twins.close()
+
+
+def test_a_step_after_all_were_dropped_changes_nothing() -> None:
+    run_ranks(2, _dropping_all)
+
+
+def _by_hooks(rank: int, world_size: int, kind: str) -> None:
+    """Hooks drop gradients the moment they come; the ranks' data still differ."""
+    model = tiny("gpt2", layers=1)
+    twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=3, optimizer=_adamw)
+    for parameter in list(twins.module.parameters())[::3]:
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    for _ in range(4):
+        twins.backward()
+        for parameter in list(twins.plain.parameters())[::3]:  # DDP reduces first
+            parameter.grad = None
+        twins.step()
+    twins.check()
+    twins.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "mixed"])
+def test_hooks_that_drop_gradients(kind: str) -> None:
+    run_ranks(2, _by_hooks, kind)
+
+
+def _asked(rank: int, world_size: int, kind: str, checkpoint: Any) -> None:
+    model = tiny("gpt2", checkpoint=checkpoint)
+    twins = Twins(model, batch_of(model, rank, world_size), kind, optimizer=_adamw)
+    plain = twins.plain.module
+    names = [name for name, parameter in plain.named_parameters() if parameter.ndim > 1][::2]
+    for _ in range(3):
+        found = []
+        for side, inner in ((twins.module, twins.module.module), (plain, plain)):
+            asked = [inner.get_parameter(name) for name in names]
+            found.append(torch.autograd.grad(twins.loss(side, twins.inp), asked))
+        # This rank's own, as in the model that DDP wraps.
+        assert all(torch.allclose(mine, theirs, rtol=1e-4, atol=1e-7) for mine, theirs in zip(*found, strict=True))
+        assert not twins.module.holds_gradients()
+        loss = twins.loss(twins.module, twins.inp)
+        loss.backward(inputs=[twins.module.module.get_parameter(name) for name in names])
+        twins.loss(plain, twins.inp).backward(inputs=[plain.get_parameter(name) for name in names])
+        for name in names:
+            gradient = plain.get_parameter(name).grad
+            assert gradient is not None
+            dist.all_reduce(gradient)
+            gradient /= world_size
+        twins.step()
+        twins.train(1)
+    twins.check()
+    twins.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpoint"), [("host", "non-reentrant"), ("mixed", "none"), ("mixed", "non-reentrant")]
+)
+def test_gradients_of_some_weights(kind: str, checkpoint: str) -> None:
+    run_ranks(2, _asked, kind, checkpoint)
+
+
+def _between_layers(side: nn.Module, inner: Any, inp: dict[str, Any]) -> torch.Tensor:
+    """The gradient of one activation with respect to another, neither of them an output of the model."""
+    hidden: list[torch.Tensor] = []
+    handles = [
+        layer.mlp.register_forward_hook(lambda module, args, output: hidden.append(output) and None)
+        for layer in inner.transformer.h
+    ]
+    side(**inp)
+    for handle in handles:
+        handle.remove()
+    return torch.autograd.grad(hidden[1].square().sum(), hidden[0])[0]
+
+
+def _from_the_middle(rank: int, world_size: int, kind: str) -> None:
+    model = tiny("gpt2")
+    twins = Twins(model, batch_of(model, rank, world_size), kind, optimizer=_adamw)
+    for _ in range(3):
+        mine = _between_layers(twins.module, twins.module.module, twins.inp)
+        plain = _between_layers(twins.plain.module, twins.plain.module, twins.inp)
+        assert torch.allclose(mine, plain, rtol=1e-4, atol=1e-7)
+        assert not any(chunk.pins for chunk in twins.module.chunks)
+        twins.train(1)
+    twins.check()
+    twins.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "mixed"])
+def test_backwards_that_begin_in_the_middle(kind: str) -> None:
+    run_ranks(2, _from_the_middle, kind)
+
+
+def _inside_gathered(rank: int, world_size: int) -> None:
+    model = tiny("gpt2")
+    twins = Twins(model, batch_of(model, rank, world_size), "mixed", optimizer=_adamw)
+    for _ in range(2):
+        losses = [twins.loss(side, twins.inp) for side in (twins.module, twins.plain)]
+        with twins.module.gathered(write=True):
+            losses[0].backward()
+            for parameter, plain in zip(twins.module.parameters(), twins.plain.parameters(), strict=True):
+                assert torch.allclose(parameter.detach(), plain.detach(), rtol=1e-4, atol=1e-6)
+            with torch.no_grad():
+                for parameter in twins.module.parameters():
+                    parameter.mul_(1.25)
+        losses[1].backward()
+        with torch.no_grad():
+            for parameter in twins.plain.parameters():
+                parameter.mul_(1.25)
+        twins.backward()
+        twins.step()
+    twins.check()
+    twins.close()
+
+
+def test_backward_and_writes_inside_gathered() -> None:
+    run_ranks(2, _inside_gathered)
