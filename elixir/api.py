@@ -191,7 +191,7 @@ class _Replanning:
         if not torch.is_grad_enabled():
             return
         report = module.last_report
-        if report is not None and report is not self._seen:
+        if report is not None and report is not self._seen and report.span is not None:
             self._seen = report
             self._reports.append(report)
             if self._cuda and len(self._reports) == WARM_UP_STEPS:

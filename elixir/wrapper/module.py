@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -27,6 +26,7 @@ from elixir.host_threads import host_share, host_view
 from elixir.kernels.fused_modules import FusedKernels
 from elixir.plan import Plan, same_packing
 from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, move_chunks, place_buffers
+from elixir.wrapper.clock import StepClock
 from elixir.wrapper.inputs import cast_inputs
 from elixir.wrapper.report import StepReport, make_report
 from elixir.wrapper.running import RunningPlan, RunOptions
@@ -110,7 +110,7 @@ class ElixirModule(nn.Module):
         """What the last step did, beside what the plan predicted; None before the first."""
         self.before_forward: Callable[[], None] | None = None
         """Called when a forward begins."""
-        self._stepped_at: float | None = None
+        self._clock = StepClock(self._device)
         self._warned = False
         self._in_backward = False
         self._pending_updates: list[Ticket] = []
@@ -178,6 +178,9 @@ class ElixirModule(nn.Module):
         if self.before_forward is not None:
             self.before_forward()
         self.forget_failed_backward()
+        begins = torch.is_grad_enabled() and not self._clock.running
+        if begins:
+            self._begin_step()
         self.cache.begin()
         args, kwargs = cast_inputs((args, kwargs), self._device, self._cast)
         try:
@@ -185,6 +188,8 @@ class ElixirModule(nn.Module):
         except BaseException:
             self.uses.reset()
             self.cache.disturbed()
+            if begins:
+                self._clock.stop()  # the step begins anew with the next forward
             raise
         self.cache.end_forward()
         tree_map(self._watch_backward, output)
@@ -267,7 +272,6 @@ class ElixirModule(nn.Module):
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.take_states(state)
         self._warned = False
-        self._stepped_at = None
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's `value`, in order of rank, behind what the network is doing; see `Group.exchange`."""
@@ -354,7 +358,6 @@ class ElixirModule(nn.Module):
         Args:
             skipped: the step was left out after an overflow, so that no weights have moved.
         """
-        now = time.perf_counter()
         self.last_report = make_report(
             self.plan,
             self.cache.take_counts(),
@@ -363,9 +366,8 @@ class ElixirModule(nn.Module):
             self._lanes,
             refreshed_bytes=self.refreshed_bytes,
             regathered_bytes=self.regathered_bytes,
-            step_s=None if self._stepped_at is None else now - self._stepped_at,
+            span=self._clock.stop(),
         )
-        self._stepped_at = now
         self.refreshed_bytes = self.regathered_bytes = 0
         surprises = {} if skipped else self.last_report.surprises()
         if surprises and not self._warned:
@@ -428,6 +430,14 @@ class ElixirModule(nn.Module):
         self.arena.release()
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        """What has been counted since the last step, as of an evaluation, is not of the next one."""
+        self.cache.take_counts()
+        self._lanes.fetch.take_busy_s()  # other lanes may still be at work for the last step
+        for lane in self._lanes.all():
+            lane.waited_s = 0.0
+        self._clock.start()
 
     @staticmethod
     def _output(item: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from elixir.chunk.buffers import Arena
 from elixir.chunk.cache import CacheCounts
@@ -10,6 +11,7 @@ from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.lanes import Lanes
 from elixir.plan import Plan
 from elixir.units import dtype_bytes, format_bytes, format_seconds
+from elixir.wrapper.clock import Span
 
 TOLERANCE = 0.05
 """Where observed and predicted differ by more than this share, the run says so."""
@@ -38,9 +40,14 @@ class StepReport:
     """How long each lane worked, delays of an emulated link included; on CUDA, of what is known to be over."""
     refreshed_bytes: int
     """Of ``host_to_device``: weights on the device that the host's optimizer has updated."""
-    step_s: float | None
-    """From the end of the step before to the end of this one; None for the first."""
+    span: Span | None
+    """From the beginning of the first forward with gradients on to the end of the optimizer's step; None without one."""
     predicted_step_s: float
+
+    @cached_property
+    def step_s(self) -> float | None:
+        """Seconds of `span`; on CUDA, asking waits for the device."""
+        return None if self.span is None else self.span.seconds()
 
     def surprises(self) -> dict[str, tuple[int, int]]:
         """(observed, predicted) of what differs by more than `TOLERANCE`, and of memory beyond the plan's peak.
@@ -84,14 +91,14 @@ def make_report(
     *,
     refreshed_bytes: int,
     regathered_bytes: int,
-    step_s: float | None,
+    span: Span | None,
 ) -> StepReport:
     """The report of the step that is just over; counts of `flow` and `lanes` start anew.
 
     Args:
         refreshed_bytes: host to device, of weights on the device that the host has updated.
         regathered_bytes: network, of resident weights whose shards have been updated.
-        step_s: how long it took.
+        span: when it began and ended.
     """
     predicted, parts = plan.predicted, plan.predicted.device_parts
     ours = ["rcache", "resident_weights", "weight_shards", "optimizer_states", "gradient_blocks"]
@@ -120,7 +127,7 @@ def make_report(
         waited_s={name: lane.waited_s for name, lane in lanes.by_name().items()},
         busy_s={name: lane.take_busy_s() for name, lane in lanes.by_name().items()},
         refreshed_bytes=refreshed_bytes,
-        step_s=step_s,
+        span=span,
         predicted_step_s=predicted.seconds["total"],
     )
     flow.offloaded_bytes = flow.network_bytes = 0

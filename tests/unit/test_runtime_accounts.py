@@ -10,7 +10,7 @@ import torch
 
 from elixir.chunk.lanes import Emulation
 from elixir.search import optimal_search
-from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper import ElixirModule, ElixirOptimizer, clock
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan
 from tests.common.tiny_models import FAMILIES
 
@@ -170,3 +170,108 @@ def test_an_update_that_failed_is_not_forgotten_when_nobody_waits_for_it() -> No
     with pytest.raises(BrokenLinkError):
         module.state_dict()
     module.close()
+
+
+class FakeTime:
+    """A clock that only moves when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(clock, "time", self)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def pass_in(self, model: torch.nn.Module, forward_s: float, backward_s: float) -> None:
+        """What a forward and a backward take."""
+
+        def pass_forward(*_: Any) -> None:
+            self.now += forward_s
+
+        def pass_backward(module: Any, args: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: setattr(self, "now", self.now + backward_s))
+
+        model.lm_head.register_forward_pre_hook(pass_forward)  # type: ignore[union-attr,operator]
+        model.lm_head.register_forward_hook(pass_backward)  # type: ignore[union-attr,operator]
+
+
+def test_a_step_takes_no_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first forward with gradients to the end of the optimizer's step: 2 micro-batches of 1 s + 2 s, 4 s."""
+    fake = FakeTime(monkeypatch)
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        fake.pass_in(pair.module.module, 1.0, 2.0)
+        pair.optimizer.register_step_pre_hook(lambda *_: setattr(fake, "now", fake.now + 4.0))
+        pair.optimizer.step()
+        assert pair.module.last_report is not None
+        assert pair.module.last_report.step_s is None  # there was none
+        for _ in range(3):
+            fake.now += 100.0
+            with torch.no_grad():
+                hf_loss(pair.module, it.inp)
+            for _ in range(2):
+                pair.optimizer.backward(hf_loss(pair.module, it.inp))
+            pair.optimizer.step()
+            assert pair.module.last_report.step_s == 2 * (1.0 + 2.0) + 4.0
+            fake.now += 100.0
+            pair.optimizer.zero_grad()
+
+
+def test_a_forward_that_fails_begins_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeTime(monkeypatch)
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        failing = pair.module.module.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pair.module(**it.inp)
+        failing.remove()
+        fake.now += 100.0
+        pair.train(1)
+        assert pair.module.last_report is not None
+        assert pair.module.last_report.step_s == 0.0
+
+
+def test_the_device_times_steps_that_it_runs_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            told.append(f"record on {stream}")
+
+        def synchronize(self) -> None:
+            told.append("synchronize")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 2500.0  # ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    timed = clock.StepClock(torch.device("cuda", 1))
+    timed.start()
+    span = timed.stop()
+    assert span is not None
+    assert told == ["record on stream of cuda:1"] * 2  # nobody waits until the time is asked for
+    assert span.seconds() == 2.5
+    assert told[2:] == ["synchronize"]
+    assert timed.stop() is None
+
+
+def test_what_an_evaluation_moved_is_not_the_steps(caplog: pytest.LogCaptureFixture) -> None:
+    it = case("opt")
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        for _ in range(3):
+            with torch.no_grad():
+                for _ in range(3):
+                    hf_loss(pair.module, it.inp)
+            pair.module.state_dict()
+            pair.train(1)
+            report = pair.module.last_report
+            assert report is not None
+            assert report.observed["host_to_device"] == pair.plan.predicted.moved_bytes["host_to_device"]
+            assert report.observed["loads"] == pair.plan.predicted.loads
+            assert not report.surprises()
+    assert "differs from its plan" not in caplog.text
