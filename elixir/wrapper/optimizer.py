@@ -307,12 +307,20 @@ class ElixirOptimizer(torch.optim.Optimizer):
         # In the order of the model, so that one rank sums the norms as PyTorch would.
         found.sort(key=lambda item: self._position[item[0].source])
         gradients = [gradient for _, gradient in found]
-        norm = _total_norm(gradients).cpu() if gradients else torch.zeros(())
+        norm = self._with_most_threads(lambda: _total_norm(gradients)).cpu() if gradients else torch.zeros(())
         if module._group.size == 1:
             return norm
         square = norm.double() ** 2
         module._lanes.network.submit(lambda: module._group.sum(square)).synchronize()
         return square.sqrt().float()
+
+    def _with_most_threads(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What reads all gradients on the host: where Adam has more threads than this one, by Adam's, and waited for."""
+        if self.host_threads <= torch.get_num_threads():
+            return work()
+        done: list[torch.Tensor] = []
+        self.module._lanes.host_adam.submit(lambda: done.append(work())).synchronize()
+        return done[0]
 
     def _overflowed(self) -> None:
         self.loss_scale = max(self.loss_scale / 2, 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import current_thread
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from elixir.chunk.lanes import Emulation
 from elixir.default_step import default_input
+from elixir.wrapper import optimizer as optimizer_module
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan
 
 MODES = ("streamed", "mixed")
@@ -149,6 +151,23 @@ def test_the_norm_is_that_of_torch() -> None:
             assert torch.equal(mine, torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1))
             pair.step()
         pair.assert_same_weights()
+
+
+def test_the_norm_is_taken_by_adams_threads_where_they_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("opt")
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        found: list[str] = []
+        norm = optimizer_module._total_norm
+        monkeypatch.setattr(
+            optimizer_module, "_total_norm", lambda gradients: (found.append(current_thread().name), norm(gradients))[1]
+        )
+        for threads in (torch.get_num_threads(), torch.get_num_threads() + 1):
+            pair.optimizer.host_threads = threads
+            pair.backward()
+            mine = pair.optimizer.clip_grad_norm_(0.1)
+            torch.testing.assert_close(mine, torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1))
+            pair.step()
+        assert found == [current_thread().name, "elixir host adam"]
 
 
 class Lion(torch.optim.Optimizer):
