@@ -34,6 +34,7 @@ _POSITIVE_FIELDS = (
     "device_adam_numel_per_s",
 )
 _NETWORK_FIELDS = ("network_bytes_per_s", "network_latency_s")
+_DISK_FIELDS = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_free_bytes")
 
 _DTYPE = r"b?float\d+(?:_\w+)?"
 _KEY_FORMS = (
@@ -44,6 +45,7 @@ _KEY_FORMS = (
     rf"matmul\.{_DTYPE}(\.[a-z]+)?",
     rf"(attention|elementwise|activation|reduction)\.{_DTYPE}",
     r"(all_gather|reduce_scatter)\.[1-9]\d*",
+    r"(disk_read|disk_write)",
 )
 """What a key of `HardwareProfile.fits` may look like; docs/hardware.md says what each stands for."""
 _KEY = re.compile("|".join(f"(?:{form})" for form in _KEY_FORMS))
@@ -117,7 +119,7 @@ class HardwareProfile(Artifact):
     """
 
     artifact: ClassVar[str] = "hardware_profile"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4
 
     name: str
     """Short name, such as ``h200``."""
@@ -159,6 +161,12 @@ class HardwareProfile(Artifact):
     """Between machines, per machine and direction, all its network cards together."""
     network_latency_s: float | None = None
     """Of one step of a collective between machines, at least 0."""
+    disk_read_bytes_per_s: float | None = None
+    """Of the disk of one machine that states may live on, past the page cache; shared by its ranks."""
+    disk_write_bytes_per_s: float | None = None
+    """Until the bytes are on the disk."""
+    disk_free_bytes: int | None = None
+    """Free there when it was measured."""
 
     def ranks_per_host(self, world_size: int) -> int:
         """How many of `world_size` ranks share a machine: one per device; on a ``cpu`` machine all of them."""
@@ -173,8 +181,9 @@ class HardwareProfile(Artifact):
             _check_positive(name, getattr(self, name))
         if self.host_memory_bytes is not None:
             _check_positive("host_memory_bytes", self.host_memory_bytes)
-        if self.network_bytes_per_s is not None:
-            _check_positive("network_bytes_per_s", self.network_bytes_per_s)
+        for name in ("network_bytes_per_s", *_DISK_FIELDS):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
         latency_s = self.network_latency_s
         if latency_s is not None and not (_is_finite(latency_s) and latency_s >= 0):
             raise InputError(f"hardware field 'network_latency_s' must be finite and at least 0, found {latency_s!r}")
@@ -216,22 +225,41 @@ class HardwareProfile(Artifact):
 
     @classmethod
     def from_dict(cls, data: Any, *, source: str = "input") -> HardwareProfile:
-        """Build a profile from what `to_dict` gave, now or before there were fits (schema 1) or a network (2)."""
+        """Build a profile from what `to_dict` gave, now or before there were fits (schema 1), a network (2), a disk (3)."""
         if isinstance(data, dict) and data.get("artifact") == cls.artifact:
             version = data.get("schema_version")
-            if type(version) is int and version in (1, 2):
+            if type(version) is int and version in (1, 2, 3):
                 # Only what this version did not have: what else is missing is an error.
-                later = dict.fromkeys(_NETWORK_FIELDS, None) | ({"fits": {}} if version == 1 else {})
+                later: dict[str, Any] = dict.fromkeys(_DISK_FIELDS, None)
+                later |= dict.fromkeys(_NETWORK_FIELDS, None) if version < 3 else {}
+                later |= {"fits": {}} if version == 1 else {}
                 if not any(name in data for name in later):
                     data = data | later | {"schema_version": cls.schema_version}
         return super().from_dict(data, source=source)
+
+    @property
+    def knows_disk(self) -> bool:
+        """Whether it says how fast its disk is, in both directions."""
+        return all(
+            self.fits.get(way) is not None or getattr(self, f"{way}_bytes_per_s") is not None
+            for way in ("disk_read", "disk_write")
+        )
+
+    def _disk_rate(self, name: str) -> float:
+        found: float | None = getattr(self, name)
+        if found is None:
+            raise InputError(
+                f"hardware {self.name!r} does not say how fast its disk is; measure it with `elixir hardware --measure "
+                f"--disk-folder DIR --out hw.json`, or add '{name}' to a JSON profile"
+            )
+        return found
 
     @property
     def fingerprint(self) -> str:
         """Identifies the numbers, not their sources. What is not known has no part in it, as before there was a field."""
         data = self.to_dict() | {"schema_version": 1}
         del data["sources"], data["measured_at"], data["fits"]
-        for name in _NETWORK_FIELDS:
+        for name in (*_NETWORK_FIELDS, *_DISK_FIELDS):
             if data[name] is None:
                 del data[name]
         fits = {key: [fit.latency_s, fit.per_s] for key, fit in self.fits.items()}
@@ -273,7 +301,7 @@ class HardwareProfile(Artifact):
         device's memory.
 
         Raises:
-            InputError: there is no such key, or the profile knows no FLOP/s for its dtype.
+            InputError: there is no such key, or the profile knows no FLOP/s for its dtype, or no speed of a disk.
         """
         fit = self.fits.get(key)
         if fit is not None:
@@ -290,6 +318,8 @@ class HardwareProfile(Artifact):
             if world == 1:
                 return RateFit(0.0, self.device_memory_bytes_per_s / 2, 0.0)  # each byte is read and written
             return RateFit(0.0, self.device_to_device_bytes_per_s * world / (world - 1), 0.0)
+        if family in ("disk_read", "disk_write"):
+            return RateFit(0.0, self._disk_rate(f"{family}_bytes_per_s"), 0.0)
         return RateFit(0.0, getattr(self, _PLAIN_FIELDS[family]), 0.0)
 
 

@@ -9,7 +9,7 @@ Every class here checks its values: what exists can be run. An `InputError` name
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from elixir.artifact import Artifact, digest
 from elixir.errors import ArtifactError, InputError
@@ -17,11 +17,13 @@ from elixir.schedule import StepSchedule, required_chunks
 from elixir.units import dtype_bytes, format_bytes, format_seconds
 
 Home = Literal["device", "host"]
+StateHome = Literal["device", "host", "disk"]
 Phase = Literal["forward", "recompute", "backward"]
 
 PARAM_ALIGNMENT_BYTES = 512
 """Parameters start at multiples of this inside a chunk: other offsets change the bits some kernels give."""
-LINKS = ("host_to_device", "device_to_host", "network")
+LINKS = ("host_to_device", "device_to_host", "network", "disk_read", "disk_write")
+_DISK_LINKS = ("disk_read", "disk_write")
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,10 @@ class ChunkPlan:
     parameters: tuple[ParamSlot, ...]
     weight_home: Home
     """Where the rank's shard of the weights lives."""
-    state_home: Home
-    """Where the shard of gradients, master weights and optimizer states lives; for a frozen chunk, its weight home."""
+    state_home: StateHome
+    """Where the shard of gradients, master weights and optimizer states lives; for a frozen chunk, its weight home. With
+    ``disk``, master weights and states are read from there for their update and written back; gradients wait on the host.
+    """
     resident: bool
     """True: gathered on the device for the whole step, in memory of its own. False: gathered into rCache blocks."""
     grad_rank: int | None = None
@@ -91,6 +95,11 @@ class ChunkPlan:
             )
         if self.state_home == "device" and self.weight_home == "host":
             raise InputError("field 'weight_home' must be 'device' where the states are updated there, found 'host'")
+
+    @property
+    def update_home(self) -> Home:
+        """The memory in which its gradients wait and its shard is updated: `state_home`; for the disk, the host."""
+        return "host" if self.state_home == "disk" else self.state_home
 
     @property
     def used_numel(self) -> int:
@@ -136,6 +145,8 @@ class PlanPrediction:
     """Uses of streamed chunks that found them in a block already."""
     seconds: dict[str, float]
     """Predicted time by part; ``total`` is the step."""
+    disk_peak_bytes: int = 0
+    """Master weights and optimizer states on the disk of one machine, of all its ranks together."""
 
     def __post_init__(self) -> None:
         for name, parts, peak in (
@@ -150,8 +161,8 @@ class PlanPrediction:
             raise InputError(f"field 'moved_bytes' must have the links {list(LINKS)}, found {sorted(self.moved_bytes)}")
         for link, amount in self.moved_bytes.items():
             _check_at_least(0, f"moved_bytes.{link}", amount)
-        _check_at_least(0, "loads", self.loads)
-        _check_at_least(0, "hits", self.hits)
+        for name in ("loads", "hits", "disk_peak_bytes"):
+            _check_at_least(0, name, getattr(self, name))
         if "total" not in self.seconds:
             raise InputError(f"field 'seconds' must have the step's 'total', found {sorted(self.seconds)}")
         for part, seconds in self.seconds.items():
@@ -163,7 +174,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 2
+    schema_version: ClassVar[int] = 3
 
     model_name: str
     model_fingerprint: str
@@ -195,6 +206,21 @@ class Plan(Artifact):
     predicted: PlanPrediction
     accumulation: int = 1
     """Batches per optimizer step that it was searched for; it runs with any number, but memory and time are of this."""
+    disk_budget_bytes: int = 0
+    """Of the disk of one machine; 0: the plan may not use it."""
+
+    @classmethod
+    def from_dict(cls, data: Any, *, source: str = "input") -> Plan:
+        """Build a plan from what `to_dict` gave, now or before plans knew a disk (schema 2)."""
+        if isinstance(data, dict) and data.get("artifact") == cls.artifact:
+            version = data.get("schema_version")
+            data = _with_later_fields(data) if type(version) is int and version == 2 else data
+        return super().from_dict(data, source=source)
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether any chunk's states live there."""
+        return any(chunk.state_home == "disk" for chunk in self.chunks)
 
     def __post_init__(self) -> None:
         _check_at_least(1, "world_size", self.world_size)
@@ -283,10 +309,11 @@ class Plan(Artifact):
 
     def __str__(self) -> str:
         streamed = [chunk for chunk in self.chunks if not chunk.resident]
-        states_on_host = [chunk for chunk in self.chunks if chunk.trainable and chunk.state_home == "host"]
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
+        states = {home: sum(chunk.state_home == home for chunk in trainable) for home in ("host", "disk")}
         moved, seconds = self.predicted.moved_bytes, self.predicted.seconds
-        links = ", ".join(f"{link.replace('_', ' ')} {format_bytes(amount)}" for link, amount in moved.items())
+        shown = [link for link in LINKS if link not in _DISK_LINKS or self.uses_disk]
+        links = ", ".join(f"{link.replace('_', ' ')} {format_bytes(moved[link])}" for link in shown)
         cache = "none: every chunk is resident"
         if streamed:
             cache = (
@@ -296,12 +323,21 @@ class Plan(Artifact):
             (
                 f"plan {self.fingerprint}: {self.model_name} ({self.dtype}) on {self.world_size} x {self.hardware_name}",
                 f"  chunks        {len(self.chunks)}, {len(self.chunks) - len(streamed)} resident on the device",
-                f"  states        {len(states_on_host)} of {len(trainable)} trainable chunks on the host",
+                f"  states        {states['host']} of {len(trainable)} trainable chunks on the host"
+                + (f", {states['disk']} on the disk" if self.uses_disk else ""),
                 f"  rCache        {cache}",
                 f"  device peak   {format_bytes(self.predicted.device_peak_bytes)} "
                 f"of {format_bytes(self.device_budget_bytes)}",
                 f"  host peak     {format_bytes(self.predicted.host_peak_bytes)} "
                 f"of {format_bytes(self.host_budget_bytes)}",
+                *(
+                    [
+                        f"  disk          {format_bytes(self.predicted.disk_peak_bytes)} "
+                        f"of {format_bytes(self.disk_budget_bytes)}"
+                    ]
+                    if self.uses_disk
+                    else []
+                ),
                 f"  moved a step  {links}",
                 f"  step          {format_seconds(seconds.get('total', 0.0))} predicted"
                 + (f", of {self.accumulation} batches" if self.accumulation > 1 else ""),
@@ -318,7 +354,22 @@ _COUNTS = (
     "grad_block_count",
     "device_budget_bytes",
     "host_budget_bytes",
+    "disk_budget_bytes",
 )
+
+
+def _with_later_fields(data: dict[str, Any]) -> dict[str, Any]:
+    """A plan of schema 2 with what came after; as it is, and so refused, where it has any of that already."""
+    later: dict[str, Any] = {"disk_budget_bytes": 0, "schema_version": Plan.schema_version}
+    predicted = data.get("predicted")
+    if isinstance(predicted, dict):
+        moved = predicted.get("moved_bytes")
+        if "disk_peak_bytes" in predicted or (isinstance(moved, dict) and any(link in moved for link in _DISK_LINKS)):
+            return data
+        later["predicted"] = predicted | {"disk_peak_bytes": 0}
+        if isinstance(moved, dict):
+            later["predicted"]["moved_bytes"] = moved | dict.fromkeys(_DISK_LINKS, 0)
+    return data if "disk_budget_bytes" in data else data | later
 
 
 def _check_at_least(least: int, name: str, value: float) -> None:

@@ -269,7 +269,7 @@ class GradientFlow:
 
     def _make_shard(self, chunk: Chunk) -> None:
         self.shards[chunk.index].memory = self._arena.make(
-            chunk.shard_numel, chunk.dtype, chunk.plan.state_home, "gradients"
+            chunk.shard_numel, chunk.dtype, chunk.plan.update_home, "gradients"
         )
 
     def _send_late(self) -> None:
@@ -379,7 +379,7 @@ class GradientFlow:
     def _keep(self, chunk: Chunk, opened: _Open) -> None:
         """Add a chunk's gradients to those that this rank has kept to itself."""
         _fill_gaps(chunk, opened)
-        home, kept = chunk.plan.state_home, self._kept.get(chunk.index)
+        home, kept = chunk.plan.update_home, self._kept.get(chunk.index)
         if kept is None:
             device = self._arena.device if home == "device" else torch.device("cpu")
             kept = self._kept[chunk.index] = _Kept(torch.zeros_like(opened.block, device=device))
@@ -399,7 +399,7 @@ class GradientFlow:
 
     def _drop_kept(self, chunk: Chunk) -> _Kept:
         kept = self._kept.pop(chunk.index)
-        self._arena.count(-kept.memory.nbytes, chunk.plan.state_home, "gradients")
+        self._arena.count(-kept.memory.nbytes, chunk.plan.update_home, "gradients")
         return kept
 
 

@@ -62,7 +62,7 @@ def weigh(model: MemoryModel, placement: Placement, blocks: int, prefetch_depth:
     """The candidate with exactly this placement and block count, which must be legal."""
     work, setting = model.work, model.setting
     result = work.schedule(placement.residents, prefetch_depth).simulate(blocks)
-    moved = traffic(work, setting, placement, result)
+    moved = traffic(model, placement, result)
     seconds = cost.estimate(work, placement, result, moved, overlap=setting.overlap)
     return Candidate(work, placement, result, model.need(placement, blocks), moved, seconds, setting.overlap)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elixir.schedule import ScheduleResult
-from elixir.search.memory import Placement, Setting
+from elixir.search.memory import MemoryModel, Placement
 from elixir.search.packing import Ints
 from elixir.search.workload import Workload
 
@@ -30,6 +30,8 @@ class Traffic:
     """The same, and what reducing gradients takes."""
     host_adam_numel: int
     device_adam_numel: int
+    disk_bytes: int
+    """Read for updates on the host; as many are written."""
 
     @property
     def fetched_bytes(self) -> int:
@@ -47,16 +49,16 @@ class Traffic:
         return self.network_forward_bytes + self.network_backward_bytes
 
 
-def traffic(work: Workload, setting: Setting, placement: Placement, schedule: ScheduleResult) -> Traffic:
+def traffic(model: MemoryModel, placement: Placement, schedule: ScheduleResult) -> Traffic:
     """Bytes and updates of one rank; formulas in `docs/search.md`."""
-    world, chunks = setting.world_size, work.chunks
+    work, world, chunks = model.work, model.setting.world_size, model.work.chunks
     fetched, network = [0, 0], [0, 0]
     for position, chunk in schedule.timeline:
         phase, size = int(position >= work.first_backward), chunks[chunk].bytes
         network[phase] += size - size // world
         if not placement.weight_on_device[chunk]:
             fetched[phase] += size // world
-    offloaded = host_adam = device_adam = 0
+    offloaded = host_adam = device_adam = disk = 0
     for index, facts in enumerate(chunks):
         if not facts.grad_bytes:
             continue
@@ -68,9 +70,10 @@ def traffic(work: Workload, setting: Setting, placement: Placement, schedule: Sc
             continue
         host_adam += facts.numel // world
         offloaded += facts.grad_bytes // world
+        disk += model.disk_shard_bytes(index) if index in placement.state_on_disk else 0
         if placement.weight_on_device[index]:
             fetched[0] += facts.bytes // world
-    return Traffic(fetched[0], fetched[1], offloaded, network[0], network[1], host_adam, device_adam)
+    return Traffic(fetched[0], fetched[1], offloaded, network[0], network[1], host_adam, device_adam, disk)
 
 
 class CostModel(Protocol):

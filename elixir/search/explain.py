@@ -25,7 +25,7 @@ from elixir.units import format_bytes
 
 Weights = Literal["resident", "device", "host"]
 """Gathered on the device for the whole step; streamed from a shard there; streamed from the host."""
-States = Literal["device", "host", "none"]
+States = Literal["device", "host", "disk", "none"]
 """Where gradients, master weights and optimizer states live; a frozen chunk has none."""
 
 
@@ -56,6 +56,7 @@ _SPOTS = (
     Spot("host", "host"),
 )  # fmt: skip
 """All that a plan allows: states are updated on the device only beside weights that live there."""
+_DISK_SPOTS = tuple(Spot(weights, "disk") for weights in ("resident", "device", "host"))
 _FROZEN_SPOTS = (Spot("resident", "none"), Spot("device", "none"), Spot("host", "none"))
 
 
@@ -74,12 +75,13 @@ class Change:
     lacks_device_bytes: int
     """By how much the peak exceeds the budget; 0 where it fits."""
     lacks_host_bytes: int
+    lacks_disk_bytes: int
     block_count: int
 
     @property
     def fits(self) -> bool:
-        """Whether both budgets hold it."""
-        return not (self.lacks_device_bytes or self.lacks_host_bytes)
+        """Whether all budgets hold it."""
+        return not (self.lacks_device_bytes or self.lacks_host_bytes or self.lacks_disk_bytes)
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,9 @@ class _Variants:
     def spots(self, index: int) -> tuple[Spot, ...]:
         """Where else a chunk could live. What is larger than a block cannot be streamed."""
         chunk = self._plan.chunks[index]
-        spots = _SPOTS if chunk.trainable else _FROZEN_SPOTS
+        spots: tuple[Spot, ...] = _SPOTS if chunk.trainable else _FROZEN_SPOTS
+        if chunk.trainable and self._plan.disk_budget_bytes:
+            spots += _DISK_SPOTS
         outsized = self._model.work.packing.chunks[index].outsized
         here = _spot_of(chunk)
         return tuple(spot for spot in spots if spot != here and (spot.weights == "resident" or not outsized))
@@ -205,6 +209,7 @@ class _Variants:
             changed(now.resident, spot.weights == "resident"),
             changed(now.weight_on_device, on_device),
             changed(now.state_on_device, on_device if spot.states == "none" else spot.states == "device"),
+            now.state_on_disk | {index} if spot.states == "disk" else now.state_on_disk - {index},
         )
 
     def change(self, placement: Placement, wanted_blocks: int) -> Change:
@@ -237,6 +242,7 @@ class _Variants:
             host_change_bytes=other.need.host_bytes - base.need.host_bytes,
             lacks_device_bytes=max(other.need.device_bytes - plan.device_budget_bytes, 0),
             lacks_host_bytes=max(other.need.host_bytes - plan.host_budget_bytes, 0),
+            lacks_disk_bytes=max(other.need.disk_bytes - plan.disk_budget_bytes, 0),
             block_count=other.schedule.blocks,
         )
 
@@ -258,4 +264,4 @@ def _spot_of(chunk: ChunkPlan) -> Spot:
 
 
 def _moved_bytes(candidate: Candidate) -> int:
-    return candidate.moved.link_bytes + candidate.moved.network_bytes
+    return candidate.moved.link_bytes + candidate.moved.network_bytes + 2 * candidate.moved.disk_bytes

@@ -192,7 +192,7 @@ def _options(members: Sequence[ChunkReasons]) -> tuple[Option, ...]:
             by_spot.setdefault(other.spot, []).append(other.change)
     found = []
     for spot, changes in by_spot.items():
-        nearest = min(changes, key=lambda change: (change.lacks_device_bytes, change.lacks_host_bytes))
+        nearest = min(changes, key=_lacking)
         changes_s = [change.change_s for change in changes]
         found.append(
             Option(
@@ -237,12 +237,17 @@ def _summary(group: Group, count: int, step_s: float) -> str:
 
 
 def _fits(change: Change) -> str:
+    memories = ("device memory", "host memory", "disk")
     lacking = [
-        f"{format_bytes(amount)} of {memory} memory"
-        for memory, amount in (("device", change.lacks_device_bytes), ("host", change.lacks_host_bytes))
+        f"{format_bytes(amount)} of {memory}"
+        for memory, amount in zip(memories, _lacking(change), strict=True)
         if amount
     ]
     return f"lacks {' and '.join(lacking)}" if lacking else "yes"
+
+
+def _lacking(change: Change) -> tuple[int, int, int]:
+    return change.lacks_device_bytes, change.lacks_host_bytes, change.lacks_disk_bytes
 
 
 def _range(option: Option) -> str:

@@ -1,11 +1,11 @@
-"""What a placement needs of device and host memory. `docs/search.md` has a formula for every line here.
+"""What a placement needs of device, host and disk. `docs/search.md` has a formula for every line here.
 
-All device bytes are per rank, over the slots of `StepFacts`; host bytes are of all ranks of one machine.
+All device bytes are per rank, over the slots of `StepFacts`; host and disk bytes are of all ranks of one machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,9 @@ import numpy as np
 from elixir.search.packing import Ints
 from elixir.search.states import FP32_BYTES, MASTER_BYTES
 from elixir.search.workload import Workload
+
+WINDOW_CHUNKS = 2
+"""Chunks whose states are in host memory at once where they live on a disk: one is stepped, one is read or written."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,23 @@ class Placement:
     weight_on_device: tuple[bool, ...]
     state_on_device: tuple[bool, ...]
     """For a frozen chunk the same as its weights."""
+    state_on_disk: frozenset[int] = frozenset()
+    """Ids of chunks with master weights and states on the disk; none of them has states on the device."""
 
     @property
     def residents(self) -> frozenset[int]:
         """Ids of the resident chunks."""
         return frozenset(index for index, flag in enumerate(self.resident) if flag)
+
+
+@dataclass(frozen=True)
+class Spill:
+    """What decides which states go to the disk; both of one machine, all its ranks together."""
+
+    host_bytes: int
+    """Budget; above it, states go to the disk."""
+    disk_bytes: int
+    """Budget."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,8 @@ class Setting:
     overlap: bool
     accumulation: int = 1
     """Batches per optimizer step."""
+    spill: Spill | None = None
+    """Whether states that the host cannot hold go to the disk; None: they do not."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,8 @@ class MemoryNeed:
     device_parts: dict[str, int]
     host_parts: dict[str, int]
     grad_blocks: int
+    disk_bytes: int = 0
+    """Need of the disk of one machine."""
 
     @property
     def device_bytes(self) -> int:
@@ -176,7 +195,8 @@ class MemoryModel:
             "gradient_in_flight": int(transient[slot]),
             "optimizer_temporaries": int(temporaries[slot]),
         }
-        return MemoryNeed(device_parts, self._host_parts(placement), grad_blocks)
+        disk = sum(self.disk_shard_bytes(chunk) for chunk in chunks if chunk in placement.state_on_disk)
+        return MemoryNeed(device_parts, self._host_parts(placement), grad_blocks, disk * self.setting.ranks_per_host)
 
     def _host_parts(self, placement: Placement) -> dict[str, int]:
         parts = {"weights": 0, "optimizer_states": 0, "gradients": 0}
@@ -185,10 +205,21 @@ class MemoryModel:
                 chunk, placement.weight_on_device[chunk], placement.state_on_device[chunk]
             )
             parts["weights"] += weights
-            parts["optimizer_states"] += states
+            parts["optimizer_states"] += 0 if chunk in placement.state_on_disk else states
             parts["gradients"] += gradients
+        if placement.state_on_disk:
+            parts["state_window"] = self.window_bytes(placement.state_on_disk)
         parts["gradients"] += self.host_adding_bytes(placement.state_on_device)
         return {name: amount * self.setting.ranks_per_host for name, amount in parts.items()}
+
+    def disk_shard_bytes(self, chunk: int) -> int:
+        """Disk bytes of one rank for one chunk. The master is there too: no weight lives on a disk."""
+        return self.state_shard_bytes(chunk, master=True)
+
+    def window_bytes(self, on_disk: Collection[int]) -> int:
+        """Host bytes of one rank through which states on the disk pass: a buffer for the largest of them, twice."""
+        largest = max((self.disk_shard_bytes(chunk) for chunk in on_disk), default=0)
+        return min(len(on_disk), WINDOW_CHUNKS) * largest
 
     def adding_bytes(self, chunk: int, state_on_device: bool) -> int:
         """Host bytes of one rank while a gradient of the chunk is added to that of the batch before."""

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HOME_COLOURS = {"device": "#332288", "host": "#DDCC77"}
-"""Indigo and sand of Paul Tol's muted scheme: safe for the colour-blind, and in no bar above the map."""
+HOME_COLOURS = {"device": "#332288", "host": "#DDCC77", "disk": "#882255"}
+"""Indigo, sand and wine of Paul Tol's muted scheme: safe for the colour-blind, and in no bar above the map."""
 
 _PART_COLOURS = (
     ("rcache", YELLOW),
@@ -57,7 +57,7 @@ _LEGEND_COLUMNS = 3
 
 
 def plot_plan(plan: Plan, path: str | os.PathLike[str] | None = None) -> Figure:
-    """A plan as a map: budget bars of device and host over its chunks in order of use, width by size, home by colour.
+    """A plan as a map: budget bars of device, host and (where states are there) disk over its chunks in order of use, width by size, home by colour.
 
     Raises:
         InputError: the plan has no chunks, or `path` names no picture format.
@@ -65,10 +65,13 @@ def plot_plan(plan: Plan, path: str | os.PathLike[str] | None = None) -> Figure:
     if not plan.chunks:
         raise InputError(f"the plan for {plan.model_name} holds no chunks to draw")
     predicted = plan.predicted
-    bars = (
+    bars = [
         ("device", predicted.device_parts, predicted.device_peak_bytes, plan.device_budget_bytes),
         ("host", predicted.host_parts, predicted.host_peak_bytes, plan.host_budget_bytes),
-    )
+    ]
+    if plan.uses_disk:
+        parts = {"optimizer_states": predicted.disk_peak_bytes}
+        bars.append(("disk", parts, predicted.disk_peak_bytes, plan.disk_budget_bytes))
     # Laid out from the top in inches, because legends of one and of three lines need different room.
     heights, bar_in, map_in = [], 0.26, 0.78
     for _, parts, _, _ in bars:

@@ -61,4 +61,5 @@ def placement_of(plan: Plan) -> Placement:
         tuple(chunk.resident for chunk in plan.chunks),
         tuple(chunk.weight_home == "device" for chunk in plan.chunks),
         tuple(chunk.state_home == "device" for chunk in plan.chunks),
+        frozenset(index for index, chunk in enumerate(plan.chunks) if chunk.state_home == "disk"),
     )

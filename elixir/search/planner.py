@@ -275,15 +275,19 @@ def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: st
         order=work.order,
         device_budget_bytes=budgets.device_bytes,
         host_budget_bytes=budgets.host_bytes,
+        disk_budget_bytes=budgets.disk_bytes,
         predicted=PlanPrediction(
             device_peak_bytes=best.need.device_bytes,
             device_parts=best.need.device_parts,
             host_peak_bytes=best.need.host_bytes,
             host_parts=best.need.host_parts,
+            disk_peak_bytes=best.need.disk_bytes,
             moved_bytes={
                 "host_to_device": best.moved.fetched_bytes,
                 "device_to_host": best.moved.offloaded_bytes,
                 "network": best.moved.network_bytes,
+                "disk_read": best.moved.disk_bytes,
+                "disk_write": best.moved.disk_bytes,
             },
             loads=schedule.loads,
             hits=schedule.hits,
@@ -317,7 +321,9 @@ def _chunk_plans(trace: StepTrace, best: Candidate) -> tuple[ChunkPlan, ...]:
                 numel=chunk.bytes // itemsize,
                 parameters=slots,
                 weight_home=home(weight),
-                state_home=home(best.placement.state_on_device[index] if chunk.trainable else weight),
+                state_home="disk"
+                if index in best.placement.state_on_disk
+                else home(best.placement.state_on_device[index] if chunk.trainable else weight),
                 resident=best.placement.resident[index],
                 grad_rank=ranks.get(index),
                 grad_entry=best.work.grad_entry(index),

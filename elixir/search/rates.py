@@ -55,7 +55,7 @@ class Rates:
     """What the simulator's resources do in a second, for one rank while all ranks work.
 
     Fits of the profile are taken where there are any, its plain rates else. Ranks of one machine share the host's Adam
-    and its memory's bandwidth, unless the profile has measured all of them at once.
+    and its memory's bandwidth, unless the profile has measured all of them at once; its disk they share in any case.
 
     Args:
         hardware: the machine.
@@ -97,6 +97,16 @@ class Rates:
         self.host_memory = Line(0.0, host_memory)
         self._cluster = self._made(network_bytes_per_s, network_latency_s)
         self._algorithm: Algorithm = algorithm
+
+    @property
+    def disk_read(self) -> Line:
+        """From the disk of a machine, which its ranks share; `InputError` where the profile does not know it."""
+        return self._line("disk_read").shared(self._ranks)
+
+    @property
+    def disk_write(self) -> Line:
+        """To it; likewise."""
+        return self._line("disk_write").shared(self._ranks)
 
     def events_s(self, trace: StepTrace) -> Floats:
         """Compute seconds of every access: its FLOPs or its bytes in device memory, whichever takes longer."""

@@ -1,6 +1,6 @@
-"""One training step on five resources, in the order in which the runtime submits work to them.
+"""One training step on six resources, in the order in which the runtime submits work to them.
 
-Compute walks the plan's order. Beside it four lanes, one per resource, each take one item at a time in the order of
+Compute walks the plan's order. Beside it five lanes, one per resource, each take one item at a time in the order of
 submission; an item starts when its lane is free, what it builds on is done, and compute has come to where it was
 submitted. Which item follows which is fixed by the plan and never by time. So every moment is the latest of some others
 plus a duration: nothing that gets faster can make a step slower.
@@ -14,12 +14,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from elixir.search.memory import Placement
+from elixir.plan import LINKS
+from elixir.search.memory import WINDOW_CHUNKS, Placement
 from elixir.search.work_times import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events, WorkTimes
 
-RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_adam")
-"""The last four are the runtime's lanes `fetch`, `offload`, `network` and `host_adam`."""
-COMPUTE, FETCH, OFFLOAD, NETWORK, HOST_ADAM = RESOURCES
+RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_adam", "disk")
+"""After compute the runtime's lanes `fetch`, `offload`, `network` and `host_adam`; it has none for a disk yet. Reads and
+writes are one lane, as they share the drive."""
+COMPUTE, FETCH, OFFLOAD, NETWORK, HOST_ADAM, DISK = RESOURCES
 
 
 class Span(NamedTuple):
@@ -61,6 +63,8 @@ class Machine:
         self._free_s = dict.fromkeys(RESOURCES, 0.0)
         self._ready_s = [0.0] * len(chunks)  # when a chunk is where it is used: in its block, or resident and updated
         self._updated_s = [0.0] * len(chunks)  # when the host has stepped its shard
+        self._unread: deque[int] = deque()  # chunks of this step whose states are still to be read, in order
+        self._read_s: dict[int, float] = {}  # when states lie in a buffer of the window, until they are written back
         self._grad_blocks = self._free_blocks = grad_blocks
         self._leaving: deque[tuple[float, bool]] = deque()  # gradients: when they are gone, and whether from a block
         self._holds = [False] * len(chunks)  # whether a gradient waits at home, to which the next is added
@@ -83,7 +87,7 @@ class Machine:
     def _forget(self) -> None:
         self.busy_s = dict.fromkeys(RESOURCES, 0.0)
         self.waited_s = dict.fromkeys(RESOURCES[1:], 0.0)
-        self.moved_bytes = {FETCH: 0, OFFLOAD: 0, NETWORK: 0}
+        self.moved_bytes = dict.fromkeys(LINKS, 0)
         self.loads = self.extra_grad_blocks = 0
         self.device_adam_s = self.backward_from_s = 0.0
         self.spans: list[Span] = []
@@ -96,6 +100,7 @@ class Machine:
         """`ElixirOptimizer.step`, every gradient being at its home: on the device at once, on the host beside."""
         times, placement = self._times, self._placement
         began_s = self._since_s = self.now_s
+        self._unread.extend(c for c in times.update_order if c in placement.state_on_disk)
         for c in times.update_order:
             if placement.state_on_device[c]:
                 self._doing, self._doing_chunk = "optimizer", c
@@ -104,12 +109,7 @@ class Machine:
                 self._computed(self.now_s)
                 done_s = 0.0
             else:
-                seconds = times.host_adam_s[c]
-                if placement.weight_on_device[c]:
-                    seconds += times.fetch_s[c]  # new weights return to the device, as part of the same item
-                    self.moved_bytes[FETCH] += times.shard_bytes[c]
-                done_s = self._run(HOST_ADAM, "update", c, began_s if self._ahead else self.now_s, seconds)
-                self._updated_s[c] = done_s
+                done_s = self._updated_s[c] = self._update_on_host(c, began_s if self._ahead else self.now_s)
             if not placement.resident[c]:
                 continue
             if self._together:
@@ -117,6 +117,28 @@ class Machine:
                 done_s = self._run(NETWORK, "gather", c, max(self.now_s, done_s), times.gather_s[c])
             self._ready_s[c] = done_s
         self.busy_s[COMPUTE] += self.device_adam_s
+
+    def _update_on_host(self, c: int, submitted_s: float) -> float:
+        """Adam of one shard; with states on the disk behind their reading, and before they are written back.
+
+        The disk reads as far ahead as there are buffers, so beside Adam of one chunk it reads the next. Its order is the
+        plan's: read 0, read 1, write 0, read 2, write 1, and so on; a buffer is read into behind its own write.
+        """
+        times = self._times
+        seconds = times.host_adam_s[c]
+        if self._placement.weight_on_device[c]:
+            seconds += times.fetch_s[c]  # new weights return to the device, as part of the same item
+            self.moved_bytes[FETCH] += times.shard_bytes[c]
+        if c not in self._placement.state_on_disk:
+            return self._run(HOST_ADAM, "update", c, submitted_s, seconds)
+        while self._unread and len(self._read_s) < WINDOW_CHUNKS:
+            following = self._unread.popleft()
+            self.moved_bytes["disk_read"] += times.disk_bytes[following]
+            self._read_s[following] = self._run(DISK, "read", following, submitted_s, times.disk_read_s[following])
+        done_s = self._run(HOST_ADAM, "update", c, max(submitted_s, self._read_s.pop(c)), seconds)
+        self.moved_bytes["disk_write"] += times.disk_bytes[c]
+        self._run(DISK, "write", c, done_s, times.disk_write_s[c])
+        return done_s
 
     def batch(self, events: Events) -> None:
         """Forward and backward of one batch."""
@@ -138,6 +160,19 @@ class Machine:
         self._leaving.clear()
         self._free_blocks = self._grad_blocks
         self._holds = [False] * len(self._holds)
+
+    @property
+    def disk_idle_s(self) -> float:
+        """When the disk has done all that it was given."""
+        return self._free_s[DISK]
+
+    def drain(self) -> None:
+        """Wait until states are back on the disk, so that the next step finds all lanes idle.
+
+        A steady step is no longer for it: the disk's work of a step is one chain, and a step that ended before the chain
+        would be made up for by the next.
+        """
+        self.now_s = self._wait(self.now_s, self.disk_idle_s, DISK)
 
     # --- where compute arrives: what happens at `now_s`, and when it goes on -----------------------------------------
 

@@ -43,8 +43,8 @@ class Simulation:
 
     step_s: float
     phases_s: dict[str, float]
-    """``forward`` and ``backward`` (of all batches), and ``optimizer``: waiting for gradients, and what the device steps;
-    sums to `step_s`."""
+    """``forward`` and ``backward`` (of all batches), and ``optimizer``: waiting for gradients and for the disk, and what the
+    device steps; sums to `step_s`."""
     busy_s: dict[str, float]
     """How long each of `RESOURCES` works."""
     waited_s: dict[str, float]
@@ -146,9 +146,16 @@ def simulate_step(
     )
     check_positive("compute_scale", compute_scale)
     work, placement = workload_of(plan, trace), placement_of(plan)
+    setting = Setting(plan.world_size, ranks_per_host, plan.state_bytes_per_numel, plan.overlap, accumulation)
     schedule = plan.schedule()
     case = _Case(
-        WorkTimes(work, rates, rates.events_s(trace) * compute_scale, plan.block_bytes),
+        WorkTimes(
+            work,
+            rates,
+            rates.events_s(trace) * compute_scale,
+            plan.block_bytes,
+            _disk_bytes(MemoryModel(work, setting)),
+        ),
         placement,
         schedule,
         schedule.simulate(plan.block_count),
@@ -221,10 +228,10 @@ class SimulatedCost:
         last_forward_s = machine.backward_from_s - (began_s - taken_s)
         ended_s = machine.now_s
         machine.settle()
-        total_s = machine.now_s + more * taken_s
+        total_s = max(machine.now_s + more * taken_s, machine.disk_idle_s)
         busy_s = {name: amount + more * (amount - busy[name]) for name, amount in machine.busy_s.items()}
         forward_s += more * last_forward_s
-        settled_s = machine.now_s - ended_s
+        settled_s = total_s - more * taken_s - ended_s
         return {
             "forward": forward_s,
             "backward": total_s - optimizer_s - forward_s - settled_s,
@@ -255,8 +262,9 @@ class SimulatedCost:
     def _of(self, work: Workload) -> _Known:
         found = self._known.get(work)
         if found is None:
-            times = WorkTimes(work, self._rates, self._events_s, work.packing.block_bytes)
-            found = self._known[work] = _Known(times, MemoryModel(work, self._setting), Floor(times))
+            model = MemoryModel(work, self._setting)
+            times = WorkTimes(work, self._rates, self._events_s, work.packing.block_bytes, _disk_bytes(model))
+            found = self._known[work] = _Known(times, model, Floor(times))
         return found
 
 
@@ -284,6 +292,7 @@ def _replay(case: _Case, accumulation: int, steps: int) -> Simulation:
             phases["backward"] += machine.now_s - machine.backward_from_s
             began_s = machine.now_s
         machine.settle()
+        machine.drain()
         phases["optimizer"] = updated_s + machine.now_s - began_s
     spans = sorted(machine.spans, key=lambda span: (span.start_s, RESOURCES.index(span.resource), span.end_s))
     return Simulation(
@@ -297,6 +306,10 @@ def _replay(case: _Case, accumulation: int, steps: int) -> Simulation:
         extra_grad_blocks=machine.extra_grad_blocks,
         timeline=tuple(spans),
     )
+
+
+def _disk_bytes(model: MemoryModel) -> list[int]:
+    return [model.disk_shard_bytes(chunk) for chunk in range(len(model.work.chunks))]
 
 
 def _loads_of_batches(case: _Case, count: int) -> list[tuple[tuple[int, int], ...]]:

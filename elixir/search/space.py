@@ -30,6 +30,8 @@ class Budgets:
     """Of one device."""
     host_bytes: int
     """Of one machine, all its ranks together."""
+    disk_bytes: int = 0
+    """Likewise; 0: no disk."""
 
 
 class SearchSpace:

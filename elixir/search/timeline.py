@@ -48,6 +48,8 @@ _COLOURS = {
     "offload": RED,
     "deliver": PALE,
     "update": PURPLE,
+    "read": SKY,
+    "write": DARK,
 }
 """By name of a span; no two in one lane are alike to the colour-blind."""
 _LABELS = {
@@ -56,8 +58,9 @@ _LABELS = {
     "device_to_host": "device to host",
     "network": "network",
     "host_adam": "CPU Adam",
+    "disk": "disk",
 }
-_LANE_ORDER = ("compute", "host_to_device", "network", "device_to_host", "host_adam")
+_LANE_ORDER = ("compute", "host_to_device", "network", "device_to_host", "host_adam", "disk")
 """From the top: a chunk's way through a step."""
 _LANE_IN, _BAR = 0.34, 0.72
 """Height of a lane in inches, and the share of it that its bars fill."""

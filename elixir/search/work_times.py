@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -41,9 +42,12 @@ class WorkTimes:
         rates: of the machine.
         events_s: compute seconds of every access of the trace.
         block_bytes: size of a gradient block.
+        disk_bytes: by chunk, what one rank keeps of it on the disk if its states live there.
     """
 
-    def __init__(self, work: Workload, rates: Rates, events_s: Floats, block_bytes: int) -> None:
+    def __init__(
+        self, work: Workload, rates: Rates, events_s: Floats, block_bytes: int, disk_bytes: Sequence[int] = ()
+    ) -> None:
         self.work, self.rates, self.world_size = work, rates, rates.world_size
         size = np.array([chunk.bytes for chunk in work.chunks], dtype=np.int64)
         numel = np.array([chunk.numel for chunk in work.chunks], dtype=np.int64) // self.world_size
@@ -61,6 +65,7 @@ class WorkTimes:
         self.add_on_device_s: list[float] = rates.device_memory(shard).tolist()
         self.host_adam_s: list[float] = rates.host_adam(numel).tolist()
         self.device_adam_s: list[float] = rates.device_adam(numel).tolist()
+        self.disk_bytes = tuple(disk_bytes)
         self._before_s = np.concatenate(([0.0], np.cumsum(events_s)))
         self._index_order()
         self._index_gradients()
@@ -102,6 +107,18 @@ class WorkTimes:
         rows = np.array(sorted(found), dtype=np.int64).reshape(-1, 4)
         self._grad_entry: Ints = rows[:, 3]
         self._grad_access, self._grad_chunk, self._grad_kind = rows[:, 0], -rows[:, 1], rows[:, 2]
+
+    @cached_property
+    def disk_read_s(self) -> list[float]:
+        """Of its states, by chunk; `InputError` where the profile does not know the disk."""
+        found: list[float] = self.rates.disk_read(self.disk_bytes).tolist()
+        return found
+
+    @cached_property
+    def disk_write_s(self) -> list[float]:
+        """Likewise."""
+        found: list[float] = self.rates.disk_write(self.disk_bytes).tolist()
+        return found
 
     @property
     def total_s(self) -> float:

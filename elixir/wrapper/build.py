@@ -103,7 +103,7 @@ def _make_memory(chunk: Chunk, arena: Arena) -> None:
     plan = chunk.plan
     if chunk.needs_masters:
         wide = torch.float32 if chunk.low_precision else chunk.dtype
-        chunk.masters = arena.make(chunk.shard_numel, wide, plan.state_home, "optimizer_states")
+        chunk.masters = arena.make(chunk.shard_numel, wide, plan.update_home, "optimizer_states")
     if plan.resident:
         chunk.whole = arena.make(plan.numel, chunk.dtype, "device", "resident_weights")
     else:
@@ -150,6 +150,11 @@ def agree_on_plan(group: Group, module: nn.Module, plan: Plan, dtype: torch.dtyp
                     f"{name} is of {parameter.dtype}; only floating parameters can be planned: make it a buffer"
                 )
         plan.check(fingerprint(module), group.size)
+        if plan.uses_disk:
+            raise InputError(
+                "the plan keeps optimizer states on a disk; this version runs plans for device and host: search without "
+                "disk_memory"
+            )
         if dtype is not None and plan.dtype not in ("as built", dtype_name(dtype)):
             raise InputError(f"the plan is for {plan.dtype}, dtype asks for {dtype_name(dtype)}; plan with that dtype")
     except ValueError as refused:

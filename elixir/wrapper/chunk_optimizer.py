@@ -182,4 +182,4 @@ class ChunkOptimizer:
             for value in state.values()
             if isinstance(value, torch.Tensor) and value.numel() > 1
         )
-        self._owner.module.arena.count(states, self.chunk.plan.state_home, "optimizer_states")
+        self._owner.module.arena.count(states, self.chunk.plan.update_home, "optimizer_states")

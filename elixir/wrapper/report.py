@@ -117,7 +117,7 @@ def make_report(
         predicted={
             "loads": predicted.loads,
             "hits": predicted.hits,
-            **predicted.moved_bytes,
+            **{link: predicted.moved_bytes[link] for link in ("host_to_device", "device_to_host", "network")},
             "device_peak": sum(parts.get(name, 0) for name in ours),
             "host_peak": _host_bytes(plan),
         },

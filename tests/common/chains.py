@@ -20,11 +20,14 @@ from tests.common.synthetic_trace import TraceBuilder
 INSTANT = 1e30
 """A rate at which nothing takes any time to speak of."""
 NUMEL = MIB // 4
+ON_DISK_BYTES = 12 * NUMEL
+"""Of a chunk: the master and two moments, in fp32."""
 CHUNKS = 3
 
 
 class Speeds(NamedTuple):
-    """Seconds per chunk of 1 MiB: one use, fetch, offload, the host's Adam, the device's, a gather."""
+    """Seconds per chunk of 1 MiB: one use, fetch, offload, the host's Adam, the device's, a gather; states read from the
+    disk, and written there."""
 
     use: float = 1.0
     fetch: float = 0.0
@@ -32,6 +35,8 @@ class Speeds(NamedTuple):
     adam: float = 0.0
     device_adam: float = 0.0
     gather: float = 0.0
+    read: float = 0.0
+    write: float = 0.0
 
     def machine(self, kind: str = "cpu") -> HardwareProfile:
         """A machine with these speeds, and instant copies."""
@@ -49,6 +54,8 @@ class Speeds(NamedTuple):
             device_to_device_bytes_per_s=rate(self.gather, MIB),
             host_adam_numel_per_s=rate(self.adam, NUMEL),
             device_adam_numel_per_s=rate(self.device_adam, NUMEL),
+            disk_read_bytes_per_s=rate(self.read, ON_DISK_BYTES),
+            disk_write_bytes_per_s=rate(self.write, ON_DISK_BYTES),
         )
 
 
@@ -67,17 +74,19 @@ def chain_plan(
     *, blocks: int, depth: int, homes: str = "sss", world_size: int = 1, grad_blocks: int | None = None
 ) -> Plan:
     """A plan of `chain`, a letter per chunk: ``s`` streamed from the host, ``h`` resident with its states on the host,
-    ``d`` resident with everything on the device, ``w`` streamed with its weights on the device."""
+    ``d`` resident with everything on the device, ``w`` streamed with its weights on the device; ``k`` as ``s`` and ``e`` as
+    ``h``, but with states on the disk."""
     trace = chain(len(homes))
     setting = Setting(world_size, world_size, 8, depth > 0)
     space = SearchSpace(trace, Speeds().machine(), setting)
     placement = Placement(
-        tuple(home in "hd" for home in homes),
-        tuple(home in "hdw" for home in homes),
+        tuple(home in "hde" for home in homes),
+        tuple(home in "hdwe" for home in homes),
         tuple(home == "d" for home in homes),
+        frozenset(index for index, home in enumerate(homes) if home in "ke"),
     )
     candidate = weigh(space.model(MIB), placement, blocks, depth, space.cost)
-    plan = to_plan(space, candidate, Budgets(1 << 50, 1 << 50), "Adam", "auto")
+    plan = to_plan(space, candidate, Budgets(1 << 50, 1 << 50, 1 << 50), "Adam", "auto")
     return plan if grad_blocks is None else replace(plan, grad_block_count=grad_blocks)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from elixir.hardware import HardwareProfile
-from elixir.plan import ChunkPlan, ChunkUse, ParamSlot, Plan, PlanPrediction
+from elixir.plan import LINKS, ChunkPlan, ChunkUse, ParamSlot, Plan, PlanPrediction
 from elixir.tracer.step_trace import AccessEvent, Contributor, CurveSample, ParamInfo, StepTrace
 from elixir.units import GIB
 
@@ -178,7 +178,7 @@ def make_plan(chunks: int = 24, *, world_size: int = 1, resident: float = 0.3, f
             device_parts=device_parts,
             host_peak_bytes=host,
             host_parts=host_parts,
-            moved_bytes={"host_to_device": 3 * weights, "device_to_host": 2 * weights, "network": 0},
+            moved_bytes=dict.fromkeys(LINKS, 0) | {"host_to_device": 3 * weights, "device_to_host": 2 * weights},
             loads=2 * chunks,
             hits=3,
             seconds={"compute": 0.5, "total": 0.9},

@@ -70,6 +70,9 @@ def profiles() -> st.SearchStrategy[HardwareProfile]:
         "host_memory_bytes": st.none() | SIZES,
         "network_bytes_per_s": st.none() | RATES,
         "network_latency_s": st.none() | st.floats(0, 1e9),
+        "disk_read_bytes_per_s": st.none() | RATES,
+        "disk_write_bytes_per_s": st.none() | RATES,
+        "disk_free_bytes": st.none() | SIZES,
         "measured_at": st.none() | st.dates().map(str),
         "fits": st.dictionaries(
             st.sampled_from(("host_to_device.both", "host_adam.2.bfloat16", "all_gather.8")),
@@ -236,7 +239,7 @@ def test_absurd_integers_are_artifact_errors(digits: int) -> None:
         HardwareProfile.from_json(text)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", True, 2.0, None])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, "3", True, 3.0, None])
 def test_another_version_is_refused(version: Any) -> None:
     data = make_plan(3).to_dict() | {"schema_version": version}
     with pytest.raises(ArtifactError, match="'schema_version' is"):

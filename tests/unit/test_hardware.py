@@ -300,19 +300,23 @@ def test_fits_survive_json_and_show_in_the_fingerprint(tmp_path: Path) -> None:
     assert with_fits(host_to_device=RateFit(1e-5, 5e10, 0.3)).fingerprint == profile.fingerprint
 
 
-def test_a_file_from_before_there_were_fits_or_a_network_still_loads() -> None:
+def test_a_file_from_before_there_were_fits_a_network_or_a_disk_still_loads() -> None:
     profile = dataclasses.replace(preset("h200"), network_bytes_per_s=None)
     newest = profile.to_dict()
-    second = {key: value for key, value in newest.items() if "network" not in key} | {"schema_version": 2}
+    third = {key: value for key, value in newest.items() if "disk" not in key} | {"schema_version": 3}
+    second = {key: value for key, value in third.items() if "network" not in key} | {"schema_version": 2}
     first = {key: value for key, value in second.items() if key != "fits"} | {"schema_version": 1}
-    assert HardwareProfile.from_dict(first) == HardwareProfile.from_dict(second) == profile
-    for version in (True, 1.0, 4, None):
+    for older in (first, second, third):
+        assert HardwareProfile.from_dict(older) == profile
+    for version in (True, 1.0, 5, None):
         with pytest.raises(ArtifactError, match="schema_version"):
             HardwareProfile.from_dict(first | {"schema_version": version})
     with pytest.raises(ArtifactError, match="fits"):
         HardwareProfile.from_dict(first | {"schema_version": 2})
     with pytest.raises(ArtifactError, match="network_bytes_per_s"):
         HardwareProfile.from_dict(second | {"schema_version": 3})
+    with pytest.raises(ArtifactError, match="disk_read_bytes_per_s"):
+        HardwareProfile.from_dict(third | {"schema_version": 4})
 
 
 def test_a_network_shows_in_the_fingerprint_where_it_is_known() -> None:

@@ -18,14 +18,15 @@ from elixir.units import GIB
 from tests.common.samples import make_hardware
 from tests.common.synthetic_trace import StackShape, stack_trace
 
-HARDWARE = replace(make_hardware(), host_memory_bytes=512 * GIB)
+HARDWARE = replace(make_hardware(), host_memory_bytes=512 * GIB, disk_read_bytes_per_s=6e9, disk_write_bytes_per_s=3e9)
 
 
 @pytest.fixture(scope="module")
 def simulation() -> Simulation:
-    """A step of two ranks in which every resource works."""
+    """A step of two ranks in which every resource works: the states of one chunk live on a disk."""
     trace = stack_trace(StackShape(hidden=256, layers=3, ffn=1024, vocab=2048, positions=256), batch=2, seq=256)
     plan = plan_from_trace(trace, HARDWARE, 2, device_memory=1 << 40, placement="cpu")
+    plan = replace(plan, chunks=(replace(plan.chunks[0], state_home="disk"), *plan.chunks[1:]))
     made = simulate_step(plan, trace, HARDWARE)
     assert all(made.busy_s[name] > 0 for name in RESOURCES)
     return made
@@ -50,7 +51,7 @@ def test_the_picture_has_a_lane_per_resource_and_says_its_units(simulation: Simu
     figure = plot_timeline(simulation, tmp_path / "step.png", title="a stack")
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "CPU Adam", "device to host", "network", "host to device", "compute",
+        "disk", "CPU Adam", "device to host", "network", "host to device", "compute",
     ]  # fmt: skip
     assert axes.get_xlabel().endswith(("(s)", "(ms)", "(µs)"))
     assert "bound by" in axes.get_title(loc="left")
