@@ -84,6 +84,7 @@ class GradientFlow:
         block_count: how many gradient blocks there are.
         block_bytes: size of one.
         reduce_fp32: sum over the ranks in float32.
+        overlap: gradients larger than a block leave beside the rest of backward; else it waits for them.
         places: per chunk, the position of the order that it is sent behind; chunks that are not in it come last.
     """
 
@@ -97,12 +98,14 @@ class GradientFlow:
         block_count: int,
         block_bytes: int,
         reduce_fp32: bool = False,
+        overlap: bool = True,
         places: Mapping[int, int] | None = None,
     ) -> None:
         self._lanes = lanes
         self._group = group
         self._reduce_fp32 = reduce_fp32
         self._block_bytes = block_bytes
+        self._overlap = overlap
         self._free = deque(
             arena.make(block_bytes, torch.uint8, "device", "gradient_blocks") for _ in range(block_count)
         )
@@ -128,9 +131,16 @@ class GradientFlow:
         self.network_bytes = 0
 
     def take(self, chunk: Chunk, slot: Slot, gradient: torch.Tensor) -> None:
-        """A gradient of one parameter has arrived; `gradient` may be let go afterwards."""
+        """A gradient of one parameter has arrived; the caller lets go of `gradient`, which nobody else holds."""
         with self._lock:
             opened = self._open.get(chunk.index)
+            if opened is None and (opened := self._adopted(chunk, gradient)) is not None:
+                self._open[chunk.index] = opened
+                opened.arrived.add(slot.name)
+                self._send(chunk)
+                if not self._overlap:
+                    self._leaving.pop().ticket.wait()
+                return
             if opened is None:
                 opened = self._open[chunk.index] = self._opened(chunk)
             part = slot.part_of(opened.block)
@@ -295,10 +305,34 @@ class GradientFlow:
     def _opened(self, chunk: Chunk) -> _Open:
         if chunk.weight_bytes > self._block_bytes:
             # Resident, and larger than any block.
+            self._let_outsized_leave()
             memory = self._arena.make(chunk.weight_bytes, torch.uint8, "device", "gradient_blocks")
         else:
             memory = self._free_block()
         return _Open(memory[: chunk.weight_bytes].view(chunk.dtype), memory)
+
+    def _adopted(self, chunk: Chunk, gradient: torch.Tensor) -> _Open | None:
+        """A gradient that is its whole chunk and larger than any block, to leave as autograd made it.
+
+        Nobody else holds it: what `AccumulateGrad` does not own alone, it copies. With several ranks a chunk is reduced in
+        memory that is padded.
+        """
+        if chunk.weight_bytes <= self._block_bytes or self._group.size > 1 or len(chunk.slots) > 1:
+            return None
+        if gradient.layout != torch.strided or not gradient.is_contiguous() or gradient.dtype != chunk.dtype:
+            return None
+        block = gradient.detach().view(-1)
+        if chunk.slots[0].part_of(block).stride() != gradient.stride():
+            return None  # its weights lie in another order
+        self._let_outsized_leave()
+        if self._overlap:  # else it has gone before the next one is made: it is the one in flight, which is autograd's
+            self._arena.count(block.nbytes, "device", "gradient_blocks")
+        return _Open(block, block)
+
+    def _let_outsized_leave(self) -> None:
+        """The plan has room for one gradient that is larger than a block, beside the one in flight."""
+        while any(leaving.memory.nbytes > self._block_bytes for leaving in self._leaving):
+            self._reclaim()
 
     def _free_block(self) -> torch.Tensor:
         while not self._free and self._leaving:
@@ -366,10 +400,11 @@ class GradientFlow:
         def deliver() -> None:
             for part in stale:
                 part.zero_()
+            home = shard.memory[: mine.numel()]  # but for padding, all of it
             if adds:
-                shard.memory.add_(mine.to(shard.memory.device))
+                home.add_(mine.to(home.device))
             else:
-                shard.memory.copy_(mine, non_blocking=True)
+                home.copy_(mine, non_blocking=True)
 
         moved_bytes = shard.memory.nbytes if chunk.plan.state_home == "host" else 0
         shard.ready = self._lanes.offload.submit(deliver, after=after, nbytes=moved_bytes)

@@ -202,13 +202,14 @@ class Machine:
         return self._wait(now_s, self._ready_s[c], NETWORK if self._together else HOST_ADAM if resident else FETCH)
 
     def _open(self, c: int, now_s: float) -> float:
-        """`GradientFlow._free_block`: backward waits where all blocks are leaving."""
-        if not self._times.pooled[c]:
-            return now_s
-        while not self._free_blocks and self._leaving:
-            gone_s, pooled = self._leaving.popleft()
+        """`GradientFlow._opened`: backward waits where all blocks are leaving, or another that has none."""
+        pooled = self._times.pooled[c]
+        while self._leaving and (not self._free_blocks if pooled else not all(block for _, block in self._leaving)):
+            gone_s, block = self._leaving.popleft()
             now_s = self._wait(now_s, gone_s, OFFLOAD)
-            self._free_blocks += pooled
+            self._free_blocks += block
+        if not pooled:
+            return now_s
         if self._free_blocks:
             self._free_blocks -= 1
         else:

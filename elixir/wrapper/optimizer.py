@@ -267,7 +267,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             # If the step before failed, so does this; and the shard may still be on its way into a block.
             before = [ticket for ticket in (chunk.updated, chunk.fetched) if ticket is not None]
             stepped = lanes.host_adam.submit(partial(part.step, arrived, factor, hyperparameters), after=before)
-            moved_bytes = shard_bytes if chunk.plan.weight_home == "device" else 0
+            moved_bytes = shard_bytes if chunk.plan.weight_home == "device" and arrived else 0
             write = partial(part.write_weights, arrived)
             chunk.updated = lanes.host_adam.submit(write, after=[stepped], nbytes=moved_bytes)
             self.module.refreshed_bytes += moved_bytes

@@ -139,6 +139,7 @@ class RunningPlan:
             block_count=self.plan.grad_block_count,
             block_bytes=self.plan.block_bytes,
             reduce_fp32=reduce_fp32,
+            overlap=self.plan.overlap,
             places=places,
         )
 

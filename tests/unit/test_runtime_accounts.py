@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from elixir.chunk.lanes import Emulation
+from elixir.errors import PlanError
 from elixir.search import optimal_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer, clock
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan
@@ -275,3 +278,59 @@ def test_what_an_evaluation_moved_is_not_the_steps(caplog: pytest.LogCaptureFixt
             assert report.observed["loads"] == pair.plan.predicted.loads
             assert not report.surprises()
     assert "differs from its plan" not in caplog.text
+
+
+class HugeTable(nn.Module):
+    """A table larger than everything else together, tied; and a layer that the step never uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4000, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.unused = nn.Linear(7, 7)
+        self.head = nn.Linear(32, 4000, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("spare_kib", [0, 40, 400])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_gradient_larger_than_a_block_and_one_that_never_comes_fit_the_prediction(
+    overlap: bool, spare_kib: int
+) -> None:
+    torch.manual_seed(0)
+    plain = HugeTable()
+    model, ids = copy.deepcopy(plain), torch.randint(0, 4000, (2, 8))
+
+    def search(device_memory: int) -> Any:
+        return optimal_search(
+            model, 1, inp={"ids": ids}, step_fn=lambda m, inp: m(**inp).backward(), hardware="cpu", overlap=overlap,
+            device_memory=device_memory, host_memory="1GiB",
+        )  # fmt: skip
+
+    with pytest.raises(PlanError) as caught:
+        search(0)
+    plan = search(caught.value.needed_bytes + spare_kib * 1024)
+    table = next(chunk for chunk in plan.chunks if chunk.parameters[0].name == "table.weight")
+    assert table.resident
+    assert table.state_home == "host"
+    assert table.weight_bytes > plan.block_bytes
+    module = ElixirModule(model, plan, device="cpu", poison=True)
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
+    plain_optimizer = torch.optim.AdamW(plain.parameters())
+    for _ in range(2):
+        for one, stepping in ((module, optimizer), (plain, plain_optimizer)):
+            one(ids=ids).backward()
+            stepping.step()
+            stepping.zero_grad()
+    report = module.last_report
+    assert report is not None
+    assert report.observed["device_peak"] <= report.predicted["device_peak"]
+    assert module.gradients.extra_blocks == 0
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in plain.state_dict().items())
+    module.close()
