@@ -30,6 +30,7 @@ from elixir.tracer import trace_step
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.build import compute_device
 from elixir.wrapper.report import StepReport
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def wrap(
         step_fn: ``step_fn(model, inp)`` runs forward, loss and backward; None takes ``model(**inp).loss``.
         group: process group; None means the default one, or a single rank where there is none.
         dtype: parameters and floating inputs are cast to it; None leaves them.
-        hardware: a profile, a preset's name or a file; None for the machine at hand.
+        hardware: a profile, a preset's name or a file; None for the machine at hand, without a GPU its CPU.
         device_memory: budget of one device, bytes or text such as ``"20GiB"``; None for what is free.
         host_memory: budget of one machine, all its ranks together; None for what is free.
         placement: ``auto``, or ``cuda`` / ``cpu`` to keep everything there.
@@ -88,6 +89,8 @@ def wrap(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputTypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
     check_host_threads(host_threads)
+    if hardware is None and compute_device(options.get("device")).type == "cpu":
+        hardware = "cpu"  # this is a run, so what is planned for is where it runs
     profile = profile_for(hardware)
     planning = Group(group)
     try:

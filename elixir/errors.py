@@ -67,10 +67,16 @@ class PlanError(ElixirError, RuntimeError):
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.levers = tuple(sorted(levers, key=lambda lever: (-lever.saves_bytes, lever.action)))
+        from elixir.units import format_bytes  # late, since units raises what is defined here
+
+        needed, available = format_bytes(needed_bytes), format_bytes(available_bytes)
+        if needed == available:  # a budget that is short by less than two decimals show
+            needed, available = f"{needed_bytes:,} B", f"{available_bytes:,} B"
         lines = [
-            f"{message} (needed {_gib(needed_bytes)}, available {_gib(available_bytes)})",
+            f"{message} (needed {needed}, available {available})",
             *(
-                f"  - {lever.action}" + (f" ({lever.effect} {_gib(lever.saves_bytes)})" if lever.saves_bytes else "")
+                f"  - {lever.action}"
+                + (f" ({lever.effect} {format_bytes(lever.saves_bytes)})" if lever.saves_bytes else "")
                 for lever in self.levers
             ),
         ]
@@ -83,7 +89,3 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     near = difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(choices)}"
     return InputError(f"unknown {kind} {name!r}; {hint}")
-
-
-def _gib(amount_bytes: int) -> str:
-    return f"{amount_bytes / 2**30:.2f} GiB"

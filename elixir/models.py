@@ -230,7 +230,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{file}: cannot be read as a model config: {error.strerror}") from None
+        raise InputError(
+            f"{file}: cannot be read as a model config: {error.strerror}; nothing is downloaded: give a config.json that is "
+            "on this disk, or a name that `elixir models` lists"
+        ) from None
     except ValueError as error:
         raise InputError(f"{file}: no valid JSON: {error}") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):

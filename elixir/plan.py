@@ -316,8 +316,9 @@ class Plan(Artifact):
         links = ", ".join(f"{link.replace('_', ' ')} {format_bytes(moved[link])}" for link in shown)
         cache = "none: every chunk is resident"
         if streamed:
+            blocks = "block" if self.block_count == 1 else "blocks"
             cache = (
-                f"{self.block_count} blocks of {format_bytes(self.block_bytes)}, prefetch {self.prefetch_depth} ahead"
+                f"{self.block_count} {blocks} of {format_bytes(self.block_bytes)}, prefetch {self.prefetch_depth} ahead"
             )
         return "\n".join(
             (

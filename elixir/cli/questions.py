@@ -141,7 +141,11 @@ def run_explain(args: argparse.Namespace) -> int:
 
 def run_timeline(args: argparse.Namespace) -> int:
     """A simulated step as a picture, or as a Chrome trace."""
+    from elixir.search.look import FORMATS
+
     chrome = args.out.lower().endswith(".json")
+    if not chrome and Path(args.out).suffix.lower().removeprefix(".") not in FORMATS:
+        raise InputError(f"{args.out!r}: end it in .png, .pdf or .svg for a picture, in .json for a Chrome trace")
     files.check_outputs(pictures=[] if chrome else [args.out], data=[args.out] if chrome else [])
     plan, trace, hardware = _planned(args)
     from elixir.search.simulator import simulate_step

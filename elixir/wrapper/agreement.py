@@ -44,13 +44,13 @@ def agree_on_values(group: Group, model: nn.Module, given: Weights | None) -> No
         _, different = _compare(group, "given weights", tensors)
         if different:
             raise InputError(
-                f"the weights given are not the same on all ranks ({_few(different)}); load the same ones everywhere"
+                f"the weights given are not the same on all ranks ({few(different)}); load the same ones everywhere"
             )
     own = dict(_own_tensors(model, with_parameters=given is None))
     lacking, different = _compare(group, "values", own.items())
     if lacking:
         raise InputError(
-            f"some ranks built {_few(lacking)} on meta, others with values; build the model in the same way on all "
+            f"some ranks built {few(lacking)} on meta, others with values; build the model in the same way on all "
             "ranks, or on meta everywhere with weights="
         )
     for name in different:
@@ -59,7 +59,7 @@ def agree_on_values(group: Group, model: nn.Module, given: Weights | None) -> No
         logger.warning(
             "the ranks built different models (%s): all train rank 0's; seed them alike before building, with "
             "torch.manual_seed, and nothing has to be sent",
-            _few(different),
+            few(different),
         )
 
 
@@ -100,6 +100,7 @@ def _take_from_rank_0(group: Group, tensor: torch.Tensor) -> None:
     value.copy_(flat.view(value.shape))
 
 
-def _few(names: list[str]) -> str:
+def few(names: list[str]) -> str:
+    """The first `SHOWN_NAMES` of them, and how many more there are."""
     more = len(names) - SHOWN_NAMES
     return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from elixir.chunk.buffers import Arena
 from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.group import Group
-from elixir.errors import ElixirError, InputError, RankError
+from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError, RankError
 from elixir.fingerprint import fingerprint
 from elixir.plan import Plan
 from elixir.units import dtype_name
-from elixir.wrapper.agreement import agree_on_values
+from elixir.wrapper.agreement import agree_on_values, few
 from elixir.wrapper.weights import Weights, WeightSource, become_real
+
+logger = logging.getLogger(__name__)
 
 
 def build_chunks(
@@ -144,22 +150,34 @@ def agree_on_plan(group: Group, module: nn.Module, plan: Plan, dtype: torch.dtyp
     """Refuse, on all ranks at once, a plan that one of them cannot run or that differs between them."""
     error: Exception | None = None
     try:
+        if not isinstance(plan, Plan):
+            raise InputTypeError(
+                f"plan must be a Plan, got {type(plan).__name__}; Plan.load(path) reads a file, and what one rank has "
+                "planned has to be sent to the others"
+            )
         for name, parameter in module.named_parameters():
             if not parameter.is_floating_point():
                 raise InputError(
                     f"{name} is of {parameter.dtype}; only floating parameters can be planned: make it a buffer"
                 )
-        plan.check(fingerprint(module), group.size)
+        _check_fits(plan, module, group.size)
         if plan.uses_disk:
             raise InputError(
                 "the plan keeps optimizer states on a disk; this version runs plans for device and host: search without "
                 "disk_memory"
             )
-        if dtype is not None and plan.dtype not in ("as built", dtype_name(dtype)):
-            raise InputError(f"the plan is for {plan.dtype}, dtype asks for {dtype_name(dtype)}; plan with that dtype")
-    except ValueError as refused:
+        planned = (
+            list(dict.fromkeys(chunk.dtype for chunk in plan.chunks)) if plan.dtype == "as built" else [plan.dtype]
+        )
+        if dtype is not None and planned != [dtype_name(dtype)]:
+            raise InputError(
+                f"the plan is for {' and '.join(planned)}, dtype asks for {dtype_name(dtype)}; plan with unified_dtype="
+                f"torch.{dtype_name(dtype)}"
+            )
+    except (ValueError, TypeError) as refused:
         error = refused
-    answers = group.exchange("plan", (plan.fingerprint, None if error is None else str(error)))
+    mine = plan.fingerprint if isinstance(plan, Plan) else ""
+    answers = group.exchange("plan", (mine, None if error is None else str(error)))
     if error is not None:
         raise error
     for rank, (theirs, problem) in enumerate(answers):
@@ -170,6 +188,35 @@ def agree_on_plan(group: Group, module: nn.Module, plan: Plan, dtype: torch.dtyp
                 f"rank {rank} has plan {theirs}, rank {group.rank} has {plan.fingerprint}; plan on one rank and send "
                 "the plan to the others"
             )
+
+
+def _check_fits(plan: Plan, module: nn.Module, world_size: int) -> None:
+    """`Plan.check`, and more words on what is different."""
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    alone = world_size == 1 and started > 1 and not (dist.is_available() and dist.is_initialized())
+    told = f"{started} processes were started, and torch.distributed.init_process_group() has not been called"
+    try:
+        plan.check(fingerprint(module), world_size)
+    except ArtifactError as refused:
+        reasons = ([told] if alone and plan.world_size != 1 else []) + _differences(plan, module)
+        raise ArtifactError(f"{refused} ({'; '.join(reasons)})" if reasons else str(refused)) from None
+    if alone:
+        logger.warning("%s: each of them trains a model of its own", told)
+
+
+def _differences(plan: Plan, module: nn.Module) -> list[str]:
+    """Where parameters are not those of the plan; one sentence for each kind of difference."""
+    planned = {slot.name: (slot.numel, chunk.trainable) for chunk in plan.chunks for slot in chunk.parameters}
+    here = {name: (parameter.numel(), parameter.requires_grad) for name, parameter in module.named_parameters()}
+    both = [name for name in here if name in planned]
+    kinds = {
+        "only in the plan": [name for name in planned if name not in here],
+        "only in the model": [name for name in here if name not in planned],
+        "of another size": [name for name in both if here[name][0] != planned[name][0]],
+        "trained in the plan, frozen in the model": [n for n in both if planned[n][1] and not here[n][1]],
+        "frozen in the plan, trained in the model": [n for n in both if here[n][1] and not planned[n][1]],
+    }
+    return [f"{kind}: {few(names)}" for kind, names in kinds.items() if names]
 
 
 def compute_device(device: torch.device | str | None) -> torch.device:

@@ -25,6 +25,7 @@ from elixir.errors import InputError, InputTypeError
 from elixir.host_threads import host_share, host_view
 from elixir.kernels.fused_modules import FusedKernels
 from elixir.plan import Plan, same_packing
+from elixir.units import parse_dtype
 from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, move_chunks, place_buffers
 from elixir.wrapper.clock import StepClock
 from elixir.wrapper.inputs import cast_inputs
@@ -65,7 +66,9 @@ class ElixirModule(nn.Module):
 
     Raises:
         ArtifactError: the plan is for another model or another number of ranks.
-        InputError: an argument makes no sense with the plan, or weights on meta have no value.
+        InputError: an argument makes no sense with the plan, weights on meta have no value, or the model is run by another
+            ElixirModule.
+        InputTypeError: `module` is no plain module, or `plan` no plan.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class ElixirModule(nn.Module):
         plan: Plan,
         group: dist.ProcessGroup | None = None,
         prefetch: bool = True,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         reduce_always_fp32: bool = False,
         output_fp32: bool = False,
         use_fused_kernels: bool | Mapping[str, str] = False,
@@ -88,12 +91,17 @@ class ElixirModule(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module) or isinstance(module, ElixirModule):
             raise InputTypeError(f"module must be a plain nn.Module, got {type(module).__name__}")
+        if isinstance(getattr(module._apply, "__self__", None), ElixirModule):
+            raise InputError(
+                f"this {type(module).__name__} is run by an ElixirModule already; use that one, or build the model anew"
+            )
+        dtype = None if dtype is None else parse_dtype(dtype)
         self._group = Group(group)
         agree_on_plan(self._group, module, plan, dtype)
         self.host_share = host_share(self._group.exchange("cores", host_view()), self._group.rank)
         """This rank's part of its machine's cores."""
         self._device = compute_device(device)
-        self._cast = None if plan.dtype == "as built" else getattr(torch, plan.dtype)
+        self._cast = dtype if plan.dtype == "as built" else parse_dtype(plan.dtype)
         self._output_fp32 = output_fp32
         self.use_fused_kernels = bool(use_fused_kernels)
         self._options = RunOptions(prefetch, reduce_always_fp32, poison, evict_always)
@@ -203,13 +211,18 @@ class ElixirModule(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     @contextlib.contextmanager
-    def gathered(self, parameters: Iterable[nn.Parameter] | None = None, *, write: bool = False) -> Iterator[None]:
-        """Full weights of `parameters` (all by default) in `parameter.data`, outside of a forward.
+    def gathered(
+        self, parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None, *, write: bool = False
+    ) -> Iterator[None]:
+        """Full weights of `parameters` (of a module, one, several; all by default) in `parameter.data`, outside of a forward.
 
         They lie in memory of their own for as long as this lasts. With `write`, what was written to them becomes the
         weights; every rank must write the same.
+
+        Raises:
+            InputError: something among `parameters` is no parameter of this model.
         """
-        wanted = None if parameters is None else set(parameters)
+        wanted = None if parameters is None else self._own_parameters(parameters)
         self.uses.refuse_inside("gathered()")
         self.settle_together("gathered()")
         opened: list[tuple[Chunk, torch.Tensor]] = []
@@ -240,6 +253,18 @@ class ElixirModule(nn.Module):
                     chunk.gathered = None
                     if chunk.whole is None:
                         chunk.hold_placeholders()
+
+    def _own_parameters(self, wanted: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> set[nn.Parameter]:
+        if isinstance(wanted, nn.Module):
+            wanted = wanted.parameters()
+        found = [wanted] if isinstance(wanted, nn.Parameter) else list(wanted)
+        own = {slot.parameter for chunk in self.chunks for slot in chunk.slots}
+        foreign = [item for item in found if not (isinstance(item, nn.Parameter) and item in own)]
+        if foreign:
+            raise InputError(
+                f"gathered() takes parameters of this model, or modules of it; {len(foreign)} of {len(found)} are none"
+            )
+        return set(found)
 
     def rehome(self, plan: Plan) -> None:
         """Go on under another plan with the same chunks in other homes, and the same numbers to the bit.

@@ -7,6 +7,7 @@ whole tensors, so parameter groups may cut across chunks and ranks.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,8 @@ from elixir.wrapper.fused_adam import FusedAdam, can_fuse
 from elixir.wrapper.host_adam import set_host_threads
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer_class import accepted_options, check_elementwise, has_stepped
+
+logger = logging.getLogger(__name__)
 
 
 class ElixirOptimizer(torch.optim.Optimizer):
@@ -54,7 +57,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
         growth_interval: int = 2000,
         host_threads: int | None = None,
-        **_: Any,
     ) -> None:
         if not isinstance(module, ElixirModule):
             raise InputTypeError(f"module must be an ElixirModule, got {type(module).__name__}")
@@ -63,8 +65,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if any(has_stepped(state) for state in optimizer.state.values()):
             raise InputError("the optimizer has stepped already, and its states would be lost; give one that has not")
         asked_threads = check_host_threads(host_threads)
-        self._ready = False
+        self._ready = self._told = False
         self.module = module
+        self._given = optimizer
         self._class = type(optimizer)
         self.fuses = module.use_fused_kernels and can_fuse(optimizer)
         """Whether shards are stepped by `FusedAdam` rather than by the user's class; same rule, other rounding."""
@@ -158,7 +161,16 @@ class ElixirOptimizer(torch.optim.Optimizer):
         return made
 
     def backward(self, loss: torch.Tensor) -> None:
-        """`loss.backward()`, with the loss scaled where the weights are float16."""
+        """`loss.backward()`, with the loss scaled where the weights are float16.
+
+        Raises:
+            InputTypeError: `loss` is no tensor.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise InputTypeError(
+                f"loss must be the tensor that the model's outputs lead to, got {type(loss).__name__}; call item() after "
+                "backward, and for a copy only"
+            )
         (loss * self.loss_scale if self.scales else loss).backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -210,6 +222,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._refuse_unseen()
         module.forget_failed_backward()
         module.gradients.settle()
+        if not module.holds_gradients() and not self._told:
+            self._told = True
+            logger.warning("step() found no gradients on this rank: call optimizer.backward(loss) before it")
         self._agree_on_used()
         factor = 1.0 / self.loss_scale
         limit = self._clip_once or self.max_norm
@@ -232,6 +247,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         updates = [ticket for part in self._parts if (ticket := self._start(part, factor, hyperparameters)) is not None]
         module.weights_changed(updates)
         module.step_over()
+        # A scheduler that was built over the optimizer given reads there whether it is called after a step.
+        self._given._opt_called = True  # type: ignore[attr-defined]
         self._stepped()
         return result
 
