@@ -220,7 +220,19 @@ def _differences(plan: Plan, module: nn.Module) -> list[str]:
 
 
 def compute_device(device: torch.device | str | None) -> torch.device:
-    """The device asked for; else the current CUDA device, else the CPU."""
+    """The device asked for; else the current CUDA device, else the CPU.
+
+    Raises:
+        InputError: it is neither, or there is no CUDA here.
+    """
     if device is not None:
-        return torch.device(device)
+        try:
+            wanted = torch.device(device)
+        except RuntimeError as error:
+            raise InputError(f"device must be 'cpu' or a CUDA device such as 'cuda:0', got {device!r}") from error
+        if wanted.type not in ("cpu", "cuda"):
+            raise InputError(f"device must be 'cpu' or a CUDA device such as 'cuda:0', got {device!r}")
+        if wanted.type == "cuda" and not torch.cuda.is_available():
+            raise InputError(f"device {device!r} was asked for, but torch finds no CUDA here; leave device= out")
+        return wanted
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -100,7 +100,7 @@ def test_every_dtype_known_by_name_is_taken_as_itself() -> None:
 def test_levers_say_whether_they_save_or_add() -> None:
     levers = (Lever("give the host more memory", GIB, effect="adds"), Lever("halve the batch", GIB // 2))
     lines = str(PlanError("too small", needed_bytes=2 * GIB, available_bytes=GIB, levers=levers)).splitlines()
-    assert lines[1:] == ["  - give the host more memory (adds 1.00 GiB)", "  - halve the batch (saves 0.50 GiB)"]
+    assert lines[1:] == ["  - give the host more memory (adds 1.00 GiB)", "  - halve the batch (saves 512.00 MiB)"]
 
 
 def test_a_parameter_that_leaves_no_room_for_its_gradient_is_named() -> None:

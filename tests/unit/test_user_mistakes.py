@@ -85,6 +85,14 @@ def test_a_dtype_may_be_a_name(unified: str | None) -> None:
     module.close()
 
 
+@pytest.mark.parametrize(("device", "told"), [("gpu", "must be 'cpu' or a CUDA"), ("cuda:0", "finds no CUDA here")])
+def test_a_device_that_is_not_there(device: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plain = small()
+    with pytest.raises(InputError, match=told):
+        ElixirModule(plain, planned(plain), device=device)
+
+
 def test_processes_without_a_process_group(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     plain = small()
