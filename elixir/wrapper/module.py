@@ -31,6 +31,7 @@ from elixir.wrapper.clock import StepClock
 from elixir.wrapper.inputs import cast_inputs
 from elixir.wrapper.report import StepReport, make_report
 from elixir.wrapper.running import RunningPlan, RunOptions
+from elixir.wrapper.shared_buffers import SharedBuffers
 from elixir.wrapper.uses import WeightUses
 from elixir.wrapper.weights import Weights
 
@@ -134,6 +135,7 @@ class ElixirModule(nn.Module):
         if self._fused.counts:
             logger.info("%s", self._fused)
         place_buffers(module, self._device)
+        self.shared_buffers = SharedBuffers(module)
         module._apply = self._apply  # type: ignore[method-assign]
         self.module = module
 
@@ -303,6 +305,12 @@ class ElixirModule(nn.Module):
         answers: list[Any] = []
         self._lanes.network.submit(lambda: answers.extend(self._group.exchange(what, value))).synchronize()
         return answers
+
+    def share_buffers(self, changed: list[str]) -> None:
+        """Have rank 0's values of buffers that some rank has written to; all ranks must name the same."""
+        if changed:
+            work = partial(self.shared_buffers.take_from_rank_0, self._group, changed)
+            self._lanes.network.submit(work).synchronize()
 
     def holds_gradients(self) -> bool:
         """Whether this rank has gradients that no step or `zero_grad` has cleared."""

@@ -311,9 +311,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
         for shard in self.module.gradients.shards.values():
             arrived |= shard.arrived
         if self.module._group.size > 1:
-            flags = torch.tensor([float(name in arrived) for name in names])
+            buffers = self.module.shared_buffers
+            flags = torch.tensor([float(name in arrived) for name in names] + [float(x) for x in buffers.changed()])
             self.module._lanes.network.submit(lambda: self.module._group.largest(flags)).synchronize()
-            arrived = {name for name, flag in zip(names, flags.tolist(), strict=True) if flag}
+            found = flags.tolist()
+            arrived = {name for name, flag in zip(names, found[: len(names)], strict=True) if flag}
+            self.module.share_buffers(
+                [name for name, flag in zip(buffers.names, found[len(names) :], strict=True) if flag]
+            )
         self.used_parameters = arrived
 
     def _norm(self) -> torch.Tensor:

@@ -132,7 +132,7 @@ class Twins:
             limits = torch.full_like(value, 1e-3 * LR, dtype=torch.float32)
             if name.endswith(("k_proj.bias", "key.bias")):
                 limits.fill_(5e-2 * LR)
-            elif name.endswith("c_attn.bias"):
+            elif name.endswith(("c_attn.bias", "in_proj_bias")):
                 limits[len(limits) // 3 : 2 * len(limits) // 3] = 5e-2 * LR
             apart = (state[name].float() - value.float()).abs()
             assert bool((apart <= limits).all()), f"{name} differs by up to {apart.max().item():g}"
