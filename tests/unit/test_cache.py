@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -63,6 +65,11 @@ def orders(draw: st.DrawFn) -> tuple[int, Uses]:
         chunks = draw(st.lists(st.integers(0, chunk_count - 1), min_size=1, max_size=2, unique=True))
         uses.append((tuple(chunks), min(length - 1, position + draw(st.integers(0, 3)))))
     return chunk_count, uses
+
+
+def open_later(gate: threading.Event) -> None:
+    """Whoever does not wait for what the gate holds back is past it by then."""
+    threading.Timer(0.1, gate.set).start()
 
 
 def run(cache: RCache, uses: Uses) -> None:
@@ -145,19 +152,38 @@ def test_more_at_once_than_blocks_is_an_error_that_leaves_no_pins() -> None:
 
 
 def test_weights_are_not_taken_before_they_are_updated() -> None:
-    lanes = make_lanes(CPU, Emulation(delay_s=0.02, seed=1))
+    lanes = make_lanes(CPU)
     cache = make_cache(2, StepSchedule([(0,), (1,)], 1), 2, lanes)
     run(cache, [((0,), 0), ((1,), 1)])
+    gate = threading.Event()
     for chunk in cache._chunks:
         shard = chunk.shard
         assert shard is not None
-        chunk.updated = lanes.host_adam.submit(lambda shard=shard: shard.fill_(-1))
+        chunk.updated = lanes.host_adam.submit(lambda shard=shard: (gate.wait(), shard.fill_(-1)))
     cache.invalidate()
+    open_later(gate)
     cache.acquire([0])
     cache.acquire([1])
     assert (cache.memory(0) == -1).all()
     assert (cache.memory(1) == -1).all()
     cache.unpin([0, 1])
+    lanes.close()
+
+
+def test_a_block_is_not_given_to_another_while_a_transfer_is_on_its_way() -> None:
+    lanes = make_lanes(CPU)
+    cache = make_cache(2, StepSchedule([(0,), (1,)], 0), 1, lanes)
+    gate = threading.Event()
+    cache._chunks[0].updated = lanes.host_adam.submit(gate.wait)
+    cache.begin()
+    cache._advance([0])  # its transfer waits for the update
+    assert cache._chunks[0].state is ChunkState.FETCHING
+    open_later(gate)
+    cache.invalidate()
+    assert gate.is_set()
+    cache.acquire([1])
+    check(cache, (1,))
+    cache.unpin([1])
     lanes.close()
 
 

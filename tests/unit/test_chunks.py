@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -202,6 +203,54 @@ def test_more_chunks_open_than_blocks_take_more_and_say_so() -> None:
     backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2) for chunk in chunks])
     assert flow.extra_blocks == 3
     assert arena.parts("device")["gradient_blocks"] == 4 * 384 * 4
+
+
+def test_a_block_is_not_written_to_before_it_has_left() -> None:
+    """Of two chunks and one block; the offload of the first is held back."""
+    chunks = [make_chunk(0), make_chunk(1)]
+    flow, _ = make_flow(chunks, block_count=1, delay_s=0.0)
+    gate = threading.Event()
+    flow._lanes.offload.submit(gate.wait)
+    threading.Timer(0.1, gate.set).start()  # whoever does not wait is past it by then
+    backward(flow, [(chunk, slot, 1.0 + chunk.index) for chunk in chunks for slot in (0, 1, 2)])
+    assert [held(flow, chunk, 0) for chunk in chunks] == [{1.0}, {2.0}]
+    assert flow.extra_blocks == 0
+
+
+def test_gradients_wait_for_the_step_that_reads_the_last_ones() -> None:
+    chunk = make_chunk()
+    flow, _ = make_flow([chunk], delay_s=0.0)
+    backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
+    gate, read = threading.Event(), []
+    chunk.updated = flow._lanes.host_adam.submit(lambda: (gate.wait(), read.append(held(flow, chunk, 0))))
+    flow.clear()
+    threading.Timer(0.1, gate.set).start()
+    backward(flow, [(chunk, slot, 2.0) for slot in (0, 1, 2)])
+    chunk.updated.synchronize()
+    assert read == [{1.0}]
+    assert held(flow, chunk, 0) == {2.0}
+
+
+def test_zeros_wait_for_the_step_that_reads_the_last_gradients() -> None:
+    chunk = make_chunk()
+    flow, _ = make_flow([chunk], delay_s=0.0)
+    backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
+    gate, read = threading.Event(), []
+    chunk.updated = flow._lanes.host_adam.submit(lambda: (gate.wait(), read.append(held(flow, chunk, 0))))
+    threading.Timer(0.1, gate.set).start()
+    flow.clear(to_none=False)
+    chunk.updated.synchronize()
+    assert read == [{1.0}]
+    assert held(flow, chunk, 0) == {0.0}
+
+
+def test_gaps_are_zero_whatever_the_block_held() -> None:
+    chunk = make_chunk()
+    flow, _ = make_flow([chunk], block_count=1)
+    backward(flow, [(chunk, slot, 5.0) for slot in (0, 1, 2)])
+    flow.clear()
+    backward(flow, [(chunk, 0, 1.0)])
+    assert [held(flow, chunk, slot) for slot in (0, 1, 2)] == [{1.0}, {0.0}, {0.0}]
 
 
 def test_a_chunk_larger_than_a_block_has_memory_of_its_own() -> None:

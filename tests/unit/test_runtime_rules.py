@@ -330,6 +330,36 @@ def test_memory_taken_from_a_weight_is_not_read_after_its_module(pair: Pair) -> 
         pair.case.loss(pair.module, pair.case.inp)
 
 
+def test_what_a_module_returns_from_a_block_is_its_own() -> None:
+    """What is no `TrackedView`, as an extension may make one, shows the weight that was meant when others have come."""
+
+    class Weight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self) -> torch.Tensor:
+            view = self.w.detach().t()
+            untrack([view])
+            return view
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maker = Weight()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            w = self.maker()
+            return self.linear(x).tanh() @ w
+
+    torch.manual_seed(0)
+    it = net_case(Outer())
+    with Pair(it, make_plan(it, "streamed", split_number=20), evict_always=True) as pair:
+        pair.train(3)
+        pair.assert_same_weights()
+
+
 def test_functions_that_autograd_cannot_stream_are_refused(pair: Pair) -> None:
     loss = pair.case.loss(pair.module, pair.case.inp)
     inputs = [pair.case.inp["x"].clone().requires_grad_()]
