@@ -67,16 +67,10 @@ class PlanError(ElixirError, RuntimeError):
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.levers = tuple(sorted(levers, key=lambda lever: (-lever.saves_bytes, lever.action)))
-        from elixir.units import format_bytes  # late, since units raises what is defined here
-
-        needed, available = format_bytes(needed_bytes), format_bytes(available_bytes)
-        if needed == available:  # a budget that is short by less than two decimals show
-            needed, available = f"{needed_bytes:,} B", f"{available_bytes:,} B"
         lines = [
-            f"{message} (needed {needed}, available {available})",
+            f"{message} ({_how_far(needed_bytes, available_bytes)})",
             *(
-                f"  - {lever.action}"
-                + (f" ({lever.effect} {format_bytes(lever.saves_bytes)})" if lever.saves_bytes else "")
+                f"  - {lever.action}" + (f" ({lever.effect} {_shown(lever.saves_bytes)})" if lever.saves_bytes else "")
                 for lever in self.levers
             ),
         ]
@@ -89,3 +83,19 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     near = difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(choices)}"
     return InputError(f"unknown {kind} {name!r}; {hint}")
+
+
+def _how_far(needed_bytes: int, available_bytes: int) -> str:
+    text = f"needed {_shown(needed_bytes, up=True)}, available {_shown(available_bytes)}"
+    return text + (
+        f", short of {_shown(needed_bytes - available_bytes, up=True)}" if needed_bytes > available_bytes else ""
+    )
+
+
+def _shown(amount_bytes: int, *, up: bool = False) -> str:
+    """In a unit that leaves digits to read. What is needed is rounded up: whoever gives what he reads has enough."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if amount_bytes >= size:
+            hundredths = amount_bytes * 100 // size if not up else -(-amount_bytes * 100 // size)
+            return f"{hundredths // 100}.{hundredths % 100:02} {unit}"
+    return f"{amount_bytes} B"

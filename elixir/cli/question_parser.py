@@ -86,7 +86,7 @@ def _add_timeline(parser: Parser) -> None:
         help="a picture (.png, .pdf, .svg), or a Chrome trace for Perfetto (.json)",
     )
     parser.add_argument(
-        "--accumulation", type=_count, default=1, metavar="N", help="batches per optimizer step (default: 1)"
+        "--accumulation", type=_count, metavar="N", help="batches per optimizer step (default: as it was planned for)"
     )
     _add_json(parser)
 

@@ -117,7 +117,8 @@ def _planned_s(plan: Plan, trace: StepTrace, hardware: HardwareProfile, device_b
             device_memory=device_bytes,
             host_memory=host_bytes,
             placement=plan.placement,
+            accumulation=plan.accumulation,
         )
-    except PlanError:  # the budgets are those of a plan made elsewhardware, by hand for example
+    except PlanError:  # the budgets are those of a plan made elsewhere, by hand for example
         return float("inf")
     return simulate_step(found, trace, hardware).step_s

@@ -17,6 +17,8 @@ _STATE_BYTES = {
     # Two fp32 moments (Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101).
     "Adam": 2 * FP32_BYTES,
     "AdamW": 2 * FP32_BYTES,
+    # Adam's two, and the largest second moment so far (Reddi et al., ICLR 2018): ``amsgrad=True``.
+    "AMSGrad": 3 * FP32_BYTES,
     # One fp32 momentum buffer.
     "SGD": FP32_BYTES,
     # One fp32 sum of squares (Duchi et al., JMLR 12, 2011).
@@ -50,15 +52,14 @@ def optimizer_name(optimizer_type: str) -> str:
 
 
 def family_of(optimizer: torch.optim.Optimizer) -> str:
-    """The family whose states take as much as those of `optimizer`: by its class's name, else by trying a step.
+    """The family whose states take as much as those of `optimizer`, found by trying a step with its options.
+
+    Options decide, not only the class: RMSprop with momentum keeps as much as Adam.
 
     Raises:
         InputError: it keeps more state per element than any family that is known.
     """
     names = [base.__name__ for base in type(optimizer).__mro__]
-    for name in names:
-        if name in _STATE_BYTES:
-            return name
     trial = nn.Parameter(torch.zeros(256))
     trial.grad = torch.ones_like(trial)
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
@@ -69,12 +70,19 @@ def family_of(optimizer: torch.optim.Optimizer) -> str:
     try:
         made.step()
     except Exception as error:
+        named = [name for name in names if name in _STATE_BYTES]
+        if named:
+            return named[0]
         raise InputError(
             f"{names[0]} cannot step one weight by itself ({error}), so it is not elementwise; use an elementwise optimizer "
             "such as AdamW, SGD, RMSprop or Adagrad"
         ) from error
     kept = sum(v.nbytes for v in made.state[trial].values() if isinstance(v, torch.Tensor) and v.numel() > 1)
     per_numel = kept / trial.numel()
+    for name in names:
+        # Plain SGD keeps nothing, and is still SGD.
+        if _STATE_BYTES.get(name) == per_numel or (name == "SGD" and not kept):
+            return name
     fitting = [name for name, size in _STATE_BYTES.items() if size >= per_numel]
     if not fitting:
         raise InputError(

@@ -185,6 +185,11 @@ def test_timeline_draws_and_exports(folder: Path, tmp_path: Path, capsys: pytest
     assert ends_us == pytest.approx(record["step_s"] * 1e6)
     status, out, _ = run(capsys, "timeline", *paths, "--out", str(trace), "--json", "--accumulation", "2")
     assert json.loads(out)["step_s"] > record["step_s"]
+    several = Plan.load(folder / "plan.json")
+    dataclasses.replace(several, accumulation=2).save(tmp_path / "several.json")
+    paths[0] = str(tmp_path / "several.json")
+    status, again, _ = run(capsys, "timeline", *paths, "--out", str(trace), "--json")
+    assert json.loads(again)["step_s"] == json.loads(out)["step_s"]
 
 
 def test_wrong_files_and_steps_get_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,6 +191,13 @@ def test_a_trace_of_another_batch_is_refused(plan: Plan) -> None:
 # -------------------------------------------------------------------------------------------------------------- levers
 
 
+def test_levers_plan_for_as_many_batches_as_the_plan(trace: StepTrace) -> None:
+    several = plan_from_trace(trace, HARDWARE, 1, device_memory=1500 * MIB, host_memory="4GiB", accumulation=4)
+    levers = {x.action: x for x in lever_effects(several, trace, HARDWARE)}
+    # One batch would take a quarter; nothing is to be gained where nothing changes.
+    assert levers["plan again, nothing changed"].step_s == pytest.approx(several.predicted.seconds["total"])
+
+
 def test_levers_never_lengthen_the_step_and_come_by_effect(plan: Plan, trace: StepTrace) -> None:
     now_s = simulate_step(plan, trace, HARDWARE).step_s
     levers = lever_effects(plan, trace, HARDWARE)

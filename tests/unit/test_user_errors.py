@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from elixir.errors import ArtifactError, InputError, InputTypeError, Lever, Plan
 from elixir.hardware import HardwareProfile, preset
 from elixir.models import build
 from elixir.search import optimal_search, plan_from_trace, simple_search
-from elixir.units import GIB, format_seconds, parse_dtype
+from elixir.units import GIB, format_seconds, parse_bytes, parse_dtype
 from tests.common.samples import make_hardware, make_plan, make_trace
 
 BATCH = {"x": torch.ones(4, 256)}
@@ -101,6 +102,14 @@ def test_levers_say_whether_they_save_or_add() -> None:
     levers = (Lever("give the host more memory", GIB, effect="adds"), Lever("halve the batch", GIB // 2))
     lines = str(PlanError("too small", needed_bytes=2 * GIB, available_bytes=GIB, levers=levers)).splitlines()
     assert lines[1:] == ["  - give the host more memory (adds 1.00 GiB)", "  - halve the batch (saves 512.00 MiB)"]
+
+
+@pytest.mark.parametrize("needed", [3, 5 * 2**10 + 1, 17 * 2**20 + 12345, 139 * GIB + 7])
+def test_how_far_is_said_in_digits_that_can_be_given(needed: int) -> None:
+    text = str(PlanError("too small", needed_bytes=needed, available_bytes=needed - 1))
+    said = re.search(r"needed (.+), available (.+), short of 1 B", text)
+    assert said is not None
+    assert parse_bytes(said[1]) >= needed > parse_bytes(said[2])
 
 
 def test_a_parameter_that_leaves_no_room_for_its_gradient_is_named() -> None:

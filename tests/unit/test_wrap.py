@@ -184,3 +184,28 @@ def test_the_plan_is_that_of_the_search() -> None:
     assert model.plan == plan
     assert make_plan(other, "streamed") != plan
     model.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "family"),
+    [
+        (lambda p: torch.optim.AdamW(p), "AdamW"),
+        (lambda p: torch.optim.Adam(p, fused=True), "Adam"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "AMSGrad"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), "SGD"),
+        (lambda p: torch.optim.RMSprop(p, lr=1e-3), "RMSprop"),
+        (lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9), "Adam"),
+        (lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True), "AMSGrad"),
+    ],
+)
+def test_states_are_counted_by_what_the_optimizers_options_keep(make: Any, family: str) -> None:
+    it = case("opt", layers=1)
+    model, optimizer = elixir.wrap(
+        it.model, make(it.model.parameters()), inp=it.inp, hardware="cpu", host_memory="1GiB", device_memory="900KiB"
+    )
+    assert model.plan.optimizer == family
+    trained(model, optimizer, it.inp, 2)
+    assert model.last_report is not None
+    assert not model.last_report.surprises()
+    assert model.arena.peak_bytes["host"] <= model.plan.predicted.host_peak_bytes
+    model.close()
