@@ -88,7 +88,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
 def _how_far(needed_bytes: int, available_bytes: int) -> str:
     text = f"needed {_shown(needed_bytes, up=True)}, available {_shown(available_bytes)}"
     return text + (
-        f", short of {_shown(needed_bytes - available_bytes, up=True)}" if needed_bytes > available_bytes else ""
+        f", short by {_shown(needed_bytes - available_bytes, up=True)}" if needed_bytes > available_bytes else ""
     )
 
 

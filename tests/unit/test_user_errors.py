@@ -107,7 +107,7 @@ def test_levers_say_whether_they_save_or_add() -> None:
 @pytest.mark.parametrize("needed", [3, 5 * 2**10 + 1, 17 * 2**20 + 12345, 139 * GIB + 7])
 def test_how_far_is_said_in_digits_that_can_be_given(needed: int) -> None:
     text = str(PlanError("too small", needed_bytes=needed, available_bytes=needed - 1))
-    said = re.search(r"needed (.+), available (.+), short of 1 B", text)
+    said = re.search(r"needed (.+), available (.+), short by 1 B", text)
     assert said is not None
     assert parse_bytes(said[1]) >= needed > parse_bytes(said[2])
 

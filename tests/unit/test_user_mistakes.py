@@ -116,9 +116,9 @@ def test_without_a_gpu_wrap_plans_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_small_sizes_do_not_vanish_from_a_plan_error() -> None:
-    assert "(needed 3.00 MiB, available 512 B)" in str(PlanError("", needed_bytes=3 * 2**20, available_bytes=512))
+    assert "(needed 3.00 MiB, available 512 B, short by 3.00 MiB)" in str(PlanError("", needed_bytes=3 * 2**20, available_bytes=512))
     close = PlanError("", needed_bytes=2**30 + 1, available_bytes=2**30)
-    assert "(needed 1,073,741,825 B, available 1,073,741,824 B)" in str(close)
+    assert "(needed 1.01 GiB, available 1.00 GiB, short by 1 B)" in str(close)
 
 
 # ------------------------------------------------------------------------------------------------------------- training
