@@ -423,7 +423,7 @@ def test_the_plan_must_be_of_this_model() -> None:
     with pytest.raises(ArtifactError, match="plan again"):
         ElixirModule(case("gpt2").model, plan)
     it = net_case()
-    with pytest.raises(InputError, match="plan with that dtype"):
+    with pytest.raises(InputError, match="plan with unified_dtype=torch.float16"):
         ElixirModule(it.model, make_plan(it, "streamed", unified_dtype="bfloat16"), dtype=torch.float16)
 
 
