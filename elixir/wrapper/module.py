@@ -29,7 +29,7 @@ from elixir.units import parse_dtype
 from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, move_chunks, place_buffers
 from elixir.wrapper.clock import StepClock
 from elixir.wrapper.inputs import cast_inputs
-from elixir.wrapper.report import StepReport, make_report
+from elixir.wrapper.report import StepReport, differences, make_report
 from elixir.wrapper.running import RunningPlan, RunOptions
 from elixir.wrapper.shared_buffers import SharedBuffers
 from elixir.wrapper.uses import WeightUses
@@ -115,6 +115,8 @@ class ElixirModule(nn.Module):
         """Host to device since the last report, for weights on the device that the host has updated."""
         self.regathered_bytes = 0
         """Network, likewise, for resident weights whose shards have been updated."""
+        self._forwards = {True: 0, False: 0}
+        """Since the last step, by whether gradients were on."""
         self.last_report: StepReport | None = None
         """What the last step did, beside what the plan predicted; None before the first."""
         self.before_forward: Callable[[], None] | None = None
@@ -187,6 +189,7 @@ class ElixirModule(nn.Module):
             )
         if self.before_forward is not None:
             self.before_forward()
+        self._forwards[torch.is_grad_enabled()] += 1
         self.forget_failed_backward()
         begins = torch.is_grad_enabled() and not self._clock.running
         if begins:
@@ -405,8 +408,15 @@ class ElixirModule(nn.Module):
         surprises = {} if skipped else self.last_report.surprises()
         if surprises and not self._warned:
             self._warned = True
-            text = ", ".join(f"{name} {seen} instead of {expected}" for name, (seen, expected) in surprises.items())
-            logger.warning("this step differs from its plan: %s", text)
+            logger.warning("this step differs from its plan: %s%s", differences(surprises), self._other_forwards())
+        self._forwards = {True: 0, False: 0}
+
+    def _other_forwards(self) -> str:
+        """What of a difference is the caller's doing: forwards since the last step that the plan has not foreseen."""
+        trained, other, planned = self._forwards[True], self._forwards[False], self.plan.accumulation
+        if trained == planned and not other:
+            return ""
+        return f"; forwards of the step: {trained} to train (planned {planned}, see accumulation=), {other} to evaluate"
 
     def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's state dict on the CPU: full weights under the model's own names, in float32 or wider.

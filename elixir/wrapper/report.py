@@ -82,6 +82,15 @@ class StepReport:
         return "\n".join(lines)
 
 
+def differences(surprises: dict[str, tuple[int, int]]) -> str:
+    """`StepReport.surprises` in words."""
+    words = []
+    for name, pair in surprises.items():
+        seen, expected = (str(value) if name == "loads" else format_bytes(value) for value in pair)
+        words.append(f"{name} {seen} instead of {expected}")
+    return ", ".join(words)
+
+
 def make_report(
     plan: Plan,
     counts: CacheCounts,

@@ -14,6 +14,7 @@ import elixir
 from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
 from elixir.plan import Plan
 from elixir.search import simple_search
+from elixir.units import format_bytes
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 
 BATCH = {"x": torch.ones(4, 32)}
@@ -116,7 +117,9 @@ def test_without_a_gpu_wrap_plans_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_small_sizes_do_not_vanish_from_a_plan_error() -> None:
-    assert "(needed 3.00 MiB, available 512 B, short by 3.00 MiB)" in str(PlanError("", needed_bytes=3 * 2**20, available_bytes=512))
+    assert "(needed 3.00 MiB, available 512 B, short by 3.00 MiB)" in str(
+        PlanError("", needed_bytes=3 * 2**20, available_bytes=512)
+    )
     close = PlanError("", needed_bytes=2**30 + 1, available_bytes=2**30)
     assert "(needed 1.01 GiB, available 1.00 GiB, short by 1 B)" in str(close)
 
@@ -175,3 +178,21 @@ def test_gathered_takes_a_module_or_one_parameter_and_nothing_foreign(model: Eli
     for foreign in (expected, ["0.weight"], [weight, expected[0].weight]):
         with pytest.raises(InputError, match="parameters of this model"), model.gathered(foreign):  # type: ignore[arg-type]
             pass
+
+
+def test_a_step_that_is_no_planned_one_says_what_the_caller_did(caplog: pytest.LogCaptureFixture) -> None:
+    """Two batches and an evaluation move more than a plan of one batch says, and that is no defect of the plan."""
+    plain = small()
+    plan = planned(plain, allocate_factor=0.5)
+    module = ElixirModule(plain, plan, device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
+    with torch.no_grad():
+        loss(module)
+    for _ in range(2):
+        optimizer.backward(loss(module))
+    with caplog.at_level(logging.WARNING):
+        optimizer.step()
+    gradients = format_bytes(plan.predicted.moved_bytes["device_to_host"])
+    assert f"instead of {gradients}" in caplog.text
+    assert "forwards of the step: 2 to train (planned 1, see accumulation=), 1 to evaluate" in caplog.text
+    module.close()
