@@ -20,6 +20,7 @@ class Recount:
 
     device_peak_bytes: int
     host_peak_bytes: int
+    disk_peak_bytes: int
     moved_bytes: dict[str, int]
     loads: int
     grad_blocks: int
@@ -50,6 +51,7 @@ class Recounter:
         return Recount(
             device_peak_bytes=self.device_peak_bytes(),
             host_peak_bytes=self.host_bytes() * self.ranks_per_host,
+            disk_peak_bytes=sum(self.on_disk(c) for c in range(len(self.size))) * self.ranks_per_host,
             moved_bytes=self.moved_bytes(),
             loads=len(self.loads()),
             grad_blocks=self.grad_blocks(),
@@ -87,7 +89,8 @@ class Recounter:
         """Bytes over each link, per rank."""
         loaded, chunks = self.loads(), self.plan.chunks
         trained = [c for c in range(len(chunks)) if self.arrivals[c]]
-        away = [c for c in trained if chunks[c].state_home == "host"]
+        away = [c for c in trained if chunks[c].state_home != "device"]
+        updated_from_disk = sum(self.on_disk(c) for c in trained)
         gathered = [*loaded, *(c for c in trained if chunks[c].resident)]
         return {
             "host_to_device": sum(self.shard[c] for c in loaded if chunks[c].weight_home == "host")
@@ -95,7 +98,15 @@ class Recounter:
             "device_to_host": sum(self.shard[c] for c in away),
             # A reduction receives as much as a gather: all shards but one's own.
             "network": sum(self.size[c] - self.shard[c] for c in (*gathered, *trained)),
+            "disk_read": updated_from_disk,
+            "disk_write": updated_from_disk,
         }
+
+    def on_disk(self, c: int) -> int:
+        """Bytes of a chunk on the disk, per rank: its states, and always a master."""
+        chunk = self.plan.chunks[c]
+        numel = chunk.numel // self.world if chunk.state_home == "disk" else 0
+        return numel * (self.plan.state_bytes_per_numel + FP32_BYTES)
 
     def gathering(self, *, outsized: bool) -> list[int]:
         """Chunks whose gradients are put together before they are reduced or leave."""
@@ -103,7 +114,7 @@ class Recounter:
             c
             for c, chunk in enumerate(self.plan.chunks)
             if self.arrivals[c]
-            and (self.world > 1 or chunk.state_home == "host")
+            and (self.world > 1 or chunk.state_home != "device")
             and (self.size[c] > self.plan.block_bytes) == outsized
         ]
 
@@ -169,8 +180,10 @@ class Recounter:
                 # An fp32 weight that lives on the host too is its own master.
                 master = ITEMSIZE[chunk.dtype] < FP32_BYTES or chunk.weight_home == "device"
                 amount += chunk.numel // self.world * (self.plan.state_bytes_per_numel + FP32_BYTES * master)
+            if chunk.trainable and chunk.state_home != "device":
                 amount += self.shard[c] if self.arrivals[c] else 0
-        return amount
+        on_disk = [amount for amount in map(self.on_disk, range(len(self.size))) if amount]
+        return amount + min(len(on_disk), 2) * max(on_disk, default=0)
 
     def check_order(self) -> None:
         """The order is the trace's accesses in chunk ids, and holds each chunk for as long as the trace pins it."""

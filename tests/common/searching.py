@@ -77,6 +77,7 @@ def check_consistent(made: Plan, trace: StepTrace) -> None:
     predicted = made.predicted
     assert predicted.device_peak_bytes <= made.device_budget_bytes
     assert predicted.host_peak_bytes <= made.host_budget_bytes
+    assert predicted.disk_peak_bytes <= made.disk_budget_bytes
     infos = {param.name: param for param in trace.parameters}
     names = sorted(slot.name for chunk in made.chunks for slot in chunk.parameters)
     assert names == sorted(infos)
@@ -91,6 +92,7 @@ def check_consistent(made: Plan, trace: StepTrace) -> None:
     assert recounter.everything() == Recount(
         device_peak_bytes=predicted.device_peak_bytes,
         host_peak_bytes=predicted.host_peak_bytes,
+        disk_peak_bytes=predicted.disk_peak_bytes,
         moved_bytes=predicted.moved_bytes,
         loads=predicted.loads,
         grad_blocks=made.grad_block_count,
