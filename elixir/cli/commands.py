@@ -50,7 +50,7 @@ def run_profile(args: argparse.Namespace) -> int:
 
 def run_hardware(args: argparse.Namespace) -> int:
     """List presets, show one, or measure this machine."""
-    for option in ("quick", "no_spawn"):
+    for option in ("quick", "no_spawn", "disk_folder"):
         if getattr(args, option) and not args.measure:
             raise InputError(f"--{option.replace('_', '-')} goes with --measure")
     for option in ("out", "plot"):
@@ -62,6 +62,10 @@ def run_hardware(args: argparse.Namespace) -> int:
     if args.measure:
         from elixir.microbench import joined
 
+        if args.disk_folder:
+            from elixir.microbench.disk import check_folder
+
+            check_folder(args.disk_folder, quick=args.quick)
         with joined() as ranks:
             profile = _measure(args, ranks)
         if ranks.rank != 0:
@@ -107,6 +111,7 @@ def run_plan(args: argparse.Namespace) -> int:
         "overlap": not args.no_overlap,
         "device_memory": args.device_memory,
         "host_memory": host_memory,
+        "disk_memory": args.disk_memory,
         "placement": args.placement,
     }
     choice = None
@@ -272,7 +277,9 @@ def _measure(args: argparse.Namespace, ranks: Any) -> HardwareProfile:
     from elixir.microbench import measure
 
     def run(progress: Callable[[str, int, int], None]) -> HardwareProfile:
-        return measure(progress, quick=args.quick, ranks=ranks, start_ranks=not args.no_spawn)
+        return measure(
+            progress, quick=args.quick, ranks=ranks, start_ranks=not args.no_spawn, disk_folder=args.disk_folder
+        )
 
     if not sys.stderr.isatty() or ranks.rank != 0:
         return run(lambda text, done, count: print(f"{done + 1}/{count} {text}", file=sys.stderr, flush=True))

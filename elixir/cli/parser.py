@@ -86,6 +86,7 @@ def _add_hardware(parser: Parser) -> None:
     action.add_argument("--show", metavar="NAME", help="one preset or hw.json, with the source of every number")
     action.add_argument("--measure", action="store_true", help="measure this machine")
     parser.add_argument("--quick", action="store_true", help="with --measure: fewer and smaller runs")
+    parser.add_argument("--disk-folder", metavar="DIR", help="with --measure: also measure the disk that DIR is on")
     parser.add_argument(
         "--no-spawn", action="store_true", help="with --measure: without torchrun, start no ranks for collectives"
     )
@@ -110,6 +111,7 @@ def _add_plan(parser: Parser) -> None:
         help="budget of the host for all its ranks, such as 128GiB (default: what the hardware's file says; "
         "without --hardware, what is free here)",
     )
+    add_disk_memory(parser)
     _add_step(parser)
     parser.add_argument(
         "--placement", choices=PLACEMENTS, default="auto", help="force every chunk's home (default: auto)"
@@ -159,6 +161,17 @@ def _add_step(parser: Parser, *, optimizer_kernel: bool = True) -> None:
 
 def _add_json(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def add_disk_memory(parser: Parser) -> None:
+    """The budget of the disk."""
+    parser.add_argument(
+        "--disk-memory",
+        type=_size,
+        metavar="SIZE",
+        help="of the disk of each machine, such as 500GiB, for states that neither devices nor host hold (default: none; such "
+        "a plan is predicted, and not run yet)",
+    )
 
 
 def _add_brief(parser: Parser) -> None:

@@ -8,6 +8,7 @@ leave torch's thread count and random state as they were.
 from elixir.microbench.adam import adam_jobs, adam_series, all_threads_jobs
 from elixir.microbench.collectives import collective_jobs, collective_series
 from elixir.microbench.compute import attention_series, compute_jobs, matmul_series
+from elixir.microbench.disk import disk_jobs
 from elixir.microbench.fitting import Job, Measured, Series, fit_points, fitted
 from elixir.microbench.machine import measure
 from elixir.microbench.measurement import Bench
@@ -31,6 +32,7 @@ __all__ = [
     "collective_jobs",
     "collective_series",
     "compute_jobs",
+    "disk_jobs",
     "fit_points",
     "fitted",
     "joined",

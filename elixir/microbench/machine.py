@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from elixir.hardware import HardwareProfile
 from elixir.microbench.adam import adam_jobs, all_threads_jobs, thread_counts
 from elixir.microbench.collectives import collective_jobs
 from elixir.microbench.compute import DTYPES, compute_jobs
+from elixir.microbench.disk import disk_jobs, free_disk_bytes
 from elixir.microbench.fitting import Job, Measured
 from elixir.microbench.measurement import Bench, default_device, threads_text, today
 from elixir.microbench.ranks import Ranks, spawn
@@ -31,7 +33,12 @@ _REACHED = "the rates in flops_per_s are measured, so they are reached in full"
 
 
 def measure(
-    progress: Progress | None = None, quick: bool = False, *, ranks: Ranks | None = None, start_ranks: bool = False
+    progress: Progress | None = None,
+    quick: bool = False,
+    *,
+    ranks: Ranks | None = None,
+    start_ranks: bool = False,
+    disk_folder: str | os.PathLike[str] | None = None,
 ) -> HardwareProfile:
     """Measure this machine: its first CUDA device where there is one, else its CPU as the device.
 
@@ -48,9 +55,11 @@ def measure(
             them measure links, Adam and collectives at once. All get the same profile.
         start_ranks: without `ranks`, on a machine without CUDA, start two processes for that. They import the caller's
             main module, which must be safe to import.
+        disk_folder: also measure the disk that this folder is on, past the page cache, with a file of half a GiB (`quick`:
+            32 MiB) that is gone afterwards. None: the profile knows no disk.
 
     Raises:
-        InputError: something a profile cannot do without could not be measured.
+        InputError: something a profile cannot do without could not be measured, or the folder cannot be used.
         RankError: another rank is gone.
     """
     together = ranks or Ranks()
@@ -58,6 +67,8 @@ def measure(
     start_ranks = start_ranks and together.size == 1 and device.type == "cpu"
     first = together.rank == 0
     alone = alone_jobs(Bench(device, quick)) if first else []
+    if first and disk_folder is not None:
+        alone += disk_jobs(Bench(device, quick), disk_folder)
     shared = rank_jobs(Bench(device, quick, together))
     count = len(alone) + len(shared) + start_ranks
     tell = progress if first else None
@@ -74,7 +85,7 @@ def measure(
         for result in results:
             if result.fit is None:
                 logger.warning("no fit for %s, left out of the profile: %s", result.key, result.problem)
-    profile: HardwareProfile = together.share(_profile(device, results) if first else None)
+    profile: HardwareProfile = together.share(_profile(device, results, disk_folder) if first else None)
     return profile
 
 
@@ -110,7 +121,9 @@ def measured_by_ranks(ranks: Ranks, device: torch.device, quick: bool) -> list[M
     return run_jobs(rank_jobs(Bench(device, quick, ranks)))
 
 
-def _profile(device: torch.device, results: Sequence[Measured]) -> HardwareProfile:
+def _profile(
+    device: torch.device, results: Sequence[Measured], disk_folder: str | os.PathLike[str] | None
+) -> HardwareProfile:
     found = {result.key: result for result in results}
     if device.type == "cpu":
         # One copy serves both ways, and the device's step is the host's.
@@ -128,9 +141,14 @@ def _profile(device: torch.device, results: Sequence[Measured]) -> HardwareProfi
         "host_adam_numel_per_s": found[f"host_adam.{thread_counts()[-1]}"],
         "device_adam_numel_per_s": found["device_adam"],
     }
+    if disk_folder is not None:
+        rates |= {f"{way}_bytes_per_s": found[way] for way in ("disk_read", "disk_write")}
     values: dict[str, Any] = {name: result.per_s for name, result in rates.items()}
     sources = {name: result.source for name, result in rates.items()}
     values["device_to_device_bytes_per_s"], sources["device_to_device_bytes_per_s"] = _peer_rate(device, found)
+    if disk_folder is not None:
+        values["disk_free_bytes"] = free_disk_bytes(disk_folder)
+        sources["disk_free_bytes"] = "read from the operating system"
     fits = {key: result.fit for key, result in found.items() if result.fit is not None}
     facts, fact_sources = _facts(device)
     return HardwareProfile(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from elixir.artifact import check_writable, write_atomically
-from elixir.errors import ElixirError
+from elixir.errors import ElixirError, InputError
 from elixir.microbench.fitting import Job, Measured
 from elixir.microbench.machine import SPAWNED_WORLD, run_jobs
 from elixir.microbench.measurement import Bench, check_device, default_device
@@ -19,11 +20,12 @@ from elixir.microbench.report import as_json, as_table
 
 
 def run_script(
-    jobs: Callable[[Bench], list[Job]],
+    jobs: Callable[..., list[Job]],
     description: str | None,
     arguments: Sequence[str] | None = None,
     *,
     needs_ranks: bool = False,
+    needs_folder: bool = False,
 ) -> str:
     """Parse the command line, measure, write what was asked for; gives the table for the script to print, lines ended.
 
@@ -35,6 +37,7 @@ def run_script(
         jobs: from the bench to what is measured; an importable function.
         description: the script's docstring, shown by ``--help``.
         arguments: instead of those of the process.
+        needs_folder: ``--disk-folder`` must be given and is the second argument of `jobs`.
         needs_ranks: one rank alone has nothing to measure, so two are started unless ``--no-spawn`` is given.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -44,7 +47,11 @@ def run_script(
     parser.add_argument("--plot", type=Path, help="draw points and fits (.pdf, .png or .svg)")
     if needs_ranks:
         parser.add_argument("--no-spawn", action="store_true", help="without torchrun, start no second rank")
+    if needs_folder:
+        parser.add_argument("--disk-folder", required=True, help="a folder on the disk to be measured")
     options = parser.parse_args(arguments)
+    if needs_folder:
+        jobs = partial(_in_folder, jobs, options.disk_folder)
     try:
         for path in (options.out, options.plot):
             if path is not None:
@@ -68,6 +75,12 @@ def run_script(
     except ElixirError as error:
         parser.error(str(error))
     return as_table(results) + "\n"
+
+
+def _in_folder(jobs: Callable[..., list[Job]], folder: str, bench: Bench) -> list[Job]:
+    if bench.ranks.size > 1:
+        raise InputError("a disk is measured by one process; start this script without torchrun")
+    return jobs(bench, folder)
 
 
 def measured(ranks: Ranks, jobs: Callable[[Bench], list[Job]], device: torch.device, quick: bool) -> list[Measured]:

@@ -1,0 +1,189 @@
+"""How fast a disk reads and writes, past the page cache: what optimizer states that live there would be moved at."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from elixir.errors import InputError
+from elixir.microbench.fitting import Job, Series, geometric, sweep
+from elixir.microbench.measurement import Bench
+from elixir.units import MIB, format_bytes
+
+logger = logging.getLogger(__name__)
+
+FILE_BYTES = {False: 512 * MIB, True: 32 * MIB}
+"""Of the one file, by whether it is quick. Each amount walks through all of it, so that a drive's cache does not answer."""
+LARGEST_SHARE = 4
+"""The largest amount is this part of the file."""
+SMALLEST_BYTES = MIB // 4
+BLOCK_BYTES = 4096
+"""Direct transfers start and end at multiples of this: the logical block of drives and file systems is no larger."""
+REQUEST_BYTES = 8 * MIB
+"""Of one call; the kernel cuts it into what the drive takes at once."""
+LONGEST_S = 1.0
+"""No amount that would take longer is tried, once there are enough for a fit."""
+IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def disk_jobs(bench: Bench, folder: str | os.PathLike[str]) -> list[Job]:
+    """Writing to the disk that `folder` is on, and reading from it, by one process.
+
+    Raises:
+        InputError: the folder is none, cannot be written, or has too little room.
+    """
+    path = check_folder(folder, quick=bench.quick)
+    return [Job("disk, written and read", ("disk_write", "disk_read"), lambda: disk_series(bench, path))]
+
+
+def check_folder(folder: str | os.PathLike[str], *, quick: bool = False) -> Path:
+    """`folder`, after making sure that a file can be made there and that there is room; `InputError` otherwise."""
+    path, needed = Path(folder), FILE_BYTES[quick]
+    if not path.is_dir():
+        raise InputError(f"disk folder {os.fspath(folder)!r} is no folder; name one on the disk to be measured")
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+        free = shutil.disk_usage(path).free
+    except OSError as error:
+        raise InputError(f"disk folder {os.fspath(folder)!r} cannot be written: {error.strerror}") from None
+    if free < 2 * needed:
+        raise InputError(
+            f"disk folder {os.fspath(folder)!r} has {format_bytes(free)} free; {format_bytes(2 * needed)} are wanted to "
+            "measure it: name another, or measure quickly"
+        )
+    kind = file_system(path)
+    if kind in IN_MEMORY:
+        logger.warning("disk folder %s is on %s, which is memory and no disk", path, kind)
+    return path
+
+
+def free_disk_bytes(folder: str | os.PathLike[str]) -> int:
+    """What is free to this user on the disk that `folder` is on."""
+    return shutil.disk_usage(folder).free
+
+
+def file_system(folder: Path) -> str:
+    """Kind of the file system, such as ``ext4``; ``unknown`` where the system does not say."""
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "unknown"
+    here, found = folder.resolve(), (-1, "unknown")
+    for line in lines:
+        _, point, kind, *_ = line.split(" ")
+        mounted = Path(point.replace("\\040", " "))
+        if mounted == here or mounted in here.parents:
+            found = max(found, (len(mounted.parts), kind), key=lambda pair: pair[0])
+    return found[1]
+
+
+def disk_series(bench: Bench, folder: Path) -> list[Series]:
+    """``disk_write`` (until the drive has the bytes) and ``disk_read``, over one file that is gone afterwards.
+
+    Raises:
+        InputError: the disk failed, or nothing gets past the page cache here.
+    """
+    size, plan = FILE_BYTES[bench.quick], bench.on("cpu").effort()
+    sizes = geometric(SMALLEST_BYTES, size // LARGEST_SHARE, plan.amounts, BLOCK_BYTES)
+    found = []
+    try:
+        with _file(folder, size) as file:
+            for key, move in (("disk_write", file.write), ("disk_read", file.read)):
+                how = (
+                    f"{key.removeprefix('disk_')} of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, one thread, one "
+                    f"file on {file_system(folder)}, {file.how}"
+                )
+                cases = [(float(amount), partial(_in_turn, move, amount, size)) for amount in sizes]
+                series = sweep(bench.on("cpu"), plan, key, "bytes", how, cases, longest_s=LONGEST_S)
+                found.append(replace(series, how=how))  # threads of torch have no part in it
+    except OSError as error:
+        raise InputError(f"the disk of {folder} failed: {error.strerror}") from None
+    return found
+
+
+def _in_turn(move: Callable[[int, int], None], amount: int, file_bytes: int) -> Callable[[], object]:
+    """Moves one window of the file after the other."""
+    turns = itertools.cycle(range(0, file_bytes - amount + 1, amount))
+    return lambda: move(next(turns), amount)
+
+
+@dataclass(frozen=True)
+class _File:
+    handle: int
+    buffer: mmap.mmap
+    direct: bool
+
+    @property
+    def how(self) -> str:
+        return "direct" if self.direct else "synchronised, pages dropped"
+
+    def write(self, start: int, amount: int) -> None:
+        """Until the drive has it. A direct write may still be in the drive's own cache, hence the sync."""
+        with memoryview(self.buffer) as view:
+            done = 0
+            while done < amount:
+                count = min(REQUEST_BYTES, amount - done)
+                done += _moved(os.pwrite(self.handle, view[:count], start + done))
+        os.fdatasync(self.handle)
+        self._drop()
+
+    def read(self, start: int, amount: int) -> None:
+        with memoryview(self.buffer) as view:
+            done = 0
+            while done < amount:
+                count = min(REQUEST_BYTES, amount - done)
+                done += _moved(os.preadv(self.handle, [view[:count]], start + done))
+        self._drop()
+
+    def _drop(self) -> None:
+        if not self.direct:
+            os.posix_fadvise(self.handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def _file(folder: Path, size: int) -> Iterator[_File]:
+    """A file full of bytes that no drive can compress. It has no name any more, so it is gone whatever happens."""
+    if not hasattr(os, "posix_fadvise"):
+        raise InputError("this system gives no way past the page cache, so a disk cannot be measured on it")
+    handle, direct = _opened(folder)
+    buffer = mmap.mmap(-1, REQUEST_BYTES)  # anonymous maps begin at a page, as direct transfers want
+    try:
+        buffer[:] = os.urandom(REQUEST_BYTES)
+        file = _File(handle, buffer, direct)
+        file.write(0, size)
+        yield file
+    finally:
+        # Not the buffer: where a transfer failed, the error's traceback still holds a view of it.
+        os.close(handle)
+
+
+def _opened(folder: Path) -> tuple[int, bool]:
+    """A new file without a name, and whether it is read and written directly."""
+    handle, name = tempfile.mkstemp(dir=folder, prefix=".elixir-disk-")
+    try:
+        direct = os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+    except OSError:  # the file system knows no direct transfers
+        return handle, False
+    finally:
+        os.unlink(name)
+    if not hasattr(os, "O_DIRECT"):
+        os.close(direct)
+        return handle, False
+    os.close(handle)
+    return direct, True
+
+
+def _moved(count: int) -> int:
+    if not count:
+        raise OSError(5, "the file ended early")
+    return count

@@ -1,0 +1,13 @@
+"""Measure how fast a disk reads and writes by size, past the page cache.
+
+python profile/disk.py --disk-folder /mnt/nvme
+python profile/disk.py --disk-folder /mnt/nvme --quick --out disk.json --plot disk.pdf
+"""
+
+from __future__ import annotations
+
+from elixir.microbench import disk_jobs
+from elixir.microbench.script import run_script
+
+if __name__ == "__main__":
+    print(run_script(disk_jobs, __doc__, needs_folder=True), end="")
