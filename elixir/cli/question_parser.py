@@ -14,6 +14,7 @@ from elixir.cli.parser import (
     _add_step,
     _count,
     _size,
+    add_disk_memory,
 )
 
 
@@ -122,6 +123,7 @@ def _add_budgets(parser: Parser) -> None:
         metavar="SIZE",
         help="of each machine, such as 512GiB (default: what its profile says, else twice that of its devices in use)",
     )
+    add_disk_memory(parser)
     _add_network(parser)
     parser.add_argument("--no-overlap", action="store_true", help="transfers wait for compute: no prefetch")
 

@@ -280,6 +280,7 @@ def _memory(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "device_memory": args.device_memory,
         "host_memory": args.host_memory,
+        "disk_memory": args.disk_memory,
         "network_bytes_per_s": args.network,
         "overlap": not args.no_overlap,
     }

@@ -56,6 +56,27 @@ def resolve_budgets(
     return Budgets(device, host)
 
 
+def disk_budget(hardware: HardwareProfile, disk_memory: str | int | None) -> int:
+    """Bytes of the disk of one machine that a plan may use; 0 for None.
+
+    Raises:
+        InputError: a size that is none, or the profile does not say how fast the disk is.
+    """
+    budget = 0 if disk_memory is None else parse_bytes(disk_memory)
+    if budget:
+        for way in ("disk_read", "disk_write"):
+            hardware.rate(way)
+        free = hardware.disk_free_bytes
+        if free is not None and budget > free:
+            logger.warning(
+                "planning with %s of disk, of which %s were free when hardware %r was measured",
+                format_bytes(budget),
+                format_bytes(free),
+                hardware.name,
+            )
+    return budget
+
+
 def host_memory_here(hardware: HardwareProfile) -> int | None:
     """The host budget in bytes where neither a machine nor its host memory was named: what is free on this one.
 

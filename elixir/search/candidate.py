@@ -9,6 +9,7 @@ from elixir.schedule import ScheduleResult
 from elixir.search.cost import CostModel, Traffic, traffic
 from elixir.search.homes import PlacementBuilder
 from elixir.search.memory import MemoryModel, MemoryNeed, Placement
+from elixir.search.spill import spilled
 from elixir.search.workload import Workload
 
 
@@ -59,8 +60,9 @@ def settle(
 
 
 def weigh(model: MemoryModel, placement: Placement, blocks: int, prefetch_depth: int, cost: CostModel) -> Candidate:
-    """The candidate with exactly this placement and block count, which must be legal."""
-    work, setting = model.work, model.setting
+    """The candidate with exactly this placement and block count, which must be legal; but for states that `spilled` puts
+    on the disk, where the search may use it."""
+    work, setting, placement = model.work, model.setting, spilled(model, placement)
     result = work.schedule(placement.residents, prefetch_depth).simulate(blocks)
     moved = traffic(model, placement, result)
     seconds = cost.estimate(work, placement, result, moved, overlap=setting.overlap)

@@ -275,7 +275,9 @@ def _percent(change_s: float, step_s: float) -> str:
 
 
 def _words(resource: str) -> str:
-    return {"host_adam": "the host's Adam", "network": "the network"}.get(resource, resource.replace("_", " "))
+    return {"host_adam": "the host's Adam", "network": "the network", "disk": "the disk"}.get(
+        resource, resource.replace("_", " ")
+    )
 
 
 def _common_prefix(names: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """Seconds that a placement cannot beat: a look that costs a hundredth of a simulation, so that few are simulated.
 
 Only for comparing candidates within a search; `lower_bound` has the bound for all plans at once. docs/search.md has the
-proof of each term.
+proof of each term. A disk is left out: states there only make updates later, so what holds without them holds.
 """
 
 from __future__ import annotations

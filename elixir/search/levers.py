@@ -21,6 +21,7 @@ _FIELDS = {
     "host_adam": ("host_adam_numel_per_s",),
     "peers": ("device_to_device_bytes_per_s", "network_bytes_per_s"),
     "device": ("device_memory_bytes_per_s", "device_adam_numel_per_s"),
+    "disk": ("disk_read_bytes_per_s", "disk_write_bytes_per_s"),
 }
 """What is faster -> plain rates of the profile. Host memory goes with the link, which it feeds."""
 _FITS = {
@@ -28,6 +29,7 @@ _FITS = {
     "host_adam": ("host_adam",),
     "peers": ("device_to_device", "all_gather", "reduce_scatter"),
     "device": ("matmul", "attention", "elementwise", "activation", "reduction", "device_adam"),
+    "disk": ("disk_read", "disk_write"),
 }
 """What is faster -> families of fits."""
 
@@ -46,8 +48,8 @@ def faster(hardware: HardwareProfile, what: str, factor: float = FACTOR) -> Hard
     """The machine with some of its rates `factor` times as high; latencies stay.
 
     Args:
-        what: ``host_link``, ``host_adam``, ``peers`` (devices of one machine, and machines) or ``device`` (all that it
-            computes, its own memory included).
+        what: ``host_link``, ``host_adam``, ``peers`` (devices of one machine, and machines), ``disk`` or ``device`` (all
+            that it computes, its own memory included).
     """
     changes: dict[str, object] = {}
     for name in _FIELDS[what]:
@@ -88,7 +90,9 @@ def lever_effects(
     if plan.predicted.host_peak_bytes:
         cases.append((f"host memory of {format_bytes(FACTOR * host)}", hardware, device, FACTOR * host))
         cases.append((f"{FACTOR} x the link to the host", faster(hardware, "host_link"), device, host))
-    if any(chunk.trainable and chunk.state_home == "host" for chunk in plan.chunks):
+    if plan.uses_disk:
+        cases.append((f"{FACTOR} x the disk", faster(hardware, "disk"), device, host))
+    if any(chunk.trainable and chunk.state_home != "device" for chunk in plan.chunks):
         cases.append((f"{FACTOR} x the host's Adam", faster(hardware, "host_adam"), device, host))
     if plan.world_size > 1:
         cases.append((f"{FACTOR} x the network between devices", faster(hardware, "peers"), device, host))
@@ -118,6 +122,7 @@ def _planned_s(plan: Plan, trace: StepTrace, hardware: HardwareProfile, device_b
             host_memory=host_bytes,
             placement=plan.placement,
             accumulation=plan.accumulation,
+            disk_memory=plan.disk_budget_bytes if hardware.knows_disk else None,
         )
     except PlanError:  # the budgets are those of a plan made elsewhere, by hand for example
         return float("inf")

@@ -115,7 +115,9 @@ class _Program:
         self.gathered = 2 * count + np.arange(count) if several else None
         first = (3 if several else 2) * count
         self.blocks, self.grad_blocks, self.in_flight, self.forward, self.backward = range(first, first + 5)
-        self.columns = first + 5
+        # Host bytes of one machine that a disk holds instead.
+        self.spilled = first + 5 if budgets.disk_bytes else None
+        self.columns = first + 5 + (self.spilled is not None)
         self.cost = np.zeros(self.columns)
         self.cost[[self.forward, self.backward]] = 1.0
         self.rows: list[Floats] = []
@@ -128,6 +130,8 @@ class _Program:
         self.upper = self._upper(budgets)
         self.units = np.ones(self.columns)
         self.units[[self.blocks, self.grad_blocks]] = self.bytes.sum()
+        if self.spilled is not None:
+            self.units[self.spilled] = self.bytes.sum()
         self.units[[self.forward, self.backward]] = self.before_s[-1] or 1.0
 
     def share_on_device(self, solution: Floats) -> float:
@@ -204,6 +208,9 @@ class _Program:
         upper = np.ones(self.columns)
         upper[[self.blocks, self.grad_blocks]] = max(budgets.device_bytes, 0)
         longest_s = sum(abs(limit) for name, limit in zip(self.names, self.limits, strict=True) if ": " in name)
+        if self.spilled is not None:
+            upper[self.spilled] = budgets.disk_bytes
+            longest_s += budgets.disk_bytes * self._disk_byte_s()
         upper[[self.forward, self.backward]] = 1.0 + 2 * longest_s
         return upper
 
@@ -285,6 +292,24 @@ class _Program:
         # Beside weights on the device an fp32 chunk keeps a master of its own.
         full = np.where(self.trainable & ~self.low_precision, MASTER_BYTES, 0) * self.numel / world
         row[self.weights] += ranks * full
+        if self.spilled is not None:
+            row[self.spilled] = -1.0
+            self._disk(self.spilled, ranks * (state + master), ranks * full)
+
+    def _disk(self, spilled: int, states: Floats, full: Floats) -> None:
+        """No more than states can leave the host, and what is updated is read and written in every step."""
+        row = self._row("disk", 0.0)
+        row[spilled] = 1.0
+        self._states_on_host(row, -states)
+        row[self.weights] -= full
+        per_byte_s = self._disk_byte_s()
+        row = self._row("step: disk", float(np.where(self.trained, 0.0, states + full).sum()) * per_byte_s)
+        row[[self.forward, self.backward]] = -1.0
+        row[spilled] = per_byte_s
+
+    def _disk_byte_s(self) -> float:
+        """Of one byte of a machine, there and back; each of its ranks moves its part."""
+        return (1 / self.rates.disk_read.per_s + 1 / self.rates.disk_write.per_s) / self.setting.ranks_per_host
 
     def _slots_that_count(self) -> list[int]:
         """Gradients only ever get more: a slot counts where nothing later is as high, its gradient in flight included."""

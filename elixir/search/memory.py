@@ -205,9 +205,10 @@ class MemoryModel:
             "optimizer_temporaries": int(temporaries[slot]),
         }
         disk = sum(self.disk_shard_bytes(chunk) for chunk in chunks if chunk in placement.state_on_disk)
-        return MemoryNeed(device_parts, self._host_parts(placement), grad_blocks, disk * self.setting.ranks_per_host)
+        return MemoryNeed(device_parts, self.host_parts(placement), grad_blocks, disk * self.setting.ranks_per_host)
 
-    def _host_parts(self, placement: Placement) -> dict[str, int]:
+    def host_parts(self, placement: Placement) -> dict[str, int]:
+        """Host bytes of one machine by what holds them."""
         parts = {"weights": 0, "optimizer_states": 0, "gradients": 0}
         for chunk in range(len(self.work.chunks)):
             weights, states, gradients = self.host_bytes(

@@ -11,10 +11,10 @@ from typing import Literal, get_args
 from elixir.errors import InputError, InputTypeError, Lever, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.plan import ChunkPlan, Home, ParamSlot, Plan, PlanPrediction
-from elixir.search.budgets import resolve_budgets
+from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.candidate import Candidate, everything_resident, settle, weigh
 from elixir.search.homes import PlacementBuilder
-from elixir.search.memory import MemoryModel, Setting
+from elixir.search.memory import MemoryModel, Setting, Spill
 from elixir.search.optimal import Outcome, find_best
 from elixir.search.rates import say_if_network_unknown
 from elixir.search.shortage import Case, shortage
@@ -46,6 +46,7 @@ def plan_from_trace(
     placement: HomeChoice = "auto",
     search: SearchName = "optimal",
     accumulation: int = 1,
+    disk_memory: str | int | None = None,
 ) -> Plan:
     """The fastest plan within the budgets, by the time model; the same plan in every process.
 
@@ -60,9 +61,12 @@ def plan_from_trace(
         placement: ``cuda`` keeps weights and states of every chunk on the device, ``cpu`` all of them on the host.
         search: ``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least.
         accumulation: batches per optimizer step, each as large as the trace's.
+        disk_memory: of the disk of one machine, bytes or text. Where nothing fits device and host, as many states go there
+            as the host lacks room for; None: none do. `ElixirModule` does not run such a plan yet.
 
     Raises:
-        InputError, InputTypeError: an argument makes no sense, or the model has no trainable parameters.
+        InputError, InputTypeError: an argument makes no sense, the model has no trainable parameters, or the machine's
+            disk is unknown and `disk_memory` is given.
         PlanError: nothing fits; carries what would, and what to change.
     """
     setting, budgets = _prepare(
@@ -72,8 +76,12 @@ def plan_from_trace(
     setting = replace(setting, accumulation=accumulation)
     if search not in get_args(SearchName):
         raise InputError(f"search must be one of {list(get_args(SearchName))}, got {search!r}")
+    budgets = replace(budgets, disk_bytes=disk_budget(hardware, disk_memory))
     space = SearchSpace(trace, hardware, setting)
     found, least_host_bytes = _search(space, budgets, placement, search)
+    if found is None and budgets.disk_bytes and least_host_bytes < UNLIMITED_BYTES:
+        setting = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes))
+        found, least_host_bytes = _search(SearchSpace(trace, hardware, setting), budgets, placement, search)
     if found is None:
         raise shortage(Case(trace, hardware, setting, placement, search == "optimal"), budgets, least_host_bytes)
     return to_plan(*found, budgets, optimizer_name(optimizer_type), placement)

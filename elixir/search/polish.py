@@ -202,6 +202,8 @@ class Polish:
                 fewest = work.schedule(placement.residents, depth).min_blocks
                 if fewest <= blocks:
                     found = weigh(self.model, placement, blocks if fewest else 0, depth, self.cost)
+                    if self.model.setting.spill and found.need.host_bytes > self.budgets.host_bytes:
+                        found = None  # a look does not know what the disk can take
             self._known[key] = found
         return self._known[key]
 

@@ -39,6 +39,7 @@ def optimal_search(
     placement: HomeChoice = "auto",
     use_fused_kernels: bool | Mapping[str, str] = False,
     accumulation: int = 1,
+    disk_memory: str | int | None = None,
 ) -> Plan:
     """Find chunk size, packing, rCache blocks and homes: the fastest plan that fits both budgets.
 
@@ -60,6 +61,8 @@ def optimal_search(
         placement: ``auto``, or ``cuda`` / ``cpu`` to keep every chunk's weights and states there.
         use_fused_kernels: as `ElixirModule` will be given it, so that the plan knows their memory. A trace has it already.
         accumulation: batches per optimizer step, each like `inp`; `search_batches` finds how many are best.
+        disk_memory: budget of the disk of one machine, for states that neither device nor host can hold; None: they may not
+            live there. Such a plan can be looked at and simulated; `ElixirModule` does not run it yet.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense.
@@ -83,6 +86,7 @@ def minimum_waste_search(
     host_memory: str | int | None = None,
     placement: HomeChoice = "auto",
     use_fused_kernels: bool | Mapping[str, str] = False,
+    disk_memory: str | int | None = None,
 ) -> Plan:
     """As `optimal_search`, but with the one chunk size that pads least; blocks and homes are searched for it alone."""
     return _searched("minimum_waste", **locals())
@@ -151,6 +155,7 @@ def _searched(
     host_memory: str | int | None,
     placement: HomeChoice,
     use_fused_kernels: bool | Mapping[str, str],
+    disk_memory: str | int | None,
     accumulation: int = 1,
 ) -> Plan:
     profile = profile_for(hardware, model)
@@ -169,6 +174,7 @@ def _searched(
         placement=placement,
         search=search,
         accumulation=accumulation,
+        disk_memory=disk_memory,
     )
     logger.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
     return plan

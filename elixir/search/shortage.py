@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from elixir.errors import Lever, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.search.homes import PlacementBuilder
-from elixir.search.memory import MemoryModel, Placement, Setting
+from elixir.search.memory import MemoryModel, Placement, Setting, Spill
 from elixir.search.space import Budgets, SearchSpace
+from elixir.search.spill import spilled
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import format_bytes
 
@@ -118,10 +119,24 @@ def _host_levers(case: Case, budgets: Budgets, least: _Least) -> Iterator[Lever]
         saved = least.bytes - _least_host(other, budgets.device_bytes).bytes
         if saved > 0:
             yield Lever(action, saved)
+    disk = Spill(0, PLENTY_BYTES)
+    on_disk = replace(case, setting=replace(case.setting, spill=disk))
+    saved = least.bytes - _least_host(on_disk, budgets.device_bytes).bytes
+    if saved > 0:
+        yield Lever(_disk_action(case), saved)
     if case.placement == "cpu":
         saved = least.bytes - _least_host(replace(case, placement="auto"), budgets.device_bytes).bytes
         if saved > 0:
             yield Lever("let weights and states live on the device too (placement 'auto')", saved)
+
+
+def _disk_action(case: Case) -> str:
+    if case.setting.spill is not None:
+        return "give states more of the disk (disk_memory)"
+    measured = (
+        "" if case.hardware.knows_disk else ", once `elixir hardware --measure --disk-folder DIR` has measured it"
+    )
+    return f"let states live on a disk (disk_memory){measured}: this version plans such a step and does not run it"
 
 
 def _twice_the_ranks(case: Case) -> Case:
@@ -206,7 +221,8 @@ def _least_host(case: Case, device_bytes: int) -> _Least:
             builder.move_all(everything, state=True, resident=single, budget_bytes=device_bytes)
             if not single:
                 builder.move_all(everything, state=False, resident=False, budget_bytes=device_bytes)
-        need = model.need(builder.placement(), min(builder.blocks, builder.streamed))
+        placement = spilled(model, builder.placement(), host_bytes=0)
+        need = model.need(placement, min(builder.blocks, builder.streamed))
         if found is None or need.host_bytes < found.bytes:
             found = _Least(need.host_bytes, need.host_parts)
     return found or _Least(0, {})

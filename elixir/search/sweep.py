@@ -41,6 +41,7 @@ def sweep(
     step: TrainingStep | None = None,
     device_memory: str | int | None = None,
     host_memory: str | int | None = None,
+    disk_memory: str | int | None = None,
     network_bytes_per_s: float | None = None,
     overlap: bool = True,
     progress: Progress | None = None,
@@ -55,6 +56,7 @@ def sweep(
         step: what else there is to a step; the defaults of `TrainingStep` else.
         device_memory: budget of one device. None: what the profile says, less a CUDA context.
         host_memory: budget of each machine. None: what its profile says, else `HOST_PER_DEVICE_BYTE`.
+        disk_memory: budget of the disk of each machine, for states that do not fit elsewhere; None: they may not live there.
         network_bytes_per_s: between machines, per machine and direction. None: what the profile says. Without either a
             machine's own devices are the most.
         overlap: transfers run beside compute.
@@ -64,7 +66,9 @@ def sweep(
         InputError, InputTypeError: an argument makes no sense, or no combination could even be planned.
         TraceError: no combination could even be traced. One that fails alone is a row with its reason.
     """
-    asked = Asked(step or TrainingStep(), _bytes(device_memory), _bytes(host_memory), bool(overlap))
+    asked = Asked(
+        step or TrainingStep(), _bytes(device_memory), _bytes(host_memory), bool(overlap), _bytes(disk_memory)
+    )
     profiles = [with_network(_profile(machine), network_bytes_per_s) for machine in machines]
     for name, values in (
         ("models", models),
@@ -105,6 +109,7 @@ def fit(
     step: TrainingStep | None = None,
     device_memory: str | int | None = None,
     host_memory: str | int | None = None,
+    disk_memory: str | int | None = None,
     network_bytes_per_s: float | None = None,
     overlap: bool = True,
     progress: Progress | None = None,
@@ -119,7 +124,9 @@ def fit(
 
     The other arguments and the errors are those of `sweep`.
     """
-    asked = Asked(step or TrainingStep(), _bytes(device_memory), _bytes(host_memory), bool(overlap))
+    asked = Asked(
+        step or TrainingStep(), _bytes(device_memory), _bytes(host_memory), bool(overlap), _bytes(disk_memory)
+    )
     profiles = [
         with_network(profile, network_bytes_per_s)
         for profile in (map(preset, preset_names()) if machines is None else map(_profile, machines))

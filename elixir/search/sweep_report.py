@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 _BOUND = {
     "compute": "compute", "host_to_device": "host to device", "device_to_host": "device to host",
-    "network": "network", "host_adam": "CPU Adam",
+    "network": "network", "host_adam": "CPU Adam", "disk": "disk",
 }  # fmt: skip
-_LETTERS = {"compute": "C", "host_to_device": "H", "device_to_host": "D", "network": "N", "host_adam": "A"}
+_LETTERS = {"compute": "C", "host_to_device": "H", "device_to_host": "D", "network": "N", "host_adam": "A", "disk": "K"}
 """What bounds a step, in a cell of the heat map."""
 _CELL_IN, _WIDEST_IN, _NARROWEST_IN = 0.3, 0.62, 0.42
 """Height of a cell of the heat map, and the bounds of its width, in inches."""
@@ -60,7 +60,8 @@ def sweep_table(rows: Sequence[SweepRow], title: str = "on paper") -> Table:
                 format_bytes(row.device_peak_bytes or 0),
                 format_bytes(row.host_peak_bytes or 0),
                 _BOUND.get(row.bound_by or "", row.bound_by or ""),
-                f"{row.states_on_host_chunks} of {row.chunks} chunks",
+                f"{row.states_on_host_chunks} of {row.chunks} chunks"
+                + (f", {row.states_on_disk_chunks} on disk" if row.states_on_disk_chunks else ""),
             ]
         )
     return list_table(title, columns, body)

@@ -97,6 +97,12 @@ class SweepRow:
     """Per rank and step."""
     device_to_host_bytes: int | None = None
     network_bytes: int | None = None
+    disk_budget_bytes: int = 0
+    """Of one machine, like the host's."""
+    disk_peak_bytes: int | None = None
+    states_on_disk_chunks: int | None = None
+    disk_read_bytes: int | None = None
+    disk_write_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,7 @@ class Asked:
     device_memory: int | None
     host_memory: int | None
     overlap: bool
+    disk_memory: int | None = None
 
 
 def budgets_on_paper(
@@ -195,6 +202,7 @@ def try_out(
 ) -> tuple[SweepRow, ElixirError | None]:
     """The row of one combination, and what stood in its way."""
     budgets = budgets_on_paper(hardware, world_size, asked.device_memory, asked.host_memory)
+    budgets = replace(budgets, disk_bytes=asked.disk_memory or 0)
     dtype = asked.step.torch_dtype
     known: dict[str, Any] = {
         "model": model,
@@ -205,6 +213,7 @@ def try_out(
         "dtype": "as built" if dtype is None else dtype_name(dtype),
         "device_budget_bytes": budgets.device_bytes,
         "host_budget_bytes": budgets.host_bytes,
+        "disk_budget_bytes": asked.disk_memory or 0,
     }
     try:
         _check_network(hardware, world_size)
@@ -220,6 +229,7 @@ def try_out(
             overlap=asked.overlap,
             device_memory=budgets.device_bytes,
             host_memory=budgets.host_bytes,
+            disk_memory=budgets.disk_bytes,
         )
         step = simulate_step(plan, traced.trace, hardware)
     except ElixirError as error:
@@ -246,6 +256,10 @@ def _measures(plan: Plan, step: Simulation, traced: Traced) -> dict[str, Any]:
         "host_to_device_bytes": moved["host_to_device"],
         "device_to_host_bytes": moved["device_to_host"],
         "network_bytes": moved["network"],
+        "disk_peak_bytes": plan.predicted.disk_peak_bytes,
+        "states_on_disk_chunks": sum(chunk.state_home == "disk" for chunk in trainable),
+        "disk_read_bytes": moved["disk_read"],
+        "disk_write_bytes": moved["disk_write"],
     }
 
 
@@ -273,10 +287,11 @@ def _check_room(trace: StepTrace, hardware: HardwareProfile, world_size: int, bu
         states = state_bytes + (MASTER_BYTES if width < MASTER_BYTES else 0) if param.trainable else 0
         needed += param.numel * (width + states)
     machines = -(-world_size // hardware.ranks_per_host(world_size))
-    there = world_size * budgets.device_bytes + machines * budgets.host_bytes
+    there = world_size * budgets.device_bytes + machines * (budgets.host_bytes + budgets.disk_bytes)
     if needed > there:
         raise PlanError(
-            f"{trace.model_name}: weights and optimizer states exceed device and host memory together",
+            f"{trace.model_name}: weights and optimizer states exceed device and host memory"
+            f"{', and the disk,' if budgets.disk_bytes else ''} together",
             needed_bytes=needed,
             available_bytes=there,
         )

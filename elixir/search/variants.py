@@ -50,6 +50,7 @@ class Look:
     blocks: Ints
     """As many rCache blocks as fit the device beside the rest, at most one per streamed chunk; -1: the rest does not."""
     host_bytes: Ints
+    """Where states may spill to a disk, what they need at least: without those on the host."""
     floor_s: Floats
     """No step is faster."""
 
@@ -74,7 +75,7 @@ class Variants:
         self._device_bytes = np.array([[self._device(c, homes) for homes in padded[c]] for c in chunks], dtype=np.int64)
         ranks = model.setting.ranks_per_host
         self._host_bytes = np.array(
-            [[ranks * sum(model.host_bytes(c, homes[1], homes[2])) for homes in padded[c]] for c in chunks],
+            [[ranks * self._host(c, homes) for homes in padded[c]] for c in chunks],
             dtype=np.int64,
         )
         self._adding_bytes = np.array(
@@ -123,6 +124,10 @@ class Variants:
         facts = model.work.chunks[chunk]
         weights = model.weight_bytes(chunk, resident=resident) if weight else 0
         return weights + (model.state_shard_bytes(chunk, master=facts.low_precision) if state else 0)
+
+    def _host(self, chunk: int, homes: Homes) -> int:
+        weights, states, gradients = self.model.host_bytes(chunk, homes[1], homes[2])
+        return weights + gradients + (0 if self.model.setting.spill else states)
 
     def _read_curves(self) -> None:
         model, facts = self.model, self.model.work.facts
