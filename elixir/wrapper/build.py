@@ -161,6 +161,7 @@ def agree_on_plan(group: Group, module: nn.Module, plan: Plan, dtype: torch.dtyp
                     f"{name} is of {parameter.dtype}; only floating parameters can be planned: make it a buffer"
                 )
         _check_fits(plan, module, group.size)
+        _refuse_compiled(plan, module, group.size)
         if plan.uses_disk:
             raise InputError(
                 "the plan keeps optimizer states on a disk; this version runs plans for device and host: search without "
@@ -202,6 +203,24 @@ def _check_fits(plan: Plan, module: nn.Module, world_size: int) -> None:
         raise ArtifactError(f"{refused} ({'; '.join(reasons)})" if reasons else str(refused)) from None
     if alone:
         logger.warning("%s: each of them trains a model of its own", told)
+
+
+def _refuse_compiled(plan: Plan, module: nn.Module, world_size: int) -> None:
+    """What torch.compile has wrapped runs only where weights stay put: it would trace into what brings them in."""
+    moving = {
+        slot.name
+        for chunk in plan.chunks
+        if world_size > 1 or not chunk.resident or chunk.state_home != "device"
+        for slot in chunk.parameters
+    }
+    for prefix, part in module.named_modules():
+        if "_orig_mod" not in part._modules:
+            continue
+        if any((f"{prefix}.{name}" if prefix else name) in moving for name, _ in part.named_parameters()):
+            raise InputError(
+                f"{prefix or 'the model'} was given to torch.compile, which cannot run with weights that are streamed; "
+                "give the module itself, or plan with memory enough that everything stays on one device"
+            )
 
 
 def _differences(plan: Plan, module: nn.Module) -> list[str]:

@@ -94,6 +94,18 @@ def test_a_device_that_is_not_there(device: str, told: str, monkeypatch: pytest.
         ElixirModule(plain, planned(plain), device=device)
 
 
+def test_compiled_parts_run_only_where_weights_stay() -> None:
+    for whole in (True, False):
+        plain: nn.Module = small()
+        if whole:
+            plain = torch.compile(plain, backend="eager")  # type: ignore[assignment]
+        else:
+            plain[2] = torch.compile(plain[2], backend="eager")  # type: ignore[index, operator]
+        with pytest.raises(InputError, match=f"{'the model' if whole else '2'} was given to torch.compile"):
+            ElixirModule(plain, planned(plain), device="cpu")
+        ElixirModule(plain, planned(plain, "cuda"), device="cpu").close()
+
+
 def test_processes_without_a_process_group(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     plain = small()
