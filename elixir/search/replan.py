@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from elixir.errors import InputError, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan, same_packing
-from elixir.search.memory import Setting
+from elixir.search.memory import MemoryModel, Setting
 from elixir.search.optimal import find_best
+from elixir.search.plan_reading import placement_of, workload_of
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.simulator import SimulatedCost, simulate_step
 from elixir.search.space import Budgets, SearchSpace
@@ -44,6 +45,8 @@ class Observation:
     device_peak_bytes: int
     host_peak_bytes: int
     """Of this rank."""
+    batches: int | None = None
+    """Forwards per step; None: as many as the plan is for."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ def worst(observations: list[Observation]) -> Observation:
         offloaded_bytes=first.offloaded_bytes,
         device_peak_bytes=max(seen.device_peak_bytes for seen in observations),
         host_peak_bytes=max(seen.host_peak_bytes for seen in observations),
+        batches=max((seen.batches for seen in observations if seen.batches is not None), default=None),
     )
 
 
@@ -105,8 +109,13 @@ def correct(
     """
     seen = worst(observations)
     ranks = hardware.ranks_per_host(plan.world_size)
+    asked = plan
+    if seen.batches is not None and seen.batches != plan.accumulation:
+        plan = _for_batches(plan, trace, ranks, seen.batches)
     host_seen, predicted = seen.host_peak_bytes * ranks, plan.predicted
-    device_off = seen.device_peak_bytes - predicted.device_peak_bytes
+    # On a CPU only what exceeds the plan is seen, so the rest is the plan's own number.
+    foreseen = (asked if hardware.device_kind == "cpu" else plan).predicted.device_peak_bytes
+    device_off = seen.device_peak_bytes - foreseen
     host_off = host_seen - predicted.host_peak_bytes
     budgets = Budgets(plan.device_budget_bytes - device_off, plan.host_budget_bytes - host_off)
     machine, scale = calibrated(trace, hardware, plan, seen)
@@ -116,7 +125,7 @@ def correct(
         return Correction(None, "no other plan of the same chunks fits what was observed")
     here = simulate_step(plan, trace, machine, ranks_per_host=ranks, compute_scale=scale).step_s
     gain = 1 - found.predicted.seconds["total"] / here
-    over = _too_full(seen.device_peak_bytes, predicted.device_peak_bytes, plan.device_budget_bytes)
+    over = _too_full(seen.device_peak_bytes, foreseen, plan.device_budget_bytes)
     over = over or _too_full(host_seen, predicted.host_peak_bytes, plan.host_budget_bytes)
     what = f"step {seen.step_s:.4g} s where {predicted.seconds['total']:.4g} s was predicted"
     if found.chunks == plan.chunks and found.block_count == plan.block_count:
@@ -126,6 +135,20 @@ def correct(
     if gain > WORTHWHILE:
         return Correction(found, f"{what}; another plan is predicted to take {1 - gain:.0%} of it")
     return Correction(None, f"{what}; another plan would gain {max(gain, 0.0):.1%}")
+
+
+def _for_batches(plan: Plan, trace: StepTrace, ranks_per_host: int, batches: int) -> Plan:
+    """The plan as it runs with so many batches a step: gradients wait longer, and move more often."""
+    setting = Setting(plan.world_size, ranks_per_host, plan.state_bytes_per_numel, plan.overlap, batches)
+    need = MemoryModel(workload_of(plan, trace), setting).need(placement_of(plan), plan.block_count)
+    predicted = replace(
+        plan.predicted,
+        device_peak_bytes=need.device_bytes,
+        device_parts=need.device_parts,
+        host_peak_bytes=need.host_bytes,
+        host_parts=need.host_parts,
+    )
+    return replace(plan, accumulation=batches, predicted=predicted)
 
 
 def _too_full(seen: int, predicted: int, budget: int) -> bool:

@@ -15,7 +15,8 @@ from elixir import api
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware import preset
 from elixir.plan import Plan
-from elixir.search.replan import Correction, Observation, correct
+from elixir.search.replan import Correction, Observation, calibrated, correct
+from elixir.search.simulator import simulate_step
 from tests.common.parity import case, hf_loss, make_plan, mixed
 from tests.common.tiny_models import tiny
 
@@ -133,6 +134,19 @@ def test_a_plan_that_was_right_stays(planned: tuple[Any, Any, Plan]) -> None:
     assert "was predicted" in found.reason
 
 
+def test_several_batches_a_step_are_planned_for_as_such(planned: tuple[Any, Any, Plan]) -> None:
+    trace, machine, plan = planned
+    took = simulate_step(plan, trace, machine, accumulation=4)
+    for batches, accumulation in ((4, 4), (None, 1)):
+        found = correct(trace, machine, plan, [steady(plan, step_s=took.step_s, batches=batches)], "Adam")
+        _, scale = calibrated(
+            trace, machine, replace(plan, accumulation=accumulation), steady(plan, step_s=took.step_s)
+        )
+        # Compute is as fast as was foreseen; that there were four batches is why the step took longer.
+        assert (scale == pytest.approx(1, rel=0.01)) == (batches == 4)
+        assert found.plan is None or found.plan.accumulation == accumulation
+
+
 def test_memory_that_was_too_small_is_made_room_for(planned: tuple[Any, Any, Plan]) -> None:
     trace, machine, plan = planned
     more = plan.device_budget_bytes // 20
@@ -145,8 +159,6 @@ def test_memory_that_was_too_small_is_made_room_for(planned: tuple[Any, Any, Pla
 
 
 def test_a_slow_link_and_a_slow_host_are_seen(planned: tuple[Any, Any, Plan]) -> None:
-    from elixir.search.replan import calibrated
-
     trace, machine, plan = planned
     fetched = plan.predicted.moved_bytes["host_to_device"]
     stepped = sum(chunk.numel for chunk in plan.chunks if chunk.state_home == "host")
