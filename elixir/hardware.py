@@ -33,6 +33,8 @@ _POSITIVE_FIELDS = (
     "host_adam_numel_per_s",
     "device_adam_numel_per_s",
 )
+SLOWEST_PER_S, FASTEST_PER_S = 1.0, 1e36
+"""No part of a machine does less or more, and times that follow from rates between them stay finite."""
 _NETWORK_FIELDS = ("network_bytes_per_s", "network_latency_s")
 _DISK_FIELDS = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_free_bytes")
 
@@ -416,6 +418,11 @@ def _check_key(key: object) -> None:
 def _check_positive(name: str, value: object, where: str = "hardware field '{}'") -> None:
     if not _is_finite(value) or value <= 0:  # type: ignore[operator]
         raise InputError(f"{where.format(name)} must be a positive finite number, found {value!r}")
+    if name.partition(".")[0].endswith("per_s") and not SLOWEST_PER_S <= value <= FASTEST_PER_S:  # type: ignore[operator]
+        raise InputError(
+            f"{where.format(name)} must be from {SLOWEST_PER_S:g} to {FASTEST_PER_S:g} a second, found {value!r}; give plain "
+            "bytes, elements or FLOPs a second"
+        )
 
 
 def _is_finite(value: object) -> bool:

@@ -368,3 +368,14 @@ def test_the_processor_has_a_name_even_where_the_system_keeps_it(tmp_path: Path)
     assert cpu_name(info).startswith("Some CPU 9000, ")
     assert cpu_name(tmp_path / "none").split(",")[0] != ""
     assert device_name_here("cpu") == cpu_name()
+
+
+@pytest.mark.parametrize("absurd", [1e-300, 0.5, 1e37, 1e308])
+def test_rates_no_machine_has_are_refused_by_name(absurd: float) -> None:
+    for field in ("host_to_device_bytes_per_s", "host_adam_numel_per_s", "network_bytes_per_s"):
+        with pytest.raises(InputError, match=f"{field}.* a second, found"):
+            dataclasses.replace(preset("h200"), **{field: absurd})
+    with pytest.raises(InputError, match="flops_per_s.bfloat16"):
+        dataclasses.replace(preset("h200"), flops_per_s={"bfloat16": absurd})
+    with pytest.raises(InputError, match="per_s"):
+        RateFit(0.0, absurd, 0.0)

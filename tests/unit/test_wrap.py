@@ -96,6 +96,27 @@ def test_waits_for_the_end_of_an_accumulation(monkeypatch: pytest.MonkeyPatch) -
     model.close()
 
 
+def test_counts_the_batches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("opt", layers=1)
+    seen: list[Observation] = []
+
+    def stay(trace: Any, hardware: Any, plan: Plan, observations: list[Observation], optimizer: str) -> Correction:
+        seen.extend(observations)
+        return Correction(None, "")
+
+    monkeypatch.setattr(api, "correct", stay)
+    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB")
+    for _ in range(api.WARM_UP_STEPS + api.MEASURED_STEPS + 2):
+        for _ in range(3):
+            hf_loss(model, it.inp).backward()
+            with torch.no_grad():
+                model(**it.inp)  # evaluation is no batch
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [one.batches for one in seen] == [3]
+    model.close()
+
+
 def steady(plan: Plan, **changes: Any) -> Observation:
     """What is seen where everything went as predicted."""
     predicted = plan.predicted
