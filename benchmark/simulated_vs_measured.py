@@ -48,7 +48,7 @@ MEAN_BAR, WORST_BAR = 0.05, 0.12
 Case = tuple[str, float | None]
 """Homes, and bytes per second of the links; None for as fast as memory."""
 CALIBRATING: tuple[Case, ...] = (("resident", None), ("streamed", None))
-LANES = {"fetch": "host_to_device", "offload": "device_to_host", "host_adam": "host_adam"}
+LANES = {"fetch": "host_to_device", "offload": "device_to_host", "host_adam": "host_adam", "refresh": "refresh"}
 """The runtime's lanes and the simulator's resources."""
 
 

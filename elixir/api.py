@@ -240,7 +240,7 @@ class _Replanning:
             step_s=statistics.median(report.step_s for report in reports if report.step_s is not None),
             busy_s={
                 lane: sum(report.busy_s[lane] for report in reports) / count
-                for lane in ("fetch", "offload", "host_adam")
+                for lane in ("fetch", "offload", "host_adam", "refresh")
             },
             fetched_bytes=sum(r.observed["host_to_device"] - r.refreshed_bytes for r in reports) / count,
             refreshed_bytes=sum(r.refreshed_bytes for r in reports) / count,

@@ -15,8 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -117,12 +116,10 @@ class ThreadLane:
     Args:
         name: of the thread.
         emulation: link speed and delays.
-        stream: of what the work does on a CUDA device, whose compute would wait for it on the default one.
     """
 
-    def __init__(self, name: str, emulation: Emulation | None = None, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, name: str, emulation: Emulation | None = None) -> None:
         self._emulation = emulation or Emulation()
-        self._stream = stream
         self._random = random.Random(f"{self._emulation.seed} {name}")
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], int, _ThreadTicket] | None] = queue.SimpleQueue()
         self.waited_s = 0.0
@@ -136,8 +133,6 @@ class ThreadLane:
         if self._closed:
             raise InputError("this ElixirModule was closed, and cannot run or give its weights any more")
         ticket = _ThreadTicket(self)
-        if self._stream is not None:
-            work = partial(_behind, _recorded(torch.cuda.current_stream(self._stream.device)), work)
         self._queue.put((work, tuple(after), nbytes, ticket))
         if self._emulation.blocking:
             ticket.synchronize()
@@ -167,7 +162,7 @@ class ThreadLane:
                 started = time.perf_counter()
                 if self._emulation.delay_s:
                     time.sleep(self._random.uniform(0, self._emulation.delay_s))
-                with torch.no_grad(), torch.cuda.stream(self._stream):  # None changes nothing
+                with torch.no_grad():
                     work()
                 if self._emulation.bytes_per_s:
                     left = nbytes / self._emulation.bytes_per_s - (time.perf_counter() - started)
@@ -224,12 +219,6 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record(stream)
     return event
-
-
-def _behind(given: torch.cuda.Event, work: Work) -> object:
-    """Work of the host behind what compute was given: kernels may still read what it overwrites."""
-    given.synchronize()
-    return work()
 
 
 class StreamLane:
@@ -314,15 +303,18 @@ class Lanes:
     offload: Lane
     """Gradients, device to host."""
     host_adam: Lane
-    """Optimizer steps on the host."""
+    """Optimizer steps on the host. They touch host memory only, so they need not come behind compute of the device."""
+    refresh: Lane
+    """New weights of the host's Adam to where they live on the device, beside the step of the next chunk. Not in `fetch`:
+    what is fetched for the next forward would wait there behind every update that is still to come."""
 
     def by_name(self) -> dict[str, Lane]:
-        """The four lanes by what they are for."""
-        return {name: getattr(self, name) for name in ("fetch", "network", "offload", "host_adam")}
+        """The lanes by what they are for."""
+        return {name: getattr(self, name) for name in _NAMES}
 
     def all(self) -> tuple[Lane, ...]:
-        """The four lanes."""
-        return (self.fetch, self.network, self.offload, self.host_adam)
+        """The lanes."""
+        return tuple(self.by_name().values())
 
     def close(self) -> None:
         """Finish and stop all lanes."""
@@ -330,10 +322,13 @@ class Lanes:
             lane.close()
 
 
+_NAMES = tuple(field.name for field in fields(Lanes))
+
+
 def make_lanes(device: torch.device, emulation: Emulation | None = None) -> Lanes:
     """Lanes for compute on `device`; `emulation` is for the CPU's links."""
     if device.type == "cuda":
         # Gathers go before reductions: compute waits for the former.
         fetch, network, offload = StreamLane(device, -1), StreamLane(device, -1), StreamLane(device)
-        return Lanes(fetch, network, offload, ThreadLane("host adam", stream=torch.cuda.Stream(device)))
-    return Lanes(*(ThreadLane(name, emulation) for name in ("fetch", "network", "offload", "host adam")))
+        return Lanes(fetch, network, offload, ThreadLane("host adam"), StreamLane(device, -1))
+    return Lanes(*(ThreadLane(name.replace("_", " "), emulation) for name in _NAMES))

@@ -275,9 +275,13 @@ def _percent(change_s: float, step_s: float) -> str:
 
 
 def _words(resource: str) -> str:
-    return {"host_adam": "the host's Adam", "network": "the network", "disk": "the disk"}.get(
-        resource, resource.replace("_", " ")
-    )
+    words = {
+        "host_adam": "the host's Adam",
+        "network": "the network",
+        "disk": "the disk",
+        "refresh": "new weights on their way to the device",
+    }
+    return words.get(resource, resource.replace("_", " "))
 
 
 def _common_prefix(names: Sequence[str]) -> str:

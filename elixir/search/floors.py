@@ -71,11 +71,17 @@ class Floor:
         return found
 
     def _updated_s(self, chunks: Ints, on_host: Bools, weight: Bools) -> Floats:
-        """The end of forward, if only updates on the host hold it up: one after the other, each before its first use."""
+        """The end of forward, if only updates on the host hold it up: one after the other, each before its first use.
+
+        New weights return to the device one after the other too, each behind its own update.
+        """
         order = np.argsort(self._place[chunks], kind="stable")
         ordered, late = chunks[order], on_host[:, order]
-        updates_s = late * self._host_adam_s[ordered] + (late & weight[:, order]) * self._fetch_s[ordered]
-        done_s = np.where(late, np.cumsum(updates_s, axis=1) + self._left_s[ordered], 0.0)
+        stepped_s = np.cumsum(late * self._host_adam_s[ordered], axis=1)
+        returns = late & weight[:, order]
+        returns_s = returns * self._fetch_s[ordered]
+        returned_s = np.maximum(stepped_s + returns_s, np.cumsum(returns_s, axis=1))
+        done_s = np.where(late, np.where(returns, returned_s, stepped_s) + self._left_s[ordered], 0.0)
         last_s: Floats = done_s.max(axis=1, initial=0.0)
         return last_s
 

@@ -332,11 +332,14 @@ class _Program:
         row[self.states] += np.where(self.trained, self.numel / world / rates.device_adam.per_s, 0.0)
         self._serial_loads(row, self.in_forward)
         # The last update is done before its chunk's first use, from which on there is some forward left.
-        row = self._row("forward: host's Adam", -(self.before_s[self.backward_at] - self.before_s[self.last_first_use]))
+        left_s = self.before_s[self.backward_at] - self.before_s[self.last_first_use]
+        row = self._row("forward: host's Adam", -left_s)
         row[self.forward] = -1.0
         updated = np.where(self.trained & self.in_forward, self.numel / world / rates.host_adam.per_s, 0.0)
         self._states_on_host(row, updated)
-        # Weights that live on the device return there behind their update.
+        # Weights that live on the device return there, each behind its update and beside the next.
+        row = self._row("forward: refresh", -left_s)
+        row[self.forward] = -1.0
         row[self.weights] += np.where(self.trained & self.in_forward, self.bytes / world / rates.fetch.per_s, 0.0)
         row = self._row("forward: host to device", 0.0)
         row[self.forward] = -1.0

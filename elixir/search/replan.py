@@ -37,7 +37,7 @@ class Observation:
 
     step_s: float
     busy_s: Mapping[str, float]
-    """By lane: ``fetch``, ``offload``, ``host_adam``."""
+    """By lane: ``fetch``, ``offload``, ``host_adam``, ``refresh``."""
     fetched_bytes: float
     refreshed_bytes: float
     """Host to device, by the host's Adam."""
@@ -79,12 +79,12 @@ def calibrated(
 ) -> tuple[HardwareProfile, float]:
     """The machine as it showed itself, and the factor on compute times."""
     rates: dict[str, float] = {}
-    fetch, offload, adam = (seen.busy_s[lane] for lane in ("fetch", "offload", "host_adam"))
-    if fetch > LEAST_BUSY_S and seen.fetched_bytes:
-        rates["host_to_device_bytes_per_s"] = seen.fetched_bytes / fetch
+    fetch, offload, adam, refresh = (seen.busy_s[lane] for lane in ("fetch", "offload", "host_adam", "refresh"))
+    up, up_bytes = fetch + refresh, seen.fetched_bytes + seen.refreshed_bytes
+    if up > LEAST_BUSY_S and up_bytes:
+        rates["host_to_device_bytes_per_s"] = up_bytes / up
     if offload > LEAST_BUSY_S and seen.offloaded_bytes:
         rates["device_to_host_bytes_per_s"] = seen.offloaded_bytes / offload
-    adam -= seen.refreshed_bytes / rates.get("host_to_device_bytes_per_s", hardware.host_to_device_bytes_per_s)
     stepped = sum(c.numel for c in plan.chunks if c.trainable and c.state_home == "host") // plan.world_size
     if adam > LEAST_BUSY_S and stepped:
         ranks = hardware.ranks_per_host(plan.world_size)

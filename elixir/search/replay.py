@@ -1,6 +1,6 @@
-"""One training step on six resources, in the order in which the runtime submits work to them.
+"""One training step on seven resources, in the order in which the runtime submits work to them.
 
-Compute walks the plan's order. Beside it five lanes, one per resource, each take one item at a time in the order of
+Compute walks the plan's order. Beside it six lanes, one per resource, each take one item at a time in the order of
 submission; an item starts when its lane is free, what it builds on is done, and compute has come to where it was
 submitted. Which item follows which is fixed by the plan and never by time. So every moment is the latest of some others
 plus a duration: nothing that gets faster can make a step slower.
@@ -18,10 +18,10 @@ from elixir.plan import LINKS
 from elixir.search.memory import WINDOW_CHUNKS, Placement
 from elixir.search.work_times import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events, WorkTimes
 
-RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_adam", "disk")
-"""After compute the runtime's lanes `fetch`, `offload`, `network` and `host_adam`; it has none for a disk yet. Reads and
-writes are one lane, as they share the drive."""
-COMPUTE, FETCH, OFFLOAD, NETWORK, HOST_ADAM, DISK = RESOURCES
+RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_adam", "refresh", "disk")
+"""After compute the runtime's lanes `fetch`, `offload`, `network`, `host_adam` and `refresh`; it has none for a disk yet.
+Reads and writes are one lane, as they share the drive."""
+COMPUTE, FETCH, OFFLOAD, NETWORK, HOST_ADAM, REFRESH, DISK = RESOURCES
 
 
 class Span(NamedTuple):
@@ -109,7 +109,12 @@ class Machine:
                 self._computed(self.now_s)
                 done_s = 0.0
             else:
-                done_s = self._updated_s[c] = self._update_on_host(c, began_s if self._ahead else self.now_s)
+                submitted_s = began_s if self._ahead else self.now_s
+                done_s = self._update_on_host(c, submitted_s)
+                if placement.weight_on_device[c]:  # new weights return there beside the update of the next chunk
+                    self.moved_bytes[FETCH] += times.shard_bytes[c]
+                    done_s = self._run(REFRESH, "refresh", c, done_s, times.fetch_s[c])
+                self._updated_s[c] = done_s
             if not placement.resident[c]:
                 continue
             if self._together:
@@ -126,9 +131,6 @@ class Machine:
         """
         times = self._times
         seconds = times.host_adam_s[c]
-        if self._placement.weight_on_device[c]:
-            seconds += times.fetch_s[c]  # new weights return to the device, as part of the same item
-            self.moved_bytes[FETCH] += times.shard_bytes[c]
         if c not in self._placement.state_on_disk:
             return self._run(HOST_ADAM, "update", c, submitted_s, seconds)
         while self._unread and len(self._read_s) < WINDOW_CHUNKS:
@@ -199,7 +201,7 @@ class Machine:
         if self._ready_s[c] <= now_s:
             return now_s
         resident = self._placement.resident[c]
-        return self._wait(now_s, self._ready_s[c], NETWORK if self._together else HOST_ADAM if resident else FETCH)
+        return self._wait(now_s, self._ready_s[c], NETWORK if self._together else REFRESH if resident else FETCH)
 
     def _open(self, c: int, now_s: float) -> float:
         """`GradientFlow._opened`: backward waits where all blocks are leaving, or another that has none."""

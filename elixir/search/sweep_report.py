@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 _BOUND = {
     "compute": "compute", "host_to_device": "host to device", "device_to_host": "device to host",
-    "network": "network", "host_adam": "CPU Adam", "disk": "disk",
+    "network": "network", "host_adam": "CPU Adam", "refresh": "new weights to device", "disk": "disk",
 }  # fmt: skip
-_LETTERS = {"compute": "C", "host_to_device": "H", "device_to_host": "D", "network": "N", "host_adam": "A", "disk": "K"}
+_LETTERS = {
+    "compute": "C", "host_to_device": "H", "device_to_host": "D", "network": "N", "host_adam": "A", "refresh": "R",
+    "disk": "K",
+}  # fmt: skip
 """What bounds a step, in a cell of the heat map."""
 _CELL_IN, _WIDEST_IN, _NARROWEST_IN = 0.3, 0.62, 0.42
 """Height of a cell of the heat map, and the bounds of its width, in inches."""

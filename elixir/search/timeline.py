@@ -48,6 +48,7 @@ _COLOURS = {
     "offload": RED,
     "deliver": PALE,
     "update": PURPLE,
+    "refresh": SKY,
     "read": SKY,
     "write": DARK,
 }
@@ -58,9 +59,10 @@ _LABELS = {
     "device_to_host": "device to host",
     "network": "network",
     "host_adam": "CPU Adam",
+    "refresh": "new weights to device",
     "disk": "disk",
 }
-_LANE_ORDER = ("compute", "host_to_device", "network", "device_to_host", "host_adam", "disk")
+_LANE_ORDER = ("compute", "host_to_device", "network", "device_to_host", "host_adam", "refresh", "disk")
 """From the top: a chunk's way through a step."""
 _LANE_IN, _BAR = 0.34, 0.72
 """Height of a lane in inches, and the share of it that its bars fill."""

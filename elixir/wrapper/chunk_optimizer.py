@@ -149,11 +149,11 @@ class ChunkOptimizer:
             return
         weights = self.chunk.shard_weights
         if len(arrived) == len(self.chunk.slots):
-            weights.copy_(self._master)
+            weights.copy_(self._master, non_blocking=weights.is_cuda)  # nobody writes to masters before this is done
             return
         for segment, _ in arrived:  # the others may be another optimizer's
             end = segment.start + segment.weights.numel()
-            weights[segment.start : end].copy_(self._master[segment.start : end])
+            weights[segment.start : end].copy_(self._master[segment.start : end], non_blocking=weights.is_cuda)
 
     def _cut(self) -> list[Segment]:
         chunk, owner = self.chunk, self._owner

@@ -286,7 +286,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
             stepped = lanes.host_adam.submit(partial(part.step, arrived, factor, hyperparameters), after=before)
             moved_bytes = shard_bytes if chunk.plan.weight_home == "device" and arrived else 0
             write = partial(part.write_weights, arrived)
-            chunk.updated = lanes.host_adam.submit(write, after=[stepped], nbytes=moved_bytes)
+            # New weights go to the device beside the step of the next chunk.
+            writes = lanes.refresh if moved_bytes else lanes.host_adam
+            chunk.updated = writes.submit(write, after=[stepped], nbytes=moved_bytes)
             self.module.refreshed_bytes += moved_bytes
             after = [chunk.updated]
         else:

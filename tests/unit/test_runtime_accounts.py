@@ -111,10 +111,10 @@ class BrokenLinkError(Exception):
     """Made by a test."""
 
 
-@pytest.mark.parametrize("lane", ["fetch", "offload", "host_adam"])
+@pytest.mark.parametrize("lane", ["fetch", "offload", "host_adam", "refresh"])
 def test_an_error_in_a_lane_reaches_the_caller(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("opt", layers=1)
-    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    module = ElixirModule(it.model, make_plan(it, "mixed" if lane == "refresh" else "streamed"), device="cpu")
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
     working = getattr(module._lanes, lane)
 

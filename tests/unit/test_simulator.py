@@ -100,10 +100,14 @@ def test_accumulation_fetches_once_where_blocks_last_and_updates_once() -> None:
     assert tight.loads == 5 + 4
 
 
-def test_resident_chunks_wait_for_their_weights_to_return() -> None:
-    use, fetch, offload, adam = 1.0, 0.5, 0.25, 10.0
+@pytest.mark.parametrize(("adam", "fetch", "bound"), [(10.0, 0.5, "host_adam"), (0.5, 10.0, "refresh")])
+def test_resident_chunks_wait_for_their_weights_to_return(adam: float, fetch: float, bound: str) -> None:
+    """Of one chunk while the host steps the next, so only the slower of the two adds up."""
+    use, offload = 1.0, 0.25
     result = simulated(chain_plan(blocks=0, depth=0, homes="hhh"), Speeds(use, fetch, offload, adam))
-    assert result.step_s == pytest.approx(3 * (adam + fetch) + 4 * use + offload)
+    assert result.step_s == pytest.approx(2 * max(adam, fetch) + adam + fetch + 4 * use + offload)
+    assert result.bound_by == bound
+    assert result.waited_s["refresh"] == pytest.approx(result.step_s - 6 * use - offload)
     moved = {link: amount for link, amount in result.moved_bytes.items() if amount}
     assert moved == {"host_to_device": 3 * MIB, "device_to_host": 3 * MIB}
 

@@ -26,8 +26,9 @@ def simulation() -> Simulation:
     """A step of two ranks in which every resource works: the states of one chunk live on a disk."""
     trace = stack_trace(StackShape(hidden=256, layers=3, ffn=1024, vocab=2048, positions=256), batch=2, seq=256)
     plan = plan_from_trace(trace, HARDWARE, 2, device_memory=1 << 40, placement="cpu")
-    plan = replace(plan, chunks=(replace(plan.chunks[0], state_home="disk"), *plan.chunks[1:]))
-    made = simulate_step(plan, trace, HARDWARE)
+    refreshed = replace(plan.chunks[-1], resident=True, weight_home="device")
+    on_disk = replace(plan.chunks[0], state_home="disk")
+    made = simulate_step(replace(plan, chunks=(on_disk, *plan.chunks[1:-1], refreshed)), trace, HARDWARE)
     assert all(made.busy_s[name] > 0 for name in RESOURCES)
     return made
 

@@ -122,7 +122,7 @@ def steady(plan: Plan, **changes: Any) -> Observation:
     predicted = plan.predicted
     seen = Observation(
         step_s=predicted.seconds["total"],
-        busy_s={"fetch": 0.0, "offload": 0.0, "host_adam": 0.0},
+        busy_s={"fetch": 0.0, "offload": 0.0, "host_adam": 0.0, "refresh": 0.0},
         fetched_bytes=predicted.moved_bytes["host_to_device"],
         refreshed_bytes=0,
         offloaded_bytes=predicted.moved_bytes["device_to_host"],
@@ -183,7 +183,9 @@ def test_a_slow_link_and_a_slow_host_are_seen(planned: tuple[Any, Any, Plan]) ->
     trace, machine, plan = planned
     fetched = plan.predicted.moved_bytes["host_to_device"]
     stepped = sum(chunk.numel for chunk in plan.chunks if chunk.state_home == "host")
-    seen = steady(plan, busy_s={"fetch": fetched / 1e6, "offload": 0.0, "host_adam": stepped / 1e5}, step_s=30.0)
+    seen = steady(
+        plan, busy_s={"fetch": fetched / 1e6, "offload": 0.0, "host_adam": stepped / 1e5, "refresh": 0.0}, step_s=30.0
+    )
     found, scale = calibrated(trace, machine, plan, seen)
     assert found.host_to_device_bytes_per_s == pytest.approx(1e6)
     assert found.host_adam_numel_per_s == pytest.approx(1e5)
