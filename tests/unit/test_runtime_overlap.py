@@ -31,12 +31,12 @@ def states_on_host(plan: Plan, streamed: int = 0) -> Plan:
 
 
 @contextmanager
-def held(lane: Lane) -> Iterator[None]:
-    """The lane does nothing meanwhile."""
+def held(lane: Lane) -> Iterator[Ticket]:
+    """The lane does nothing meanwhile; the ticket is done once it has been let go, or somebody has waited too long."""
     gate = threading.Event()
-    lane.submit(lambda: gate.wait(WAIT_S))
+    ticket = lane.submit(lambda: gate.wait(WAIT_S))
     try:
-        yield
+        yield ticket
     finally:
         gate.set()
 
@@ -72,9 +72,10 @@ def test_what_is_fetched_waits_for_no_new_weights_of_others() -> None:
         pair.train(1)
         pair.backward()
         first = pair.plan.order[0].chunks
-        with held(pair.module._lanes.refresh):
+        with held(pair.module._lanes.refresh) as holding:
             pair.step()
             pair.module.cache.acquire(first)
+            assert not holding.done(), "the fetch waited"
             pair.module.cache.unpin(first)
         pair.train(2)
         pair.assert_same_weights()

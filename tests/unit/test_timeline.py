@@ -52,7 +52,7 @@ def test_the_picture_has_a_lane_per_resource_and_says_its_units(simulation: Simu
     figure = plot_timeline(simulation, tmp_path / "step.png", title="a stack")
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "disk", "CPU Adam", "device to host", "network", "host to device", "compute",
+        "disk", "new weights to device", "CPU Adam", "device to host", "network", "host to device", "compute",
     ]  # fmt: skip
     assert axes.get_xlabel().endswith(("(s)", "(ms)", "(µs)"))
     assert "bound by" in axes.get_title(loc="left")
