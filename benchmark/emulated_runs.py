@@ -118,15 +118,23 @@ class Timed:
 
 
 class Run:
-    """A model under a plan; every one has the same weights to begin with, and steps with fused AdamW or a kin of it."""
+    """A model under a plan; every one has the same weights to begin with, and steps with fused AdamW or a kin of it.
+
+    Options are those of `ElixirOptimizer`.
+    """
 
     def __init__(
-        self, shape: ModelShape, inp: dict[str, Any], plan: Plan, adam: type[torch.optim.AdamW] = torch.optim.AdamW
+        self,
+        shape: ModelShape,
+        inp: dict[str, Any],
+        plan: Plan,
+        adam: type[torch.optim.AdamW] = torch.optim.AdamW,
+        **options: Any,
     ) -> None:
         torch.manual_seed(0)
         self.plan, self._inp = plan, inp
         self.module = ElixirModule(build_shape(shape, dtype=torch.float32, device="cpu"), plan, device="cpu")
-        self._optimizer = ElixirOptimizer(self.module, adam(self.module.parameters(), lr=1e-4, fused=True))
+        self.optimizer = ElixirOptimizer(self.module, adam(self.module.parameters(), lr=1e-4, fused=True), **options)
 
     def link(self, to_device_bytes_per_s: float | None, to_host_bytes_per_s: float | None) -> None:
         """Emulate links of these speeds from now on. One module for all speeds spares the memory of five."""
@@ -136,15 +144,17 @@ class Run:
                 raise SystemExit("only lanes of the CPU backend can be slowed")
             lane._emulation = Emulation(to_host_bytes_per_s if lane is lanes.offload else to_device_bytes_per_s)
 
-    def step(self) -> Timed:
-        """One training step."""
+    def step(self, *, settle: bool = False) -> Timed:
+        """One training step; with `settle` it is over when all that the optimizer set going is."""
         started = time.perf_counter()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         loss = self.module(**self._inp).loss
         forward = time.perf_counter()
-        self._optimizer.backward(loss)
+        self.optimizer.backward(loss)
         backward = time.perf_counter()
-        self._optimizer.step()
+        self.optimizer.step()
+        if settle:
+            self.module.settle()
         ended = time.perf_counter()
         report = self.module.last_report
         if report is None:

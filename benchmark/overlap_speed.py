@@ -1,0 +1,149 @@
+"""What it is worth that the host's Adam runs beside the next forward: steps that do not wait for it, and steps that do.
+
+    python benchmark/overlap_speed.py [--rounds 15] [--no-record]
+
+One rank on the runtime's CPU backend: one thread computes, one steps on the host, links are emulated. All weights of an
+OPT-like model (4 layers of 768, float32) are resident, all states on the host, so every gradient goes down the link and
+every new weight comes up. *Not overlapped* waits behind `optimizer.step()` until all new weights are on the device;
+everything else is the same run of the same module, and the cases take turns, with `max_norm` and without. The ratio is
+the median over rounds of the seconds of a step that waits over those of one that does not.
+
+Set by measurements in the same process, before anything is judged:
+
+* the batch, so that Adam is a third of the step that waits: compute is measured at two batches, Adam by the lane's busy
+  seconds, and compute shall take twice as long (what Adam's share then was stands in the rows);
+* the link, so that gradients, and likewise new weights, take half as long as Adam.
+
+Appends to ``results/overlap_speed.csv``; fails where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmark.common import append_rows, conditions, percentiles, print_table  # noqa: E402
+from benchmark.emulated_runs import SHAPES, Run, median, mixed_plans, run_apart  # noqa: E402
+
+SEQUENCE = 32
+TRIED = (1, 5)
+"""Batches at which compute is measured; seconds are taken to lie on a straight line."""
+ADAM_SHARE = 1 / 3
+"""Of the step that waits."""
+LINK_SHARE = 0.5
+"""Seconds of the link, each way, over those of Adam."""
+MAX_NORM = 1.0
+WARM, TRIES = 2, 5
+BARS = {"with clipping": 1.15, "without clipping": 1.3}
+CASES = {"with clipping": MAX_NORM, "without clipping": 0.0}
+
+
+def made(batch: int) -> Run:
+    """The model under a plan for so many sequences."""
+    from elixir.hardware import preset
+    from elixir.models import build_shape, default_input
+    from elixir.tracer import trace_step
+
+    shape = SHAPES["opt"][0]
+    meta = build_shape(shape, device="meta")
+    inp = default_input(meta, batch=batch, seq=SEQUENCE)
+    machine = preset("cpu")
+    trace = trace_step(meta, inp, lambda m, i: m(**i).loss.backward(), hardware=machine, optimizer=None)
+    (plan,) = mixed_plans(trace, machine, ("states on host",))
+    return Run(shape, inp, plan, host_threads=1)
+
+
+def seconds(batch: int) -> tuple[float, float]:
+    """Of compute and of Adam in a step that waits, without a link."""
+    run = made(batch)
+    steps = [run.step(settle=True) for _ in range(WARM + TRIES)][WARM:]
+    run.module.close()
+    adam_s = statistics.median(step.report.busy_s["host_adam"] for step in steps)
+    return median(steps, "forward_s") + median(steps, "backward_s"), adam_s
+
+
+def chosen_batch() -> tuple[int, float]:
+    """The batch at which Adam is its share of a step that waits, and Adam's seconds."""
+    (less_s, one), (more_s, other) = (seconds(batch) for batch in TRIED)
+    adam_s = statistics.mean((one, other))
+    each_s = (more_s - less_s) / (TRIED[1] - TRIED[0])
+    wanted_s = adam_s * (1 / ADAM_SHARE - 1)
+    if each_s <= 0:
+        raise SystemExit("a larger batch took no longer: the machine is too busy for a measurement")
+    return max(1, round(TRIED[0] + (wanted_s - less_s) / each_s)), adam_s
+
+
+def work(rounds: int) -> dict[str, Any]:
+    """Seconds of a step by case, in every round."""
+    batch, adam_s = chosen_batch()
+    run = made(batch)
+    weights_bytes = sum(chunk.weight_bytes for chunk in run.plan.chunks)
+    speed = weights_bytes / (LINK_SHARE * adam_s)
+    run.link(speed, speed)
+    found: dict[str, dict[str, list[float]]] = {case: {"overlapped": [], "not": [], "adam share": []} for case in CASES}
+    turns = [(case, waits) for case in CASES for waits in (False, True)]
+    for turn in range(rounds):
+        for index in range(len(turns)):
+            case, waits = turns[(index + turn) % len(turns)]
+            run.optimizer.max_norm = CASES[case]
+            run.step(settle=waits)  # the updates of the step before began under another case
+            step = run.step(settle=waits)
+            found[case]["not" if waits else "overlapped"].append(step.step_s)
+            if waits:
+                found[case]["adam share"].append(step.report.busy_s["host_adam"] / step.step_s)
+    run.module.close()
+    return {"batch": batch, "link_bytes_per_s": round(speed), "cases": found}
+
+
+def main() -> int:
+    """Run, record, and hold against the bars; 1 where one is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-record", action="store_true")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("work_rounds", nargs="?", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        print(json.dumps(work(args.work_rounds)))
+        return 0
+    before = conditions() | {"threads": 1}
+    answer = run_apart(__file__, str(args.rounds))
+    rows, missed = [], []
+    for case, lists in answer["cases"].items():
+        ratios = [waits_s / step_s for waits_s, step_s in zip(lists["not"], lists["overlapped"], strict=True)]
+        p20, p50, p80 = (round(value, 4) for value in percentiles(ratios))
+        rows.append(
+            {
+                **before,
+                "figure": f"not overlapped over overlapped, {case}",
+                "p20": p20,
+                "p50": p50,
+                "p80": p80,
+                "n": len(ratios),
+                "bar": BARS[case],
+                "overlapped_s": round(statistics.median(lists["overlapped"]), 4),
+                "not_overlapped_s": round(statistics.median(lists["not"]), 4),
+                "adam_share": round(statistics.median(lists["adam share"]), 3),
+                "tokens": answer["batch"] * SEQUENCE,
+                "link_bytes_per_s": answer["link_bytes_per_s"],
+            }
+        )
+        missed += [case] if p50 < BARS[case] else []
+    columns = ("figure", "p20", "p50", "p80", "n", "bar", "overlapped_s", "not_overlapped_s", "adam_share", "tokens")
+    print_table("Steps with states on the host", columns, [[row[column] for column in columns] for row in rows])
+    if not args.no_record:
+        print(append_rows("overlap_speed", rows))
+    if missed:
+        print(f"missed: {', '.join(missed)}")
+    return bool(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
