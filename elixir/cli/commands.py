@@ -102,8 +102,9 @@ def run_plan(args: argparse.Namespace) -> int:
         hardware = hardware or _traced_hardware(trace, args.model)
         if hardware.name != trace.device:
             _note(f"{args.model} was traced for {trace.device}; on {hardware.name} activations may take another size")
-    from elixir.search.budgets import host_memory_here
+    from elixir.search.budgets import host_memory_here, warn_if_disk_full
 
+    warn_if_disk_full(hardware, args.disk_memory)
     host_memory = args.host_memory
     if host_memory is None and args.hardware is None:
         host_memory = host_memory_here(hardware)

@@ -66,15 +66,21 @@ def disk_budget(hardware: HardwareProfile, disk_memory: str | int | None) -> int
     if budget:
         for way in ("disk_read", "disk_write"):
             hardware.rate(way)
-        free = hardware.disk_free_bytes
-        if free is not None and budget > free:
-            logger.warning(
-                "planning with %s of disk, of which %s were free when hardware %r was measured",
-                format_bytes(budget),
-                format_bytes(free),
-                hardware.name,
-            )
     return budget
+
+
+def warn_if_disk_full(hardware: HardwareProfile, disk_memory: str | int | None) -> bool:
+    """Log a warning where less than that was free when the disk was measured; True if it did."""
+    budget, free = 0 if disk_memory is None else parse_bytes(disk_memory), hardware.disk_free_bytes
+    if free is None or budget <= free:
+        return False
+    logger.warning(
+        "planning with %s of disk, of which %s were free when hardware %r was measured",
+        format_bytes(budget),
+        format_bytes(free),
+        hardware.name,
+    )
+    return True
 
 
 def host_memory_here(hardware: HardwareProfile) -> int | None:

@@ -12,7 +12,7 @@ from torch import nn
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names, warn_if_other_device
 from elixir.plan import Plan
-from elixir.search.budgets import host_memory_here
+from elixir.search.budgets import host_memory_here, warn_if_disk_full
 from elixir.search.planner import HomeChoice, SearchName, plan_from_trace, simple_plan
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import dtype_name, parse_dtype
@@ -160,6 +160,7 @@ def _searched(
 ) -> Plan:
     profile = profile_for(hardware, model)
     warn_if_other_device(profile)
+    warn_if_disk_full(profile, disk_memory)
     if hardware is None and host_memory is None:
         host_memory = host_memory_here(profile)
     trace = _traced(model, unified_dtype, inp, step_fn, profile, use_fused_kernels)

@@ -50,18 +50,25 @@ def spilled(model: MemoryModel, placement: Placement, *, host_bytes: int | None 
 
 
 def _filled(model: MemoryModel, placement: Placement, spill: Spill, lacking: int, order: Iterable[int]) -> _Choice:
-    """Chunks in `order` until so many bytes are saved, the disk's budget permitting."""
-    ranks, chosen = model.setting.ranks_per_host, []
+    """Chunks in `order` until so many bytes are saved, the disk's budget permitting; then without those not needed."""
+    ranks = model.setting.ranks_per_host
+    chosen: dict[int, tuple[int, int]] = {}  # bytes on the disk, and bytes that leave the host
     freed = largest = on_disk = saved = 0
     for chunk in order:
         size = model.disk_shard_bytes(chunk)
         if ranks * (on_disk + size) > spill.disk_bytes:
             continue
-        chosen.append(chunk)
+        chosen[chunk] = size, model.host_bytes(chunk, placement.weight_on_device[chunk], False)[1]
         on_disk += size
-        freed += model.host_bytes(chunk, placement.weight_on_device[chunk], False)[1]
+        freed += chosen[chunk][1]
         largest = max(largest, size)
         saved = ranks * (freed - min(len(chosen), WINDOW_CHUNKS) * largest)
         if saved >= lacking:
             break
+    # The last one may have saved more than was still lacking; the largest that can do without the disk goes back.
+    for chunk, (size, leaves) in sorted(chosen.items(), key=lambda item: (-item[1][0], item[0])):
+        if len(chosen) > WINDOW_CHUNKS and saved - ranks * leaves >= lacking:
+            saved -= ranks * leaves
+            on_disk -= size
+            del chosen[chunk]
     return _Choice(frozenset(chosen), saved, ranks * on_disk)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elixir.errors import InputError, PlanError
 from elixir.plan import Plan
+from elixir.search.budgets import warn_if_disk_full
 from elixir.search.levers import lever_effects
 from elixir.search.lower_bound import lower_bound
 from elixir.search.memory import MemoryModel, Placement, Setting, Spill
@@ -16,12 +20,12 @@ from elixir.search.simulator import simulate_step
 from elixir.search.space import Budgets, SearchSpace
 from elixir.search.spill import spilled
 from elixir.tracer.step_trace import StepTrace
-from elixir.units import GIB
+from elixir.units import GIB, MIB
 from tests.common.chains import NUMEL, Speeds, chain
-from tests.common.samples import make_hardware
+from tests.common.searching import HARDWARE, check_consistent, traces
 from tests.common.synthetic_trace import StackShape, stack_trace
 
-FAST = replace(make_hardware(), host_memory_bytes=512 * GIB, disk_read_bytes_per_s=6e9, disk_write_bytes_per_s=3e9)
+FAST = replace(HARDWARE, disk_read_bytes_per_s=6e9, disk_write_bytes_per_s=3e9)
 UNKNOWN = replace(FAST, disk_read_bytes_per_s=None, disk_write_bytes_per_s=None)
 SMALL = StackShape(hidden=256, layers=8, ffn=1024, vocab=1024, positions=256)
 
@@ -151,6 +155,51 @@ def test_the_last_to_be_used_go_first_and_no_more_than_are_needed(lacking: int, 
     found = spilled(model, placed(6))
     assert found.state_on_disk == expected
     assert sum(model.host_parts(found).values()) <= whole - lacking
+
+
+def test_what_the_last_one_made_needless_stays_on_the_host(stack: StepTrace, limits: tuple[int, int]) -> None:
+    """No chunk could leave the disk and the plan still fit, but for two that only the window would keep there."""
+    device, host = limits
+    for share in (0.5, 0.7, 0.9):
+        plan = planned(stack, device, int(share * host), disk_memory="1GiB")
+        spare = plan.host_budget_bytes - plan.predicted.host_peak_bytes
+        on_disk = [chunk for chunk in plan.chunks if chunk.state_home == "disk"]
+        back = [
+            chunk.numel * (12 if chunk.dtype != "float32" or chunk.weight_home == "device" else 8) for chunk in on_disk
+        ]
+        assert len(on_disk) <= 2 or min(back) > spare
+
+
+def test_a_disk_smaller_than_its_budget_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    small = replace(FAST, disk_free_bytes=GIB)
+    assert warn_if_disk_full(small, "2GiB")
+    assert "1.00 GiB were free" in caplog.text
+    assert not warn_if_disk_full(small, "1GiB")
+    assert not warn_if_disk_full(small, None)
+    assert not warn_if_disk_full(FAST, "2GiB")
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    trace=traces(), world_size=st.sampled_from([1, 2]), share=st.floats(0.3, 0.99), disk=st.sampled_from([1, 200, 4000])
+)
+def test_plans_with_a_disk_are_what_an_independent_count_says(
+    trace: StepTrace, world_size: int, share: float, disk: int
+) -> None:
+    """And no faster than the bound."""
+    cpu: dict[str, Any] = {"device_memory": 1 << 40, "placement": "cpu"}
+    with pytest.raises(PlanError) as short:
+        plan_from_trace(trace, FAST, world_size, host_memory=1, **cpu)
+    host = int(share * short.value.needed_bytes)
+    try:
+        made = plan_from_trace(trace, FAST, world_size, host_memory=host, disk_memory=disk * MIB, **cpu)
+    except PlanError:
+        return  # `needed_bytes` is held by another test
+    check_consistent(made, trace)
+    space = SearchSpace(trace, FAST, Setting(world_size, FAST.ranks_per_host(world_size), 8, made.overlap))
+    bound = lower_bound(space, Budgets(1 << 40, host, disk * MIB))
+    assert bound is not None
+    assert bound.step_s <= made.predicted.seconds["total"]
 
 
 def test_the_budget_of_the_disk_is_kept() -> None:
