@@ -51,7 +51,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     }[hint]
 
 
-RATES = st.floats(1e-3, 1e18)
+RATES = st.floats(1, 1e18)
 SIZES = st.integers(1, 2**80)
 
 
