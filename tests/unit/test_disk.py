@@ -59,10 +59,10 @@ def test_updates_of_states_in_memory_do_not_wait_for_the_disk() -> None:
     assert updates == pytest.approx([0.0, 2.0, 10.0])
 
 
-def test_weights_on_the_device_return_there_behind_their_update() -> None:
+def test_weights_on_the_device_return_there_beside_the_next_update() -> None:
     use, fetch, adam, read = 1.0, 0.5, 10.0, 4.0
     result = simulated(chain_plan(blocks=0, depth=0, homes="eee"), Speeds(use, fetch, adam=adam, read=read))
-    assert result.step_s == pytest.approx(read + 3 * (adam + fetch) + 4 * use)
+    assert result.step_s == pytest.approx(read + 3 * adam + fetch + 4 * use)
 
 
 @pytest.mark.parametrize("write", [1.0, 50.0])
