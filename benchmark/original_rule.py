@@ -156,8 +156,9 @@ class OriginalRule:
 def _next_change(table: ParamTable, packing: Packing) -> int:
     """The smallest capacity at which some chunk would take its successor's first parameter as well."""
     changes = [1 << 62]
-    for dtype, trainable in table.groups:
-        chunks = [chunk for chunk in packing.chunks if (chunk.dtype, chunk.trainable) == (dtype, trainable)]
+    for group in table.groups.values():
+        members = set(group)
+        chunks = [chunk for chunk in packing.chunks if chunk.parameters[0] in members]
         for chunk, after in pairwise(chunks):
             end = chunk.offset_bytes[-1] + table.aligned[chunk.parameters[-1]]
             changes.append(end + table.aligned[after.parameters[0]])

@@ -80,8 +80,7 @@ class PlacementBuilder:
                 outsized = tuple(c for c in outsized if c != chunk)
             else:
                 opened = opened.copy()
-                first, last = model.open_slots[chunk] or facts.grad_slots
-                opened[first : last + 1] -= 1
+                opened[facts.grad_slots[0] : facts.grad_slots[1] + 1] -= 1
                 open_max, grad_chunks = int(opened.max()), grad_chunks - 1
         stepped = self._stepped or (state and facts.trainable)
         in_flight = model.in_flight(gathering=bool(outsized or grad_chunks), on_device=stepped)

@@ -94,8 +94,6 @@ class MemoryModel:
         self.transient: Ints = np.zeros(facts.slots, dtype=np.int64)
         # The step begins when the last gradient has been taken over.
         self.transient[facts.first_backward_slot : -1] = facts.largest_grad_bytes
-        self.open_slots = tuple(self._open_slots(chunk) for chunk in range(len(work.chunks)))
-        """Per chunk, the first and the last slot in which its gradients are being gathered; None where it gets none."""
 
     def shard_bytes(self, chunk: int) -> int:
         """One rank's part of the weights."""
@@ -145,18 +143,11 @@ class MemoryModel:
         """Whether gradients exist beside where they go: in a block, or, with accumulation, in those before them."""
         return gathering or (on_device and self.setting.accumulation > 1)
 
-    def _open_slots(self, chunk: int) -> tuple[int, int] | None:
-        facts = self.work.chunks[chunk]
-        if facts.grad_slots is None or not facts.misses_gradients or self.setting.world_size > 1:
-            return facts.grad_slots
-        # What is missing may still come until backward is over. Several ranks send a chunk when its place comes.
-        return facts.grad_slots[0], self.work.facts.slots - 2
-
     def open_grads(self, gathering: Sequence[int]) -> Ints:
         """How many gradient blocks are being filled in each slot."""
         change = np.zeros(self.work.facts.slots + 1, dtype=np.int64)
         for chunk in gathering:
-            slots = self.open_slots[chunk]
+            slots = self.work.chunks[chunk].grad_slots
             if slots is not None:
                 change[slots[0]] += 1
                 change[slots[1] + 1] -= 1

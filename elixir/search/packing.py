@@ -1,4 +1,4 @@
-"""Parameters into chunks: consecutive in order of first use, one dtype and one trainability per chunk.
+"""Parameters into chunks: consecutive in order of first use, of one dtype, all trained or none, all with a gradient or none.
 
 All arithmetic is in bytes. A parameter takes its bytes rounded up to `PARAM_ALIGNMENT_BYTES`; a chunk ends behind its
 last parameter, rounded up so that every rank's shard is aligned as well. A chunk never exceeds the capacity, except
@@ -93,17 +93,18 @@ class ParamTable:
         self.total_bytes = sum(self.aligned)
         self.in_forward = [index in forward for index in range(count)]
         self.in_backward = [index in later for index in range(count)]
-        groups: dict[tuple[str, bool], list[int]] = {}
+        # A chunk that misses a gradient keeps its block until backward is over, and with several ranks all behind it wait.
+        groups: dict[tuple[str, bool, bool], list[int]] = {}
         for index in self.order:
             param = trace.parameters[index]
-            groups.setdefault((param.dtype, param.trainable), []).append(index)
+            groups.setdefault((param.dtype, param.trainable, param.grad_event is not None), []).append(index)
         self.groups = groups
 
     def pack(self, capacity_bytes: int) -> Packing:
         """Chunks of at most `capacity_bytes` (rounded up to whole aligned shards)."""
         capacity = round_up(max(capacity_bytes, 1), self.unit_bytes)
         chunks: list[PackedChunk] = []
-        for (dtype, trainable), members in self.groups.items():
+        for (dtype, trainable, _), members in self.groups.items():
             fitting = [index for index in members if self.aligned[index] <= capacity]
             chunks.extend(
                 self._chunk([index], dtype, trainable, True) for index in members if self.aligned[index] > capacity

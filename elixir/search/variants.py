@@ -156,7 +156,7 @@ class Variants:
         self._outsized_bytes = np.where(outsized, [chunk.bytes for chunk in model.work.chunks], 0)
         filling = np.zeros((len(chunks), facts.slots), dtype=np.float32)
         for chunk in chunks:
-            first, last = model.open_slots[chunk] or (0, -1)
+            first, last = model.work.chunks[chunk].grad_slots or (0, -1)
             filling[chunk, first : last + 1] = not outsized[chunk]
         self._filling = np.unique(filling, axis=1)
 

@@ -103,10 +103,7 @@ class WorkTimes:
             members = self.work.packing.chunks[index].parameters
             events = [event for member in members if (event := parameters[member].grad_event) is not None]
             entry = self.work.grad_entry(index) or 0
-            sent = max(events)
-            if self.world_size == 1 and self.work.chunks[index].misses_gradients:
-                sent = len(self._before_s) - 2  # `GradientFlow.flush`, when backward is over
-            found += [(min(events), -index, OPEN, entry), (sent, -index, SEND, entry)]
+            found += [(min(events), -index, OPEN, entry), (max(events), -index, SEND, entry)]
         rows = np.array(sorted(found), dtype=np.int64).reshape(-1, 4)
         self._grad_entry: Ints = rows[:, 3]
         self._grad_access, self._grad_chunk, self._grad_kind = rows[:, 0], -rows[:, 1], rows[:, 2]

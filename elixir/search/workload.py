@@ -85,8 +85,6 @@ class ChunkFacts:
     """0 where no parameter of it gets a gradient."""
     grad_slots: tuple[int, int] | None
     """Slots in which its first and its last gradient arrive."""
-    misses_gradients: bool
-    """Whether some of its parameters get none, others do."""
 
 
 class Workload:
@@ -160,7 +158,6 @@ class Workload:
             outsized=chunk.outsized,
             grad_bytes=chunk.bytes if arrivals else 0,
             grad_slots=(self.facts.slot(min(arrivals)), self.facts.slot(max(arrivals))) if arrivals else None,
-            misses_gradients=0 < len(arrivals) < len(chunk.parameters),
         )
 
 

@@ -122,9 +122,6 @@ class Recounter:
         """Gradient blocks that are open at once, and with overlap one that leaves."""
         blocks = self.gathering(outsized=False)
         spans = {c: [event for event, _ in self.arrivals[c]] for c in blocks}
-        for c in blocks:
-            if self.world == 1 and len(spans[c]) < len(self.plan.chunks[c].parameters):
-                spans[c].append(len(self.trace.accesses) - 1)  # nobody can tell that the rest will not come
         most = max(
             sum(min(spans[c]) <= event <= max(spans[c]) for c in blocks) for event in range(len(self.trace.accesses))
         )
