@@ -66,6 +66,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             raise InputError("the optimizer has stepped already, and its states would be lost; give one that has not")
         asked_threads = check_host_threads(host_threads)
         self._ready = self._told = False
+        self._scaled = False  # whether `backward` has made the gradients there are
         self.module = module
         self._given = optimizer
         self._class = type(optimizer)
@@ -171,6 +172,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 f"loss must be the tensor that the model's outputs lead to, got {type(loss).__name__}; call item() after "
                 "backward, and for a copy only"
             )
+        for optimizer in self.module.optimizers:  # they share the gradients
+            optimizer._scaled = True
         (loss * self.loss_scale if self.scales else loss).backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -180,6 +183,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             InputError: zeros are asked for where the module has another optimizer, whose gradients share the chunks.
         """
         self._clip_once = 0.0
+        self._scaled = False
         if len(self.module.optimizers) == 1:
             self.module.zero_grad(set_to_none)
             return
@@ -211,6 +215,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
         Returns:
             What `closure` returned, else None.
+
+        Raises:
+            InputError: the gradients are not those that it would step with: set by hand, of this rank alone, or with
+                float16 made without `backward`.
         """
         result = None
         if closure is not None:
@@ -222,9 +230,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._refuse_unseen()
         module.forget_failed_backward()
         module.gradients.settle()
-        if not module.holds_gradients() and not self._told:
-            self._told = True
-            logger.warning("step() found no gradients on this rank: call optimizer.backward(loss) before it")
+        self._check_gradients()
         self._agree_on_used()
         factor = 1.0 / self.loss_scale
         limit = self._clip_once or self.max_norm
@@ -251,6 +257,17 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._given._opt_called = True  # type: ignore[attr-defined]
         self._stepped()
         return result
+
+    def _check_gradients(self) -> None:
+        if not self.module.holds_gradients():
+            if not self._told:
+                self._told = True
+                logger.warning("step() found no gradients on this rank: call optimizer.backward(loss) before it")
+        elif self.scales and not self._scaled:
+            raise InputError(
+                f"step() divides float16 gradients by the loss scale, {self.loss_scale:g}, but these were made by "
+                "loss.backward(); call optimizer.backward(loss), which multiplies by it"
+            )
 
     def _refuse_unreduced(self, what: str) -> None:
         if not self.module.gradients.reducing and self.module.plan.world_size > 1:

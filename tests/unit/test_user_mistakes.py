@@ -25,14 +25,14 @@ def small(width: int = 64) -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
 
 
-def loss(model: nn.Module) -> torch.Tensor:
-    return model(BATCH["x"]).square().mean()
+def loss(model: nn.Module, inp: dict[str, torch.Tensor] = BATCH) -> torch.Tensor:
+    return model(inp["x"]).square().mean()
 
 
 def planned(model: nn.Module, home: Any = "cpu", **options: Any) -> Plan:
     options = {"inp": BATCH, "hardware": "cpu"} | options
     return simple_search(
-        model, 1, split_number=2, shard_device=home, step_fn=lambda m, inp: loss(m).backward(), **options
+        model, 1, split_number=2, shard_device=home, step_fn=lambda m, inp: loss(m, inp).backward(), **options
     )
 
 
@@ -207,4 +207,22 @@ def test_a_step_that_is_no_planned_one_says_what_the_caller_did(caplog: pytest.L
     gradients = format_bytes(plan.predicted.moved_bytes["device_to_host"])
     assert f"instead of {gradients}" in caplog.text
     assert "forwards of the step: 2 to train (planned 1, see accumulation=), 1 to evaluate" in caplog.text
+    module.close()
+
+
+def test_float16_gradients_that_were_not_scaled() -> None:
+    """The step would divide them by the scale nevertheless, and train as if by a learning rate near zero."""
+    plain = small()
+    module = ElixirModule(plain, planned(plain, unified_dtype="float16"), device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1), initial_scale=8.0)
+    loss(module).backward()
+    with pytest.raises(InputError, match=r"by the loss scale, 8, .* call optimizer\.backward\(loss\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(loss(module))
+    optimizer.step()
+    optimizer.zero_grad()
+    loss(module).backward()
+    with pytest.raises(InputError, match="by the loss scale"):
+        optimizer.step()
     module.close()
