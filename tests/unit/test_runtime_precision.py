@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from tests.common.parity import MODES, Case, case, hf_loss, make_plan
+from tests.common.parity import ALL, MODES, Case, LossFn, case, hf_loss, make_plan
+from tests.common.tiny_models import FAMILIES
 
 STEPS = 10
+CHECKPOINTS = ("none", "reentrant", "non-reentrant")
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -26,27 +28,27 @@ class Reference:
     """Plain PyTorch with one float32 master per parameter."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, scale: float, max_norm: float) -> None:
-        self.masters = [p.detach().clone() for p in model.parameters()]
+        self.masters = [p.detach().clone().requires_grad_(p.requires_grad) for p in model.parameters()]
         self.model, self.scale, self.max_norm = cast(model, dtype), scale, max_norm
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3, weight_decay=0.1)
 
-    def step(self, inp: dict[str, Any]) -> torch.Tensor:
-        loss = hf_loss(self.model, inp)
-        (loss * self.scale).backward()
+    def step(self, *batches: dict[str, Any], loss: LossFn = hf_loss) -> torch.Tensor:
+        for inp in batches:
+            found = loss(self.model, inp)
+            (found * self.scale).backward()
         factor = 1 / self.scale
         if self.max_norm:
             norms = torch.stack([p.grad.float().norm() for p in self.parameters if p.grad is not None])
             factor *= min(1.0, (self.max_norm / (norms.norm() / self.scale + 1e-6)).item())
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float() * factor
+            master.grad = None if parameter.grad is None else parameter.grad.float() * factor
         self.optimizer.step()
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 parameter.copy_(master)
                 parameter.grad = None
-        return loss
+        return found
 
 
 def wrapped(it: Case, mode: str, dtype: torch.dtype, **options: Any) -> tuple[ElixirModule, ElixirOptimizer]:
@@ -73,6 +75,61 @@ def test_same_bits_as_with_master_weights(mode: str, dtype: torch.dtype, max_nor
     for name, value in reference.model.state_dict().items():
         assert torch.equal(state[name].to(dtype), value), name
     module.close()
+
+
+_DTYPES = (torch.bfloat16, torch.float16)  # of a batch norm on the CPU the latter takes no float32 statistics
+_EVERY = [
+    (name, checkpoint, mode, dtype)
+    for name in ALL
+    for checkpoint in (CHECKPOINTS if name in FAMILIES else ("none",))
+    for mode in MODES
+    for dtype in (_DTYPES if name in FAMILIES else _DTYPES[:1])
+]
+# Each model once: modes, checkpoints and dtypes in turn.
+_SAMPLE = [
+    (
+        name,
+        CHECKPOINTS[(i + 1) % 3] if name in FAMILIES else "none",
+        MODES[(i + 1) % 3],
+        _DTYPES[i % 2 if name in FAMILIES else 0],
+    )
+    for i, name in enumerate(ALL)
+]
+
+
+def _check(name: str, checkpoint: str, mode: str, dtype: torch.dtype) -> None:
+    """Ten steps of two micro-batches, with some weights frozen."""
+    it = case(name, checkpoint)
+    for index, parameter in enumerate(it.model.parameters()):
+        if index % 5 == 4:
+            parameter.requires_grad_(False)
+    inp = {key: value.to(dtype) if value.is_floating_point() else value for key, value in it.inp.items()}
+    scale = 64.0 if dtype == torch.float16 else 1.0
+    reference = Reference(copy.deepcopy(it.model), dtype, scale, 0.0)
+    module, optimizer = wrapped(it, mode, dtype, initial_scale=scale)
+    for _ in range(STEPS):
+        for _ in range(2):
+            loss = it.loss(module, inp)
+            optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(loss, reference.step(inp, inp, loss=it.loss))
+    assert optimizer.loss_scale == scale
+    state = module.state_dict()
+    for key, value in reference.model.state_dict().items():
+        assert torch.equal(state[key].to(value.dtype), value), key
+    module.close()
+
+
+@pytest.mark.parametrize(("name", "checkpoint", "mode", "dtype"), _SAMPLE)
+def test_every_model_once(name: str, checkpoint: str, mode: str, dtype: torch.dtype) -> None:
+    _check(name, checkpoint, mode, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "checkpoint", "mode", "dtype"), [one for one in _EVERY if one not in _SAMPLE])
+def test_every_model(name: str, checkpoint: str, mode: str, dtype: torch.dtype) -> None:
+    _check(name, checkpoint, mode, dtype)
 
 
 @pytest.mark.parametrize("mode", MODES)

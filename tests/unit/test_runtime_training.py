@@ -15,12 +15,19 @@ from elixir.wrapper import optimizer as optimizer_module
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan
 
 MODES = ("streamed", "mixed")
+WAYS = {  # mode, checkpointing, how it is run
+    "streamed": ("streamed", "none", {}),
+    "mixed, checkpointed": ("mixed", "non-reentrant", {}),
+    "evicted, checkpointed": ("streamed", "reentrant", {"evict_always": True}),
+    "resident": ("resident", "none", {}),
+}
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=WAYS)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    it = case("gpt2")
-    with Pair(it, make_plan(it, request.param)) as made:
+    mode, checkpoint, options = WAYS[request.param]
+    it = case("gpt2", checkpoint)
+    with Pair(it, make_plan(it, mode), **options) as made:
         yield made
         made.assert_same_weights()
 
