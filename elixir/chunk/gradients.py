@@ -18,59 +18,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from elixir.chunk.buffers import Arena
 from elixir.chunk.chunk import Chunk, Slot
+from elixir.chunk.gradient_memory import GradShard, KeptGradients, Leaving, OpenChunk
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Lanes, Ticket
-
-
-@dataclass
-class GradShard:
-    """This rank's part of one chunk's gradient, where the optimizer states live."""
-
-    memory: torch.Tensor
-    """On the device only from the first gradient after a step on, where activations leave room; else empty."""
-    holds: bool = False
-    """Whether it holds a gradient, so that the next one is added."""
-    ready: Ticket | None = None
-    arrived: set[str] = field(default_factory=set)
-    """Names of the parameters that got a gradient on this rank since the last step."""
-    dropped: set[str] = field(default_factory=set)
-    """Names of the parameters whose part counts as zero, and is made so when the next gradient is added."""
-
-
-@dataclass
-class _Open:
-    """A chunk whose gradients are arriving."""
-
-    block: torch.Tensor
-    """As many elements as the chunk has."""
-    memory: torch.Tensor
-    """What `block` lies in."""
-    arrived: set[str] = field(default_factory=set)
-
-
-@dataclass
-class _Kept:
-    """A whole chunk's gradients that this rank has not shared yet."""
-
-    memory: torch.Tensor
-    arrived: set[str] = field(default_factory=set)
-    ready: Ticket | None = None
-
-
-class _Leaving(NamedTuple):
-    """Memory that lanes are reading: kept until compute may write there again."""
-
-    memory: torch.Tensor
-    ticket: Ticket
-    beside: tuple[torch.Tensor, ...]
-    """Temporary tensors of the reduction. If they were let go now, compute would get their memory while it is read."""
 
 
 class GradientFlow:
@@ -109,14 +64,14 @@ class GradientFlow:
         self._free = deque(
             arena.make(block_bytes, torch.uint8, "device", "gradient_blocks") for _ in range(block_count)
         )
-        self._leaving: deque[_Leaving] = deque()
-        self._open: dict[int, _Open] = {}
+        self._leaving: deque[Leaving] = deque()
+        self._open: dict[int, OpenChunk] = {}
         self._chunks = {chunk.index: chunk for chunk in chunks}
         self._places = dict(places or {})
         self._position = -1  # of the order; its loads have been sent
         self._unsent: list[int] = []  # with several ranks: chunks still to be sent in this backward, in order
         self._unsettled = False  # a backward is over, and late gradients have not been asked for
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, KeptGradients] = {}
         self.reducing = True
         """Off, several ranks keep their gradients to themselves; all must switch alike."""
         self.extra_blocks = 0
@@ -302,16 +257,16 @@ class GradientFlow:
             self._unsent.pop(0)
             self._send(chunk)
 
-    def _opened(self, chunk: Chunk) -> _Open:
+    def _opened(self, chunk: Chunk) -> OpenChunk:
         if chunk.weight_bytes > self._block_bytes:
             # Resident, and larger than any block.
             self._let_outsized_leave()
             memory = self._arena.make(chunk.weight_bytes, torch.uint8, "device", "gradient_blocks")
         else:
             memory = self._free_block()
-        return _Open(memory[: chunk.weight_bytes].view(chunk.dtype), memory)
+        return OpenChunk(memory[: chunk.weight_bytes].view(chunk.dtype), memory)
 
-    def _adopted(self, chunk: Chunk, gradient: torch.Tensor) -> _Open | None:
+    def _adopted(self, chunk: Chunk, gradient: torch.Tensor) -> OpenChunk | None:
         """A gradient that is its whole chunk and larger than any block, to leave as autograd made it.
 
         Nobody else holds it: what `AccumulateGrad` does not own alone, it copies. With several ranks a chunk is reduced in
@@ -327,7 +282,7 @@ class GradientFlow:
         self._let_outsized_leave()
         if self._overlap:  # else it has gone before the next one is made: it is the one in flight, which is autograd's
             self._arena.count(block.nbytes, "device", "gradient_blocks")
-        return _Open(block, block)
+        return OpenChunk(block, block)
 
     def _let_outsized_leave(self) -> None:
         """The plan has room for one gradient that is larger than a block, beside the one in flight."""
@@ -363,7 +318,7 @@ class GradientFlow:
             return
         if opened is None:
             opened = self._opened(chunk)
-        _fill_gaps(chunk, opened)
+        opened.fill_gaps(chunk)
         shard = self.shards[chunk.index]
         if not shard.memory.numel():
             self._make_shard(chunk)
@@ -409,22 +364,22 @@ class GradientFlow:
         moved_bytes = shard.memory.nbytes if chunk.plan.state_home == "host" else 0
         shard.ready = self._lanes.offload.submit(deliver, after=after, nbytes=moved_bytes)
         self.offloaded_bytes += moved_bytes
-        self._leaving.append(_Leaving(opened.memory, shard.ready, beside))
+        self._leaving.append(Leaving(opened.memory, shard.ready, beside))
 
-    def _keep(self, chunk: Chunk, opened: _Open) -> None:
+    def _keep(self, chunk: Chunk, opened: OpenChunk) -> None:
         """Add a chunk's gradients to those that this rank has kept to itself."""
-        _fill_gaps(chunk, opened)
+        opened.fill_gaps(chunk)
         home, kept = chunk.plan.update_home, self._kept.get(chunk.index)
         if kept is None:
             device = self._arena.device if home == "device" else torch.device("cpu")
-            kept = self._kept[chunk.index] = _Kept(torch.zeros_like(opened.block, device=device))
+            kept = self._kept[chunk.index] = KeptGradients(torch.zeros_like(opened.block, device=device))
             self._arena.count(kept.memory.nbytes, home, "gradients")
         kept.arrived |= opened.arrived
         memory, block = kept.memory, opened.block
         moved_bytes = block.nbytes if home == "host" else 0
         kept.ready = self._lanes.offload.submit(lambda: memory.add_(block.to(memory.device)), nbytes=moved_bytes)
         self.offloaded_bytes += moved_bytes
-        self._leaving.append(_Leaving(opened.memory, kept.ready, (memory,)))
+        self._leaving.append(Leaving(opened.memory, kept.ready, (memory,)))
 
     def _parts_of(self, chunk: Chunk, names: Collection[str]) -> list[torch.Tensor]:
         """What this rank's shard has of some parameters."""
@@ -432,14 +387,7 @@ class GradientFlow:
         bounds = [(slot.offset - first, slot.offset - first + slot.numel) for slot in chunk.slots if slot.name in names]
         return [memory[max(begin, 0) : max(end, 0)] for begin, end in bounds]
 
-    def _drop_kept(self, chunk: Chunk) -> _Kept:
+    def _drop_kept(self, chunk: Chunk) -> KeptGradients:
         kept = self._kept.pop(chunk.index)
         self._arena.count(-kept.memory.nbytes, chunk.plan.update_home, "gradients")
         return kept
-
-
-def _fill_gaps(chunk: Chunk, opened: _Open) -> None:
-    """Zeros for the gradients that did not come."""
-    for slot in chunk.slots:
-        if slot.name not in opened.arrived:
-            opened.block[slot.offset : slot.offset + slot.numel].zero_()

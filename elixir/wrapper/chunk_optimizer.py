@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.gradients import GradShard
+from elixir.chunk.gradient_memory import GradShard
 from elixir.wrapper.fused_adam import FusedAdam
 
 if TYPE_CHECKING:
