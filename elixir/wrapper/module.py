@@ -28,6 +28,7 @@ from elixir.plan import Plan, same_packing
 from elixir.units import parse_dtype
 from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, move_chunks, place_buffers
 from elixir.wrapper.clock import StepClock
+from elixir.wrapper.gathering import shown
 from elixir.wrapper.inputs import cast_inputs
 from elixir.wrapper.report import StepReport, differences, make_report
 from elixir.wrapper.running import RunningPlan, RunOptions
@@ -227,49 +228,8 @@ class ElixirModule(nn.Module):
         Raises:
             InputError: something among `parameters` is no parameter of this model.
         """
-        wanted = None if parameters is None else self._own_parameters(parameters)
-        self.uses.refuse_inside("gathered()")
-        self.settle_together("gathered()")
-        opened: list[tuple[Chunk, torch.Tensor]] = []
-        before = dict(self.uses.gathered)
-        try:
-            for chunk in self.chunks:
-                if wanted is not None and not any(slot.parameter in wanted for slot in chunk.slots):
-                    continue
-                if chunk.index in before:  # another `gathered` around this one holds it already
-                    whole = self.uses.gathered_memory[chunk.index]
-                else:
-                    whole = self._running.whole(chunk)
-                    chunk.point_into(whole)
-                    chunk.gathered = whole
-                opened.append((chunk, whole))
-                self.uses.gathered_memory[chunk.index] = whole
-                self.uses.gathered[chunk.index] = write or before.get(chunk.index, False)
+        with shown(self._running, self.settle_together, parameters, write):
             yield
-            if write:
-                self.cache.invalidate()  # a backward in here may have fetched what is old now
-                for chunk, whole in opened:
-                    self._write_back(chunk, whole)
-        finally:
-            self.uses.gathered = before
-            for chunk, _ in opened:
-                if chunk.index not in before:
-                    del self.uses.gathered_memory[chunk.index]
-                    chunk.gathered = None
-                    if chunk.whole is None:
-                        chunk.hold_placeholders()
-
-    def _own_parameters(self, wanted: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> set[nn.Parameter]:
-        if isinstance(wanted, nn.Module):
-            wanted = wanted.parameters()
-        found = [wanted] if isinstance(wanted, nn.Parameter) else list(wanted)
-        own = {slot.parameter for chunk in self.chunks for slot in chunk.slots}
-        foreign = [item for item in found if not (isinstance(item, nn.Parameter) and item in own)]
-        if foreign:
-            raise InputError(
-                f"gathered() takes parameters of this model, or modules of it; {len(foreign)} of {len(found)} are none"
-            )
-        return set(found)
 
     def rehome(self, plan: Plan) -> None:
         """Go on under another plan with the same chunks in other homes, and the same numbers to the bit.
@@ -515,11 +475,6 @@ class ElixirModule(nn.Module):
         self.uses.backward_done()
         self.cache.end_backward()
         self.gradients.flush()
-
-    def _write_back(self, chunk: Chunk, whole: torch.Tensor) -> None:
-        if chunk.shard is not None:
-            chunk.shard.copy_(whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel])
-        chunk.follow_writes()
 
 
 def _begins(weak: weakref.ref[ElixirModule], gradient: torch.Tensor) -> None:
