@@ -77,10 +77,12 @@ def test_same_bits_as_with_master_weights(mode: str, dtype: torch.dtype, max_nor
     module.close()
 
 
-_DTYPES = (torch.bfloat16, torch.float16)  # of a batch norm on the CPU the latter takes no float32 statistics
+_DTYPES = (torch.bfloat16, torch.float16)
+# On the CPU PyTorch has no batch norm of low precision whose statistics are float32, as buffers stay.
+_MODELS = [name for name in ALL if name != "cnn"]
 _EVERY = [
     (name, checkpoint, mode, dtype)
-    for name in ALL
+    for name in _MODELS
     for checkpoint in (CHECKPOINTS if name in FAMILIES else ("none",))
     for mode in MODES
     for dtype in (_DTYPES if name in FAMILIES else _DTYPES[:1])
@@ -93,7 +95,7 @@ _SAMPLE = [
         MODES[(i + 1) % 3],
         _DTYPES[i % 2 if name in FAMILIES else 0],
     )
-    for i, name in enumerate(ALL)
+    for i, name in enumerate(_MODELS)
 ]
 
 
