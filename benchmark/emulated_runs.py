@@ -29,7 +29,7 @@ from elixir.search.memory import Placement, Setting
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.simulator import simulate_step
 from elixir.search.space import Budgets, SearchSpace
-from elixir.search.states import state_bytes_per_numel
+from elixir.search.states import state_size
 from elixir.tracer.step_trace import StepTrace
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.report import StepReport
@@ -90,7 +90,7 @@ def homes(mix: str, chunks: int) -> Placement:
 
 def make_space(trace: StepTrace, hardware: HardwareProfile, world_size: int = 1) -> SearchSpace:
     """What plans of a trace are made in."""
-    return SearchSpace(trace, hardware, Setting(world_size, world_size, state_bytes_per_numel("AdamW"), True))
+    return SearchSpace(trace, hardware, Setting(world_size, world_size, state_size("AdamW"), True))
 
 
 def mixed_plans(trace: StepTrace, hardware: HardwareProfile, mixes: Sequence[str], world_size: int = 1) -> list[Plan]:

@@ -100,7 +100,7 @@ class OriginalRule:
         return self._with_homes(size, model, lower, upper, device_bytes)
 
     def _with_homes(self, size: int, model: MemoryModel, lower: int, upper: int, device_bytes: int) -> Choice:
-        cache_first = rcache_first(self.setting.world_size, self._weight_bytes(), self.setting.state_bytes)
+        cache_first = rcache_first(self.setting.world_size, self._weight_bytes(), self.setting.states.block_bytes)
         blocks = upper if cache_first else lower
         count = len(model.work.chunks)
         flags = [False] * count

@@ -29,6 +29,7 @@ from benchmark.common import Row, append_rows, conditions, percentiles
 from benchmark.search_vs_original import trace
 from elixir.errors import PlanError
 from elixir.hardware import HardwareProfile, preset
+from elixir.moments import StateSize
 from elixir.search import plan_from_trace
 from elixir.search.lower_bound import lower_bound
 from elixir.search.memory import Setting
@@ -116,7 +117,7 @@ def bound(models: Sequence[str]) -> Iterator[Row]:
 def _against_bound(
     name: str, step: StepTrace, hardware: HardwareProfile, world_size: int, budgets: Budgets
 ) -> Iterator[Row]:
-    setting = Setting(world_size, hardware.ranks_per_host(world_size), 8, True)
+    setting = Setting(world_size, hardware.ranks_per_host(world_size), StateSize(8), True)
     space = SearchSpace(step, hardware, setting)
     started = time.process_time()
     try:

@@ -24,6 +24,7 @@ from elixir.default_step import default_input, default_step
 from elixir.errors import PlanError
 from elixir.hardware import preset
 from elixir.models import build
+from elixir.moments import StateSize
 from elixir.search import plan_from_trace
 from elixir.search.memory import Setting
 from elixir.search.planner import PREFETCH_DEPTH
@@ -54,7 +55,7 @@ def rows(name: str) -> list[Row]:
     found: list[Row] = []
     for world in WORLD_SIZES:
         started = time.perf_counter()
-        setting = Setting(world, hardware.ranks_per_host(world), 8, True)
+        setting = Setting(world, hardware.ranks_per_host(world), StateSize(8), True)
         rule, space = OriginalRule(step, setting), SearchSpace(step, hardware, setting)
         prepared_s = time.perf_counter() - started
         for gib in BUDGETS_GIB:

@@ -25,7 +25,7 @@ from elixir.search.budgets import host_memory_here
 from elixir.search.planner import HomeChoice, plan_from_trace
 from elixir.search.replan import Observation, correct
 from elixir.search.searches import profile_for
-from elixir.search.states import family_of
+from elixir.search.states import family_of, moments_of
 from elixir.tracer import trace_step
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import parse_dtype
@@ -56,6 +56,7 @@ def wrap(
     initial_scale: float = 2.0**16,
     host_threads: int | None = None,
     replan: bool = True,
+    moments: str | None = None,
     **options: Any,
 ) -> tuple[ElixirModule, ElixirOptimizer]:
     """Trace, search and wrap; the numbers are those of plain PyTorch, whatever is planned.
@@ -77,6 +78,7 @@ def wrap(
         initial_scale: of the loss, with float16.
         host_threads: of this rank's Adam on the host; None for its part of the cores, less what computes beside it.
         replan: compare the first steps with the plan, and move chunks once where a better one is found.
+        moments: how Adam's are kept: ``float32``, ``bfloat16`` or ``8bit``; None: as a `HybridAdam` says, else float32.
         options: further arguments of `ElixirModule`, such as ``weights``.
 
     Raises:
@@ -107,6 +109,7 @@ def wrap(
             placement,
             known=hardware is not None,
             use_fused_kernels=options.get("use_fused_kernels", False),
+            moments=moments,
         )
     finally:
         planning.close()
@@ -135,6 +138,7 @@ def _planned(
     *,
     known: bool,
     use_fused_kernels: bool | Mapping[str, str],
+    moments: str | None,
 ) -> tuple[Plan, StepTrace | None]:
     """Rank 0's plan on every rank; the trace stays on rank 0, the only one that may plan again."""
     trace: StepTrace | None = None
@@ -166,6 +170,7 @@ def _planned(
                 device_memory=device_memory,
                 host_memory=host_memory,
                 placement=placement,
+                moments=moments_of(optimizer, moments),
             )
             answer = (plan.to_json(), None)
         except Exception as error:  # the others must hear of it, whatever it is

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Literal
 
 from elixir.artifact import Artifact, digest
 from elixir.errors import ArtifactError, InputError
+from elixir.moments import MomentKind, StateSize, moments_size
+from elixir.plan_versions import DISK_LINKS, upgraded
 from elixir.schedule import StepSchedule, required_chunks
 from elixir.units import dtype_bytes, format_bytes, format_seconds
 
@@ -22,8 +24,9 @@ Phase = Literal["forward", "recompute", "backward"]
 
 PARAM_ALIGNMENT_BYTES = 512
 """Parameters start at multiples of this inside a chunk: other offsets change the bits some kernels give."""
-LINKS = ("host_to_device", "device_to_host", "network", "disk_read", "disk_write")
-_DISK_LINKS = ("disk_read", "disk_write")
+LINKS = ("host_to_device", "device_to_host", "network", *DISK_LINKS)
+ADAM_FAMILIES = ("Adam", "AdamW")
+"""Optimizers whose states are the two moments that `elixir.moments` knows in several kinds."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4
 
     model_name: str
     model_fingerprint: str
@@ -185,8 +188,8 @@ class Plan(Artifact):
     """Dtype the parameters and floating inputs are cast to, or ``as built``."""
     optimizer: str
     """Optimizer family the states were counted for, such as ``Adam``."""
-    state_bytes_per_numel: int
-    """Bytes of optimizer states for one trainable element of a chunk, master weight not included."""
+    state_size: StateSize
+    """Bytes of optimizer states of a trainable chunk's shard, master weights not included."""
     overlap: bool
     """Whether transfers run beside compute, with prefetch."""
     placement: Literal["auto", "cuda", "cpu"]
@@ -208,13 +211,16 @@ class Plan(Artifact):
     """Batches per optimizer step that it was searched for; it runs with any number, but memory and time are of this."""
     disk_budget_bytes: int = 0
     """Of the disk of one machine; 0: the plan may not use it."""
+    moments: MomentKind = "float32"
+    """How Adam's moments are kept; ``float32`` for every other optimizer, as their states are."""
 
     @classmethod
     def from_dict(cls, data: Any, *, source: str = "input") -> Plan:
-        """Build a plan from what `to_dict` gave, now or before plans knew a disk (schema 2)."""
+        """Build a plan from what `to_dict` gave, now or before plans knew a disk (schema 2) or kinds of moments (3)."""
         if isinstance(data, dict) and data.get("artifact") == cls.artifact:
             version = data.get("schema_version")
-            data = _with_later_fields(data) if type(version) is int and version == 2 else data
+            if type(version) is int:
+                data = upgraded(data, version, source)
         return super().from_dict(data, source=source)
 
     @property
@@ -229,8 +235,24 @@ class Plan(Artifact):
             _check_at_least(0, name, getattr(self, name))
         if self.dtype != "as built":
             _itemsize(self.dtype)
+        if self.moments != "float32":
+            self._check_moments()
         self._check_chunks()
         self._check_order()
+
+    def _check_moments(self) -> None:
+        check_adam(self.optimizer, self.moments)
+        expected = moments_size(self.moments)
+        if self.state_size != expected:
+            raise InputError(
+                f"field 'state_size' must be {expected} for moments in {self.moments}, found {self.state_size}"
+            )
+        for index, chunk in enumerate(self.chunks):
+            if chunk.trainable and _itemsize(chunk.dtype) > MASTER_BYTES:
+                raise InputError(
+                    f"field 'chunks[{index}].dtype': moments in {self.moments} go with float32 master weights, found "
+                    f"{chunk.dtype}; plan with moments='float32'"
+                )
 
     def _check_chunks(self) -> None:
         seen: dict[str, int] = {}
@@ -325,7 +347,8 @@ class Plan(Artifact):
                 f"plan {self.fingerprint}: {self.model_name} ({self.dtype}) on {self.world_size} x {self.hardware_name}",
                 f"  chunks        {len(self.chunks)}, {len(self.chunks) - len(streamed)} resident on the device",
                 f"  states        {states['host']} of {len(trainable)} trainable chunks on the host"
-                + (f", {states['disk']} on the disk" if self.uses_disk else ""),
+                + (f", {states['disk']} on the disk" if self.uses_disk else "")
+                + (f", moments in {self.moments}" if self.moments != "float32" else ""),
                 f"  rCache        {cache}",
                 f"  device peak   {format_bytes(self.predicted.device_peak_bytes)} "
                 f"of {format_bytes(self.device_budget_bytes)}",
@@ -346,8 +369,9 @@ class Plan(Artifact):
         )
 
 
+MASTER_BYTES = 4
+"""Of one element of the master weights that moments of every kind go with, which are float32."""
 _COUNTS = (
-    "state_bytes_per_numel",
     "block_numel",
     "block_bytes",
     "block_count",
@@ -359,18 +383,17 @@ _COUNTS = (
 )
 
 
-def _with_later_fields(data: dict[str, Any]) -> dict[str, Any]:
-    """A plan of schema 2 with what came after; as it is, and so refused, where it has any of that already."""
-    later: dict[str, Any] = {"disk_budget_bytes": 0, "schema_version": Plan.schema_version}
-    predicted = data.get("predicted")
-    if isinstance(predicted, dict):
-        moved = predicted.get("moved_bytes")
-        if "disk_peak_bytes" in predicted or (isinstance(moved, dict) and any(link in moved for link in _DISK_LINKS)):
-            return data
-        later["predicted"] = predicted | {"disk_peak_bytes": 0}
-        if isinstance(moved, dict):
-            later["predicted"]["moved_bytes"] = moved | dict.fromkeys(_DISK_LINKS, 0)
-    return data if "disk_budget_bytes" in data else data | later
+def check_adam(optimizer: str, moments: MomentKind) -> None:
+    """Refuse moments in fewer bits for an optimizer that is no Adam.
+
+    Raises:
+        InputError: it is none.
+    """
+    if moments != "float32" and optimizer not in ADAM_FAMILIES:
+        raise InputError(
+            f"moments in {moments} are there for {' and '.join(ADAM_FAMILIES)}, found the optimizer {optimizer}; leave "
+            "moments at 'float32', or train with Adam"
+        )
 
 
 def _check_at_least(least: int, name: str, value: float) -> None:

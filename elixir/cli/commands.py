@@ -24,7 +24,7 @@ NARROWEST_TABLE = 80
 """Characters."""
 _STEP_DEFAULTS = {
     "batch": 1, "seq": None, "dtype": "bf16", "checkpoint": "none", "optimizer": "adamw", "optimizer_kernel": "default",
-    "inp": None, "step": None,
+    "inp": None, "step": None, "fused_kernels": False,
 }  # fmt: skip
 
 
@@ -114,6 +114,7 @@ def run_plan(args: argparse.Namespace) -> int:
         "host_memory": host_memory,
         "disk_memory": args.disk_memory,
         "placement": args.placement,
+        "moments": args.moments,
     }
     choice = None
     if trace is None:
@@ -220,6 +221,7 @@ def _trace(args: argparse.Namespace, hardware: HardwareProfile) -> StepTrace:
         optimizer=optimizer,
         optimizer_kernel=None if step["optimizer_kernel"] == "default" else step["optimizer_kernel"],
         model_name=shape.name if shape else args.model,
+        use_fused_kernels=step["fused_kernels"],
     )
 
 

@@ -10,6 +10,7 @@ from typing import NoReturn
 CHECKPOINT_FORMS = ("none", "non-reentrant", "reentrant")
 OPTIMIZER_KERNELS = ("default", "fused", "foreach", "for-loop")
 PLACEMENTS = ("auto", "cuda", "cpu")
+MOMENTS = ("float32", "bfloat16", "8bit")
 
 MODEL_HELP = "a name (`elixir models` lists them), a Hugging Face config.json, or module:function"
 
@@ -113,6 +114,7 @@ def _add_plan(parser: Parser) -> None:
     )
     add_disk_memory(parser)
     _add_step(parser)
+    add_moments(parser)
     parser.add_argument(
         "--placement", choices=PLACEMENTS, default="auto", help="force every chunk's home (default: auto)"
     )
@@ -149,6 +151,7 @@ def _add_step(parser: Parser, *, optimizer_kernel: bool = True) -> None:
         step.add_argument(
             "--optimizer-kernel", choices=OPTIMIZER_KERNELS, help="how its step runs (default: what torch would choose)"
         )
+    add_fused_kernels(step)
     step.add_argument(
         "--inp",
         metavar="MODULE:FUNCTION",
@@ -156,6 +159,23 @@ def _add_step(parser: Parser, *, optimizer_kernel: bool = True) -> None:
     )
     step.add_argument(
         "--step", metavar="MODULE:FUNCTION", help="function(model, inp) that runs forward, loss and backward"
+    )
+
+
+def add_fused_kernels(step: argparse._ArgumentGroup) -> None:
+    """Whether the run will be given them. None where it is not given, as for all options of the step."""
+    step.add_argument(
+        "--fused-kernels",
+        action="store_const",
+        const=True,
+        help="with fused norms, SwiGLU and loss, as a run with use_fused_kernels=True",
+    )
+
+
+def add_moments(parser: argparse._ActionsContainer) -> None:
+    """How the optimizer keeps Adam's moments."""
+    parser.add_argument(
+        "--moments", choices=MOMENTS, default="float32", help="how Adam's moments are kept (default: float32)"
     )
 
 

@@ -15,6 +15,8 @@ from elixir.cli.parser import (
     _count,
     _size,
     add_disk_memory,
+    add_fused_kernels,
+    add_moments,
 )
 
 
@@ -48,6 +50,8 @@ def _add_sweep(parser: Parser) -> None:
         "--checkpoint", choices=CHECKPOINT_FORMS, help="activation checkpointing; alone it means non-reentrant"
     )
     step.add_argument("--optimizer", metavar="NAME", help="adamw (default), adam, sgd, ...")
+    add_moments(step)
+    add_fused_kernels(step)
     _add_budgets(parser)
     parser.add_argument("--csv", metavar="FILE", help="save all rows and columns as CSV")
     parser.add_argument("--plot", metavar="FILE", help="draw a heat map (.png, .pdf or .svg)")
@@ -66,6 +70,7 @@ def _add_fit(parser: Parser) -> None:
         help="numbers of devices to try (default: 1, 2, 4, ... up to a whole machine)",
     )
     _add_step(parser, optimizer_kernel=False)
+    add_moments(parser)
     _add_budgets(parser)
     _add_json(parser)
 
@@ -111,6 +116,7 @@ def _add_planned(parser: Parser) -> None:
     step.add_argument(
         "--checkpoint", choices=CHECKPOINT_FORMS, help="activation checkpointing; alone it means non-reentrant"
     )
+    add_fused_kernels(step)
 
 
 def _add_budgets(parser: Parser) -> None:

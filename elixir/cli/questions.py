@@ -187,7 +187,11 @@ def _planned(args: argparse.Namespace) -> tuple[Plan, StepTrace, HardwareProfile
     if args.trace is None:
         trace = _retrace(plan, args, hardware)
     else:
-        given = [f"--{key}" for key in ("batch", "seq", "checkpoint") if getattr(args, key) is not None]
+        given = [
+            f"--{key.replace('_', '-')}"
+            for key in ("batch", "seq", "checkpoint", "fused_kernels")
+            if getattr(args, key) is not None
+        ]
         if given:
             raise InputError(
                 f"{args.trace} is a trace, which has settled {', '.join(given)}; leave out one or the other"
@@ -239,7 +243,14 @@ def _retrace(plan: Plan, args: argparse.Namespace, hardware: HardwareProfile) ->
     model = build(plan.model_name, dtype=dtype, checkpoint=args.checkpoint or "none")
     inp = default_input(model, batch=args.batch or 1, seq=args.seq)
     trace = trace_step(
-        model, inp, default_step, dtype=dtype, hardware=hardware, optimizer=None, model_name=plan.model_name
+        model,
+        inp,
+        default_step,
+        dtype=dtype,
+        hardware=hardware,
+        optimizer=None,
+        model_name=plan.model_name,
+        use_fused_kernels=bool(args.fused_kernels),
     )
     if args.checkpoint is None and trace.model_fingerprint == plan.model_fingerprint:
         recomputed = any(use.phase == "recompute" for use in plan.order)
@@ -257,6 +268,8 @@ def _step(args: argparse.Namespace) -> TrainingStep:
         dtype=args.dtype or "bf16",
         checkpoint=args.checkpoint or "none",
         optimizer=_optimizer(args.optimizer or "adamw"),
+        moments=args.moments,
+        use_fused_kernels=bool(args.fused_kernels),
         inp=_called(inp) if inp else None,
         step_fn=files.load_function(step) if step else None,
     )

@@ -5,9 +5,10 @@ from elixir.kernels.cross_entropy import linear_cross_entropy
 from elixir.kernels.fused_modules import FusedKernels
 from elixir.kernels.fused_ops import rms_norm, silu_mul
 from elixir.kernels.hybrid_adam import HybridAdam
-from elixir.kernels.moments import Moments, make_moments, read_moments, state_bytes
+from elixir.kernels.moments import Moments, make_moments, read_moments
 from elixir.kernels.registry import choose
 from elixir.kernels.step import adam_step
+from elixir.moments import state_bytes
 
 __all__ = [
     "AdamOptions",

@@ -10,8 +10,9 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.kernels.adam import AdamOptions, check_step
-from elixir.kernels.moments import Moments, check_kind, make_moments
+from elixir.kernels.moments import Moments, make_moments
 from elixir.kernels.step import adam_step, fused_step
+from elixir.moments import check_kind
 
 BATCHED_NUMEL = 2**16
 """Parameters up to this size are stepped together, since one call each would cost more than their arithmetic."""

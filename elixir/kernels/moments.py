@@ -1,4 +1,4 @@
-"""Adam's two moments as float32, bfloat16, or 8 bits in blocks; how many bytes they take; a step with each.
+"""Adam's two moments as float32, bfloat16, or 8 bits in blocks, and a step with each.
 
 **bfloat16** has 8 significant bits. With beta2 = 0.999 a step changes the second moment by about one part in a
 thousand, less than half of the last bit, so rounding to nearest would never let it shrink. It is rounded
@@ -19,17 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 
-from elixir.errors import InputError, unknown_name
+from elixir.errors import InputError
 from elixir.kernels.adam import adam_, adam_rule, write_weights_
-
-MomentKind = Literal["float32", "bfloat16", "8bit"]
-
-BLOCK_NUMEL = 256
-"""Elements that share a scale. Dettmers et al. use 2048; 256 costs 1/64 byte per element and keeps outliers more to themselves."""
+from elixir.moments import BLOCK_NUMEL, MomentKind, check_kind
 
 _SIGNED_MAX, _UNSIGNED_MAX = 127.0, 255.0
 _TINY = 1e-30
@@ -58,29 +53,6 @@ class Moments:
         return self.exp_avg, self.exp_avg_scale, self.exp_avg_sq, self.exp_avg_sq_scale
 
 
-def check_kind(kind: str) -> MomentKind:
-    """`kind` itself; `InputError` where it is none."""
-    for known in get_args(MomentKind):
-        if kind == known:
-            return known  # type: ignore[no-any-return]
-    raise unknown_name("kind of moments", str(kind), get_args(MomentKind))
-
-
-def state_bytes(numel: int, moments: str = "float32") -> int:
-    """Bytes of both moments of a flat tensor of `numel` elements, exactly as `make_moments` allocates them.
-
-    Raises:
-        InputError: `numel` is negative, or the kind unknown.
-    """
-    kind = check_kind(moments)
-    if numel < 0:
-        raise InputError(f"a tensor cannot have {numel} elements")
-    if kind == "8bit":
-        blocks = -(-numel // BLOCK_NUMEL)
-        return 2 * blocks * (BLOCK_NUMEL + torch.float32.itemsize)
-    return 2 * numel * (torch.float32 if kind == "float32" else torch.bfloat16).itemsize
-
-
 def moment_numel(numel: int, kind: MomentKind) -> int:
     """Elements of one moment of a tensor of `numel`, padding included."""
     return -(-numel // BLOCK_NUMEL) * BLOCK_NUMEL if kind == "8bit" else numel
@@ -102,13 +74,38 @@ def make_moments(numel: int, moments: str = "float32", device: torch.device | st
     )
 
 
-def read_moments(moments: Moments, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both moments of the first `numel` elements as flat float32 tensors."""
+def read_moments(moments: Moments, numel: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both moments of `numel` elements from `start` on as flat float32 tensors."""
+    stop = start + numel
     if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
-        return moments.exp_avg[:numel].float(), moments.exp_avg_sq[:numel].float()
-    codes, codes_sq = moments.exp_avg.view(-1, BLOCK_NUMEL), moments.exp_avg_sq.view(-1, BLOCK_NUMEL)
-    avg, square = _decode_signed(codes, moments.exp_avg_scale), _decode_unsigned(codes_sq, moments.exp_avg_sq_scale)
-    return avg.view(-1)[:numel], square.view(-1)[:numel]
+        return moments.exp_avg[start:stop].float(), moments.exp_avg_sq[start:stop].float()
+    rows = _rows(moments, start, stop)
+    before = start % BLOCK_NUMEL
+    avg, square = _decode_signed(rows[0], rows[1]), _decode_unsigned(rows[2], rows[3])
+    return avg.view(-1)[before : before + numel], square.view(-1)[before : before + numel]
+
+
+def write_moments(moments: Moments, start: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+    """Put flat float32 moments in place from element `start` on, rounded to the nearest that the kind has.
+
+    bfloat16: within 2^-9 of each value. 8bit: within half the distance of two codes, which is 1.6 % of the largest in a
+    block of 256 and less further down; what else is in a block that gets another scale is rounded anew.
+    """
+    stop = start + exp_avg.numel()
+    if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
+        moments.exp_avg[start:stop].copy_(exp_avg)
+        moments.exp_avg_sq[start:stop].copy_(exp_avg_sq)
+        return
+    if start == stop:
+        return
+    rows = _rows(moments, start, stop)
+    before = start % BLOCK_NUMEL
+    behind = rows[0].numel() - before - exp_avg.numel()
+    avg, square = (torch.nn.functional.pad(values, (before, behind)) for values in (exp_avg, exp_avg_sq))
+    mine = torch.zeros(rows[0].numel(), dtype=torch.bool, device=avg.device)
+    mine[before : before + exp_avg.numel()] = True
+    half = torch.full_like(avg, 0.5).view_as(rows[0])
+    _merge(rows, avg.view_as(rows[0]), square.view_as(rows[0]), mine.view_as(rows[0]), half, half)
 
 
 def noise_seed(step: int, offset: int = 0, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -117,6 +114,7 @@ def noise_seed(step: int, offset: int = 0, device: torch.device | str = "cpu") -
     So a step is rounded alike whether it runs at once or in pieces, and alike in every run.
     """
     seed = (step * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64 >> 32
+    offset = (offset + 2**31) % 2**32 - 2**31  # positions count modulo 2^32, as the sums with them do
     return torch.tensor([seed - 2**31, offset], dtype=torch.int32, device=device)
 
 
@@ -202,6 +200,43 @@ def encode_8bit_(
     exp_avg_sq.copy_(_encode_unsigned(new_sq, scale_sq, ((noise >> 16) & 0xFFFF).float() * 2.0**-16))
 
 
+def adam_8bit_part_(
+    gradient: torch.Tensor, master: torch.Tensor, moments: Moments, scalars: torch.Tensor, step: int, start: int
+) -> None:
+    """`adam_` for elements of one block, of which others belong to somebody else, or to nobody.
+
+    The others keep their moments: to the bit where the scale stays, else rounded once more, without bias.
+
+    Args:
+        gradient: flat.
+        master: flat float32 weights; updated.
+        moments: of what these are part of.
+        scalars: of `adam_scalars`.
+        step: number of this step.
+        start: place of the first element in what `moments` are of.
+    """
+    low = start % BLOCK_NUMEL
+    high = low + master.numel()
+    rows = _rows(moments, start, start + master.numel())
+    row_gradient, row = (
+        torch.nn.functional.pad(tensor, (low, BLOCK_NUMEL - high)).view(1, -1) for tensor in (gradient, master)
+    )
+    avg, square = _decode_signed(rows[0], rows[1]), _decode_unsigned(rows[2], rows[3])
+    new_row, new_avg, new_sq = adam_rule(row_gradient, row, avg, square, scalars)
+    places = torch.arange(BLOCK_NUMEL, device=master.device)
+    mine = ((places >= low) & (places < high)).view(1, -1)
+    # Those kept were rounded with this step's noise if their turn has been: the same again would be a bias.
+    own, other = (
+        _noise(BLOCK_NUMEL, noise_seed(number, start - low, master.device)).view(1, -1)
+        for number in (step, -1 - step * BLOCK_NUMEL - low)
+    )
+    noise = torch.where(mine, own, other)
+    _merge(
+        rows, new_avg, new_sq, mine, (noise & 0xFFFF).float() * 2.0**-16, ((noise >> 16) & 0xFFFF).float() * 2.0**-16
+    )
+    master.copy_(new_row[0, low:high])
+
+
 STEPS: dict[MomentKind, Callable[..., None]] = {"float32": adam_, "bfloat16": adam_bfloat16_, "8bit": adam_8bit_}
 """The step function of each kind."""
 
@@ -215,20 +250,53 @@ def step_arguments(
     step: int,
     start: int,
     stop: int,
+    first: int = 0,
 ) -> list[torch.Tensor | None]:
-    """What the step function of the moments' kind takes for elements `start` to `stop`; with 8 bits, whole blocks."""
-    flat = [gradient, master, weight_out, moments.exp_avg, moments.exp_avg_sq]
-    parts = [None if tensor is None else tensor[start:stop] for tensor in flat]
+    """What the step function of the moments' kind takes for elements `start` to `stop`; with 8 bits, whole blocks.
+
+    `first` is the place of element 0 in what `moments` are of.
+    """
+    parts = [None if tensor is None else tensor[start:stop] for tensor in (gradient, master, weight_out)]
+    parts += [tensor[first + start : first + stop] for tensor in (moments.exp_avg, moments.exp_avg_sq)]
     if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
         arguments = parts
     else:
         rows = [None if tensor is None else tensor.view(-1, BLOCK_NUMEL) for tensor in parts]
-        blocks = slice(start // BLOCK_NUMEL, stop // BLOCK_NUMEL)
+        blocks = slice((first + start) // BLOCK_NUMEL, (first + stop) // BLOCK_NUMEL)
         arguments = [*rows[:4], moments.exp_avg_scale[blocks], rows[4], moments.exp_avg_sq_scale[blocks]]
     arguments.append(scalars)
     if moments.kind != "float32":
-        arguments.append(noise_seed(step, start, master.device))
+        arguments.append(noise_seed(step, first + start, master.device))
     return arguments
+
+
+def _rows(moments: Moments, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of the blocks that hold elements `start` to `stop`: codes as ``[blocks, BLOCK_NUMEL]``, and scales."""
+    if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
+        raise InputError(f"moments in {moments.kind} have no blocks")
+    blocks = slice(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
+    codes, codes_sq = moments.exp_avg.view(-1, BLOCK_NUMEL), moments.exp_avg_sq.view(-1, BLOCK_NUMEL)
+    return codes[blocks], moments.exp_avg_scale[blocks], codes_sq[blocks], moments.exp_avg_sq_scale[blocks]
+
+
+def _merge(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    new_avg: torch.Tensor,
+    new_sq: torch.Tensor,
+    mine: torch.Tensor,
+    noise: torch.Tensor,
+    noise_sq: torch.Tensor,
+) -> None:
+    """New values where `mine`; what else is in the blocks stays, and keeps its codes where the scale stays."""
+    codes, scale, codes_sq, scale_sq = rows
+    avg = torch.where(mine, new_avg, _decode_signed(codes, scale))
+    square = torch.where(mine, new_sq, _decode_unsigned(codes_sq, scale_sq))
+    largest, largest_sq = avg.abs().amax(1), square.amax(1)
+    changed, changed_sq = mine | (largest != scale)[:, None], mine | (largest_sq != scale_sq)[:, None]
+    codes.copy_(torch.where(changed, _encode_signed(avg, largest, noise), codes.float()))
+    codes_sq.copy_(torch.where(changed_sq, _encode_unsigned(square, largest_sq, noise_sq), codes_sq.float()))
+    scale.copy_(largest)
+    scale_sq.copy_(largest_sq)
 
 
 def _decode_signed(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

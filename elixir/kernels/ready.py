@@ -13,13 +13,13 @@ from elixir.kernels.adam import AdamOptions, adam_scalars
 from elixir.kernels.compiled import Background, Step, compile_step, missing_compiler, mode
 from elixir.kernels.moments import (
     STEPS,
-    MomentKind,
     adam_8bit_,
     encode_8bit_,
     find_8bit_scales,
     make_moments,
     step_arguments,
 )
+from elixir.moments import MomentKind
 
 logger = logging.getLogger(__name__)
 

@@ -14,21 +14,18 @@ import torch
 from elixir.errors import InputError, InputTypeError
 from elixir.kernels.adam import AdamOptions, adam_scalars, check_step
 from elixir.kernels.moments import (
-    BLOCK_NUMEL,
     STEPS,
     Moments,
-    adam_8bit_,
+    adam_8bit_part_,
     moment_numel,
-    noise_seed,
     step_arguments,
 )
 from elixir.kernels.ready import Combination, compiled_step
+from elixir.moments import BLOCK_NUMEL, LARGEST_PIECE_NUMEL
 
 _CPU_PIECE_NUMEL = 2**18
 """Per thread: 1 MiB of float32. Shorter pieces stay in a core's second-level cache more surely, but threads meet after each
 operator on each piece, which costs a time slice where others want the cores too."""
-_CUDA_PIECE_NUMEL = 2**23
-"""32 MiB of float32: fits the second-level cache of an A100 or H100, and hides the launches."""
 _WHOLE_NUMEL = 2**30
 """Longest piece of compiled code, whose positions are 32-bit."""
 
@@ -41,6 +38,8 @@ def adam_step(
     options: AdamOptions,
     step: int,
     factor: float = 1.0,
+    *,
+    at: int | None = None,
 ) -> None:
     """One Adam step in place over a flat shard. Compiled and eager results differ by rounding only.
 
@@ -52,15 +51,21 @@ def adam_step(
         options: of the parameter group.
         step: number of this step, the first being 1.
         factor: the gradient is multiplied by it first.
+        at: `moments` are of a longer tensor, in which these elements begin here. Rounding is by the place there, so for
+            float32 and bfloat16 it is one whether a tensor is stepped whole or in parts; 8-bit blocks that a part does
+            not fill are rounded once for each part.
 
     Raises:
         InputError, InputTypeError: tensors do not fit together, or a number is out of range.
     """
-    _check(gradient, master, weight_out, moments)
+    _check(gradient, master, weight_out, moments, at)
     check_step(step, factor)
-    numel, device = master.numel(), master.device
+    numel, device, first = master.numel(), master.device, at or 0
     if numel == 0:
         return
+    if moments.kind == "float32":
+        part = slice(first, first + numel)
+        moments, first = Moments("float32", moments.exp_avg[part], moments.exp_avg_sq[part]), 0
     weight_dtype = None if weight_out is None else weight_out.dtype
     compiled = compiled_step(Combination(device.type, gradient.dtype, weight_dtype, moments.kind), numel)
     with torch.no_grad():
@@ -69,15 +74,19 @@ def adam_step(
             return
         scalars = adam_scalars(options, step, factor, device)
         piece_numel = _piece_numel(device.type, compiled is not None)
-        whole = numel - numel % BLOCK_NUMEL if moments.kind == "8bit" else numel
-        for start in range(0, whole, piece_numel):
-            stop = min(start + piece_numel, whole)
-            arguments = step_arguments(gradient, master, weight_out, moments, scalars, step, start, stop)
+        begin, end = _whole_blocks(first, numel) if moments.kind == "8bit" else (0, numel)
+        for start in range(begin, end, piece_numel):
+            stop = min(start + piece_numel, end)
+            arguments = step_arguments(gradient, master, weight_out, moments, scalars, step, start, stop, first)
             # One element or one row would be compiled anew, as a length of its own.
             plain = compiled is None or stop - start <= BLOCK_NUMEL
             (STEPS[moments.kind] if plain or compiled is None else compiled)(*arguments)
-        if whole < numel:
-            _last_block(gradient, master, weight_out, moments, scalars, step)
+        for start, stop in ((0, begin), (end, numel)):
+            if start < stop:
+                weights = master[start:stop]
+                adam_8bit_part_(gradient[start:stop], weights, moments, scalars, step, first + start)
+                if weight_out is not None:
+                    weight_out[start:stop].copy_(weights)
 
 
 def fused_step(
@@ -136,27 +145,10 @@ def _fused(
             weight_out[piece].copy_(weights)
 
 
-def _last_block(
-    gradient: torch.Tensor,
-    master: torch.Tensor,
-    weight_out: torch.Tensor | None,
-    moments: Moments,
-    scalars: torch.Tensor,
-    step: int,
-) -> None:
-    """The block of 8-bit moments that the tensor does not fill: as if there were zeros behind it."""
-    used = master.numel() % BLOCK_NUMEL
-    start = master.numel() - used
-    row_gradient, row = (
-        torch.nn.functional.pad(tensor[start:], (0, BLOCK_NUMEL - used)).view(1, -1) for tensor in (gradient, master)
-    )
-    avg, avg_scale, square, square_scale = moments.tensors()
-    codes, codes_sq = avg[start:].view(1, -1), square[start:].view(1, -1)
-    seed = noise_seed(step, start, master.device)
-    adam_8bit_(row_gradient, row, None, codes, avg_scale[-1:], codes_sq, square_scale[-1:], scalars, seed)
-    master[start:].copy_(row[0, :used])
-    if weight_out is not None:
-        weight_out[start:].copy_(row[0, :used])
+def _whole_blocks(first: int, numel: int) -> tuple[int, int]:
+    """From where to where elements fill whole blocks, the first of them being at `first` of a tensor."""
+    begin = min(-first % BLOCK_NUMEL, numel)
+    return begin, max(begin, numel - (first + numel) % BLOCK_NUMEL)
 
 
 def _piece_numel(device_type: str, compiled: bool) -> int:
@@ -164,11 +156,13 @@ def _piece_numel(device_type: str, compiled: bool) -> int:
     if compiled:
         return _WHOLE_NUMEL
     if device_type == "cpu":
-        return _CPU_PIECE_NUMEL * torch.get_num_threads()
-    return _CUDA_PIECE_NUMEL
+        return min(_CPU_PIECE_NUMEL * torch.get_num_threads(), LARGEST_PIECE_NUMEL)
+    return LARGEST_PIECE_NUMEL
 
 
-def _check(gradient: torch.Tensor, master: torch.Tensor, weight_out: torch.Tensor | None, moments: Moments) -> None:
+def _check(
+    gradient: torch.Tensor, master: torch.Tensor, weight_out: torch.Tensor | None, moments: Moments, at: int | None
+) -> None:
     if master.dtype != torch.float32:
         raise InputTypeError(f"master weights must be float32, got {master.dtype}")
     for name, tensor in (("master", master), ("gradient", gradient), ("weight_out", weight_out)):
@@ -183,6 +177,14 @@ def _check(gradient: torch.Tensor, master: torch.Tensor, weight_out: torch.Tenso
                 f"{name} has {tensor.numel()} elements on {tensor.device}, master has {master.numel()} on "
                 f"{master.device}; they must match"
             )
+    if at is not None:
+        needed, there = moment_numel(at + master.numel(), moments.kind), moments.exp_avg.numel()
+        if at < 0 or needed > there or moments.exp_avg.device != master.device:
+            raise InputError(
+                f"{master.numel()} weights on {master.device} at element {at} need {moments.kind} moments of {needed} elements "
+                f"there, got {there} on {moments.exp_avg.device}"
+            )
+        return
     expected = moment_numel(master.numel(), moments.kind)
     for tensor in (moments.exp_avg, moments.exp_avg_sq):
         if tensor.shape != (expected,) or tensor.device != master.device:

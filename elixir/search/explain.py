@@ -16,8 +16,8 @@ from elixir.hardware import HardwareProfile
 from elixir.plan import ChunkPlan, Plan
 from elixir.search.candidate import Candidate, weigh
 from elixir.search.levers import LeverEffect, lever_effects
-from elixir.search.memory import MemoryModel, Placement, Setting
-from elixir.search.plan_reading import placement_of, workload_of
+from elixir.search.memory import MemoryModel, Placement
+from elixir.search.plan_reading import placement_of, setting_of, workload_of
 from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.simulator import SimulatedCost, simulate_step
 from elixir.tracer.step_trace import StepTrace
@@ -180,7 +180,7 @@ class _Variants:
             largest = max(chunk.weight_bytes for chunk in plan.chunks)
             plan = replace(plan, block_bytes=largest)
         ranks_per_host = hardware.ranks_per_host(plan.world_size)
-        setting = Setting(plan.world_size, ranks_per_host, plan.state_bytes_per_numel, plan.overlap, plan.accumulation)
+        setting = setting_of(plan, ranks_per_host)
         self._model = MemoryModel(workload_of(plan, trace), setting)
         self._cost = SimulatedCost(trace, hardware, setting)
         self._placement = placement_of(plan)

@@ -123,6 +123,7 @@ def _planned_s(plan: Plan, trace: StepTrace, hardware: HardwareProfile, device_b
             placement=plan.placement,
             accumulation=plan.accumulation,
             disk_memory=plan.disk_budget_bytes if hardware.knows_disk else None,
+            moments=plan.moments,
         )
     except PlanError:  # the budgets are those of a plan made elsewhere, by hand for example
         return float("inf")

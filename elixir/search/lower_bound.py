@@ -105,7 +105,8 @@ class _Program:
     def __init__(self, space: SearchSpace, budgets: Budgets, kind: str) -> None:
         self.space, self.setting, self.trace, self.kind = space, space.setting, space.trace, kind
         self.world_size = self.setting.world_size
-        self.rates = Rates(space.hardware, main_dtype(self.trace), self.world_size, self.setting.ranks_per_host)
+        ranks, moments = self.setting.ranks_per_host, self.setting.moments
+        self.rates = Rates(space.hardware, main_dtype(self.trace), self.world_size, ranks, moments=moments)
         self._gather_parameters()
         self._read_compute()
         count = len(self.bytes)
@@ -270,7 +271,7 @@ class _Program:
 
     def _memory(self, budgets: Budgets) -> None:
         world, facts = self.world_size, self.space.facts
-        state = np.where(self.trainable, self.setting.state_bytes, 0) * self.numel / world
+        state = np.where(self.trainable, self.setting.states.least_per_numel, 0) * self.numel / world
         master = np.where(self.trainable & self.low_precision, MASTER_BYTES, 0) * self.numel / world
         gradient = np.where(self.trained, self.bytes, 0.0) / world
         live = facts.live_bytes + self.trace.buffer_bytes

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from elixir.moments import LARGEST_PIECE_NUMEL, STEP_TEMPORARY_BYTES, MomentKind, StateSize
 from elixir.search.packing import Ints
 from elixir.search.states import FP32_BYTES, MASTER_BYTES
 from elixir.search.workload import Workload
@@ -53,13 +54,15 @@ class Setting:
     world_size: int
     ranks_per_host: int
     """Ranks that share one machine."""
-    state_bytes: int
-    """Optimizer states per element, master weight not included."""
+    states: StateSize
+    """Optimizer states of a shard, master weights not included."""
     overlap: bool
     accumulation: int = 1
     """Batches per optimizer step."""
     spill: Spill | None = None
     """Whether states that the host cannot hold go to the disk; None: they do not."""
+    moments: MomentKind = "float32"
+    """How Adam's moments are kept, which also says how fast it steps."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,10 @@ class MemoryModel:
 
     def state_shard_bytes(self, chunk: int, *, master: bool) -> int:
         """One rank's part of moments and, where kept, master weights."""
-        per_numel = self.setting.state_bytes + (MASTER_BYTES if master else 0)
-        return self.shard_numel(chunk) * per_numel if self.work.chunks[chunk].trainable else 0
+        if not self.work.chunks[chunk].trainable:
+            return 0
+        numel = self.shard_numel(chunk)
+        return self.setting.states.nbytes(numel) + (numel * MASTER_BYTES if master else 0)
 
     def weight_bytes(self, chunk: int, *, resident: bool) -> int:
         """Device bytes of weights that live there: the whole chunk where it stays gathered, else the shard."""
@@ -131,8 +136,15 @@ class MemoryModel:
         return reduced
 
     def step_temporary_bytes(self, chunk: int) -> int:
-        """The fp32 copy of one gradient shard that a fused step over an fp32 master reads."""
+        """What a step on the device takes beside its operands.
+
+        float32 moments: the fp32 copy of one gradient shard that a fused step over an fp32 master reads. Others are stepped
+        in pieces.
+        """
         facts = self.work.chunks[chunk]
+        if self.setting.moments != "float32":
+            piece = min(self.shard_numel(chunk), LARGEST_PIECE_NUMEL)
+            return piece * STEP_TEMPORARY_BYTES[self.setting.moments] if facts.trainable else 0
         return self.shard_numel(chunk) * FP32_BYTES if facts.trainable and facts.low_precision else 0
 
     def gathers_gradients(self, chunk: int, state_on_device: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elixir.errors import InputError
 from elixir.plan import Plan
-from elixir.search.memory import Placement
+from elixir.search.memory import Placement, Setting
 from elixir.search.packing import PackedChunk, Packing
 from elixir.search.workload import StepFacts, Workload
 from elixir.tracer.step_trace import StepTrace
@@ -53,6 +53,13 @@ def workload_of(plan: Plan, trace: StepTrace) -> Workload:
             "that the plan was made from, or plan again"
         )
     return work
+
+
+def setting_of(plan: Plan, ranks_per_host: int) -> Setting:
+    """What was the same for all candidates when it was searched."""
+    return Setting(
+        plan.world_size, ranks_per_host, plan.state_size, plan.overlap, plan.accumulation, moments=plan.moments
+    )
 
 
 def placement_of(plan: Plan) -> Placement:

@@ -10,7 +10,8 @@ from typing import Literal, get_args
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError
 from elixir.hardware import HardwareProfile
-from elixir.plan import ChunkPlan, Home, ParamSlot, Plan, PlanPrediction
+from elixir.moments import check_kind
+from elixir.plan import MASTER_BYTES, ChunkPlan, Home, ParamSlot, Plan, PlanPrediction
 from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.candidate import Candidate, everything_resident, settle, weigh
 from elixir.search.homes import PlacementBuilder
@@ -19,7 +20,7 @@ from elixir.search.optimal import Outcome, find_best
 from elixir.search.rates import say_if_network_unknown
 from elixir.search.shortage import Case, shortage
 from elixir.search.space import Budgets, SearchSpace
-from elixir.search.states import optimizer_name, state_bytes_per_numel
+from elixir.search.states import optimizer_name, state_size
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import dtype_bytes
 
@@ -47,6 +48,7 @@ def plan_from_trace(
     search: SearchName = "optimal",
     accumulation: int = 1,
     disk_memory: str | int | None = None,
+    moments: str = "float32",
 ) -> Plan:
     """The fastest plan within the budgets, by the time model; the same plan in every process.
 
@@ -63,6 +65,7 @@ def plan_from_trace(
         accumulation: batches per optimizer step, each as large as the trace's.
         disk_memory: of the disk of one machine, bytes or text. Where nothing fits device and host, as many states go there
             as the host lacks room for; None: none do. `ElixirModule` does not run such a plan yet.
+        moments: how Adam's are kept: ``float32``, ``bfloat16`` or ``8bit`` (`elixir.kernels.moments`).
 
     Raises:
         InputError, InputTypeError: an argument makes no sense, the model has no trainable parameters, or the machine's
@@ -70,7 +73,7 @@ def plan_from_trace(
         PlanError: nothing fits; carries what would, and what to change.
     """
     setting, budgets = _prepare(
-        trace, hardware, world_size, optimizer_type, overlap, device_memory, host_memory, placement
+        trace, hardware, world_size, optimizer_type, moments, overlap, device_memory, host_memory, placement
     )
     _check_count("accumulation", accumulation)
     setting = replace(setting, accumulation=accumulation)
@@ -100,6 +103,7 @@ def simple_plan(
     device_memory: str | int | None = None,
     host_memory: str | int | None = None,
     placement: HomeChoice = "auto",
+    moments: str = "float32",
 ) -> Plan:
     """A plan by hand: no search, and a budget is checked only where it is given. For tests and for people who know.
 
@@ -124,6 +128,7 @@ def simple_plan(
         hardware,
         world_size,
         optimizer_type,
+        moments,
         overlap,
         UNLIMITED_BYTES if device_memory is None else device_memory,
         UNLIMITED_BYTES if host_memory is None else host_memory,
@@ -222,6 +227,7 @@ def _prepare(
     hardware: HardwareProfile,
     world_size: int,
     optimizer_type: str,
+    moments: str,
     overlap: bool,
     device_memory: str | int | None,
     host_memory: str | int | None,
@@ -246,7 +252,15 @@ def _prepare(
     if not trace.accesses:
         raise InputError(f"the trace of {trace.model_name} uses no parameter; trace a step that runs the model")
     ranks_per_host = hardware.ranks_per_host(world_size)
-    setting = Setting(world_size, ranks_per_host, state_bytes_per_numel(optimizer_type), bool(overlap))
+    states = state_size(optimizer_type, moments)
+    kind = check_kind(moments)
+    wide = [p for p in trace.parameters if p.trainable and dtype_bytes(p.dtype) > MASTER_BYTES]
+    if kind != "float32" and wide:
+        raise InputError(
+            f"moments in {kind} go with float32 master weights, but {wide[0].name} is of {wide[0].dtype}; leave moments at "
+            "'float32', or train in float32 or less"
+        )
+    setting = Setting(world_size, ranks_per_host, states, bool(overlap), moments=kind)
     say_if_network_unknown(hardware, world_size, ranks_per_host)
     return setting, resolve_budgets(hardware, ranks_per_host, device_memory, host_memory)
 
@@ -271,7 +285,7 @@ def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: st
         world_size=space.setting.world_size,
         dtype=trace.dtype,
         optimizer=optimizer,
-        state_bytes_per_numel=space.setting.state_bytes,
+        state_size=space.setting.states,
         overlap=best.overlap,
         placement=placement,
         block_numel=block_bytes // dtype_bytes(_common_dtype(best)),
@@ -302,6 +316,7 @@ def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: st
             seconds=dict(best.seconds),
         ),
         accumulation=space.setting.accumulation,
+        moments=space.setting.moments,
     )
 
 

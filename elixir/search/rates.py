@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from elixir.hardware import HardwareProfile, RateFit
 from elixir.host_threads import adam_threads
+from elixir.moments import MomentKind
 from elixir.search.collective_model import (
     NCCL_CALL_S,
     NETWORK_STEP_S,
@@ -28,6 +30,26 @@ logger = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float64]
 _HOST_ADAM = re.compile(r"host_adam\.(\d+)(|\.all_ranks)")
+
+ADAM_TRAFFIC_BYTES: dict[MomentKind, int] = {
+    # Per element with bfloat16 weights: the gradient read (2), the master read and written (8), weights read as their
+    # cache line comes, and written (4); and the moments read and written.
+    "float32": 14 + 16,
+    "bfloat16": 14 + 8,
+    # The first of its two passes, which finds the scales, reads the gradient and the codes once more.
+    "8bit": 14 + 4 + 4,
+}
+MEASURED_BFLOAT16_TRAFFIC_BYTES = 14
+"""Of the fits of ``host_adam.bfloat16`` and ``device_adam.bfloat16``: weights, gradient and moments in bfloat16."""
+ARITHMETIC_NUMEL_PER_S: dict[MomentKind, float] = {"bfloat16": 0.64e9, "8bit": 0.205e9}
+"""What a thread of the host computes a second where memory does not limit it, random bits for rounding included.
+
+Measured: benchmark/results/adam_speed.csv, compiled, half of what two cores of an EPYC of family 26 with AVX512 did."""
+
+
+def adam_share(moments: MomentKind) -> float:
+    """How many times faster than with float32 moments Adam steps, as far as memory limits it."""
+    return ADAM_TRAFFIC_BYTES["float32"] / ADAM_TRAFFIC_BYTES[moments]
 
 
 @dataclass(frozen=True)
@@ -66,6 +88,8 @@ class Rates:
             fast as between the devices of one machine (`say_if_network_unknown`).
         network_latency_s: of one step between machines; the profile's by default, and else NCCL's figure.
         algorithm: of collectives that the profile has not measured at this world size.
+        moments: how Adam's are kept. A profile has measured float32, and perhaps bfloat16; other rates follow by the
+            bytes that a step moves, and on the host, where the number of threads is known, from what a thread computes.
 
     Raises:
         InputError: a number that makes no sense, or no FLOP/s for the dtype.
@@ -81,7 +105,9 @@ class Rates:
         network_bytes_per_s: float | None = None,
         network_latency_s: float | None = None,
         algorithm: Algorithm = "ring",
+        moments: MomentKind = "float32",
     ) -> None:
+        self._moments = moments
         self.world_size = world_size
         self._hardware = hardware
         self._ranks = ranks_per_host
@@ -91,7 +117,7 @@ class Rates:
         self.fetch_slowdown = self._both("host_to_device")
         self.offload_slowdown = self._both("device_to_host")
         self.host_adam = self._host_adam()
-        self.device_adam = self._line("device_adam")
+        self.device_adam = self._device_adam()
         self.matmul = self._line(f"matmul.{dtype}.square")
         self.device_memory = self._line(f"elementwise.{dtype}")
         self.host_memory = Line(0.0, host_memory)
@@ -170,6 +196,14 @@ class Rates:
         alone, both = fits.get(key), fits.get(f"{key}.both")
         return 1.0 if alone is None or both is None else max(1.0, alone.per_s / both.per_s)
 
+    def _device_adam(self) -> Line:
+        measured = self._hardware.fits.get("device_adam.bfloat16") if self._moments == "bfloat16" else None
+        if measured is not None:
+            share = MEASURED_BFLOAT16_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES["bfloat16"]
+            return Line(measured.latency_s, measured.per_s * share)
+        line = self._line("device_adam")
+        return replace(line, per_s=line.per_s * adam_share(self._moments))
+
     def _host_adam(self) -> Line:
         """At the number of threads that the runtime gives it (`elixir.host_threads`), where the profile knows several."""
         alone, together = self._host_adam_fits(""), self._host_adam_fits(".all_ranks") if self._ranks > 1 else {}
@@ -180,18 +214,27 @@ class Rates:
             return _by_threads(together, threads)
         if not alone:
             fit = self._hardware.rate("host_adam")
-            return Line(fit.latency_s, fit.per_s).shared(self._ranks)
+            return Line(fit.latency_s, fit.per_s * adam_share(self._moments)).shared(self._ranks)
         # What all cores together get out of memory is what ranks share, whatever each could do alone.
         return _by_threads(alone, threads).at_most(max(fit.per_s for fit in alone.values()) / self._ranks)
 
     def _host_adam_fits(self, ending: str) -> dict[int, RateFit]:
-        """By number of threads."""
+        """By number of threads, for moments of this kind: as measured where that has been done, else from float32."""
         matches = {key: _HOST_ADAM.fullmatch(key) for key in sorted(self._hardware.fits)}
         return {
-            int(match[1]): self._hardware.fits[key]
+            int(match[1]): self._host_adam_fit(int(match[1]), ending)
             for key, match in matches.items()
             if match is not None and match[2] == ending
         }
+
+    def _host_adam_fit(self, threads: int, ending: str) -> RateFit:
+        fits, kind = self._hardware.fits, self._moments
+        fit, share = fits[f"host_adam.{threads}{ending}"], adam_share(kind)
+        measured = fits.get(f"host_adam.{threads}.bfloat16{ending}") if kind == "bfloat16" else None
+        if measured is not None:
+            fit, share = measured, MEASURED_BFLOAT16_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES[kind]
+        per_s = min(fit.per_s * share, threads * ARITHMETIC_NUMEL_PER_S.get(kind, math.inf))
+        return RateFit(fit.latency_s, per_s, fit.error)
 
 
 def _by_threads(fits: Mapping[int, RateFit], threads: int) -> Line:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from elixir.errors import InputError, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan, same_packing
-from elixir.search.memory import MemoryModel, Setting
+from elixir.search.memory import MemoryModel
 from elixir.search.optimal import find_best
-from elixir.search.plan_reading import placement_of, workload_of
+from elixir.search.plan_reading import placement_of, setting_of, workload_of
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
+from elixir.search.rates import adam_share
 from elixir.search.simulator import SimulatedCost, simulate_step
 from elixir.search.space import Budgets, SearchSpace
 from elixir.tracer.step_trace import StepTrace
@@ -88,7 +89,8 @@ def calibrated(
     stepped = sum(c.numel for c in plan.chunks if c.trainable and c.state_home == "host") // plan.world_size
     if adam > LEAST_BUSY_S and stepped:
         ranks = hardware.ranks_per_host(plan.world_size)
-        rates["host_adam_numel_per_s"] = stepped * ranks / adam
+        # A profile's rate is that of float32 moments, from which `Rates` makes the plan's again.
+        rates["host_adam_numel_per_s"] = stepped * ranks / adam / adam_share(plan.moments)
     measured = {name.removesuffix("_bytes_per_s").removesuffix("_numel_per_s") for name in rates}
     fits = {key: fit for key, fit in hardware.fits.items() if key.split(".")[0] not in measured}
     machine = replace(hardware, fits=fits, **rates)  # type: ignore[arg-type]
@@ -139,7 +141,7 @@ def correct(
 
 def _for_batches(plan: Plan, trace: StepTrace, ranks_per_host: int, batches: int) -> Plan:
     """The plan as it runs with so many batches a step: gradients wait longer, and move more often."""
-    setting = Setting(plan.world_size, ranks_per_host, plan.state_bytes_per_numel, plan.overlap, batches)
+    setting = replace(setting_of(plan, ranks_per_host), accumulation=batches)
     need = MemoryModel(workload_of(plan, trace), setting).need(placement_of(plan), plan.block_count)
     predicted = replace(
         plan.predicted,
@@ -157,7 +159,7 @@ def _too_full(seen: int, predicted: int, budget: int) -> bool:
 
 
 def _space(trace: StepTrace, hardware: HardwareProfile, plan: Plan, ranks_per_host: int, scale: float) -> SearchSpace:
-    setting = Setting(plan.world_size, ranks_per_host, plan.state_bytes_per_numel, plan.overlap, plan.accumulation)
+    setting = setting_of(plan, ranks_per_host)
     return SearchSpace(trace, hardware, setting, SimulatedCost(trace, hardware, setting, compute_scale=scale))
 
 

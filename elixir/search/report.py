@@ -64,6 +64,7 @@ def plan_record(plan: Plan) -> Record:
         "world_size": plan.world_size,
         "dtype": plan.dtype,
         "optimizer": plan.optimizer,
+        "moments": plan.moments,
         "overlap": plan.overlap,
         "placement": plan.placement,
         "device_budget_bytes": plan.device_budget_bytes,

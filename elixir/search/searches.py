@@ -40,6 +40,7 @@ def optimal_search(
     use_fused_kernels: bool | Mapping[str, str] = False,
     accumulation: int = 1,
     disk_memory: str | int | None = None,
+    moments: str = "float32",
 ) -> Plan:
     """Find chunk size, packing, rCache blocks and homes: the fastest plan that fits both budgets.
 
@@ -63,6 +64,8 @@ def optimal_search(
         accumulation: batches per optimizer step, each like `inp`; `search_batches` finds how many are best.
         disk_memory: budget of the disk of one machine, for states that neither device nor host can hold; None: they may not
             live there. Such a plan can be looked at and simulated; `ElixirModule` does not run it yet.
+        moments: how Adam's are kept, wherever they live: ``float32``, ``bfloat16`` (half the bytes) or ``8bit`` (a
+            quarter). The run steps with these; docs/kernels.md says how far weights differ.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense.
@@ -87,6 +90,7 @@ def minimum_waste_search(
     placement: HomeChoice = "auto",
     use_fused_kernels: bool | Mapping[str, str] = False,
     disk_memory: str | int | None = None,
+    moments: str = "float32",
 ) -> Plan:
     """As `optimal_search`, but with the one chunk size that pads least; blocks and homes are searched for it alone."""
     return _searched("minimum_waste", **locals())
@@ -109,6 +113,7 @@ def simple_search(
     host_memory: str | int | None = None,
     placement: HomeChoice = "auto",
     use_fused_kernels: bool | Mapping[str, str] = False,
+    moments: str = "float32",
 ) -> Plan:
     """A plan by hand, without a search: for tests, and for people who know what they want.
 
@@ -134,6 +139,7 @@ def simple_search(
         device_memory=device_memory,
         host_memory=host_memory,
         placement=placement,
+        moments=moments,
     )
     logger.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
     return plan
@@ -156,6 +162,7 @@ def _searched(
     placement: HomeChoice,
     use_fused_kernels: bool | Mapping[str, str],
     disk_memory: str | int | None,
+    moments: str,
     accumulation: int = 1,
 ) -> Plan:
     profile = profile_for(hardware, model)
@@ -176,6 +183,7 @@ def _searched(
         search=search,
         accumulation=accumulation,
         disk_memory=disk_memory,
+        moments=moments,
     )
     logger.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
     return plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,7 @@ from elixir.search.cost import Traffic
 from elixir.search.floors import Bools, Floor
 from elixir.search.memory import MemoryModel, Placement, Setting
 from elixir.search.packing import Ints
-from elixir.search.plan_reading import placement_of, workload_of
+from elixir.search.plan_reading import placement_of, setting_of, workload_of
 from elixir.search.rates import Floats, Rates, main_dtype, say_if_network_unknown
 from elixir.search.replay import COMPUTE, RESOURCES, Machine, Span
 from elixir.search.work_times import Events, WorkTimes
@@ -143,10 +143,11 @@ def simulate_step(
         network_bytes_per_s=network_bytes_per_s,
         network_latency_s=network_latency_s,
         algorithm=algorithm,
+        moments=plan.moments,
     )
     check_positive("compute_scale", compute_scale)
     work, placement = workload_of(plan, trace), placement_of(plan)
-    setting = Setting(plan.world_size, ranks_per_host, plan.state_bytes_per_numel, plan.overlap, accumulation)
+    setting = replace(setting_of(plan, ranks_per_host), accumulation=accumulation)
     schedule = plan.schedule()
     case = _Case(
         WorkTimes(
@@ -198,6 +199,7 @@ class SimulatedCost:
             network_bytes_per_s=network_bytes_per_s,
             network_latency_s=network_latency_s,
             algorithm=algorithm,
+            moments=setting.moments,
         )
         self._setting = setting
         self._ahead = hardware.device_kind == "cuda"

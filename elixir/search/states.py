@@ -1,4 +1,4 @@
-"""Bytes of optimizer state per trained element, by family of optimizer."""
+"""Bytes of optimizer states of what is trained, by family of optimizer and kind of moments."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError, unknown_name
+from elixir.moments import StateSize, check_kind, moments_size
+from elixir.plan import ADAM_FAMILIES, check_adam
 
 FP32_BYTES = 4
 MASTER_BYTES = FP32_BYTES
@@ -30,25 +32,53 @@ _STATE_BYTES = {
 }
 
 
-def state_bytes_per_numel(optimizer_type: str) -> int:
-    """Bytes of optimizer states per trained element, master weight not included.
+def state_size(optimizer_type: str, moments: str = "float32") -> StateSize:
+    """Bytes of optimizer states of a shard, master weights not included.
+
+    Raises:
+        InputError, InputTypeError: the family or the kind of moments is unknown, or no name; the family is no Adam and
+            its states are wanted in fewer bits.
+    """
+    name = optimizer_name(optimizer_type)
+    if not isinstance(moments, str):
+        raise InputTypeError(f"moments is 'float32', 'bfloat16' or '8bit', got {moments!r}")
+    kind = check_kind(moments)
+    check_adam(name, kind)
+    return moments_size(kind) if name in ADAM_FAMILIES else StateSize(_STATE_BYTES[name])
+
+
+def optimizer_name(optimizer_type: str) -> str:
+    """The family's name in its usual spelling.
 
     Raises:
         InputError, InputTypeError: the family is unknown, or no name.
     """
     if not isinstance(optimizer_type, str):
         raise InputTypeError(f"optimizer_type is a name such as 'Adam', got {optimizer_type!r}")
-    by_lower = {name.lower(): size for name, size in _STATE_BYTES.items()}
-    size = by_lower.get(optimizer_type.lower())
-    if size is None:
+    found = {name.lower(): name for name in _STATE_BYTES}.get(optimizer_type.lower())
+    if found is None:
         raise unknown_name("optimizer type", optimizer_type, _STATE_BYTES)
-    return size
+    return found
 
 
-def optimizer_name(optimizer_type: str) -> str:
-    """The family's name in its usual spelling; `InputError` where it is unknown."""
-    state_bytes_per_numel(optimizer_type)
-    return next(name for name in _STATE_BYTES if name.lower() == optimizer_type.lower())
+def moments_of(optimizer: torch.optim.Optimizer, moments: str | None = None) -> str:
+    """How moments are to be kept: as asked for; else as the groups of a `HybridAdam` say; else in float32.
+
+    Raises:
+        InputError: the groups say different things, or other than what is asked for.
+    """
+    said = {str(group["moments"]): None for group in optimizer.param_groups if "moments" in group}
+    own = list(said) if any(base.__name__ == "HybridAdam" for base in type(optimizer).__mro__) else []
+    if len(own) > 1:
+        raise InputError(
+            f"a plan keeps all moments alike, but the groups of this HybridAdam have {' and '.join(own)}; give them one"
+        )
+    if own and moments is not None and own[0] != moments:
+        raise InputError(
+            f"moments={moments!r} was asked for, but this HybridAdam has {own[0]!r}; make it with moments={moments!r}, or "
+            "leave the argument out"
+        )
+    return own[0] if own else moments or "float32"
 
 
 def family_of(optimizer: torch.optim.Optimizer) -> str:
@@ -60,6 +90,8 @@ def family_of(optimizer: torch.optim.Optimizer) -> str:
         InputError: it keeps more state per element than any family that is known.
     """
     names = [base.__name__ for base in type(optimizer).__mro__]
+    if "HybridAdam" in names:  # of whatever moments, which `moments_of` tells
+        return "Adam"
     trial = nn.Parameter(torch.zeros(256))
     trial.grad = torch.ones_like(trial)
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}

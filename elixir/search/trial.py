@@ -11,12 +11,13 @@ from torch import nn
 
 from elixir.errors import ElixirError, InputError, PlanError
 from elixir.hardware import HardwareProfile
+from elixir.moments import StateSize
 from elixir.plan import Plan
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
 from elixir.search.planner import plan_from_trace
 from elixir.search.simulator import Simulation, simulate_step
 from elixir.search.space import Budgets
-from elixir.search.states import MASTER_BYTES, optimizer_name, state_bytes_per_numel
+from elixir.search.states import MASTER_BYTES, state_size
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import dtype_bytes, dtype_name, parse_dtype
 
@@ -33,7 +34,7 @@ class TrainingStep:
     """What one rank computes in a step, its batch left open.
 
     Raises:
-        InputError: the dtype or the optimizer is unknown.
+        InputError: the dtype, the optimizer or the kind of moments is unknown.
     """
 
     seq: int | None = None
@@ -44,13 +45,17 @@ class TrainingStep:
     """Activation checkpointing, as `elixir.models.build` takes it."""
     optimizer: str = "AdamW"
     """Family whose states are counted."""
+    moments: str = "float32"
+    """How Adam's are kept: ``float32``, ``bfloat16`` or ``8bit``."""
+    use_fused_kernels: bool = False
+    """As `ElixirModule` will be given it."""
     inp: Callable[[], dict[str, Any]] | None = None
     """Gives the input of models that have no default one; the batch is then what it returns."""
     step_fn: Callable[[nn.Module, dict[str, Any]], Any] | None = None
     """Runs forward, loss and backward where the model does not return its loss."""
 
     def __post_init__(self) -> None:
-        optimizer_name(self.optimizer)
+        state_size(self.optimizer, self.moments)
         if self.dtype != AS_BUILT:
             parse_dtype(self.dtype)
 
@@ -154,6 +159,7 @@ class Traces:
             dtype=self.step.torch_dtype,
             hardware=hardware,
             optimizer=None,  # its states and temporaries follow from the placement
+            use_fused_kernels=self.step.use_fused_kernels,
             model_name=shape.name if shape else model,
         )
         ids = inp.get("input_ids")
@@ -220,7 +226,8 @@ def try_out(
         traced = traces.get(model, batch, hardware)
         known["model"], known["batch"] = traced.trace.model_name, traced.samples
         known["seq"] = None if traced.tokens is None else traced.tokens // traced.samples
-        _check_room(traced.trace, hardware, world_size, budgets, asked.step.optimizer)
+        states = state_size(asked.step.optimizer, asked.step.moments)
+        _check_room(traced.trace, hardware, world_size, budgets, states)
         plan = plan_from_trace(
             traced.trace,
             hardware,
@@ -230,6 +237,7 @@ def try_out(
             device_memory=budgets.device_bytes,
             host_memory=budgets.host_bytes,
             disk_memory=budgets.disk_bytes,
+            moments=asked.step.moments,
         )
         step = simulate_step(plan, traced.trace, hardware)
     except ElixirError as error:
@@ -276,16 +284,19 @@ def _check_network(hardware: HardwareProfile, world_size: int) -> None:
         )
 
 
-def _check_room(trace: StepTrace, hardware: HardwareProfile, world_size: int, budgets: Budgets, optimizer: str) -> None:
+def _check_room(
+    trace: StepTrace, hardware: HardwareProfile, world_size: int, budgets: Budgets, states: StateSize
+) -> None:
     """What cannot fit however it is placed, told apart before a search that would take seconds to say why.
 
     Every weight, master weight and state lies somewhere once, and a rank's activations lie on its device.
     """
-    state_bytes, needed = state_bytes_per_numel(optimizer), 0
+    needed = trained = 0
     for param in trace.parameters:
         width = dtype_bytes(param.dtype)
-        states = state_bytes + (MASTER_BYTES if width < MASTER_BYTES else 0) if param.trainable else 0
-        needed += param.numel * (width + states)
+        needed += param.numel * (width + (MASTER_BYTES if param.trainable and width < MASTER_BYTES else 0))
+        trained += param.numel * param.trainable
+    needed += states.nbytes(trained)
     machines = -(-world_size // hardware.ranks_per_host(world_size))
     there = world_size * budgets.device_bytes + machines * (budgets.host_bytes + budgets.disk_bytes)
     if needed > there:

@@ -10,7 +10,7 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradient_memory import GradShard
-from elixir.wrapper.fused_adam import FusedAdam
+from elixir.wrapper.fused_adam import FusedAdam, KeptMoments
 
 if TYPE_CHECKING:
     from elixir.wrapper.optimizer import ElixirOptimizer
@@ -43,9 +43,12 @@ class ChunkOptimizer:
         self._separate = chunk.masters is not None
         chunk.follow_writes()  # between wrapping and now
         self._master = chunk.shard_weights if chunk.masters is None else chunk.masters
-        self.segments = self._cut()
+        # Moments in fewer bits are stepped by one function wherever gradients are, float32 ones where they lie together.
+        gathered = self._shard is not None or module.plan.moments != "float32"
+        fuses = owner.fuses and gathered and self._master.dtype == torch.float32
+        self.segments = self._cut(ordinary=not self._separate and not fuses and module.is_ordinary(chunk))
         self.optimizer: torch.optim.Optimizer | FusedAdam
-        if owner.fuses and self._shard is not None and self._master.dtype == torch.float32:
+        if fuses:
             self.optimizer = owner.make_fused(self._master, self.segments)
         else:
             self.optimizer = owner.make_inner([segment.weights for segment in self.segments], self.segments)
@@ -67,7 +70,12 @@ class ChunkOptimizer:
 
     def give_up_states(self) -> dict[str, dict[str, Any]]:
         """States by parameter name; nothing here holds them, or the weights, any more."""
-        states = {segment.name: dict(self.optimizer.state.get(segment.weights, {})) for segment in self.segments}
+        optimizer = self.optimizer
+        if isinstance(optimizer, FusedAdam):
+            states = {segment.name: optimizer.give_up(segment) for segment in self.segments}
+        else:
+            states = {segment.name: dict(optimizer.state.get(segment.weights, {})) for segment in self.segments}
+        del optimizer
         self.optimizer.state.clear()
         self.segments = []
         del self.optimizer, self._master
@@ -83,6 +91,9 @@ class ChunkOptimizer:
                 self.optimizer.take(segment, state)
                 continue
             weights = segment.weights
+            kept = state.pop("moments", None)
+            if isinstance(kept, KeptMoments):
+                state["exp_avg"], state["exp_avg_sq"] = kept.read()
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor):
                     continue
@@ -118,8 +129,7 @@ class ChunkOptimizer:
             group.update(values)
         if isinstance(self.optimizer, FusedAdam):
             out = self.chunk.shard_weights if self._writes_itself() else None
-            if self._shard is not None:
-                self.optimizer.step([segment for segment, _ in arrived], self._shard.memory, factor, out)
+            self.optimizer.step(arrived, None if self._shard is None else self._shard.memory, factor, out)
         else:
             self._step_segments(self.optimizer, arrived, factor)
         self._count_states()
@@ -155,7 +165,7 @@ class ChunkOptimizer:
             end = segment.start + segment.weights.numel()
             weights[segment.start : end].copy_(self._master[segment.start : end], non_blocking=weights.is_cuda)
 
-    def _cut(self) -> list[Segment]:
+    def _cut(self, *, ordinary: bool) -> list[Segment]:
         chunk, owner = self.chunk, self._owner
         start, end = chunk.shard_start, chunk.shard_start + chunk.shard_numel
         segments = []
@@ -165,7 +175,7 @@ class ChunkOptimizer:
             if begin >= stop or group is None or not slot.parameter.requires_grad:
                 continue
             part = self._master[begin - start : stop - start]
-            if not self._separate and owner.module.is_ordinary(chunk):
+            if ordinary:
                 weights = slot.parameter  # plain PyTorch's own: same kernel, same bits
             else:
                 weights = nn.Parameter(part, requires_grad=True)
@@ -176,10 +186,13 @@ class ChunkOptimizer:
         if self._counted_states:
             return
         self._counted_states = True
-        states = sum(
-            value.nbytes
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor) and value.numel() > 1
-        )
+        if isinstance(self.optimizer, FusedAdam):
+            states = self.optimizer.nbytes
+        else:
+            states = sum(
+                value.nbytes
+                for state in self.optimizer.state.values()
+                for value in state.values()
+                if isinstance(value, torch.Tensor) and value.numel() > 1
+            )
         self._owner.module.arena.count(states, self.chunk.plan.update_home, "optimizer_states")

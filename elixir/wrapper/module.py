@@ -247,6 +247,8 @@ class ElixirModule(nn.Module):
             raise InputError("rehome() is for between zero_grad() and the next forward, outside of gathered()")
         # Behind what the network is still doing, the same on all ranks.
         self._lanes.network.submit(lambda: agree_on_plan(self._group, self.module, plan, None)).synchronize()
+        for optimizer in self.optimizers:
+            optimizer.check_plan(plan)
         if not same_packing(self.plan, plan):
             raise InputError("rehome() moves chunks, it does not repack them; plan with the chunks of the present plan")
         self.settle()

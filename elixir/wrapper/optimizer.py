@@ -21,8 +21,9 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError, InputTypeError
 from elixir.host_threads import check_host_threads
+from elixir.plan import Plan
 from elixir.wrapper.chunk_optimizer import ChunkOptimizer, Segment
-from elixir.wrapper.fused_adam import FusedAdam, can_fuse
+from elixir.wrapper.fused_adam import FusedAdam, can_fuse, check_moments
 from elixir.wrapper.host_adam import set_host_threads
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer_class import accepted_options, check_elementwise, has_stepped
@@ -45,8 +46,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
             Other threads keep torch's number. Several optimizers of one module share them: the last one says.
 
     Raises:
-        InputError: the optimizer is not elementwise, or has parameters that are not the module's; or `host_threads` is no
-            whole number from 1 on.
+        InputError: the optimizer is not elementwise, has parameters that are not the module's, or cannot step with the
+            moments of the plan; or `host_threads` is no whole number from 1 on.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.module = module
         self._given = optimizer
         self._class = type(optimizer)
-        self.fuses = module.use_fused_kernels and can_fuse(optimizer)
-        """Whether shards are stepped by `FusedAdam` rather than by the user's class; same rule, other rounding."""
+        self._fusible = can_fuse(optimizer)
+        check_moments(optimizer, self._fusible, module.plan.moments)
         self.group_of = {
             parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
@@ -80,8 +81,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if foreign:
             raise InputError(f"{foreign} parameters of the optimizer are not parameters of the module")
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
-        for group in self.param_groups:
-            check_elementwise(self._class, partial(self._make_over, group))
+        if module.plan.moments == "float32":  # others are stepped by `FusedAdam`, whatever the class
+            for group in self.param_groups:
+                check_elementwise(self._class, partial(self._make_over, group))
         self.max_norm = max_norm or 0.0
         self.scales = module.plan.dtype == "float16"
         self.loss_scale = float(initial_scale) if self.scales else 1.0
@@ -95,6 +97,15 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Of what steps on the host."""
         module.optimizers.append(self)
         self._ready = True
+
+    @property
+    def fuses(self) -> bool:
+        """Whether shards are stepped by `FusedAdam` rather than by the user's class; same rule, other rounding."""
+        return self._fusible and (self.module.use_fused_kernels or self.module.plan.moments != "float32")
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuse a plan whose moments this cannot step with; `InputError` says what to do."""
+        check_moments(self, self._fusible, plan.moments)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while this is built: the plan knows no other parameters.
@@ -147,7 +158,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def make_fused(self, master: torch.Tensor, segments: list[Segment]) -> FusedAdam:
         """What steps a shard in one pass, with the groups' options."""
         options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return FusedAdam(master, segments, options, decoupled=issubclass(self._class, torch.optim.AdamW))
+        decoupled = issubclass(self._class, torch.optim.AdamW)
+        return FusedAdam(master, segments, options, decoupled, self.module.plan.moments)
 
     def _make_parts(self) -> list[ChunkOptimizer]:
         return [ChunkOptimizer(self, chunk) for chunk in self._in_order() if chunk.plan.trainable]

@@ -155,5 +155,5 @@ def _host_bytes(plan: Plan) -> int:
         if chunk.trainable and chunk.state_home == "host":
             masters = 4 if itemsize < 4 else itemsize if chunk.weight_home == "device" else 0
             gradients = 0 if chunk.grad_rank is None else itemsize
-            total += numel * (gradients + masters + plan.state_bytes_per_numel)
+            total += numel * (gradients + masters) + plan.state_size.nbytes(numel)
     return total

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from elixir.hardware import HardwareProfile
+from elixir.moments import StateSize
 from elixir.plan import Plan
 from elixir.search.candidate import weigh
 from elixir.search.memory import Placement, Setting
@@ -77,7 +78,7 @@ def chain_plan(
     ``d`` resident with everything on the device, ``w`` streamed with its weights on the device; ``k`` as ``s`` and ``e`` as
     ``h``, but with states on the disk."""
     trace = chain(len(homes))
-    setting = Setting(world_size, world_size, 8, depth > 0)
+    setting = Setting(world_size, world_size, StateSize(8), depth > 0)
     space = SearchSpace(trace, Speeds().machine(), setting)
     placement = Placement(
         tuple(home in "hde" for home in homes),

@@ -106,7 +106,7 @@ class Recounter:
         """Bytes of a chunk on the disk, per rank: its states, and always a master."""
         chunk = self.plan.chunks[c]
         numel = chunk.numel // self.world if chunk.state_home == "disk" else 0
-        return numel * (self.plan.state_bytes_per_numel + FP32_BYTES)
+        return self.state_bytes(numel) + numel * FP32_BYTES
 
     def gathering(self, *, outsized: bool) -> list[int]:
         """Chunks whose gradients are put together before they are reduced or leave."""
@@ -143,14 +143,26 @@ class Recounter:
                 constant += self.size[c] if chunk.resident else self.shard[c]
             if chunk.trainable and chunk.state_home == "device":
                 numel, low = chunk.numel // self.world, ITEMSIZE[chunk.dtype] < FP32_BYTES
-                constant += numel * (plan.state_bytes_per_numel + FP32_BYTES * low)
-                fp32_grad = max(fp32_grad, numel * FP32_BYTES * low)
+                constant += self.state_bytes(numel) + numel * FP32_BYTES * low
+                fp32_grad = max(fp32_grad, self.temporary_bytes(numel, low=low))
         totals = [
             event.live_bytes + self.waiting_bytes(at) + (in_flight if at >= self.first_backward() else 0)
             for at, event in enumerate(trace.accesses)
         ]
         step = trace.input_bytes + trace.workspace_bytes + self.waiting_bytes(len(trace.accesses)) + fp32_grad
         return constant + max(*totals, step)
+
+    def temporary_bytes(self, numel: int, *, low: bool) -> int:
+        """What the step of a shard takes: its gradient in fp32; with moments in fewer bits, those of a piece."""
+        if self.plan.moments == "float32":
+            return numel * FP32_BYTES * low
+        return min(numel, 2**23) * {"bfloat16": 28, "8bit": 58}[self.plan.moments]
+
+    def state_bytes(self, numel: int) -> int:
+        """States of a shard: blocks one by one."""
+        if self.plan.moments == "8bit":
+            return sum(2 * (256 + 4) for _ in range(0, numel, 256))
+        return numel * {"bfloat16": 4, "float32": self.plan.state_size.block_bytes}[self.plan.moments]
 
     def waiting_bytes(self, event: int) -> int:
         """Gradients that wait on the device during an access, for a step there."""
@@ -176,7 +188,8 @@ class Recounter:
             if chunk.trainable and chunk.state_home == "host":
                 # An fp32 weight that lives on the host too is its own master.
                 master = ITEMSIZE[chunk.dtype] < FP32_BYTES or chunk.weight_home == "device"
-                amount += chunk.numel // self.world * (self.plan.state_bytes_per_numel + FP32_BYTES * master)
+                numel = chunk.numel // self.world
+                amount += self.state_bytes(numel) + numel * FP32_BYTES * master
             if chunk.trainable and chunk.state_home != "device":
                 amount += self.shard[c] if self.arrivals[c] else 0
         on_disk = [amount for amount in map(self.on_disk, range(len(self.size))) if amount]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from elixir.hardware import HardwareProfile
+from elixir.moments import StateSize
 from elixir.plan import LINKS, ChunkPlan, ChunkUse, ParamSlot, Plan, PlanPrediction
 from elixir.tracer.step_trace import AccessEvent, Contributor, CurveSample, ParamInfo, StepTrace
 from elixir.units import GIB
@@ -161,7 +162,7 @@ def make_plan(chunks: int = 24, *, world_size: int = 1, resident: float = 0.3, f
         world_size=world_size,
         dtype="bfloat16",
         optimizer="Adam",
-        state_bytes_per_numel=8,
+        state_size=StateSize(8),
         overlap=True,
         placement="auto",
         block_numel=numel,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from elixir.moments import StateSize
 from elixir.search.candidate import Candidate, weigh
 from elixir.search.classic import classic_candidates
 from elixir.search.memory import MemoryModel, Placement, Setting
@@ -67,7 +68,7 @@ def small_search(seed: int, *, most_chunks: int = 8, world_size: int | None = No
         host_memory_bytes=512 * GIB,
     )
     overlap = draw.random() < 0.9
-    space = SearchSpace(trace, hardware, Setting(world, world, draw.choice((8, 8, 4)), overlap))
+    space = SearchSpace(trace, hardware, Setting(world, world, StateSize(draw.choice((8, 8, 4))), overlap))
     sizes = space.sizes(outsized=True)
     model = space.model(draw.choice(sizes))
     least, most = _extremes(model)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from elixir.artifact import Artifact, check_writable, digest, write_atomically
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware import HardwareProfile, RateFit
+from elixir.moments import StateSize
 from elixir.plan import LINKS, Plan, PlanPrediction
 from elixir.tracer.step_trace import StepTrace
 from tests.common.samples import make_hardware, make_plan, make_trace
@@ -120,7 +121,7 @@ def plans(draw: st.DrawFn) -> Plan:
         hardware_fingerprint=draw(words),
         dtype=draw(st.sampled_from(("as built", "bfloat16", "float32"))),
         optimizer=draw(words),
-        state_bytes_per_numel=draw(counts),
+        state_size=StateSize(draw(counts), draw(st.integers(1, 2**80))),
         overlap=draw(st.booleans()),
         placement=draw(st.sampled_from(("auto", "cuda", "cpu"))),
         block_numel=draw(counts),

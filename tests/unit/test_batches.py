@@ -10,6 +10,7 @@ import pytest
 
 from elixir.cli import main
 from elixir.errors import InputError, InputTypeError, PlanError
+from elixir.moments import StateSize
 from elixir.plan import Plan
 from elixir.search import optimal_search, plan_from_trace, search_batches
 from elixir.search.candidate import weigh
@@ -67,7 +68,9 @@ def test_gradients_of_the_batch_before_stay_through_the_next(world_size: int) ->
     trace = build.build("three")
     packing = ParamTable(trace, world_size).pack(2 * numel)
     one, four = (
-        MemoryModel(Workload(StepFacts(trace), packing), Setting(world_size, world_size, 8, False, accumulation))
+        MemoryModel(
+            Workload(StepFacts(trace), packing), Setting(world_size, world_size, StateSize(8), False, accumulation)
+        )
         for accumulation in (1, 4)
     )
     flags, none = (True,) * 3, (False,) * 3
@@ -84,7 +87,7 @@ def test_gradients_of_the_batch_before_stay_through_the_next(world_size: int) ->
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_ways_to_count_memory_agree_with_several_batches(world_size: int) -> None:
     trace = trace_of(2)
-    setting = Setting(world_size, world_size, 8, True, 3)
+    setting = Setting(world_size, world_size, StateSize(8), True, 3)
     space = SearchSpace(trace, HARDWARE, setting)
     model = space.model(space.table.largest_bytes)
     builder, count = PlacementBuilder(model, 3), len(model.work.chunks)

@@ -11,6 +11,7 @@ from torch import nn
 
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware import HardwareProfile, RateFit, preset
+from elixir.moments import StateSize
 from elixir.plan import Plan
 from elixir.search.explain import explain
 from elixir.search.plan_reading import placement_of, workload_of
@@ -96,7 +97,7 @@ def test_the_search_sees_what_simulate_step_gives(homes: str, accumulation: int)
     plan = replace(chain_plan(blocks=blocks, depth=0, homes=homes), accumulation=accumulation)
     for write in (0.5, 80.0):
         machine = Speeds(1.0, 0.5, 0.25, 3.0, read=2.0, write=write).machine()
-        cost = SimulatedCost(chain(), machine, Setting(1, 1, 8, False, accumulation))
+        cost = SimulatedCost(chain(), machine, Setting(1, 1, StateSize(8), False, accumulation))
         work = workload_of(plan, chain())
         seconds = cost.estimate(
             work,

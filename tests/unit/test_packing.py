@@ -17,7 +17,7 @@ from elixir.search.packing import (
     round_up,
     search_grid,
 )
-from elixir.search.states import optimizer_name, state_bytes_per_numel
+from elixir.search.states import optimizer_name, state_size
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import dtype_bytes
 from tests.common.synthetic_trace import TraceBuilder, stack_trace
@@ -134,8 +134,8 @@ def test_tied_parameters_are_counted_once() -> None:
 
 
 def test_states_by_family_of_optimizer() -> None:
-    assert state_bytes_per_numel("adamw") == 8
-    assert state_bytes_per_numel("SGD") == 4
+    assert state_size("adamw").nbytes(10) == 80
+    assert state_size("SGD").nbytes(10) == 40
     assert optimizer_name("adam") == "Adam"
     with pytest.raises(InputError, match="did you mean Adam"):
-        state_bytes_per_numel("Adan")
+        state_size("Adan")

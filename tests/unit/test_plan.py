@@ -48,7 +48,6 @@ BAD: list[tuple[str, Callable[[Plan], Plan]]] = [
     *(
         (name, lambda plan, name=name: dataclasses.replace(plan, **{name: -1}))  # type: ignore[misc]
         for name in (
-            "state_bytes_per_numel",
             "block_numel",
             "block_bytes",
             "block_count",

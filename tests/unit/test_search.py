@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from benchmark.original_rule import OriginalRule, rcache_first
 from elixir.errors import PlanError
 from elixir.hardware import HardwareProfile
+from elixir.moments import StateSize, moments_size
 from elixir.search import plan_from_trace
 from elixir.search.homes import PlacementBuilder
 from elixir.search.memory import MemoryModel, Setting
@@ -33,21 +34,21 @@ NANOSECOND_S = 1e-9
     st.sampled_from([1, 1, 2, 3, 12]),
     st.sampled_from([0, 3, 10, 25, 50, 75, 100]),
     st.booleans(),
-    st.sampled_from(["Adam", "SGD"]),
+    st.sampled_from([("Adam", "float32"), ("SGD", "float32"), ("AdamW", "bfloat16"), ("Adam", "8bit")]),
 )
 @settings(max_examples=12, deadline=None)
 def test_plans_fit_say_what_they_need_and_are_no_slower_than_the_originals(
-    trace: StepTrace, world_size: int, percent: int, overlap: bool, optimizer: str
+    trace: StepTrace, world_size: int, percent: int, overlap: bool, optimizer: tuple[str, str]
 ) -> None:
-    options: dict[str, Any] = {"overlap": overlap, "optimizer_type": optimizer}
+    options: dict[str, Any] = {"overlap": overlap, "optimizer_type": optimizer[0], "moments": optimizer[1]}
     least = least_needed(trace, world_size, **options)
     most = plan(trace, world_size, placement="cuda", **options).predicted.device_peak_bytes
     device = least + max(most - least, 0) * percent // 100
     made = plan(trace, world_size, device=device, **options)
-    assert made.state_bytes_per_numel == (8 if optimizer == "Adam" else 4)
+    assert made.state_size == (StateSize(4) if optimizer[0] == "SGD" else moments_size(optimizer[1]))
     check_consistent(made, trace)
     ranks_per_host = HARDWARE.ranks_per_host(world_size)
-    setting = Setting(world_size, ranks_per_host, made.state_bytes_per_numel, overlap)
+    setting = Setting(world_size, ranks_per_host, made.state_size, overlap, moments=made.moments)
     theirs = originals_step_s(trace, setting, device)
     assert theirs is None or made.predicted.seconds["total"] <= theirs + NANOSECOND_S
 
@@ -94,7 +95,7 @@ def test_the_host_memory_that_is_needed_is_the_least_at_every_device_budget(
 def test_the_builders_running_peak_is_the_models(trace: StepTrace, world_size: int, overlap: bool, random: Any) -> None:
     table = ParamTable(trace, world_size)
     packing = table.pack(random.randint(table.largest_bytes // 2, 3 * table.largest_bytes))
-    model = MemoryModel(Workload(StepFacts(trace), packing), Setting(world_size, world_size, 8, overlap))
+    model = MemoryModel(Workload(StepFacts(trace), packing), Setting(world_size, world_size, StateSize(8), overlap))
     builder = PlacementBuilder(model, 5)
     for _ in range(6):
         chunk = random.randrange(len(packing.chunks))
@@ -116,7 +117,7 @@ def test_a_chunk_that_moves_gives_back_its_gradient_block() -> None:
     build.use("backward", *weights[:2])
     trace = build.build("pairs")
     table = ParamTable(trace, 1)
-    model = MemoryModel(Workload(StepFacts(trace), table.pack(table.largest_bytes)), Setting(1, 1, 8, False))
+    model = MemoryModel(Workload(StepFacts(trace), table.pack(table.largest_bytes)), Setting(1, 1, StateSize(8), False))
     builder = PlacementBuilder(model, 2)
     for chunk, grad_blocks in ((0, 2), (2, 1), (1, 1), (3, 0)):
         assert builder.move(chunk, state=True, resident=True, budget_bytes=PLENTY)
@@ -128,7 +129,7 @@ def test_a_chunk_that_moves_gives_back_its_gradient_block() -> None:
 @pytest.mark.parametrize(("name", "world_size"), [("opt-1.3b", 1), ("opt-13b", 4), ("gpt2-4b", 2), ("gpt2-20b", 1)])
 def test_plans_of_known_models_are_no_slower_than_the_originals(name: str, world_size: int) -> None:
     trace = stack_trace(name)
-    setting = Setting(world_size, world_size, 8, True)
+    setting = Setting(world_size, world_size, StateSize(8), True)
     for gib in (12, 60):
         theirs = originals_step_s(trace, setting, gib * GIB)
         if theirs is not None:
@@ -138,7 +139,7 @@ def test_plans_of_known_models_are_no_slower_than_the_originals(name: str, world
 
 def test_where_the_hosts_adam_is_slow_bytes_are_worth_less_than_states_on_the_device() -> None:
     trace = stack_trace("opt-30b")
-    setting = Setting(1, 1, 8, True)
+    setting = Setting(1, 1, StateSize(8), True)
     device = 80 * GIB
     original = OriginalRule(trace, setting).choose(device)
     assert original is not None

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from elixir.moments import StateSize
 from elixir.search import plan_from_trace
 from elixir.search.candidate import weigh
 from elixir.search.lower_bound import lower_bound
@@ -132,7 +133,7 @@ def test_plans_of_known_models_are_near_the_lower_bound(name: str, world_size: i
     trace = stack_trace(name)
     budgets = Budgets(device_gib * GIB, 512 * GIB)
     made = plan_from_trace(trace, HARDWARE, world_size, device_memory=budgets.device_bytes)
-    space = SearchSpace(trace, HARDWARE, Setting(world_size, world_size, 8, True))
+    space = SearchSpace(trace, HARDWARE, Setting(world_size, world_size, StateSize(8), True))
     bound = lower_bound(space, budgets)
     assert bound is not None
     assert bound.step_s <= made.predicted.seconds["total"] <= 1.1 * bound.step_s
@@ -142,7 +143,7 @@ def test_plans_of_known_models_are_near_the_lower_bound(name: str, world_size: i
 
 def test_a_bound_grows_with_slower_parts_and_smaller_budgets_and_ends_where_nothing_fits() -> None:
     trace = stack_trace("opt-1.3b")
-    setting = Setting(1, 1, 8, True)
+    setting = Setting(1, 1, StateSize(8), True)
 
     def step_s(device_gib: float, **changes: float) -> float:
         space = SearchSpace(trace, replace(HARDWARE, **changes), setting)

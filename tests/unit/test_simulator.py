@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from elixir.errors import InputError
 from elixir.hardware import RateFit
+from elixir.moments import StateSize
 from elixir.search import plan_from_trace
 from elixir.search.candidate import weigh
 from elixir.search.memory import Placement, Setting
@@ -232,7 +233,7 @@ def test_from_the_second_step_on_all_are_the_same(stack: StepTrace, world_size: 
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_the_search_sees_what_simulate_step_gives(stack: StepTrace, world_size: int) -> None:
     """To the last bit, so that a plan's prediction is that of its candidate."""
-    setting = Setting(world_size, world_size, 8, True)
+    setting = Setting(world_size, world_size, StateSize(8), True)
     cost = SimulatedCost(stack, HARDWARE, setting)
     space = SearchSpace(stack, HARDWARE, setting, cost=cost)
     model = space.model(space.table.largest_bytes)

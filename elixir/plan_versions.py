@@ -1,0 +1,51 @@
+"""Plans of older schema versions as those of now: what came later has the only value that it could have had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elixir.errors import ArtifactError
+
+DISK_LINKS = ("disk_read", "disk_write")
+
+
+def upgraded(data: dict[str, Any], version: int, source: str) -> dict[str, Any]:
+    """A plan's fields and head as of now; as they are where the version is none of the older ones that can be read.
+
+    Args:
+        data: of a plan file.
+        version: its schema version.
+        source: where it comes from, for errors.
+
+    Raises:
+        ArtifactError: a field that is read here is of another type.
+    """
+    if version == 2:
+        data, version = _with_disk(data), 3
+    return _with_moments(data, source) if version == 3 else data
+
+
+def _with_moments(data: dict[str, Any], source: str) -> dict[str, Any]:
+    """A plan of schema 3 with what came after; as it is, and so refused, where it has any of that already."""
+    size = data.get("state_bytes_per_numel")
+    if data.get("schema_version") != 3 or size is None or "state_size" in data or "moments" in data:
+        return data
+    if type(size) is not int:
+        raise ArtifactError(f"{source}: field 'state_bytes_per_numel' must be int, found {size!r:.60}")
+    kept = {key: value for key, value in data.items() if key != "state_bytes_per_numel"}
+    states = {"block_bytes": size, "block_numel": 1}
+    return kept | {"schema_version": 4, "state_size": states, "moments": "float32"}
+
+
+def _with_disk(data: dict[str, Any]) -> dict[str, Any]:
+    """A plan of schema 2 as one of schema 3; as it is, and so refused, where it has any of what came then."""
+    later: dict[str, Any] = {"disk_budget_bytes": 0, "schema_version": 3}
+    predicted = data.get("predicted")
+    if isinstance(predicted, dict):
+        moved = predicted.get("moved_bytes")
+        if "disk_peak_bytes" in predicted or (isinstance(moved, dict) and any(link in moved for link in DISK_LINKS)):
+            return data
+        later["predicted"] = predicted | {"disk_peak_bytes": 0}
+        if isinstance(moved, dict):
+            later["predicted"]["moved_bytes"] = moved | dict.fromkeys(DISK_LINKS, 0)
+    return data if "disk_budget_bytes" in data else data | later
