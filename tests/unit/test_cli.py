@@ -203,6 +203,20 @@ def test_plan_passes_the_budgets_on(stub: Stub, capsys: pytest.CaptureFixture[st
     assert (call["placement"], call["overlap"], call["optimizer_type"]) == ("cpu", False, "AdamW")
 
 
+def test_plan_passes_moments_and_fused_kernels_on(
+    stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(capsys, "plan", "opt-13b")[0] == 0
+    assert stub.calls["plan_from_trace"]["moments"] == "float32"
+    assert not stub.calls["trace_step"]["use_fused_kernels"]
+    assert run(capsys, "plan", "opt-13b", "--moments", "8bit", "--fused-kernels")[0] == 0
+    assert stub.calls["plan_from_trace"]["moments"] == "8bit"
+    assert stub.calls["trace_step"]["use_fused_kernels"]
+    path = str(make_trace("saved", 3).save(tmp_path / "trace.json"))
+    assert "--fused-kernels" in fails(capsys, "plan", path, "--fused-kernels")  # the trace has settled it
+    assert "invalid choice" in fails(capsys, "plan", "opt-13b", "--moments", "4bit")
+
+
 def test_plan_json_is_a_plan_that_can_be_loaded(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     _, text, _ = run(capsys, "plan", "opt-13b", "--json", "--out", str(out), "--plot", str(tmp_path / "plan.pdf"))

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import elixir
+from elixir.default_step import default_step
 from elixir.errors import ArtifactError, InputError, InputTypeError
-from elixir.kernels import HybridAdam
+from elixir.hardware import HardwareProfile, RateFit, preset
+from elixir.kernels import AdamOptions, HybridAdam, adam_step
 from elixir.kernels.moments import make_moments, read_moments
-from elixir.moments import StateSize, moments_size, state_bytes
+from elixir.moments import STEP_TEMPORARY_BYTES, StateSize, moments_size, state_bytes
 from elixir.plan import Plan
 from elixir.search import optimal_search
+from elixir.search.rates import ARITHMETIC_NUMEL_PER_S, Rates
+from elixir.search.replan import Observation, calibrated
+from elixir.tracer import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.fused_adam import FusedAdam
 from tests.common.parity import MODES, Case, case, make_plan, mixed
+from tests.common.samples import make_hardware
 
 LOW = ("bfloat16", "8bit")
 KINDS = ("float32", *LOW)
@@ -322,3 +332,132 @@ def test_reading_a_part_is_reading_the_whole() -> None:
     for start, numel in ((0, 1000), (3, 5), (250, 10), (256, 256), (511, 489)):
         for part, whole in zip(read_moments(moments, numel, start), read_moments(moments, 1000), strict=True):
             assert torch.equal(part, whole[start : start + numel])
+
+
+def whole_and_parts(kind: str, numel: int, cuts: tuple[int, ...], steps: int) -> list[tuple[torch.Tensor, ...]]:
+    """The same steps of one tensor, and of its parts between `cuts` with moments in common."""
+    ends = []
+    for edges in ((0, numel), (0, *cuts, numel)):
+        generator = torch.Generator().manual_seed(0)
+        master = torch.randn(numel, generator=generator)
+        weights, moments = master.bfloat16(), make_moments(numel, kind)
+        for step in range(1, steps + 1):
+            gradient = torch.randn(numel, generator=generator)
+            for start, stop in pairwise(edges):
+                part = slice(start, stop)
+                adam_step(gradient[part], master[part], weights[part], moments, AdamOptions(), step, at=start)
+        ends.append((master, weights, *read_moments(moments, numel)))
+    return ends
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_whole_blocks_step_as_the_whole_does(kind: str) -> None:
+    cuts = (256, 768) if kind == "8bit" else (100, 256, 700)
+    one, other = whole_and_parts(kind, 1000, cuts, 5)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_parts_that_share_a_block_step_as_the_whole_does_on_average() -> None:
+    """Rounding is other noise, without bias: errors of the shared blocks are not larger than those of the others."""
+    numel, steps = 256 * 64, 30
+    exact, _ = whole_and_parts("float32", numel, (), steps)
+    whole, parts = whole_and_parts("8bit", numel, tuple(range(100, numel, 300)), steps)
+    errors = [float((end[0] - exact[0]).norm()) for end in (whole, parts)]
+    assert errors[1] < 1.5 * errors[0]
+    drifts = [abs(float((end[0] - exact[0]).mean())) for end in (whole, parts)]
+    assert drifts[1] < 4 * errors[1] / numel  # the standard deviation of a mean of so many, four times
+
+
+def test_a_part_of_a_block_leaves_the_rest_of_it_alone() -> None:
+    moments = make_moments(256, "8bit")
+    master, gradient = torch.zeros(256), torch.linspace(-1, 1, 256)
+    adam_step(gradient, master, None, moments, AdamOptions(), 1)
+    before = [tensor.clone() for tensor in moments.tensors()]
+    rest, middle = torch.cat([torch.arange(100), torch.arange(150, 256)]), slice(100, 150)
+    adam_step(gradient[middle] * 1e-3, master[middle], None, moments, AdamOptions(), 2, at=100)
+    avg, avg_scale, square, square_scale = moments.tensors()
+    assert torch.equal(avg[rest], before[0][rest])
+    assert torch.equal(square[rest], before[2][rest])
+    assert torch.equal(avg_scale, before[1])  # its largest is not among the 50
+    assert torch.equal(square_scale, before[3])
+    assert not torch.equal(avg[middle], before[0][middle])
+    with pytest.raises(InputError, match="at element 200"):
+        adam_step(gradient[:100], master[:100], None, moments, AdamOptions(), 3, at=200)
+
+
+class Living(TorchDispatchMode):
+    """Counts the bytes of storages that operators make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in before:
+                storage = value.untyped_storage()
+                self.live_bytes += storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                weakref.finalize(storage, self._gone, storage.nbytes())
+        return result
+
+    def _gone(self, nbytes: int) -> None:
+        self.live_bytes -= nbytes
+
+
+@pytest.mark.parametrize("kind", LOW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_that_is_not_compiled_takes_the_memory_that_plans_count(kind: Any, dtype: torch.dtype) -> None:
+    numel = 2**17 + 100
+    master = torch.randn(numel)
+    moments = make_moments(numel, kind)
+    with Living() as living:
+        adam_step(master.to(dtype), master, master.bfloat16(), moments, AdamOptions(weight_decay=0.1), 1, 0.5)
+    made = (dtype != torch.float32) * 2 * numel + 2 * numel  # the arguments above
+    taken = living.peak_bytes - made
+    assert 0.8 * STEP_TEMPORARY_BYTES[kind] * numel < taken <= STEP_TEMPORARY_BYTES[kind] * numel + 2**16
+
+
+@pytest.mark.parametrize("kind", LOW)
+def test_time_follows_what_was_measured_and_else_the_bytes(kind: Any) -> None:
+    machine = make_hardware()
+
+    def rates(hardware: HardwareProfile, moments: Any, ranks: int = 1) -> tuple[float, float]:
+        made = Rates(hardware, "bfloat16", ranks, ranks, moments=moments)
+        return made.host_adam.per_s, made.device_adam.per_s
+
+    plain = replace(machine, fits={})
+    share = 30 / 22
+    assert rates(plain, kind) == pytest.approx([share * rate for rate in rates(plain, "float32")])
+    fast = {f"host_adam.{count}": RateFit(0.0, 1e12, 0.0) for count in (1, 8)}
+    limited = replace(machine, fits=fast)
+    threads = 8 - 1
+    per_thread = ARITHMETIC_NUMEL_PER_S[kind]
+    assert rates(limited, kind)[0] == pytest.approx(threads * per_thread)
+    assert rates(limited, "float32")[0] == 1e12
+    measured = replace(
+        machine,
+        fits={
+            "host_adam.1": RateFit(0.0, 1e9, 0.0),
+            "host_adam.1.bfloat16": RateFit(0.0, 0.5e9, 0.0),
+            "device_adam.bfloat16": RateFit(0.0, 3e9, 0.0),
+        },
+    )
+    if kind == "bfloat16":
+        assert rates(measured, kind) == pytest.approx((0.5e9 * 14 / 22, 3e9 * 14 / 22))
+    else:
+        assert rates(measured, kind)[0] == pytest.approx(min(1e9 * share, per_thread))
+
+
+def test_a_step_that_was_watched_is_corrected_in_the_plans_own_moments() -> None:
+    """What was seen of the host's Adam is what the corrected machine says for these moments."""
+    it = case("opt")
+    plan = make_plan(it, "streamed", moments="8bit")
+    trace = trace_step(it.model, it.inp, default_step, hardware=preset("cpu"), optimizer=None)
+    seen = Observation(1.0, {"fetch": 0.0, "offload": 0.0, "host_adam": 0.5}, 0.0, 0.0, 0.0, 1, 1)
+    machine, _ = calibrated(trace, preset("cpu"), plan, seen)
+    stepped = sum(chunk.numel for chunk in plan.chunks)
+    rates = Rates(machine, "float32", 1, 1, moments="8bit")
+    assert float(rates.host_adam(stepped)) == pytest.approx(0.5)
