@@ -334,7 +334,7 @@ class Plan(Artifact):
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
         states = {home: sum(chunk.state_home == home for chunk in trainable) for home in ("host", "disk")}
         moved, seconds = self.predicted.moved_bytes, self.predicted.seconds
-        shown = [link for link in LINKS if link not in _DISK_LINKS or self.uses_disk]
+        shown = [link for link in LINKS if link not in DISK_LINKS or self.uses_disk]
         links = ", ".join(f"{link.replace('_', ' ')} {format_bytes(moved[link])}" for link in shown)
         cache = "none: every chunk is resident"
         if streamed:

@@ -146,7 +146,8 @@ def test_a_plan_with_states_on_a_disk_survives_json_and_says_so(tmp_path: Path) 
 
 def test_a_plan_from_before_there_was_a_disk_still_loads() -> None:
     plan = make_plan(3)
-    older = plan.to_dict() | {"schema_version": 2}
+    older = plan.to_dict() | {"schema_version": 2, "state_bytes_per_numel": 8}
+    del older["state_size"], older["moments"]
     del older["disk_budget_bytes"], older["predicted"]["disk_peak_bytes"]
     for link in ("disk_read", "disk_write"):
         del older["predicted"]["moved_bytes"][link]

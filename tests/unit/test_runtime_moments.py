@@ -299,7 +299,7 @@ def test_plans_go_to_json_and_back_and_older_ones_are_of_float32() -> None:
         assert shards == sum(state_bytes(chunk.numel, kind) for chunk in plan.chunks)
         assert plan.predicted.host_parts["optimizer_states"] == shards  # fp32 weights beside their states
     plan = make_plan(it, "streamed")
-    old = plan.to_dict() | {"schema_version": 2, "state_bytes_per_numel": 8}
+    old = plan.to_dict() | {"schema_version": 3, "state_bytes_per_numel": 8}
     del old["moments"], old["state_size"]
     assert Plan.from_dict(old) == plan
     for change in ({"state_bytes_per_numel": 8.5}, {"moments": "8bit"}, {"surprise": 1}):
