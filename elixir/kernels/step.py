@@ -51,9 +51,9 @@ def adam_step(
         options: of the parameter group.
         step: number of this step, the first being 1.
         factor: the gradient is multiplied by it first.
-        at: `moments` are of a longer tensor, in which these elements begin here. Rounding is by the place there, so for
-            float32 and bfloat16 it is one whether a tensor is stepped whole or in parts; 8-bit blocks that a part does
-            not fill are rounded once for each part.
+        at: `moments` are of a longer tensor, in which these elements begin here. Rounding is by the place there, so moments
+            in fewer bits are the same whether a tensor is stepped whole or in parts, but for 8-bit blocks that a part does
+            not fill: those are rounded once for each part.
 
     Raises:
         InputError, InputTypeError: tensors do not fit together, or a number is out of range.

@@ -350,7 +350,7 @@ def whole_and_parts(kind: str, numel: int, cuts: tuple[int, ...], steps: int) ->
     return ends
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOW)
 def test_parts_of_whole_blocks_step_as_the_whole_does(kind: str) -> None:
     cuts = (256, 768) if kind == "8bit" else (100, 256, 700)
     one, other = whole_and_parts(kind, 1000, cuts, 5)
@@ -359,7 +359,7 @@ def test_parts_of_whole_blocks_step_as_the_whole_does(kind: str) -> None:
 
 def test_parts_that_share_a_block_step_as_the_whole_does_on_average() -> None:
     """Rounding is other noise, without bias: errors of the shared blocks are not larger than those of the others."""
-    numel, steps = 256 * 64, 30
+    numel, steps = 256 * 16, 10
     exact, _ = whole_and_parts("float32", numel, (), steps)
     whole, parts = whole_and_parts("8bit", numel, tuple(range(100, numel, 300)), steps)
     errors = [float((end[0] - exact[0]).norm()) for end in (whole, parts)]
