@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir.errors import InputError, PlanError
+from elixir.moments import StateSize
 from elixir.plan import Plan
 from elixir.search.budgets import warn_if_disk_full
 from elixir.search.levers import lever_effects
@@ -104,12 +105,14 @@ def test_several_ranks_share_the_budgets_of_their_machine(stack: StepTrace) -> N
 def test_the_bound_holds_for_plans_with_a_disk(stack: StepTrace, limits: tuple[int, int]) -> None:
     device, host = limits
     plan = planned(stack, device, int(0.8 * host), disk_memory="1GiB")
-    space = SearchSpace(stack, FAST, Setting(1, 1, 8, True))
+    space = SearchSpace(stack, FAST, Setting(1, 1, StateSize(8), True))
     bound = lower_bound(space, Budgets(device, int(0.8 * host), GIB))
     assert bound is not None
     assert 0 < bound.step_s <= plan.predicted.seconds["total"]
     slow = replace(FAST, disk_read_bytes_per_s=1e6, disk_write_bytes_per_s=1e6)
-    slowly = lower_bound(SearchSpace(stack, slow, Setting(1, 1, 8, True)), Budgets(device, int(0.8 * host), GIB))
+    slowly = lower_bound(
+        SearchSpace(stack, slow, Setting(1, 1, StateSize(8), True)), Budgets(device, int(0.8 * host), GIB)
+    )
     assert slowly is not None
     assert slowly.step_s > bound.step_s
     assert any("disk" in name for name in slowly.rows)
@@ -138,7 +141,7 @@ def test_a_machine_whose_disk_is_unknown_is_refused(stack: StepTrace) -> None:
 
 
 def model_of(chunks: int, spill: Spill | None) -> MemoryModel:
-    setting = Setting(1, 1, 8, False, spill=spill)
+    setting = Setting(1, 1, StateSize(8), False, spill=spill)
     return SearchSpace(chain(chunks), Speeds().machine(), setting).model(4 * NUMEL)
 
 
