@@ -456,7 +456,7 @@ def test_a_step_that_was_watched_is_corrected_in_the_plans_own_moments() -> None
     it = case("opt")
     plan = make_plan(it, "streamed", moments="8bit")
     trace = trace_step(it.model, it.inp, default_step, hardware=preset("cpu"), optimizer=None)
-    seen = Observation(1.0, {"fetch": 0.0, "offload": 0.0, "host_adam": 0.5}, 0.0, 0.0, 0.0, 1, 1)
+    seen = Observation(1.0, {"fetch": 0.0, "offload": 0.0, "refresh": 0.0, "host_adam": 0.5}, 0.0, 0.0, 0.0, 1, 1)
     machine, _ = calibrated(trace, preset("cpu"), plan, seen)
     stepped = sum(chunk.numel for chunk in plan.chunks)
     rates = Rates(machine, "float32", 1, 1, moments="8bit")
