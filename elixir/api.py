@@ -17,7 +17,7 @@ from torch import nn
 
 from elixir.chunk.group import Group
 from elixir.default_step import default_input, default_step
-from elixir.errors import ElixirError, InputTypeError, RankError
+from elixir.errors import ElixirError, InputError, InputTypeError, RankError
 from elixir.hardware import HardwareProfile, warn_if_other_device
 from elixir.host_threads import check_host_threads
 from elixir.plan import Plan
@@ -57,6 +57,7 @@ def wrap(
     host_threads: int | None = None,
     replan: bool = True,
     moments: str | None = None,
+    accumulation: int = 1,
     **options: Any,
 ) -> tuple[ElixirModule, ElixirOptimizer]:
     """Trace, search and wrap; the numbers are those of plain PyTorch, whatever is planned.
@@ -79,6 +80,7 @@ def wrap(
         host_threads: of this rank's Adam on the host; None for its part of the cores, less what computes beside it.
         replan: compare the first steps with the plan, and move chunks once where a better one is found.
         moments: how Adam's are kept: ``float32``, ``bfloat16`` or ``8bit``; None: as a `HybridAdam` says, else float32.
+        accumulation: batches like `inp` per optimizer step.
         options: further arguments of `ElixirModule`, such as ``weights``.
 
     Raises:
@@ -90,6 +92,12 @@ def wrap(
         raise InputTypeError(f"model must be a plain nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputTypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
+    own = set(model.parameters())
+    foreign = sum(parameter not in own for group in optimizer.param_groups for parameter in group["params"])
+    if foreign:
+        raise InputError(
+            f"{foreign} parameters of the optimizer are not the model's; make it over model.parameters() of this very model"
+        )
     check_host_threads(host_threads)
     if hardware is None and compute_device(options.get("device")).type == "cpu":
         hardware = "cpu"  # this is a run, so what is planned for is where it runs
@@ -110,6 +118,7 @@ def wrap(
             known=hardware is not None,
             use_fused_kernels=options.get("use_fused_kernels", False),
             moments=moments,
+            accumulation=accumulation,
         )
     finally:
         planning.close()
@@ -139,6 +148,7 @@ def _planned(
     known: bool,
     use_fused_kernels: bool | Mapping[str, str],
     moments: str | None,
+    accumulation: int,
 ) -> tuple[Plan, StepTrace | None]:
     """Rank 0's plan on every rank; the trace stays on rank 0, the only one that may plan again."""
     trace: StepTrace | None = None
@@ -171,6 +181,7 @@ def _planned(
                 host_memory=host_memory,
                 placement=placement,
                 moments=moments_of(optimizer, moments),
+                accumulation=accumulation,
             )
             answer = (plan.to_json(), None)
         except Exception as error:  # the others must hear of it, whatever it is

@@ -46,7 +46,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             Other threads keep torch's number. Several optimizers of one module share them: the last one says.
 
     Raises:
-        InputError: the optimizer is not elementwise, has parameters that are not the module's, or cannot step with the
+        InputError: the optimizer is not elementwise, has parameters that are not the module's or another's, or cannot step with the
             moments of the plan; or `host_threads` is no whole number from 1 on.
     """
 
@@ -80,6 +80,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
         foreign = sum(parameter not in own for parameter in self.group_of)
         if foreign:
             raise InputError(f"{foreign} parameters of the optimizer are not parameters of the module")
+        taken = sum(parameter in self.group_of for other in module.optimizers for parameter in other.group_of)
+        if taken:
+            raise InputError(
+                f"{taken} parameters of the optimizer have an ElixirOptimizer already, and would be stepped twice; give each "
+                "parameter to one, or close the module and wrap the model again"
+            )
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         if module.plan.moments == "float32":  # others are stepped by `FusedAdam`, whatever the class
             for group in self.param_groups:

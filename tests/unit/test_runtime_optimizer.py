@@ -108,6 +108,14 @@ def test_arguments_that_make_no_sense(module: ElixirModule) -> None:
         ElixirOptimizer(module, torch.optim.AdamW([*module.parameters(), nn.Parameter(torch.ones(2))]))
 
 
+def test_a_parameter_has_one_optimizer(module: ElixirModule) -> None:
+    parameters = list(module.parameters())
+    ElixirOptimizer(module, torch.optim.AdamW(parameters[:3]))
+    with pytest.raises(InputError, match="2 parameters of the optimizer have an ElixirOptimizer already"):
+        ElixirOptimizer(module, torch.optim.AdamW(parameters[1:]))
+    ElixirOptimizer(module, torch.optim.SGD(parameters[3:], lr=0.1))
+
+
 def test_groups_are_fixed(module: ElixirModule) -> None:
     parameters = list(module.parameters())
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(parameters[:-1]))

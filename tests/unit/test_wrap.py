@@ -206,6 +206,20 @@ def test_what_cannot_work_is_refused() -> None:
         elixir.wrap(it.model, lbfgs, inp=it.inp, hardware="cpu", host_memory="1GiB")
 
 
+def test_a_refused_optimizer_leaves_the_model_as_it_was() -> None:
+    it = case("gpt2")
+    with pytest.raises(InputError, match="1 parameters of the optimizer are not the model's"):
+        elixir.wrap(it.model, torch.optim.AdamW([nn.Parameter(torch.ones(2))]), inp=it.inp, hardware="cpu")
+    elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB")[0].close()
+
+
+def test_plans_for_as_many_batches_a_step_as_are_said() -> None:
+    it = case("gpt2")
+    model, _ = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB", accumulation=3)
+    assert model.plan.accumulation == 3
+    model.close()
+
+
 def test_the_plan_is_that_of_the_search() -> None:
     it = case("opt")
     model, _ = elixir.wrap(
