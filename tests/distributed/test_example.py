@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CALL = (
-    "example/train.py --model opt-125m --layers 1 --batch 2 --seq 32 --steps 6 --lr 1e-3 --device-memory 64MiB".split()
+    "example/train.py --model opt-125m --layers 1 --batch 4 --seq 64 --steps 11 --lr 1e-3 --device-memory 64MiB".split()
 )
 
 
@@ -31,7 +31,7 @@ def test_the_loss_falls_and_the_plan_was_right(ranks: int, more: list[str]) -> N
     assert "terminate called" not in done.stderr
     losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) >= 2
-    assert losses[-1] < losses[0] - 0.5
+    assert losses[-1] < losses[0] - 1.0  # of other text, and 256 bytes vary by a few tenths
     for name in ("loads", "host_to_device", "device_to_host", "network"):
         line = re.search(rf"^{name} +(.*)$", done.stdout, re.MULTILINE)
         assert line is not None, done.stdout

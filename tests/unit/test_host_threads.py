@@ -240,12 +240,13 @@ def _on_lane(module: ElixirModule) -> int:
 
 
 def test_the_optimizer_sets_the_threads_of_its_lane(module: ElixirModule, caplog: pytest.LogCaptureFixture) -> None:
-    adamw = torch.optim.AdamW(module.parameters())
+    parameters = list(module.parameters())
+    first, second = torch.optim.AdamW(parameters[:2]), torch.optim.AdamW(parameters[2:])
     with caplog.at_level(logging.INFO, "elixir"):
-        optimizer = ElixirOptimizer(module, adamw, host_threads=1)
+        optimizer = ElixirOptimizer(module, first, host_threads=1)
     assert optimizer.host_threads == _on_lane(module) == 1
     assert "runs on 1 thread, not bound" in caplog.text
-    assert ElixirOptimizer(module, adamw, host_threads=5).host_threads == _on_lane(module) == 5
+    assert ElixirOptimizer(module, second, host_threads=5).host_threads == _on_lane(module) == 5
 
 
 def test_by_default_the_rule_says(module: ElixirModule) -> None:
