@@ -4,7 +4,7 @@
 
 Every case is one model, device budget and world size, on the H200 preset with host memory enough for any plan. Rows are
 appended to `results/search_vs_original.csv`. Fails if any step of ours takes longer than the rule's would at the same device budget,
-both simulated; but for plans that need no host link, which go before any that do.
+both simulated; but for plans that keep everything on the device, which go first.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def main() -> int:
     if not arguments.dry:
         append_rows("search_vs_original", table)
     compared = [row for row in table if row["ours_over_original"] is not None]
-    worse = [row for row in compared if row["our_link_bytes"] and row["our_step_s"] > row["original_step_s"]]
+    worse = [row for row in compared if row["our_blocks"] and row["our_step_s"] > row["original_step_s"]]
     more = [row for row in compared if row["our_link_bytes"] > row["original_link_bytes"]]
     for label, key in (
         ("steps, how many times as fast as the original's", "faster"),

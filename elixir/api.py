@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 WARM_UP_STEPS = 2
 """Steps that are not measured: the first allocate."""
 MEASURED_STEPS = 3
+MOST_REFUSALS = 5
+"""Steps after which chunks are left where they are, since gradients have been there whenever a forward began."""
 
 
 def wrap(
@@ -221,6 +223,12 @@ class _Replanning:
                 torch.cuda.reset_peak_memory_stats(module.device)
         self._forwards += 1
         if len(self._reports) < WARM_UP_STEPS + MEASURED_STEPS:
+            return
+        if len(self._reports) > WARM_UP_STEPS + MEASURED_STEPS + MOST_REFUSALS:
+            module.before_forward = None
+            logger.info(
+                "the plan stays: gradients of the step before are held at every forward; call zero_grad() before it"
+            )
             return
         answers = module.exchange("observations", (module.holds_gradients(), self._observation()))
         if any(holds for holds, _ in answers):

@@ -29,12 +29,12 @@ class Candidate:
     def rank(self) -> tuple[bool, float, int, int, int, int, int, int]:
         """Sorts candidates: fastest first, then fewest bytes over the host link, then least memory, then fewest chunks.
 
-        Offloading is for what does not fit: a plan that needs the host link comes after any that does not, though the
-        host's Adam, which works beside compute, may make it a percent faster. Seconds are compared to a nanosecond, so
-        that the last bits of a sum decide nothing.
+        Offloading is for what does not fit: what keeps everything on the device comes first, though the host's Adam,
+        which works beside compute, may make another a percent faster. Seconds are compared to a nanosecond, so that the
+        last bits of a sum decide nothing.
         """
         return (
-            self.moved.link_bytes > 0,
+            not (all(self.placement.resident) and all(self.placement.state_on_device)),
             round(self.seconds["total"], 9),
             self.moved.link_bytes,
             self.need.device_bytes,

@@ -1,4 +1,4 @@
-"""What the first Elixir would have chosen: no plan of ours may be slower.
+"""What the first Elixir would have chosen: no plan of ours that leaves the device may be slower.
 
 Its rule: the chunk size and block count with the fewest moves times size, then homes for weights and states together,
 chunk by chunk in order of use; either the rCache gets its share of the device first, or the shards do. Both orders are

@@ -1,9 +1,9 @@
-"""The search: sizes, blocks, prefetch and homes; the fastest candidate that fits.
+"""The search: sizes, blocks, prefetch and homes; everything on the device if that fits, else the fastest that does.
 
 Three rounds, each with fewer packings and a closer look: fill the device by a few rules with fewest and most blocks;
 vary blocks and depth; change homes of chunks one by one, or, where there are few chunks, try them all.
 
-What the first Elixir would have chosen is a candidate, too, so that no plan is slower than that.
+What the first Elixir would have chosen is a candidate, too: no plan that leaves the device is slower than that.
 """
 
 from __future__ import annotations

@@ -41,14 +41,18 @@ class Machine:
         times: seconds of every piece of work.
         placement: homes of the chunks.
         grad_blocks: gradient blocks of the plan.
+        overlap: gradients may leave beside backward.
         ahead: the thread that submits does not wait for compute, as on CUDA: updates on the host begin beside those of
             the device.
         record: keep spans.
     """
 
-    def __init__(self, times: WorkTimes, placement: Placement, grad_blocks: int, *, ahead: bool, record: bool) -> None:
+    def __init__(
+        self, times: WorkTimes, placement: Placement, grad_blocks: int, *, overlap: bool, ahead: bool, record: bool
+    ) -> None:
         chunks = range(len(times.bytes))
-        self._times, self._placement, self._ahead, self._recording = times, placement, ahead, record
+        self._times, self._placement, self._recording = times, placement, record
+        self._overlap, self._ahead = overlap, ahead
         self._together = times.world_size > 1
         copied = [0.0] * len(chunks) if self._together else times.device_copy_s
         self._fetch_s = [copied[c] if placement.weight_on_device[c] else times.fetch_s[c] for c in chunks]
@@ -113,7 +117,7 @@ class Machine:
                 done_s = self._update_on_host(c, submitted_s)
                 if placement.weight_on_device[c]:  # new weights return there beside the update of the next chunk
                     self.moved_bytes[FETCH] += times.shard_bytes[c]
-                    done_s = self._run(REFRESH, "refresh", c, done_s, times.fetch_s[c])
+                    done_s = self._run(REFRESH, "refresh", c, max(self.now_s, done_s), times.fetch_s[c])
                 self._updated_s[c] = done_s
             if not placement.resident[c]:
                 continue
@@ -239,6 +243,10 @@ class Machine:
             seconds += times.add_on_device_s[c] if on_device else times.add_on_host_s[c]
         self._holds[c] = True
         gone_s = self._run(OFFLOAD, "deliver" if on_device else "offload", c, start_s, seconds)
+        if not times.pooled[c] and not self._overlap and not self._together:
+            return self._wait(
+                now_s, gone_s, OFFLOAD
+            )  # it left as autograd made it, for which the plan has no memory twice
         self._leaving.append((gone_s, times.pooled[c]))
         return now_s
 

@@ -80,10 +80,12 @@ class _Case:
     schedule: StepSchedule
     result: ScheduleResult
     grad_blocks: int
+    overlap: bool
     ahead: bool
 
     def machine(self, *, record: bool) -> Machine:
-        return Machine(self.times, self.placement, self.grad_blocks, ahead=self.ahead, record=record)
+        options = {"overlap": self.overlap, "ahead": self.ahead, "record": record}
+        return Machine(self.times, self.placement, self.grad_blocks, **options)
 
     def events(self, loads: Sequence[tuple[int, int]], *, updated: bool, record: bool = False) -> Events:
         return self.times.events(self.placement, self.schedule, loads, updated=updated, record=record)
@@ -161,6 +163,7 @@ def simulate_step(
         schedule,
         schedule.simulate(plan.block_count),
         plan.grad_block_count,
+        plan.overlap,
         hardware.device_kind == "cuda",
     )
     return _replay(case, accumulation, steps)
@@ -211,10 +214,10 @@ class SimulatedCost:
     ) -> Mapping[str, float]:
         """Seconds by phase (``forward``, ``backward``, ``optimizer``), busy seconds by resource, and ``total``.
 
-        `overlap` changes nothing here: the runtime's lanes always run beside compute, and without prefetch there is
-        little for them to do ahead of it.
+        Without `overlap` a gradient that no block holds is waited for; else the runtime's lanes always run beside compute,
+        and without prefetch there is little for them to do ahead of it.
         """
-        case = self._case(work, placement, schedule)
+        case = self._case(work, placement, schedule, overlap=overlap)
         machine = case.machine(record=False)
         machine.update()
         optimizer_s = machine.now_s
@@ -253,13 +256,13 @@ class SimulatedCost:
         more_s = (self._setting.accumulation - 1) * known.times.total_s
         return known.floor.seconds(chunks, resident, weight, state, blocks) + more_s
 
-    def _case(self, work: Workload, placement: Placement, result: ScheduleResult) -> _Case:
+    def _case(self, work: Workload, placement: Placement, result: ScheduleResult, *, overlap: bool) -> _Case:
         known = self._of(work)
         on_device = placement.state_on_device
         gathering = [chunk for chunk, state in enumerate(on_device) if known.model.gathers_gradients(chunk, state)]
         schedule = work.schedule(placement.residents, result.prefetch_depth)
         grad_blocks = known.model.grad_block_count(gathering)
-        return _Case(known.times, placement, schedule, result, grad_blocks, self._ahead)
+        return _Case(known.times, placement, schedule, result, grad_blocks, overlap, self._ahead)
 
     def _of(self, work: Workload) -> _Known:
         found = self._known.get(work)

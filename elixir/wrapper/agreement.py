@@ -18,6 +18,7 @@ from elixir.wrapper.weights import Weights
 
 logger = logging.getLogger(__name__)
 
+_PIECE_NUMEL = 2**20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By bytes of an element; what is wider is read as several int64."""
 SHOWN_NAMES = 3
@@ -85,12 +86,17 @@ def _compare(group: Group, what: str, tensors: Iterable[tuple[str, torch.Tensor]
 
 
 def _digest(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The sum of all bit patterns; None without values, and for a layout that has none of its own."""
+    """A sum of all bit patterns by their places; None without values, and for a layout that has none of its own."""
     if tensor.is_meta or tensor.layout != torch.strided:
         return None
     flat = tensor.detach().reshape(-1)
     bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
-    return (*tensor.shape, int(bits.sum(dtype=torch.int64)))
+    total = 0
+    for start in range(0, bits.numel(), _PIECE_NUMEL):
+        piece = bits[start : start + _PIECE_NUMEL].long()
+        places = torch.arange(start, start + piece.numel(), device=piece.device)
+        total += int((piece * (2 * places + 1)).sum())  # wraps around, on all ranks alike
+    return (*tensor.shape, total)
 
 
 def _take_from_rank_0(group: Group, tensor: torch.Tensor) -> None:

@@ -158,12 +158,15 @@ class ChunkOptimizer:
         if not self._separate or self._writes_itself():
             return
         weights = self.chunk.shard_weights
+        # Nobody writes to masters before this is done. With another dtype CUDA would round on the device, for which it would
+        # send float32 and hold it there; waited for, it is rounded here.
+        beside = weights.is_cuda and weights.dtype == self._master.dtype
         if len(arrived) == len(self.chunk.slots):
-            weights.copy_(self._master, non_blocking=weights.is_cuda)  # nobody writes to masters before this is done
+            weights.copy_(self._master, non_blocking=beside)
             return
         for segment, _ in arrived:  # the others may be another optimizer's
             end = segment.start + segment.weights.numel()
-            weights[segment.start : end].copy_(self._master[segment.start : end], non_blocking=weights.is_cuda)
+            weights[segment.start : end].copy_(self._master[segment.start : end], non_blocking=beside)
 
     def _cut(self, *, ordinary: bool) -> list[Segment]:
         chunk, owner = self.chunk, self._owner

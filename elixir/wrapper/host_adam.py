@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
     from elixir.wrapper.module import ElixirModule
 
 logger = logging.getLogger(__name__)
+
+
+def _all_cores() -> list[int] | None:
+    """Those that this thread, and so the process but for its lanes, may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 def set_host_threads(module: ElixirModule, asked: int | None) -> int:
@@ -30,7 +36,8 @@ def set_host_threads(module: ElixirModule, asked: int | None) -> int:
     threads = asked or adam_threads(share.all_cores, share.ranks, compute_threads)
     # On fewer cores than threads, threads would wait for each other's time slices after every operator.
     cores = share.cores if binds(share) and threads <= len(share.cores) else None
-    module._lanes.host_adam.submit(partial(use_threads, threads, cores))
+    # An earlier optimizer may have bound the lane.
+    module._lanes.host_adam.submit(partial(use_threads, threads, cores or _all_cores()))
     if any(chunk.plan.trainable and chunk.plan.state_home == "host" for chunk in module.chunks):
         where = f"bound to cores {core_list(cores)}" if cores is not None else "not bound"
         logger.info("the host's Adam runs on %d thread%s, %s", threads, "s" if threads > 1 else "", where)

@@ -311,7 +311,7 @@ class ElixirModule(nn.Module):
 
     def weights_changed(self, updates: Iterable[Ticket]) -> None:
         """An optimizer has stepped: what the blocks hold is old, and resident weights are new once `updates` are done."""
-        self._pending_updates.extend(updates)
+        self._pending_updates = [*(ticket for ticket in self._pending_updates if not ticket.done()), *updates]
         self.cache.invalidate()
 
     @contextlib.contextmanager

@@ -24,6 +24,7 @@ from elixir.host_threads import check_host_threads
 from elixir.plan import Plan
 from elixir.wrapper.chunk_optimizer import ChunkOptimizer, Segment
 from elixir.wrapper.fused_adam import FusedAdam, can_fuse, check_moments
+from elixir.wrapper.gradient_norm import total_norm
 from elixir.wrapper.host_adam import set_host_threads
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer_class import accepted_options, check_elementwise, has_stepped
@@ -201,7 +202,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             InputError: zeros are asked for where the module has another optimizer, whose gradients share the chunks.
         """
         self._clip_once = 0.0
-        self._scaled = False
+        self._scaled = not set_to_none  # zeros are of any scale
         if len(self.module.optimizers) == 1:
             self.module.zero_grad(set_to_none)
             return
@@ -248,8 +249,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._refuse_unseen()
         module.forget_failed_backward()
         module.gradients.settle()
-        self._check_gradients()
-        self._agree_on_used()
+        self._agree_on_used(unscaled=self._unscaled())
         factor = 1.0 / self.loss_scale
         limit = self._clip_once or self.max_norm
         self._clip_once = 0.0
@@ -276,16 +276,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._stepped()
         return result
 
-    def _check_gradients(self) -> None:
-        if not self.module.holds_gradients():
-            if not self._told:
-                self._told = True
-                logger.warning("step() found no gradients on this rank: call optimizer.backward(loss) before it")
-        elif self.scales and not self._scaled:
-            raise InputError(
-                f"step() divides float16 gradients by the loss scale, {self.loss_scale:g}, but these were made by "
-                "loss.backward(); call optimizer.backward(loss), which multiplies by it"
-            )
+    def _unscaled(self) -> bool:
+        """Whether this rank has gradients without the loss scale by which they would be divided."""
+        if self.module.holds_gradients():
+            return self.scales and not self._scaled
+        if not self._told:
+            self._told = True
+            logger.warning("step() found no gradients on this rank: call optimizer.backward(loss) before it")
+        return False
 
     def _refuse_unreduced(self, what: str) -> None:
         if not self.module.gradients.reducing and self.module.plan.world_size > 1:
@@ -323,6 +321,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             write = partial(part.write_weights, arrived)
             # New weights go to the device beside the step of the next chunk.
             writes = lanes.refresh if moved_bytes else lanes.host_adam
+            chunk.updated = stepped  # should submitting raise what the step has raised, the next step does, too
             chunk.updated = writes.submit(write, after=[stepped], nbytes=moved_bytes)
             self.module.refreshed_bytes += moved_bytes
             after = [chunk.updated]
@@ -341,20 +340,31 @@ class ElixirOptimizer(torch.optim.Optimizer):
         chunk.filled = lanes.network.submit(lambda: group.gather(whole, mine), after=after)
         return chunk.filled
 
-    def _agree_on_used(self) -> None:
-        """Names of the parameters that got a gradient on any rank, the same on all ranks."""
+    def _agree_on_used(self, *, unscaled: bool = False) -> None:
+        """Names of the parameters that got a gradient on any rank, the same on all ranks.
+
+        Raises:
+            InputError: `unscaled` is true on any rank; then on all.
+        """
         names = [slot.name for part in self._parts for slot in part.chunk.slots]
         arrived: set[str] = set()
         for shard in self.module.gradients.shards.values():
             arrived |= shard.arrived
         if self.module._group.size > 1:
             buffers = self.module.shared_buffers
-            flags = torch.tensor([float(name in arrived) for name in names] + [float(x) for x in buffers.changed()])
+            mine = (*(name in arrived for name in names), *buffers.changed(), unscaled)
+            flags = torch.tensor([float(flag) for flag in mine])
             self.module._lanes.network.submit(lambda: self.module._group.largest(flags)).synchronize()
-            found = flags.tolist()
+            *found, any_unscaled = flags.tolist()
+            unscaled = bool(any_unscaled)
             arrived = {name for name, flag in zip(names, found[: len(names)], strict=True) if flag}
             self.module.share_buffers(
                 [name for name, flag in zip(buffers.names, found[len(names) :], strict=True) if flag]
+            )
+        if unscaled:
+            raise InputError(
+                f"step() divides float16 gradients by the loss scale, {self.loss_scale:g}, but these were made by "
+                "loss.backward(); call optimizer.backward(loss), which multiplies by it"
             )
         self.used_parameters = arrived
 
@@ -365,21 +375,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
         found = [item for part in self._parts for item in part.gradients()]
         # In the order of the model, so that one rank sums the norms as PyTorch would.
         found.sort(key=lambda item: self._position[item[0].source])
-        gradients = [gradient for _, gradient in found]
-        norm = self._with_most_threads(lambda: _total_norm(gradients)).cpu() if gradients else torch.zeros(())
+        norm = total_norm([gradient for _, gradient in found], self.host_threads)
         if module._group.size == 1:
             return norm
         square = norm.double() ** 2
         module._lanes.network.submit(lambda: module._group.sum(square)).synchronize()
         return square.sqrt().float()
-
-    def _with_most_threads(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What reads all gradients on the host: where Adam has more threads than this one, by Adam's, and waited for."""
-        if self.host_threads <= torch.get_num_threads():
-            return work()
-        done: list[torch.Tensor] = []
-        self.module._lanes.host_adam.submit(lambda: done.append(work())).synchronize()
-        return done[0]
 
     def _overflowed(self) -> None:
         self.loss_scale = max(self.loss_scale / 2, 1.0)
@@ -401,13 +402,3 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    total: torch.Tensor
-    if all(gradient.dtype == torch.float32 for gradient in gradients):
-        total = torch.nn.utils.get_total_norm(gradients)
-    else:  # in float32: in float16 the norm of a large tensor overflows where none of its elements does
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    return total

@@ -76,6 +76,8 @@ def _differ(before: _Seen, now: _Seen) -> bool:
 
 def _put(module: nn.Module, key: str, value: torch.Tensor) -> None:
     own = module._buffers.get(key)
+    if own is not None and own.shape != value.shape and key in module._non_persistent_buffers_set:
+        return  # a cache that has grown with this rank's data, whose size the module keeps beside it
     if own is not None and own.shape == value.shape and own.dtype == value.dtype and not own.is_inference():
         own.copy_(value)
     else:

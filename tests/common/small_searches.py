@@ -166,9 +166,9 @@ def best_of_all(search: SmallSearch, *, skip: bool = False) -> Candidate | None:
         placements = every_placement(model)
         floors = _floors(search, model, placements) if skip else np.zeros(len(placements))
         for at in np.argsort(floors, kind="stable").tolist():
-            # What moves nothing over the link goes before what does, however slow it is.
-            comparable = best is not None and not (best.moved.link_bytes and all(placements[at].state_on_device))
-            if best is not None and comparable and floors[at] > best.seconds["total"] * (1 + 1e-9):
+            # What keeps everything on the device goes before what does not, however slow it is.
+            first = all(placements[at].resident) and all(placements[at].state_on_device)
+            if best is not None and not first and floors[at] > best.seconds["total"] * (1 + 1e-9):
                 continue
             for candidate in every_plan(model, search, placements[at]):
                 if best is None or candidate.rank < best.rank:
