@@ -31,7 +31,7 @@ from torch import nn
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table, quiet_profiler
 from elixir.hardware import preset
 from elixir.model_shapes import ModelShape, describe
-from elixir.models import Checkpoint, build_shape, default_input, default_step
+from elixir.models import build_shape, default_input, default_step
 from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
 from elixir.tracer.observe import ObservedMemory, observe, observe_step
 from elixir.tracer.targets import OptimizerKernel
@@ -39,7 +39,7 @@ from elixir.units import dtype_name
 
 BAR_PERCENT = 0.2
 BATCH, SEQUENCE = 4, 256
-CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "reentrant", "non-reentrant")
+CHECKPOINTS: tuple[str, ...] = ("none", "reentrant", "non-reentrant")
 DTYPES = (torch.float32, torch.bfloat16)
 VOCABULARY = 4096
 """Of every model: real ones are larger, and nothing but the logits would be left of a model of this width."""
@@ -93,7 +93,7 @@ def shape_of(family: str) -> ModelShape:
 
 
 def build_case(
-    family: str, checkpoint: Checkpoint, dtype: torch.dtype, dropout: float
+    family: str, checkpoint: str, dtype: torch.dtype, dropout: float
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A real model with random weights, and its batch."""
     torch.manual_seed(0)
@@ -145,7 +145,7 @@ def innermost(observed: ObservedMemory) -> str:
     return " > ".join(name for name in observed.peak_operators if name.startswith("aten::"))
 
 
-def step_row(family: str, checkpoint: Checkpoint, dtype: torch.dtype, dropout: float) -> Row:
+def step_row(family: str, checkpoint: str, dtype: torch.dtype, dropout: float) -> Row:
     """One case: peak over what was there before the step, predicted and observed, and which sums are exact."""
     found_conditions = conditions()
     model, inp = build_case(family, checkpoint, dtype, dropout)

@@ -25,7 +25,7 @@ from torch import nn
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table
 from elixir.hardware import HardwareProfile, preset, preset_names
 from elixir.model_shapes import describe
-from elixir.models import Checkpoint, build_shape, default_input, default_step
+from elixir.models import build_shape, default_input, default_step
 from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
 from elixir.tracer.targets import OptimizerKernel
 from elixir.units import dtype_name
@@ -40,7 +40,7 @@ class Case:
 
     model: str
     layers: int
-    checkpoint: Checkpoint
+    checkpoint: str
     kernel: OptimizerKernel
     dtype: torch.dtype = torch.bfloat16
     batch: int = 4

@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from elixir.checkpointing import enable_checkpointing, parse_checkpoint
 from elixir.default_step import default_input, default_step
 from elixir.errors import InputError, InputTypeError, unknown_name
 from elixir.fingerprint import fingerprint
@@ -30,7 +31,6 @@ from elixir.model_shapes import ModelShape, config_values, describe, find, model
 from elixir.units import dtype_name, parse_dtype
 
 __all__ = [
-    "Checkpoint",
     "ModelShape",
     "build",
     "build_config",
@@ -43,9 +43,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-Checkpoint = Literal["none", "reentrant", "non-reentrant"]
-"""Activation checkpointing: off, or which of the two forms of `torch.utils.checkpoint`."""
 
 # Family -> (config class, model class with a loss), in transformers.models.<family>.
 _CLASSES = {
@@ -65,7 +62,7 @@ def build(
     model: str,
     *,
     dtype: torch.dtype | None = None,
-    checkpoint: Checkpoint = "none",
+    checkpoint: str = "none",
     device: str = "meta",
     max_positions: int | None = None,
 ) -> nn.Module:
@@ -76,7 +73,8 @@ def build(
             ``module:function``, a function without arguments that returns an `nn.Module`. A name wins over a file.
         dtype: of the parameters at construction. None: the dtype in ``config.json`` if it has one, else torch's
             default. A ``module:function`` that chooses a dtype itself keeps it.
-        checkpoint: activation checkpointing by the model's own `gradient_checkpointing_enable`.
+        checkpoint: activation checkpointing by the model's own `gradient_checkpointing_enable`: ``none``, ``non-reentrant``,
+            ``reentrant``, or as in ``non-reentrant:12`` of the first layers only.
         device: ``meta`` initialises nothing; ``cpu`` and others build a real model with random weights.
         max_positions: longest sequence instead of the model's own; learned position tables grow with it.
 
@@ -104,7 +102,7 @@ def build(
             raise InputError(f"max_positions cannot be set for {model}; set it inside the function")
         _check_options(dtype, checkpoint, max_positions)
         built = _call_factory(model, dtype, device)
-        _enable_checkpointing(built, checkpoint)
+        enable_checkpointing(built, checkpoint)
         return built.train()
     unknown = unknown_name("model", model, model_names())
     raise InputError(f"{unknown}; or give a config.json, or module:function")
@@ -114,7 +112,7 @@ def build_shape(
     shape: ModelShape,
     *,
     dtype: torch.dtype | None = None,
-    checkpoint: Checkpoint = "none",
+    checkpoint: str = "none",
     device: str = "meta",
     max_positions: int | None = None,
     **overrides: Any,
@@ -137,7 +135,7 @@ def build_config(
     values: Mapping[str, Any],
     *,
     dtype: torch.dtype | None = None,
-    checkpoint: Checkpoint = "none",
+    checkpoint: str = "none",
     device: str = "meta",
     max_positions: int | None = None,
 ) -> nn.Module:
@@ -170,15 +168,14 @@ def build_config(
             raise InputError(f"transformers cannot build {model_class.__name__} from this config: {error}") from error
     if model_class.__name__.endswith("LMHeadModel") and getattr(built, "loss_type", "") is None:
         built.loss_type = "ForCausalLM"  # what transformers takes anyway, after a warning, where the name says less
-    _enable_checkpointing(built, checkpoint)
+    enable_checkpointing(built, checkpoint)
     return cast(nn.Module, built.train())
 
 
 def _check_options(dtype: torch.dtype | None, checkpoint: str, max_positions: int | None) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         raise InputError(f"dtype must be float32, bfloat16, float16 or float64, found {dtype!r}")
-    if checkpoint not in get_args(Checkpoint):
-        raise unknown_name("checkpoint mode", str(checkpoint), get_args(Checkpoint))
+    parse_checkpoint(checkpoint)
     if max_positions is not None and (not isinstance(max_positions, int) or max_positions < 1):
         raise InputError(f"max_positions must be 1 or more, found {max_positions!r}")
 
@@ -201,27 +198,6 @@ def _constructing(dtype: torch.dtype | None, device: str) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _enable_checkpointing(model: nn.Module, checkpoint: Checkpoint) -> None:
-    if checkpoint == "none":
-        return
-    kwargs = {"use_reentrant": checkpoint == "reentrant"}
-    # transformers 5 renames the method and warns about the old name, which 4.57 and models outside it still have.
-    renamed = getattr(model, "activation_checkpointing_enable", None)
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if renamed is None and enable is None:
-        raise InputError(
-            f"{type(model).__name__} has no gradient_checkpointing_enable; "
-            "checkpoint inside the model and pass checkpoint='none'"
-        )
-    try:
-        if renamed is not None:
-            renamed(activation_checkpointing_kwargs=kwargs)
-        elif enable is not None:
-            enable(gradient_checkpointing_kwargs=kwargs)
-    except (NotImplementedError, ValueError) as error:
-        raise InputError(f"{type(model).__name__} cannot checkpoint activations: {error}") from None
 
 
 def _read_config(path: Path) -> dict[str, Any]:

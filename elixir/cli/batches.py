@@ -25,7 +25,9 @@ def check(args: argparse.Namespace, trace: StepTrace | None) -> None:
 
 
 def search(args: argparse.Namespace, hardware: HardwareProfile, options: dict[str, Any], trace: Trace) -> BatchChoice:
-    """The fastest way; `--checkpoint` settles whether to checkpoint."""
+    """The fastest way; `--checkpoint` settles whether, and how much, to checkpoint."""
+    from elixir.checkpointing import checkpointable_layers
+    from elixir.models import build
     from elixir.search import search_batches
 
     def trace_of(batch: int, checkpoint: str) -> StepTrace:
@@ -37,6 +39,7 @@ def search(args: argparse.Namespace, hardware: HardwareProfile, options: dict[st
         args.world_size,
         samples=args.batch or 1,
         checkpoints=[args.checkpoint] if args.checkpoint else ["none", "non-reentrant"],
+        layers=0 if args.checkpoint else len(checkpointable_layers(build(args.model))),
         optimizer_type=args.optimizer or "adamw",
         **options,
     )

@@ -7,11 +7,17 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-CHECKPOINT_FORMS = ("none", "non-reentrant", "reentrant")
+from elixir.checkpointing import CHECKPOINT_FORMS, parse_checkpoint
+from elixir.errors import ElixirError
+
 OPTIMIZER_KERNELS = ("default", "fused", "foreach", "for-loop")
 PLACEMENTS = ("auto", "cuda", "cpu")
 MOMENTS = ("float32", "bfloat16", "8bit")
 
+CHECKPOINT_HELP = (
+    "activation checkpointing: non-reentrant (also where nothing follows), reentrant or none; of the first 12 layers "
+    "alone: non-reentrant:12"
+)
 MODEL_HELP = "a name (`elixir models` lists them), a Hugging Face config.json, or module:function"
 
 
@@ -32,7 +38,7 @@ def normalise(argv: Sequence[str]) -> list[str]:
     """
     words: list[str] = []
     for index, word in enumerate(argv):
-        if word == "--checkpoint" and (index + 1 == len(argv) or argv[index + 1] not in CHECKPOINT_FORMS):
+        if word == "--checkpoint" and (index + 1 == len(argv) or argv[index + 1].split(":")[0] not in CHECKPOINT_FORMS):
             word = "--checkpoint=non-reentrant"
         words.append(word)
     return words
@@ -123,7 +129,7 @@ def _add_plan(parser: Parser) -> None:
         "--search-batch",
         action="store_true",
         help="--batch is of a step: choose whether to cut it into several that are accumulated, and, unless --checkpoint "
-        "says so, whether to checkpoint",
+        "says so, whether to checkpoint, and how many layers",
     )
     _add_json(parser)
     _add_brief(parser)
@@ -143,8 +149,9 @@ def _add_step(parser: Parser, *, optimizer_kernel: bool = True) -> None:
     )
     step.add_argument(
         "--checkpoint",
-        choices=CHECKPOINT_FORMS,
-        help="activation checkpointing; alone it means non-reentrant (default: none)",
+        type=checkpoint,
+        metavar="FORM",
+        help=CHECKPOINT_HELP + " (default: none)",
     )
     step.add_argument("--optimizer", metavar="NAME", help="adamw (default), adam, sgd, ...")
     if optimizer_kernel:  # only plain PyTorch has one to choose
@@ -196,6 +203,15 @@ def add_disk_memory(parser: Parser) -> None:
 
 def _add_brief(parser: Parser) -> None:
     parser.add_argument("--brief", action="store_true", help="only the summary, no tables")
+
+
+def checkpoint(text: str) -> str:
+    """`text` as it is, if it is a form of checkpointing."""
+    try:
+        parse_checkpoint(text)
+    except ElixirError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _count(text: str) -> int:

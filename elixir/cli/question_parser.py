@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from elixir.cli.parser import (
-    CHECKPOINT_FORMS,
+    CHECKPOINT_HELP,
     MODEL_HELP,
     Parser,
     _add_brief,
@@ -17,6 +17,7 @@ from elixir.cli.parser import (
     add_disk_memory,
     add_fused_kernels,
     add_moments,
+    checkpoint,
 )
 
 
@@ -46,9 +47,7 @@ def _add_sweep(parser: Parser) -> None:
         "--seq", type=_count, metavar="N", help="tokens per sample (default: 1024, or the model's maximum)"
     )
     step.add_argument("--dtype", metavar="DTYPE", help="bf16 (default), fp16, fp32, fp64, as-built")
-    step.add_argument(
-        "--checkpoint", choices=CHECKPOINT_FORMS, help="activation checkpointing; alone it means non-reentrant"
-    )
+    step.add_argument("--checkpoint", type=checkpoint, metavar="FORM", help=CHECKPOINT_HELP)
     step.add_argument("--optimizer", metavar="NAME", help="adamw (default), adam, sgd, ...")
     add_moments(step)
     add_fused_kernels(step)
@@ -113,9 +112,7 @@ def _add_planned(parser: Parser) -> None:
     step.add_argument(
         "--seq", type=_count, metavar="N", help="tokens per sample (default: 1024, or the model's maximum)"
     )
-    step.add_argument(
-        "--checkpoint", choices=CHECKPOINT_FORMS, help="activation checkpointing; alone it means non-reentrant"
-    )
+    step.add_argument("--checkpoint", type=checkpoint, metavar="FORM", help=CHECKPOINT_HELP)
     add_fused_kernels(step)
 
 

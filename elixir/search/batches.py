@@ -1,8 +1,9 @@
-"""How to cut a step's samples into batches, and whether to checkpoint: every way is traced, planned, and compared."""
+"""How to cut a step's samples into batches, and how much to checkpoint: ways are traced, planned, and compared."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ from elixir.tracer.step_trace import StepTrace
 
 logger = logging.getLogger(__name__)
 
+BATCHES_REFINED = 2
+"""For which numbers of checkpointed layers are tried."""
 TraceOf = Callable[[int, str], StepTrace]
 """Traces a batch of so many samples with so much checkpointing, such as ``trace_of(4, "non-reentrant")``."""
 
@@ -57,12 +60,17 @@ def search_batches(
     samples: int,
     checkpoints: Sequence[str] = ("none",),
     micro_batches: bool = True,
+    layers: int = 0,
     **options: Any,
 ) -> BatchChoice:
     """The fastest plan for `samples` samples of a rank per optimizer step.
 
     A step's samples are one batch, or 2, 4, 8, ... as long as they can be halved, whose gradients are added up. Of plans
     that take equally long the first is chosen: the one with fewer batches, then what comes first in `checkpoints`.
+
+    Checkpointing fewer layers takes less compute and more memory. Where `layers` says how many there are, numbers between
+    none and all are tried for the two batches whose steps were the fastest: from the better end in steps of a half, a
+    quarter, ... of all, for as long as that helps. The best number need not be found where time falls and rises twice.
 
     Args:
         trace_of: called at most once per batch and entry of `checkpoints`.
@@ -71,29 +79,87 @@ def search_batches(
         samples: of one rank, per optimizer step.
         checkpoints: forms of activation checkpointing to choose from, as `trace_of` knows them.
         micro_batches: False: one batch only.
+        layers: how many can be checkpointed one by one (`elixir.checkpointing.checkpointable_layers`), of which
+            `trace_of` checkpoints the first 12 where it is given ``"non-reentrant:12"``; 0: all or none.
         options: those of `plan_from_trace`, such as ``device_memory`` and ``host_memory``.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense.
         PlanError: no way fits; of the one that was nearest.
     """
-    _check(samples, checkpoints, options)
-    tried: list[BatchOption] = []
-    best: tuple[float, Plan, BatchOption] | None = None
-    nearest: PlanError | None = None
+    _check(samples, checkpoints, layers, options)
+    trials = _Trials(trace_of, hardware, world_size, samples, options)
     for batch, checkpoint in _ways(samples, checkpoints, micro_batches=micro_batches):
-        option = BatchOption(batch, samples // batch, checkpoint)
-        trace = trace_of(batch, checkpoint)
-        least_s = option.accumulation * _compute_s(trace, hardware, world_size)
-        if best is not None and least_s > best[0]:
-            tried.append(replace(option, reason=f"compute alone takes {least_s:.4g} s, longer than another way's step"))
-            continue
+        trials.step_s(batch, checkpoint)
+    forms = [checkpoint for checkpoint in checkpoints if checkpoint != "none"]
+    if layers and forms:
+        for batch in trials.fastest_batches()[:BATCHES_REFINED]:
+            trials.refine(batch, forms[0], layers)
+    return trials.choice()
+
+
+class _Trials:
+    """Ways that were tried."""
+
+    def __init__(
+        self, trace_of: TraceOf, hardware: HardwareProfile, world_size: int, samples: int, options: dict[str, Any]
+    ) -> None:
+        self._trace_of, self._hardware, self._world_size = trace_of, hardware, world_size
+        self._samples, self._options = samples, options
+        self._tried: dict[tuple[int, str], BatchOption] = {}
+        self._best: tuple[float, Plan, BatchOption] | None = None
+        self._nearest: PlanError | None = None
+
+    def step_s(self, batch: int, checkpoint: str) -> float:
+        """Seconds of one way; infinite where there is no plan, or none that could win."""
+        key = (batch, checkpoint)
+        if key not in self._tried:
+            self._tried[key] = self._try(BatchOption(batch, self._samples // batch, checkpoint))
+        step_s = self._tried[key].step_s
+        return math.inf if step_s is None else step_s
+
+    def fastest_batches(self) -> list[int]:
+        """Batches with a plan, the one with the fastest step first."""
+        found: dict[int, float] = {}
+        for (batch, _), option in self._tried.items():
+            if option.step_s is not None:
+                found[batch] = min(found.get(batch, math.inf), option.step_s)
+        return sorted(found, key=lambda batch: found[batch])
+
+    def refine(self, batch: int, form: str, layers: int) -> None:
+        """Try numbers of layers between none and all."""
+
+        def step_s(count: int) -> float:
+            ends = {0: "none", layers: form}
+            return self.step_s(batch, ends.get(count, f"{form}:{count}"))
+
+        here = min((layers, 0), key=step_s)
+        step = layers // 2
+        while step:
+            around = [count for count in (here - step, here + step) if 0 <= count <= layers]
+            best = min([here, *around], key=step_s)
+            if best == here:
+                step //= 2
+            here = best
+
+    def choice(self) -> BatchChoice:
+        """The fastest."""
+        if self._best is None:
+            raise self._nearest or PlanError("no way to cut the batch was tried", needed_bytes=0, available_bytes=0)
+        return BatchChoice(self._best[1], self._best[2], tuple(self._tried.values()))
+
+    def _try(self, option: BatchOption) -> BatchOption:
+        trace = self._trace_of(option.batch, option.checkpoint)
+        least_s = option.accumulation * _compute_s(trace, self._hardware, self._world_size)
+        if self._best is not None and least_s > self._best[0]:
+            return replace(option, reason=f"compute alone takes {least_s:.4g} s, longer than another way's step")
         try:
-            plan = plan_from_trace(trace, hardware, world_size, accumulation=option.accumulation, **options)
+            plan = plan_from_trace(
+                trace, self._hardware, self._world_size, accumulation=option.accumulation, **self._options
+            )
         except PlanError as error:
-            nearest = min((known for known in (nearest, error) if known is not None), key=_lacking)
-            tried.append(replace(option, reason=str(error).splitlines()[0]))
-            continue
+            self._nearest = min((known for known in (self._nearest, error) if known is not None), key=_lacking)
+            return replace(option, reason=str(error).splitlines()[0])
         step_s, predicted = plan.predicted.seconds["total"], plan.predicted
         option = replace(
             option,
@@ -101,13 +167,10 @@ def search_batches(
             device_peak_bytes=predicted.device_peak_bytes,
             host_peak_bytes=predicted.host_peak_bytes,
         )
-        tried.append(option)
-        logger.debug("%d x %d, checkpointing %s: %.4g s", option.accumulation, batch, checkpoint, step_s)
-        if best is None or round(step_s, 9) < round(best[0], 9):
-            best = (step_s, plan, option)
-    if best is None:
-        raise nearest or PlanError("no way to cut the batch was tried", needed_bytes=0, available_bytes=0)
-    return BatchChoice(best[1], best[2], tuple(tried))
+        logger.debug("%d x %d, checkpointing %s: %.4g s", option.accumulation, option.batch, option.checkpoint, step_s)
+        if self._best is None or round(step_s, 9) < round(self._best[0], 9):
+            self._best = (step_s, plan, option)
+        return option
 
 
 def _ways(samples: int, checkpoints: Sequence[str], *, micro_batches: bool) -> Iterator[tuple[int, str]]:
@@ -131,7 +194,11 @@ def _lacking(error: PlanError) -> int:
     return error.needed_bytes - error.available_bytes
 
 
-def _check(samples: object, checkpoints: object, options: dict[str, Any]) -> None:
+def _check(samples: object, checkpoints: object, layers: object, options: dict[str, Any]) -> None:
+    if isinstance(layers, bool) or not isinstance(layers, int):
+        raise InputTypeError(f"layers must be a whole number, got {layers!r}")
+    if layers < 0:
+        raise InputError(f"layers must be 0 or larger, got {layers}")
     if isinstance(samples, bool) or not isinstance(samples, int):
         raise InputTypeError(f"samples must be a whole number, got {samples!r}")
     if samples < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -140,7 +140,7 @@ class Traces:
     def _trace(self, model: str, batch: int, hardware: HardwareProfile) -> Traced:
         # Late, because they load what planning from a trace does not need.
         from elixir.model_shapes import find
-        from elixir.models import Checkpoint, build, default_input, default_step
+        from elixir.models import build, default_input, default_step
         from elixir.tracer.trace import trace_step
 
         if model not in self._models:
@@ -148,7 +148,7 @@ class Traces:
             self._models[model] = build(
                 model,
                 dtype=self.step.torch_dtype,
-                checkpoint=cast(Checkpoint, self.step.checkpoint),
+                checkpoint=self.step.checkpoint,
             )
         built, shape = self._models[model], find(model)
         inp = self.step.inp() if self.step.inp else default_input(built, batch=batch, seq=self.step.seq)

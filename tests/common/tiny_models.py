@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.models import Checkpoint, ModelShape, build_shape
+from elixir.models import ModelShape, build_shape
 
 FAMILIES = ("opt", "gpt2", "llama", "bert", "t5", "vit", "mixtral")
 
@@ -30,7 +30,7 @@ def tiny(
     *,
     dropout: float = 0.0,
     dtype: torch.dtype | None = None,
-    checkpoint: Checkpoint = "none",
+    checkpoint: str = "none",
     device: str = "cpu",
     layers: int = 2,
     hidden: int = 64,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from elixir.checkpointing import checkpointable_layers
 from elixir.cli import main
 from elixir.errors import InputError, InputTypeError, PlanError
+from elixir.models import build_shape, default_input, default_step, describe
 from elixir.moments import StateSize
 from elixir.plan import Plan
 from elixir.search import optimal_search, plan_from_trace, search_batches
@@ -21,6 +26,7 @@ from elixir.search.simulator import SimulatedCost, simulate_step
 from elixir.search.space import SearchSpace
 from elixir.search.variants import Variants
 from elixir.search.workload import StepFacts, Workload
+from elixir.tracer import trace_step
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.searching import HARDWARE, SMALL
@@ -193,3 +199,54 @@ def test_the_command_shows_every_way(capsys: pytest.CaptureFixture[str]) -> None
     assert shown.index("*") < shown.index("plan ")
     assert main(["plan", "opt-125m", "--search-batch", "--inp", "some.module:function"]) == 2
     assert "--search-batch" in capsys.readouterr().err
+
+
+LAYERS = 6
+SHALLOW = replace(describe("opt-125m"), layers=LAYERS, hidden=256, heads=4, ffn=1024, vocabulary=512)
+
+
+@cache
+def shallow(batch: int, checkpoint: str) -> StepTrace:
+    model = build_shape(SHALLOW, dtype=torch.bfloat16, checkpoint=checkpoint)
+    inp = default_input(model, batch=batch, seq=256)
+    return trace_step(model, inp, default_step, hardware=HARDWARE, optimizer=None)
+
+
+def test_as_many_layers_are_checkpointed_as_are_asked_for() -> None:
+    assert len(checkpointable_layers(build_shape(SHALLOW))) == LAYERS
+    assert shallow(1, "non-reentrant:2").checkpointed_modules == ("model.decoder.layers.0", "model.decoder.layers.1")
+    with pytest.raises(InputError, match="has 6 layers .* 7 are asked for"):
+        build_shape(SHALLOW, checkpoint="reentrant:7")
+    for wrong in ("none:2", "non-reentrant:", "non-reentrant:x", "reentrant:-1"):
+        with pytest.raises(InputError, match="non-reentrant:12"):
+            build_shape(SHALLOW, checkpoint=wrong)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
+    """Between what all and what no layer needs on the device, the best is in between; at the ends, an end."""
+    ways = ["none", *(f"non-reentrant:{count}" for count in range(1, LAYERS)), "non-reentrant"]
+    memory: dict[str, Any] = {"host_memory": PLENTY}
+    peaks = [
+        plan_from_trace(shallow(8, way), HARDWARE, 1, device_memory=PLENTY, **memory).predicted.device_peak_bytes
+        for way in (ways[0], ways[-1])
+    ]
+    memory["device_memory"] = int(peaks[1] + share * (peaks[0] - peaks[1]))
+    times = {}
+    for way in ways:
+        with contextlib.suppress(PlanError):
+            times[way] = plan_from_trace(shallow(8, way), HARDWARE, 1, **memory).predicted.seconds["total"]
+    choice = search_batches(
+        shallow,
+        HARDWARE,
+        1,
+        samples=8,
+        checkpoints=["none", "non-reentrant"],
+        layers=LAYERS,
+        micro_batches=False,
+        **memory,
+    )
+    assert choice.option.step_s == min(times.values())
+    assert choice.option.checkpoint == min(times, key=lambda way: times[way])
+    if share in (0.3, 0.6):
+        assert choice.option.checkpoint not in ("none", "non-reentrant")

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from elixir import models
 from elixir.errors import InputError, InputTypeError
 from elixir.fingerprint import fingerprint
 from elixir.models import build, default_input, default_step, describe, model_names
@@ -176,7 +175,7 @@ assert loaded <= {"transformers.models.opt.modeling_opt", "transformers.models.a
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
-def test_checkpointing_runs_blocks_twice_and_changes_no_gradient(family: str, mode: models.Checkpoint) -> None:
+def test_checkpointing_runs_blocks_twice_and_changes_no_gradient(family: str, mode: str) -> None:
     (runs_once, plain), (runs_twice, recomputed) = (
         _norm_runs_and_gradients(family, "none"),
         _norm_runs_and_gradients(family, mode),
@@ -189,7 +188,7 @@ def test_checkpointing_runs_blocks_twice_and_changes_no_gradient(family: str, mo
         torch.testing.assert_close(recomputed[name], grad, rtol=0.0, atol=tolerance)
 
 
-def _norm_runs_and_gradients(family: str, checkpoint: models.Checkpoint) -> tuple[int, dict[str, torch.Tensor]]:
+def _norm_runs_and_gradients(family: str, checkpoint: str) -> tuple[int, dict[str, torch.Tensor]]:
     model = tiny(family, checkpoint=checkpoint)
     runs: list[nn.Module] = []
     for name, module in model.named_modules():

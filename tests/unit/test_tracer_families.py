@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from elixir.default_step import default_input, default_step
-from elixir.models import Checkpoint
 from elixir.tracer import RecordedRouting, trace_step
 from elixir.tracer.observe import observe_step
 from tests.common.tiny_models import FAMILIES, tiny
@@ -56,7 +55,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "checkpoint", "dropout"), cases())
-def test_predicted_peak_is_the_real_one(family: str, checkpoint: Checkpoint, dropout: float) -> None:
+def test_predicted_peak_is_the_real_one(family: str, checkpoint: str, dropout: float) -> None:
     model = tiny(family, dropout=dropout, checkpoint=checkpoint)
     inp = batch_for(family, model)
     routing = routing_for(family, model, inp)
