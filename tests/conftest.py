@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -15,3 +17,19 @@ settings.load_profile("elixir")
 
 # Tests share the machine with each other; more threads than cores make them slower, not faster.
 torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+@pytest.fixture
+def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing loaded yet, no wish in the environment, 48 classes per slice, so that a tiny vocabulary takes several."""
+    from elixir.kernels import cross_entropy, libraries, registry
+
+    monkeypatch.setattr(registry, "_loaded", {})
+    monkeypatch.setattr(libraries, "_reported", set())
+    monkeypatch.delenv(registry.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(cross_entropy, "SLICE_BYTES", 1)
+    monkeypatch.setattr(cross_entropy, "MIN_SLICE_COLUMNS", 48)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
