@@ -370,7 +370,7 @@ class Plan(Artifact):
 
 
 MASTER_BYTES = 4
-"""Of one element of the master weights that moments of every kind go with, which are float32."""
+"""Of one element of a master weight: a float32 copy, kept where the weight itself has fewer bits or lies elsewhere than its states."""
 _COUNTS = (
     "block_numel",
     "block_bytes",

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from elixir.errors import StateError
+from elixir.plan import MASTER_BYTES
 from elixir.search.packing import Ints
 from elixir.search.rates import Floats, Rates, main_dtype
 from elixir.search.space import MAX_OUTSIZED, Budgets, SearchSpace
-from elixir.search.states import MASTER_BYTES
 from elixir.units import GIB, dtype_bytes
 
 LARGE_PARAMETERS = 16

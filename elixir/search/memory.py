@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from elixir.moments import LARGEST_PIECE_NUMEL, STEP_TEMPORARY_BYTES, MomentKind, StateSize
+from elixir.plan import MASTER_BYTES
 from elixir.search.packing import Ints
-from elixir.search.states import FP32_BYTES, MASTER_BYTES
+from elixir.search.states import FP32_BYTES
 from elixir.search.workload import Workload
 
 WINDOW_CHUNKS = 2

@@ -12,8 +12,6 @@ from elixir.moments import StateSize, check_kind, moments_size
 from elixir.plan import ADAM_FAMILIES, check_adam
 
 FP32_BYTES = 4
-MASTER_BYTES = FP32_BYTES
-"""An fp32 copy of a weight, kept where the weight itself has fewer bits or lies elsewhere than its states."""
 
 _STATE_BYTES = {
     # Two fp32 moments (Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101).

@@ -12,12 +12,12 @@ from torch import nn
 from elixir.errors import ElixirError, InputError, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.moments import StateSize
-from elixir.plan import Plan
+from elixir.plan import MASTER_BYTES, Plan
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
 from elixir.search.planner import plan_from_trace
 from elixir.search.simulator import Simulation, simulate_step
 from elixir.search.space import Budgets
-from elixir.search.states import MASTER_BYTES, state_size
+from elixir.search.states import state_size
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import dtype_bytes, dtype_name, parse_dtype
 

@@ -14,14 +14,13 @@ from torch import nn
 
 from elixir.chunk.group import Group
 from elixir.errors import InputError
-from elixir.wrapper.weights import Weights
+from elixir.wrapper.weights import Weights, few
 
 logger = logging.getLogger(__name__)
 
 _PIECE_NUMEL = 2**20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By bytes of an element; what is wider is read as several int64."""
-SHOWN_NAMES = 3
 
 
 def agree_on_values(group: Group, model: nn.Module, given: Weights | None) -> None:
@@ -104,9 +103,3 @@ def _take_from_rank_0(group: Group, tensor: torch.Tensor) -> None:
     flat = value.reshape(-1).cpu()
     group.send_from_rank_0(flat)
     value.copy_(flat.view(value.shape))
-
-
-def few(names: list[str]) -> str:
-    """The first `SHOWN_NAMES` of them, and how many more there are."""
-    more = len(names) - SHOWN_NAMES
-    return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -16,8 +16,8 @@ from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError
 from elixir.fingerprint import fingerprint
 from elixir.plan import Plan
 from elixir.units import dtype_name
-from elixir.wrapper.agreement import agree_on_values, few
-from elixir.wrapper.weights import Weights, WeightSource, become_real
+from elixir.wrapper.agreement import agree_on_values
+from elixir.wrapper.weights import Weights, WeightSource, become_real, few
 
 logger = logging.getLogger(__name__)
 

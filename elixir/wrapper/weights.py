@@ -19,6 +19,8 @@ from elixir.wrapper.initialise import OwnInitialisation
 Weights = Mapping[str, torch.Tensor] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A state dict; or safetensors: a file, several, or a folder as Hugging Face writes it."""
 
+SHOWN_NAMES = 3
+
 
 class WeightSource:
     """Values of a model's parameters and buffers.
@@ -77,8 +79,8 @@ class WeightSource:
         unexpected = [name for name in given if name not in known]
         if missing or unexpected:
             raise InputError(
-                f"the weights given are not those of {type(self._model).__name__}: missing {_few(missing)}, unexpected "
-                f"{_few(unexpected)}; rename or complete them"
+                f"the weights given are not those of {type(self._model).__name__}: missing {few(missing)}, unexpected "
+                f"{few(unexpected)}; rename or complete them"
             )
 
 
@@ -171,7 +173,9 @@ def _shaped(value: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
     return value.detach()
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """The first `SHOWN_NAMES` of them, and how many more there are."""
     if not names:
         return "none"
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    more = len(names) - SHOWN_NAMES
+    return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from elixir.wrapper import ElixirModule
+from elixir.wrapper.agreement import _digest
 from tests.common.ddp import plan_for
 from tests.common.spawn import run_ranks, run_to_end
 
@@ -85,3 +86,10 @@ def one_on_meta(rank: int, world_size: int) -> None:
 def test_what_cannot_be_one_model_is_refused_on_all_ranks(run: Any, told: str) -> None:
     outcomes = run_to_end(2, run)
     assert all("InputError" in str(outcome.error) and told in str(outcome.error) for outcome in outcomes), outcomes
+
+
+def test_values_in_another_order_are_other_values() -> None:
+    values = torch.arange(12).roll(1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool):
+        assert _digest(values.to(dtype)) == _digest(values.to(dtype).clone())
+        assert _digest(values.to(dtype)) != _digest(values.flip(0).to(dtype))

@@ -96,6 +96,19 @@ def test_waits_for_the_end_of_an_accumulation(monkeypatch: pytest.MonkeyPatch) -
     model.close()
 
 
+def test_asks_no_longer_where_every_forward_begins_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("opt", layers=1)
+    monkeypatch.setattr(api, "correct", lambda *_: pytest.fail("there was no moment between steps"))
+    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB")
+    for _ in range(api.WARM_UP_STEPS + api.MEASURED_STEPS + api.MOST_REFUSALS + 2):
+        loss = hf_loss(model, it.inp)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert model.before_forward is None
+    model.close()
+
+
 def test_counts_the_batches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("opt", layers=1)
     seen: list[Observation] = []
