@@ -121,7 +121,8 @@ def build_step(combination: Combination) -> Step:
         encode, _ = compile_step(encode_8bit_, (*example, *scales))
         step: Step = functools.partial(adam_8bit_, find_scales=find_scales, encode=encode)
     else:
-        step, _ = compile_step(STEPS[combination.moments], _example(combination))
+        narrow = combination.moments == "float32"
+        step, _ = compile_step(STEPS[combination.moments], _example(combination), narrow=narrow)
     _check_against_plain(combination, step)
     return step
 

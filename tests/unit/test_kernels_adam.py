@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -383,7 +384,7 @@ def test_compiled_code_that_gives_other_numbers_is_not_used(monkeypatch: pytest.
     def wrong(gradient: torch.Tensor, master: torch.Tensor, *_: object) -> None:
         master.zero_()
 
-    monkeypatch.setattr(ready, "compile_step", lambda function, example: (wrong, None))
+    monkeypatch.setattr(ready, "compile_step", lambda function, example, narrow: (wrong, None))
     with pytest.raises(RuntimeError, match="does not give what the plain one gives"):
         ready.build_step(ready.Combination("cpu", torch.bfloat16, None, "float32"))
 
@@ -392,3 +393,22 @@ def test_each_combination_has_a_code_object_of_its_own() -> None:
     """Dynamo finds compiled code by it, and there are no guards to tell combinations apart."""
     twins = [compiling._twin(adam_) for _ in range(2)]
     assert len({id(twin.__code__) for twin in (*twins, adam_)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("capability", "narrow", "length"), [("AVX512", True, 256), ("AVX512", False, None), ("AVX2", True, None)]
+)
+def test_half_vectors_are_asked_for_where_there_are_wider_ones(
+    monkeypatch: pytest.MonkeyPatch, capability: str, narrow: bool, length: int | None
+) -> None:
+    """A processor that lacks vectors of 256 bits would get no vectors at all if they were asked for."""
+    asked: dict[str, object] = {}
+
+    def compiler(function: object, *, options: dict[str, object], **_: object) -> Callable[[], None]:
+        asked.update(options)
+        return lambda: None
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    compiling.compile_step(adam_, (), narrow=narrow)
+    assert asked.get("cpp.simdlen") == length
