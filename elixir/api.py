@@ -30,6 +30,7 @@ from elixir.tracer import trace_step
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.backward_steps import clips_in_backward
 from elixir.wrapper.build import compute_device
 from elixir.wrapper.report import StepReport
 
@@ -60,6 +61,7 @@ def wrap(
     replan: bool = True,
     moments: str | None = None,
     accumulation: int = 1,
+    step_in_backward: bool = False,
     **options: Any,
 ) -> tuple[ElixirModule, ElixirOptimizer]:
     """Trace, search and wrap; the numbers are those of plain PyTorch, whatever is planned.
@@ -83,6 +85,8 @@ def wrap(
         replan: compare the first steps with the plan, and move chunks once where a better one is found.
         moments: how Adam's are kept: ``float32``, ``bfloat16`` or ``8bit``; None: as a `HybridAdam` says, else float32.
         accumulation: batches like `inp` per optimizer step.
+        step_in_backward: the host updates chunks while backward still runs; for steps of one backward, without `max_norm`
+            and not in float16. Nothing may look at weights or go back between backward and `step`.
         options: further arguments of `ElixirModule`, such as ``weights``.
 
     Raises:
@@ -101,6 +105,8 @@ def wrap(
             f"{foreign} parameters of the optimizer are not the model's; make it over model.parameters() of this very model"
         )
     check_host_threads(host_threads)
+    if step_in_backward and max_norm:
+        raise clips_in_backward()
     if hardware is None and compute_device(options.get("device")).type == "cpu":
         hardware = "cpu"  # this is a run, so what is planned for is where it runs
     profile = profile_for(hardware)
@@ -121,6 +127,7 @@ def wrap(
             use_fused_kernels=options.get("use_fused_kernels", False),
             moments=moments,
             accumulation=accumulation,
+            step_in_backward=step_in_backward,
         )
     finally:
         planning.close()
@@ -151,6 +158,7 @@ def _planned(
     use_fused_kernels: bool | Mapping[str, str],
     moments: str | None,
     accumulation: int,
+    step_in_backward: bool,
 ) -> tuple[Plan, StepTrace | None]:
     """Rank 0's plan on every rank; the trace stays on rank 0, the only one that may plan again."""
     trace: StepTrace | None = None
@@ -184,6 +192,7 @@ def _planned(
                 placement=placement,
                 moments=moments_of(optimizer, moments),
                 accumulation=accumulation,
+                step_in_backward=step_in_backward,
             )
             answer = (plan.to_json(), None)
         except Exception as error:  # the others must hear of it, whatever it is

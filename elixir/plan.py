@@ -68,6 +68,9 @@ class ChunkPlan:
     grad_entry: int | None = None
     """Index of the entry of `Plan.order` during which its last gradient arrives; None where it gets none. Between the
     gathers of this entry and those of the next is the place of its reduction, the same on all ranks."""
+    steps_in_backward: bool = False
+    """Whether the host updates it as soon as its gradients are there, beside the rest of backward; else with
+    `ElixirOptimizer.step`."""
 
     def __post_init__(self) -> None:
         _check_at_least(1, "numel", self.numel)
@@ -98,6 +101,11 @@ class ChunkPlan:
             )
         if self.state_home == "device" and self.weight_home == "host":
             raise InputError("field 'weight_home' must be 'device' where the states are updated there, found 'host'")
+        if self.steps_in_backward and (not self.trainable or self.state_home != "host" or self.grad_entry is None):
+            raise InputError(
+                "field 'steps_in_backward' is for trainable chunks with gradients whose states live on the host, found "
+                f"state_home {self.state_home!r}, trainable {self.trainable}, grad_entry {self.grad_entry}"
+            )
 
     @property
     def update_home(self) -> Home:
@@ -177,7 +185,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 4
+    schema_version: ClassVar[int] = 5
 
     model_name: str
     model_fingerprint: str
@@ -216,7 +224,7 @@ class Plan(Artifact):
 
     @classmethod
     def from_dict(cls, data: Any, *, source: str = "input") -> Plan:
-        """Build a plan from what `to_dict` gave, now or before plans knew a disk (schema 2) or kinds of moments (3)."""
+        """Build a plan from what `to_dict` gave, now or by one of the schema versions that `upgraded` knows."""
         if isinstance(data, dict) and data.get("artifact") == cls.artifact:
             version = data.get("schema_version")
             if type(version) is int:
@@ -228,6 +236,11 @@ class Plan(Artifact):
         """Whether any chunk's states live there."""
         return any(chunk.state_home == "disk" for chunk in self.chunks)
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether any chunk is updated while backward still runs."""
+        return any(chunk.steps_in_backward for chunk in self.chunks)
+
     def __post_init__(self) -> None:
         _check_at_least(1, "world_size", self.world_size)
         _check_at_least(1, "accumulation", self.accumulation)
@@ -237,6 +250,8 @@ class Plan(Artifact):
             _itemsize(self.dtype)
         if self.moments != "float32":
             self._check_moments()
+        if self.steps_in_backward:
+            check_step_in_backward(self.dtype, self.accumulation)
         self._check_chunks()
         self._check_order()
 
@@ -333,6 +348,7 @@ class Plan(Artifact):
         streamed = [chunk for chunk in self.chunks if not chunk.resident]
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
         states = {home: sum(chunk.state_home == home for chunk in trainable) for home in ("host", "disk")}
+        in_backward = sum(chunk.steps_in_backward for chunk in trainable)
         moved, seconds = self.predicted.moved_bytes, self.predicted.seconds
         shown = [link for link in LINKS if link not in DISK_LINKS or self.uses_disk]
         links = ", ".join(f"{link.replace('_', ' ')} {format_bytes(moved[link])}" for link in shown)
@@ -348,7 +364,8 @@ class Plan(Artifact):
                 f"  chunks        {len(self.chunks)}, {len(self.chunks) - len(streamed)} resident on the device",
                 f"  states        {states['host']} of {len(trainable)} trainable chunks on the host"
                 + (f", {states['disk']} on the disk" if self.uses_disk else "")
-                + (f", moments in {self.moments}" if self.moments != "float32" else ""),
+                + (f", moments in {self.moments}" if self.moments != "float32" else "")
+                + (f", {in_backward} stepped in backward" if in_backward else ""),
                 f"  rCache        {cache}",
                 f"  device peak   {format_bytes(self.predicted.device_peak_bytes)} "
                 f"of {format_bytes(self.device_budget_bytes)}",
@@ -393,6 +410,28 @@ def check_adam(optimizer: str, moments: MomentKind) -> None:
         raise InputError(
             f"moments in {moments} are there for {' and '.join(ADAM_FAMILIES)}, found the optimizer {optimizer}; leave "
             "moments at 'float32', or train with Adam"
+        )
+
+
+def check_step_in_backward(dtype: str, accumulation: int) -> None:
+    """Refuse updates during backward where they would come before all is known that they depend on.
+
+    Args:
+        dtype: of the plan.
+        accumulation: batches per optimizer step.
+
+    Raises:
+        InputError: a gradient is not whole with one backward, or an overflow anywhere would leave the step out.
+    """
+    if accumulation > 1:
+        raise InputError(
+            f"with {accumulation} batches a step gradients are whole after the last backward only; plan with "
+            "step_in_backward=False, or with accumulation=1"
+        )
+    if dtype == "float16":
+        raise InputError(
+            "a step with float16 gradients is left out if any of them overflowed, which is known after backward only; plan "
+            "with step_in_backward=False, or in bfloat16"
         )
 
 

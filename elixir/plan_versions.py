@@ -22,7 +22,18 @@ def upgraded(data: dict[str, Any], version: int, source: str) -> dict[str, Any]:
     """
     if version == 2:
         data, version = _with_disk(data), 3
-    return _with_moments(data, source) if version == 3 else data
+    if version == 3:
+        data, version = _with_moments(data, source), 4
+    return _with_steps_in_backward(data) if version == 4 else data
+
+
+def _with_steps_in_backward(data: dict[str, Any]) -> dict[str, Any]:
+    """A plan of schema 4 whose chunks step when they are told to; as it is, and so refused, where one says more."""
+    chunks = data.get("chunks")
+    known = isinstance(chunks, list) and all(isinstance(chunk, dict) for chunk in chunks)
+    if data.get("schema_version") != 4 or not known or any("steps_in_backward" in chunk for chunk in chunks or ()):
+        return data
+    return data | {"schema_version": 5, "chunks": [chunk | {"steps_in_backward": False} for chunk in chunks or ()]}
 
 
 def _with_moments(data: dict[str, Any], source: str) -> dict[str, Any]:

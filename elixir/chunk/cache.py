@@ -353,6 +353,7 @@ class RCache:
 
     def _load(self, chunk: Chunk) -> None:
         """Start filling a free block beside compute."""
+        chunk.refuse_stepping("weights are read")
         chunk.block = self._pool.take()
         # `data`: a count of writes of its own, or what is fetched into other blocks would count as writes to this one.
         chunk.memory = self._pool.view(chunk.block, chunk.plan.numel, chunk.dtype).data

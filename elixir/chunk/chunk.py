@@ -105,6 +105,8 @@ class Chunk:
         """Of what last read the shard into a block."""
         self.updated: Ticket | None = None
         """Of the optimizer step that last wrote the shard."""
+        self.stepping = False
+        """Its step has begun while backward runs: until the optimizer's own step nobody may read its weights anew."""
         self.shard: torch.Tensor | None = None
         """This rank's part of the weights, at their home; None where a resident chunk's own buffer is the home."""
         self.whole: torch.Tensor | None = None
@@ -208,6 +210,22 @@ class Chunk:
         """The parameter points to where it does while no block holds the chunk."""
         with torch._C.DisableTorchFunctionSubclass():
             slot.parameter.data = slot.placeholder if self.whole is None else slot.part_of(self.whole)
+
+    def refuse_stepping(self, what: str) -> None:
+        """Raise where its step has begun in this backward.
+
+        Args:
+            what: comes too late.
+
+        Raises:
+            InputError: it has.
+        """
+        if self.stepping:
+            raise InputError(
+                f"rank {self.rank}: {what} after the step of chunk {self.index} ({self.slots[0].name}, ...) had begun, which "
+                "this plan lets begin in backward; in the traced step it did not. Plan again with this step, or with "
+                "step_in_backward=False"
+            )
 
     def parameter_at(self, offset: int) -> nn.Parameter:
         """The parameter that lies at this element of the chunk."""

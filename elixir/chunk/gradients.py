@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -41,6 +41,7 @@ class GradientFlow:
         reduce_fp32: sum over the ranks in float32.
         overlap: gradients larger than a block leave beside the rest of backward; else it waits for them.
         places: per chunk, the position of the order that it is sent behind; chunks that are not in it come last.
+        complete: called, in backward, with a chunk that has all its gradients, and the ticket of their arrival at home.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class GradientFlow:
         reduce_fp32: bool = False,
         overlap: bool = True,
         places: Mapping[int, int] | None = None,
+        complete: Callable[[Chunk, Ticket], None] | None = None,
     ) -> None:
         self._lanes = lanes
+        self._complete = complete
         self._group = group
         self._reduce_fp32 = reduce_fp32
         self._block_bytes = block_bytes
@@ -88,6 +91,7 @@ class GradientFlow:
     def take(self, chunk: Chunk, slot: Slot, gradient: torch.Tensor) -> None:
         """A gradient of one parameter has arrived; the caller lets go of `gradient`, which nobody else holds."""
         with self._lock:
+            chunk.refuse_stepping(f"another gradient of {slot.name} comes")
             opened = self._open.get(chunk.index)
             if opened is None and (opened := self._adopted(chunk, gradient)) is not None:
                 self._open[chunk.index] = opened
@@ -183,6 +187,7 @@ class GradientFlow:
         reads it until then.
         """
         with self._lock:
+            chunk.refuse_stepping(f"the gradient of {name} is dropped")
             opened, kept, shard = self._open.get(chunk.index), self._kept.get(chunk.index), self.shards.get(chunk.index)
             if opened is not None and name in opened.arrived:
                 opened.arrived.remove(name)
@@ -365,6 +370,8 @@ class GradientFlow:
         shard.ready = self._lanes.offload.submit(deliver, after=after, nbytes=moved_bytes)
         self.offloaded_bytes += moved_bytes
         self._leaving.append(Leaving(opened.memory, shard.ready, beside))
+        if self._complete is not None and self.reducing and len(opened.arrived) == len(chunk.slots):
+            self._complete(chunk, shard.ready)
 
     def _keep(self, chunk: Chunk, opened: OpenChunk) -> None:
         """Add a chunk's gradients to those that this rank has kept to itself."""

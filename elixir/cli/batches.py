@@ -22,10 +22,15 @@ def check(args: argparse.Namespace, trace: StepTrace | None) -> None:
         raise InputError(f"{args.model} is a trace, which has settled the batch; name the model for --search-batch")
     if args.inp:
         raise InputError("--inp settles the input; leave out --search-batch")
+    if args.step_in_backward:
+        raise InputError("--step-in-backward is for steps of one batch; leave out --search-batch")
 
 
 def search(args: argparse.Namespace, hardware: HardwareProfile, options: dict[str, Any], trace: Trace) -> BatchChoice:
     """The fastest way; `--checkpoint` settles whether, and how much, to checkpoint."""
+    options = {
+        name: value for name, value in options.items() if name != "step_in_backward"
+    }  # which `check` has refused
     from elixir.checkpointing import checkpointable_layers
     from elixir.models import build
     from elixir.search import search_batches

@@ -115,6 +115,7 @@ def run_plan(args: argparse.Namespace) -> int:
         "disk_memory": args.disk_memory,
         "placement": args.placement,
         "moments": args.moments,
+        "step_in_backward": args.step_in_backward,
     }
     choice = None
     if trace is None:

@@ -121,6 +121,7 @@ def _add_plan(parser: Parser) -> None:
     add_disk_memory(parser)
     _add_step(parser)
     add_moments(parser)
+    add_step_in_backward(parser)
     parser.add_argument(
         "--placement", choices=PLACEMENTS, default="auto", help="force every chunk's home (default: auto)"
     )
@@ -183,6 +184,15 @@ def add_moments(parser: argparse._ActionsContainer) -> None:
     """How the optimizer keeps Adam's moments."""
     parser.add_argument(
         "--moments", choices=MOMENTS, default="float32", help="how Adam's moments are kept (default: float32)"
+    )
+
+
+def add_step_in_backward(parser: argparse._ActionsContainer) -> None:
+    """When the host's updates begin."""
+    parser.add_argument(
+        "--step-in-backward",
+        action="store_true",
+        help="the host updates chunks while backward still runs: for one backward a step, no clipping, not fp16",
     )
 
 

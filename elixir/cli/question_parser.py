@@ -17,6 +17,7 @@ from elixir.cli.parser import (
     add_disk_memory,
     add_fused_kernels,
     add_moments,
+    add_step_in_backward,
     checkpoint,
 )
 
@@ -50,6 +51,7 @@ def _add_sweep(parser: Parser) -> None:
     step.add_argument("--checkpoint", type=checkpoint, metavar="FORM", help=CHECKPOINT_HELP)
     step.add_argument("--optimizer", metavar="NAME", help="adamw (default), adam, sgd, ...")
     add_moments(step)
+    add_step_in_backward(step)
     add_fused_kernels(step)
     _add_budgets(parser)
     parser.add_argument("--csv", metavar="FILE", help="save all rows and columns as CSV")
@@ -70,6 +72,7 @@ def _add_fit(parser: Parser) -> None:
     )
     _add_step(parser, optimizer_kernel=False)
     add_moments(parser)
+    add_step_in_backward(parser)
     _add_budgets(parser)
     _add_json(parser)
 

@@ -269,6 +269,7 @@ def _step(args: argparse.Namespace) -> TrainingStep:
         checkpoint=args.checkpoint or "none",
         optimizer=_optimizer(args.optimizer or "adamw"),
         moments=args.moments,
+        step_in_backward=args.step_in_backward,
         use_fused_kernels=bool(args.fused_kernels),
         inp=_called(inp) if inp else None,
         step_fn=files.load_function(step) if step else None,

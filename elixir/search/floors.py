@@ -21,9 +21,10 @@ class Floor:
 
     Args:
         times: seconds of every piece of work.
+        step_in_backward: the host updates what it can before forward begins, which then need not wait for that.
     """
 
-    def __init__(self, times: WorkTimes) -> None:
+    def __init__(self, times: WorkTimes, step_in_backward: bool = False) -> None:
         self._times = times
         self._several = times.world_size > 1
         work, before_backward_s = times.work, times.before_backward_s
@@ -34,6 +35,8 @@ class Floor:
         for entry, chunks in enumerate(times.entry_chunks):
             (forward if entry < work.first_backward else backward)[list(chunks)] = True
         self._forward, self._backward = forward, backward
+        early = [step_in_backward and work.can_step_in_backward(chunk) for chunk in range(count)]
+        self._updated_behind = np.array([not can for can in early], dtype=bool)
         self._before_backward_s, self._after_s = before_backward_s, times.total_s - before_backward_s
         # Updates come in this order; from a chunk's first use on, that much of forward is left.
         self._place: Ints = np.full(count, count, dtype=np.int64)
@@ -56,7 +59,7 @@ class Floor:
         trained, forward, backward = self._trained[chunks], self._forward[chunks], self._backward[chunks]
         fetch_s, gather_s = self._fetch_s[chunks], self._gather_s[chunks]
         on_host, on_device, away = trained & ~state, trained & state, ~weight
-        done_s = self._updated_s(chunks, on_host, weight)
+        done_s = self._updated_s(chunks, on_host & self._updated_behind[chunks], weight)
         forward_s: Floats = np.maximum(on_device @ self._device_adam_s[chunks] + self._before_backward_s, done_s)
         forward_s = np.maximum(forward_s, away @ np.where(forward, fetch_s, 0.0))
         through = trained & ~(resident & state) if not self._several else np.broadcast_to(trained, resident.shape)

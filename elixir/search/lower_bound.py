@@ -332,16 +332,8 @@ class _Program:
         row[self.forward] = -1.0
         row[self.states] += np.where(self.trained, self.numel / world / rates.device_adam.per_s, 0.0)
         self._serial_loads(row, self.in_forward)
-        # The last update is done before its chunk's first use, from which on there is some forward left.
-        left_s = self.before_s[self.backward_at] - self.before_s[self.last_first_use]
-        row = self._row("forward: host's Adam", -left_s)
-        row[self.forward] = -1.0
-        updated = np.where(self.trained & self.in_forward, self.numel / world / rates.host_adam.per_s, 0.0)
-        self._states_on_host(row, updated)
-        # Weights that live on the device return there, each behind its update and beside the next.
-        row = self._row("forward: refresh", -left_s)
-        row[self.forward] = -1.0
-        row[self.weights] += np.where(self.trained & self.in_forward, self.bytes / world / rates.fetch.per_s, 0.0)
+        if not self.setting.step_in_backward:  # else backward may have done all of it
+            self._updates_before_use()
         row = self._row("forward: host to device", 0.0)
         row[self.forward] = -1.0
         self._on_host(row, np.where(self.in_forward, self.bytes / world / rates.fetch.per_s, 0.0))
@@ -352,6 +344,19 @@ class _Program:
             # What the optimizer steps is gathered behind its step where it stays; what is frozen need not be.
             self.limits[-1] -= float(np.where(self.trained, seconds, 0.0).sum())
             self._streamed(row, np.where(self.trained, 0.0, seconds))
+
+    def _updates_before_use(self) -> None:
+        """The last update is done before its chunk's first use, from which on there is some forward left."""
+        rates, world = self.rates, self.world_size
+        left_s = self.before_s[self.backward_at] - self.before_s[self.last_first_use]
+        row = self._row("forward: host's Adam", -left_s)
+        row[self.forward] = -1.0
+        updated = np.where(self.trained & self.in_forward, self.numel / world / rates.host_adam.per_s, 0.0)
+        self._states_on_host(row, updated)
+        # Weights that live on the device return there, each behind its update and beside the next.
+        row = self._row("forward: refresh", -left_s)
+        row[self.forward] = -1.0
+        row[self.weights] += np.where(self.trained & self.in_forward, self.bytes / world / rates.fetch.per_s, 0.0)
 
     def _backward(self) -> None:
         """From where backward begins until every gradient is at home."""

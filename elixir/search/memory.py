@@ -64,6 +64,8 @@ class Setting:
     """Whether states that the host cannot hold go to the disk; None: they do not."""
     moments: MomentKind = "float32"
     """How Adam's moments are kept, which also says how fast it steps."""
+    step_in_backward: bool = False
+    """Whether the host updates what it can while backward still runs."""
 
 
 @dataclass(frozen=True)

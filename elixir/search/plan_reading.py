@@ -58,7 +58,13 @@ def workload_of(plan: Plan, trace: StepTrace) -> Workload:
 def setting_of(plan: Plan, ranks_per_host: int) -> Setting:
     """What was the same for all candidates when it was searched."""
     return Setting(
-        plan.world_size, ranks_per_host, plan.state_size, plan.overlap, plan.accumulation, moments=plan.moments
+        plan.world_size,
+        ranks_per_host,
+        plan.state_size,
+        plan.overlap,
+        plan.accumulation,
+        moments=plan.moments,
+        step_in_backward=plan.steps_in_backward,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Literal, get_args
 from elixir.errors import InputError, InputTypeError, Lever, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.moments import check_kind
-from elixir.plan import MASTER_BYTES, ChunkPlan, Home, ParamSlot, Plan, PlanPrediction
+from elixir.plan import MASTER_BYTES, ChunkPlan, Home, ParamSlot, Plan, PlanPrediction, check_step_in_backward
 from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.candidate import Candidate, everything_resident, settle, weigh
 from elixir.search.homes import PlacementBuilder
@@ -21,6 +22,7 @@ from elixir.search.rates import say_if_network_unknown
 from elixir.search.shortage import Case, shortage
 from elixir.search.space import Budgets, SearchSpace
 from elixir.search.states import optimizer_name, state_size
+from elixir.search.work_times import stepped_in_backward
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import dtype_bytes
 
@@ -49,6 +51,7 @@ def plan_from_trace(
     accumulation: int = 1,
     disk_memory: str | int | None = None,
     moments: str = "float32",
+    step_in_backward: bool = False,
 ) -> Plan:
     """The fastest plan within the budgets, by the time model; the same plan in every process.
 
@@ -66,6 +69,8 @@ def plan_from_trace(
         disk_memory: of the disk of one machine, bytes or text. Where nothing fits device and host, as many states go there
             as the host lacks room for; None: none do. `ElixirModule` does not run such a plan yet.
         moments: how Adam's are kept: ``float32``, ``bfloat16`` or ``8bit`` (`elixir.kernels.moments`).
+        step_in_backward: the host updates chunks while backward still runs. For steps of one backward, without clipping
+            and without loss scaling; docs/runtime.md says what else cannot be done between backward and step.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense, the model has no trainable parameters, or the machine's
@@ -76,7 +81,9 @@ def plan_from_trace(
         trace, hardware, world_size, optimizer_type, moments, overlap, device_memory, host_memory, placement
     )
     _check_count("accumulation", accumulation)
-    setting = replace(setting, accumulation=accumulation)
+    if step_in_backward:
+        _check_step_in_backward(trace, accumulation)
+    setting = replace(setting, accumulation=accumulation, step_in_backward=bool(step_in_backward))
     if search not in get_args(SearchName):
         raise InputError(f"search must be one of {list(get_args(SearchName))}, got {search!r}")
     budgets = replace(budgets, disk_bytes=disk_budget(hardware, disk_memory))
@@ -104,6 +111,7 @@ def simple_plan(
     host_memory: str | int | None = None,
     placement: HomeChoice = "auto",
     moments: str = "float32",
+    step_in_backward: bool = False,
 ) -> Plan:
     """A plan by hand: no search, and a budget is checked only where it is given. For tests and for people who know.
 
@@ -134,6 +142,9 @@ def simple_plan(
         UNLIMITED_BYTES if host_memory is None else host_memory,
         home,
     )
+    if step_in_backward:
+        _check_step_in_backward(trace, accumulation=1)
+        setting = replace(setting, step_in_backward=True)
     space = SearchSpace(trace, hardware, setting)
     size = max(space.table.largest_bytes, -(-space.table.total_bytes // split_number))
     model = space.model(size)
@@ -265,6 +276,16 @@ def _prepare(
     return setting, resolve_budgets(hardware, ranks_per_host, device_memory, host_memory)
 
 
+def _check_step_in_backward(trace: StepTrace, accumulation: int) -> None:
+    check_step_in_backward(trace.dtype, accumulation)
+    phases = [event.phase == "forward" for event in trace.accesses]
+    if any(later and not earlier for earlier, later in itertools.pairwise(phases)):
+        raise InputError(
+            f"the step of {trace.model_name} runs forward again after a backward, so gradients are whole after the last "
+            "backward only; plan with step_in_backward=False"
+        )
+
+
 def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputTypeError(f"{name} must be a whole number, got {value!r}")
@@ -293,7 +314,7 @@ def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: st
         block_count=schedule.blocks,
         prefetch_depth=schedule.prefetch_depth if streamed else 0,
         grad_block_count=best.need.grad_blocks,
-        chunks=_chunk_plans(trace, best),
+        chunks=_chunk_plans(trace, best, space.setting.step_in_backward),
         order=work.order,
         device_budget_bytes=budgets.device_bytes,
         host_budget_bytes=budgets.host_bytes,
@@ -327,9 +348,10 @@ def _common_dtype(best: Candidate) -> str:
     return max(sorted(sizes), key=lambda dtype: sizes[dtype])
 
 
-def _chunk_plans(trace: StepTrace, best: Candidate) -> tuple[ChunkPlan, ...]:
+def _chunk_plans(trace: StepTrace, best: Candidate, step_in_backward: bool) -> tuple[ChunkPlan, ...]:
     home: Callable[[bool], Home] = lambda on_device: "device" if on_device else "host"  # noqa: E731
     plans, ranks = [], _grad_ranks(trace, best)
+    early = stepped_in_backward(best.work, best.placement) if step_in_backward else ()
     for index, chunk in enumerate(best.work.packing.chunks):
         itemsize = dtype_bytes(chunk.dtype)
         slots = tuple(
@@ -350,6 +372,7 @@ def _chunk_plans(trace: StepTrace, best: Candidate) -> tuple[ChunkPlan, ...]:
                 resident=best.placement.resident[index],
                 grad_rank=ranks.get(index),
                 grad_entry=best.work.grad_entry(index),
+                steps_in_backward=index in early,
             )
         )
     return tuple(plans)

@@ -11,7 +11,7 @@ plus a duration: nothing that gets faster can make a step slower.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from elixir.plan import LINKS
@@ -45,14 +45,23 @@ class Machine:
         ahead: the thread that submits does not wait for compute, as on CUDA: updates on the host begin beside those of
             the device.
         record: keep spans.
+        in_backward: chunks whose update on the host follows their gradients, whatever backward still does.
     """
 
     def __init__(
-        self, times: WorkTimes, placement: Placement, grad_blocks: int, *, overlap: bool, ahead: bool, record: bool
+        self,
+        times: WorkTimes,
+        placement: Placement,
+        grad_blocks: int,
+        *,
+        overlap: bool,
+        ahead: bool,
+        record: bool,
+        in_backward: Collection[int] = (),
     ) -> None:
         chunks = range(len(times.bytes))
         self._times, self._placement, self._recording = times, placement, record
-        self._overlap, self._ahead = overlap, ahead
+        self._overlap, self._ahead, self._in_backward = overlap, ahead, in_backward
         self._together = times.world_size > 1
         copied = [0.0] * len(chunks) if self._together else times.device_copy_s
         self._fetch_s = [copied[c] if placement.weight_on_device[c] else times.fetch_s[c] for c in chunks]
@@ -101,7 +110,10 @@ class Machine:
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """`ElixirOptimizer.step`, every gradient being at its home: on the device at once, on the host beside."""
+        """`ElixirOptimizer.step`, every gradient being at its home: on the device at once, on the host beside.
+
+        What backward has begun to step is not stepped again; a batch must have gone before.
+        """
         times, placement = self._times, self._placement
         began_s = self._since_s = self.now_s
         self._unread.extend(c for c in times.update_order if c in placement.state_on_disk)
@@ -112,13 +124,10 @@ class Machine:
                 self.device_adam_s += times.device_adam_s[c]
                 self._computed(self.now_s)
                 done_s = 0.0
+            elif c in self._in_backward:
+                done_s = self._updated_s[c]
             else:
-                submitted_s = began_s if self._ahead else self.now_s
-                done_s = self._update_on_host(c, submitted_s)
-                if placement.weight_on_device[c]:  # new weights return there beside the update of the next chunk
-                    self.moved_bytes[FETCH] += times.shard_bytes[c]
-                    done_s = self._run(REFRESH, "refresh", c, max(self.now_s, done_s), times.fetch_s[c])
-                self._updated_s[c] = done_s
+                done_s = self._update_and_return(c, began_s if self._ahead else self.now_s)
             if not placement.resident[c]:
                 continue
             if self._together:
@@ -126,6 +135,15 @@ class Machine:
                 done_s = self._run(NETWORK, "gather", c, max(self.now_s, done_s), times.gather_s[c])
             self._ready_s[c] = done_s
         self.busy_s[COMPUTE] += self.device_adam_s
+
+    def _update_and_return(self, c: int, submitted_s: float) -> float:
+        """Adam of one shard on the host; when new weights are where they live."""
+        done_s = self._update_on_host(c, submitted_s)
+        if self._placement.weight_on_device[c]:  # they return beside the update of the next chunk
+            self.moved_bytes[FETCH] += self._times.shard_bytes[c]
+            done_s = self._run(REFRESH, "refresh", c, max(self.now_s, done_s), self._times.fetch_s[c])
+        self._updated_s[c] = done_s
+        return done_s
 
     def _update_on_host(self, c: int, submitted_s: float) -> float:
         """Adam of one shard; with states on the disk behind their reading, and before they are written back.
@@ -243,6 +261,8 @@ class Machine:
             seconds += times.add_on_device_s[c] if on_device else times.add_on_host_s[c]
         self._holds[c] = True
         gone_s = self._run(OFFLOAD, "deliver" if on_device else "offload", c, start_s, seconds)
+        if c in self._in_backward:
+            self._update_and_return(c, gone_s)
         if not times.pooled[c] and not self._overlap and not self._together:
             return self._wait(
                 now_s, gone_s, OFFLOAD

@@ -65,6 +65,7 @@ def plan_record(plan: Plan) -> Record:
         "dtype": plan.dtype,
         "optimizer": plan.optimizer,
         "moments": plan.moments,
+        "step_in_backward": plan.steps_in_backward,
         "overlap": plan.overlap,
         "placement": plan.placement,
         "device_budget_bytes": plan.device_budget_bytes,

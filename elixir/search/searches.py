@@ -41,6 +41,7 @@ def optimal_search(
     accumulation: int = 1,
     disk_memory: str | int | None = None,
     moments: str = "float32",
+    step_in_backward: bool = False,
 ) -> Plan:
     """Find chunk size, packing, rCache blocks and homes: the fastest plan that fits both budgets.
 
@@ -66,6 +67,8 @@ def optimal_search(
             live there. Such a plan can be looked at and simulated; `ElixirModule` does not run it yet.
         moments: how Adam's are kept, wherever they live: ``float32``, ``bfloat16`` (half the bytes) or ``8bit`` (a
             quarter). The run steps with these; docs/kernels.md says how far weights differ.
+        step_in_backward: the host updates chunks while backward still runs, where the step has one backward, no clipping and
+            no loss scaling; see `elixir.search.plan_from_trace`.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense.
@@ -91,6 +94,7 @@ def minimum_waste_search(
     use_fused_kernels: bool | Mapping[str, str] = False,
     disk_memory: str | int | None = None,
     moments: str = "float32",
+    step_in_backward: bool = False,
 ) -> Plan:
     """As `optimal_search`, but with the one chunk size that pads least; blocks and homes are searched for it alone."""
     return _searched("minimum_waste", **locals())
@@ -114,6 +118,7 @@ def simple_search(
     placement: HomeChoice = "auto",
     use_fused_kernels: bool | Mapping[str, str] = False,
     moments: str = "float32",
+    step_in_backward: bool = False,
 ) -> Plan:
     """A plan by hand, without a search: for tests, and for people who know what they want.
 
@@ -140,6 +145,7 @@ def simple_search(
         host_memory=host_memory,
         placement=placement,
         moments=moments,
+        step_in_backward=step_in_backward,
     )
     logger.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
     return plan
@@ -163,6 +169,7 @@ def _searched(
     use_fused_kernels: bool | Mapping[str, str],
     disk_memory: str | int | None,
     moments: str,
+    step_in_backward: bool,
     accumulation: int = 1,
 ) -> Plan:
     profile = profile_for(hardware, model)
@@ -184,6 +191,7 @@ def _searched(
         accumulation=accumulation,
         disk_memory=disk_memory,
         moments=moments,
+        step_in_backward=step_in_backward,
     )
     logger.log(logging.INFO if verbose else logging.DEBUG, "%s", plan)
     return plan

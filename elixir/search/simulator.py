@@ -25,7 +25,7 @@ from elixir.search.packing import Ints
 from elixir.search.plan_reading import placement_of, setting_of, workload_of
 from elixir.search.rates import Floats, Rates, main_dtype, say_if_network_unknown
 from elixir.search.replay import COMPUTE, RESOURCES, Machine, Span
-from elixir.search.work_times import Events, WorkTimes
+from elixir.search.work_times import Events, WorkTimes, stepped_in_backward
 from elixir.search.workload import Workload
 from elixir.tracer.step_trace import StepTrace
 
@@ -82,10 +82,19 @@ class _Case:
     grad_blocks: int
     overlap: bool
     ahead: bool
+    in_backward: frozenset[int]
+    """Chunks that the host updates as soon as their gradients are there."""
 
     def machine(self, *, record: bool) -> Machine:
-        options = {"overlap": self.overlap, "ahead": self.ahead, "record": record}
-        return Machine(self.times, self.placement, self.grad_blocks, **options)
+        return Machine(
+            self.times,
+            self.placement,
+            self.grad_blocks,
+            overlap=self.overlap,
+            ahead=self.ahead,
+            record=record,
+            in_backward=self.in_backward,
+        )
 
     def events(self, loads: Sequence[tuple[int, int]], *, updated: bool, record: bool = False) -> Events:
         return self.times.events(self.placement, self.schedule, loads, updated=updated, record=record)
@@ -165,6 +174,8 @@ def simulate_step(
         plan.grad_block_count,
         plan.overlap,
         hardware.device_kind == "cuda",
+        # With several batches gradients are whole after the last only.
+        frozenset(i for i, chunk in enumerate(plan.chunks) if chunk.steps_in_backward and accumulation == 1),
     )
     return _replay(case, accumulation, steps)
 
@@ -219,6 +230,10 @@ class SimulatedCost:
         """
         case = self._case(work, placement, schedule, overlap=overlap)
         machine = case.machine(record=False)
+        if case.in_backward:  # their updates reach from the step before into this one
+            machine.batch(case.events(case.result.timeline, updated=False))
+            machine.settle()
+            machine.restart()
         machine.update()
         optimizer_s = machine.now_s
         forward_s, began_s, taken_s = 0.0, optimizer_s, 0.0
@@ -262,14 +277,15 @@ class SimulatedCost:
         gathering = [chunk for chunk, state in enumerate(on_device) if known.model.gathers_gradients(chunk, state)]
         schedule = work.schedule(placement.residents, result.prefetch_depth)
         grad_blocks = known.model.grad_block_count(gathering)
-        return _Case(known.times, placement, schedule, result, grad_blocks, overlap, self._ahead)
+        in_backward = stepped_in_backward(work, placement) if self._setting.step_in_backward else frozenset()
+        return _Case(known.times, placement, schedule, result, grad_blocks, overlap, self._ahead, in_backward)
 
     def _of(self, work: Workload) -> _Known:
         found = self._known.get(work)
         if found is None:
             model = MemoryModel(work, self._setting)
             times = WorkTimes(work, self._rates, self._events_s, work.packing.block_bytes, _disk_bytes(model))
-            found = self._known[work] = _Known(times, model, Floor(times))
+            found = self._known[work] = _Known(times, model, Floor(times, self._setting.step_in_backward))
         return found
 
 

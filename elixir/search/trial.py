@@ -47,6 +47,8 @@ class TrainingStep:
     """Family whose states are counted."""
     moments: str = "float32"
     """How Adam's are kept: ``float32``, ``bfloat16`` or ``8bit``."""
+    step_in_backward: bool = False
+    """The host updates chunks while backward still runs."""
     use_fused_kernels: bool = False
     """As `ElixirModule` will be given it."""
     inp: Callable[[], dict[str, Any]] | None = None
@@ -238,6 +240,7 @@ def try_out(
             host_memory=budgets.host_bytes,
             disk_memory=budgets.disk_bytes,
             moments=asked.step.moments,
+            step_in_backward=asked.step.step_in_backward,
         )
         step = simulate_step(plan, traced.trace, hardware)
     except ElixirError as error:

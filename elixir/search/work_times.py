@@ -34,6 +34,15 @@ class Events:
     total_s: float
 
 
+def stepped_in_backward(work: Workload, placement: Placement) -> frozenset[int]:
+    """Chunks that the host can update as soon as their gradients are there."""
+    return frozenset(
+        chunk
+        for chunk, on_device in enumerate(placement.state_on_device)
+        if not on_device and chunk not in placement.state_on_disk and work.can_step_in_backward(chunk)
+    )
+
+
 class WorkTimes:
     """One packing of one trace on one machine; made once, for any number of placements.
 

@@ -60,6 +60,10 @@ class StepFacts:
         ]
         """Per access that has any: phase, index into `parameter_sets`, and the last access it is pinned through."""
         self.parameter_sets = tuple(sets)
+        self.last_access: dict[int, int] = {
+            parameter: index for index, event in enumerate(events) for parameter in event.parameters
+        }
+        """By parameter, the last access that reads it."""
         self._slot_of = {event: int(np.searchsorted(self.edges, event, side="right")) - 1 for event in sorted(arrivals)}
 
     def slot(self, event: int) -> int:
@@ -108,6 +112,7 @@ class Workload:
         used = {chunk for _, chunks, _ in self._order for chunk in chunks}
         self.used = tuple(index in used for index in range(len(self.chunks)))
         self._schedules: dict[tuple[frozenset[int], int], StepSchedule] = {}
+        self._can_step_in_backward: dict[int, bool] = {}
 
     @property
     def order(self) -> tuple[ChunkUse, ...]:
@@ -145,6 +150,16 @@ class Workload:
         events = [parameters[member].grad_event for member in self.packing.chunks[index].parameters]
         arrivals = [event for event in events if event is not None]
         return self._entry_of[self.facts.last_use(max(arrivals))] if arrivals else None
+
+    def can_step_in_backward(self, index: int) -> bool:
+        """Whether all gradients of a chunk come, each at once, and nothing reads its weights behind the last of them."""
+        if index not in self._can_step_in_backward:
+            members = self.packing.chunks[index].parameters
+            infos = [self.facts.trace.parameters[member] for member in members]
+            arrivals = [info.grad_event for info in infos if info.grad_event is not None and info.grad_arrivals == 1]
+            last_read = max(self.facts.last_access.get(member, -1) for member in members)
+            self._can_step_in_backward[index] = len(arrivals) == len(members) and last_read <= max(arrivals)
+        return self._can_step_in_backward[index]
 
     def _chunk_facts(self, index: int) -> ChunkFacts:
         chunk, trace = self.packing.chunks[index], self.facts.trace

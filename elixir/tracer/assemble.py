@@ -108,6 +108,7 @@ def _parameters(twin: Twin, order: UseOrder) -> tuple[ParamInfo, ...]:
             dtype=dtype_name(parameter.dtype),
             trainable=parameter.requires_grad,
             grad_event=order.grad_use.get(index),
+            grad_arrivals=order.grad_arrivals.get(index, 0),
         )
         for index, (parameter, aliases) in enumerate(twin.names.items())
     )

@@ -74,6 +74,7 @@ class UseOrder:
         self.ran: dict[str, None] = {}
         self._recomputed: dict[int, list[str]] = {}  # by the node that asked for it
         self.grad_use: dict[int, int] = {}
+        self.grad_arrivals: dict[int, int] = {}
         self.backward_position = sys.maxsize
         """Length of the ledger's log when backward began; larger than any if it never did."""
 
@@ -203,7 +204,9 @@ class UseOrder:
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Autograd has accumulated (so far) the gradient of a parameter."""
-        self.grad_use[self._index[parameter]] = len(self.uses) - 1
+        index = self._index[parameter]
+        self.grad_use[index] = len(self.uses) - 1
+        self.grad_arrivals[index] = self.grad_arrivals.get(index, 0) + 1
 
     def finish(self) -> None:
         """The step is over: close what is open."""

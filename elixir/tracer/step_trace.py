@@ -6,7 +6,7 @@ All byte counts are those of one rank that holds the whole model, as plain PyTor
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from elixir.artifact import Artifact
 
@@ -30,6 +30,9 @@ class ParamInfo:
     trainable: bool
     grad_event: int | None
     """Index of the access event during which its gradient is complete; None where it gets none."""
+    grad_arrivals: int = 1
+    """How often autograd adds to its gradient: more than once where reentrant checkpointing runs several backwards over
+    what shares it, or where the step has several; 0 where it gets none."""
 
     @property
     def numel(self) -> int:
@@ -106,7 +109,7 @@ class StepTrace(Artifact):
     """What one training step needs; see the fields."""
 
     artifact: ClassVar[str] = "step_trace"
-    schema_version: ClassVar[int] = 1
+    schema_version: ClassVar[int] = 2
 
     model_name: str
     model_fingerprint: str
@@ -150,7 +153,25 @@ class StepTrace(Artifact):
     """What the trace had to suppose, such as balanced expert routing."""
     trace_s: float = field(compare=False)
 
+    @classmethod
+    def from_dict(cls, data: Any, *, source: str = "input") -> StepTrace:
+        """Build a trace from what `to_dict` gave, now or before traces counted arrivals (schema 1)."""
+        if isinstance(data, dict) and data.get("artifact") == cls.artifact and data.get("schema_version") == 1:
+            data = _counting_arrivals(data)
+        return super().from_dict(data, source=source)
+
     @property
     def numel(self) -> int:
         """Number of parameter elements, tied ones counted once."""
         return sum(param.numel for param in self.parameters)
+
+
+def _counting_arrivals(data: dict[str, Any]) -> dict[str, Any]:
+    """A trace of schema 1 as if each gradient came once; as it is, and so refused, where it has counts already."""
+    parameters = data.get("parameters")
+    if not isinstance(parameters, list) or not all(isinstance(parameter, dict) for parameter in parameters):
+        return data
+    if any("grad_arrivals" in parameter for parameter in parameters):
+        return data
+    counted = [parameter | {"grad_arrivals": int(parameter.get("grad_event") is not None)} for parameter in parameters]
+    return data | {"schema_version": 2, "parameters": counted}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,10 @@ class Segment:
     """Its version when the segment was made."""
 
 
+Arrived = list[tuple[Segment, torch.Tensor]]
+"""Segments that got a gradient, with it."""
+
+
 class ChunkOptimizer:
     """The optimizer of one chunk."""
 
@@ -55,15 +60,15 @@ class ChunkOptimizer:
         self._counted_states = False
         self._versions: dict[str, int] = {}  # of the parameters, after the last step that changed them
 
-    def gradients(self) -> list[tuple[Segment, torch.Tensor]]:
-        """The segments that got a gradient, with it."""
+    def gradients(self, used: Collection[str]) -> Arrived:
+        """The segments that got a gradient, with it; where these are sharded, the parameters that did are `used`."""
         found = []
         for segment in self.segments:
             if self._shard is None:
                 gradient = segment.source.grad
                 if gradient is not None:
                     found.append((segment, gradient.view(-1)))
-            elif segment.name in self._owner.used_parameters:
+            elif segment.name in used:
                 numel = segment.weights.numel()
                 found.append((segment, self._shard.memory[segment.start : segment.start + numel]))
         return found
@@ -107,7 +112,7 @@ class ChunkOptimizer:
         if self.optimizer.state:
             self._count_states()
 
-    def mark_changed(self, arrived: list[tuple[Segment, torch.Tensor]]) -> None:
+    def mark_changed(self, arrived: Arrived) -> None:
         """Let autograd know that a backward over the weights before this step would be wrong."""
         for segment, _ in arrived:
             if segment.weights is not segment.source:  # else the step itself has
@@ -121,9 +126,7 @@ class ChunkOptimizer:
         ):
             self.chunk.follow_writes()
 
-    def step(
-        self, arrived: list[tuple[Segment, torch.Tensor]], factor: float, hyperparameters: list[dict[str, Any]]
-    ) -> None:
+    def step(self, arrived: Arrived, factor: float, hyperparameters: list[dict[str, Any]]) -> None:
         """One step with the gradients in `arrived` times `factor`; `write_weights` comes next."""
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             group.update(values)
@@ -134,9 +137,7 @@ class ChunkOptimizer:
             self._step_segments(self.optimizer, arrived, factor)
         self._count_states()
 
-    def _step_segments(
-        self, optimizer: torch.optim.Optimizer, arrived: list[tuple[Segment, torch.Tensor]], factor: float
-    ) -> None:
+    def _step_segments(self, optimizer: torch.optim.Optimizer, arrived: Arrived, factor: float) -> None:
         before = [segment.weights.grad for segment in self.segments]  # of ordinary parameters, which keep theirs
         for segment in self.segments:
             segment.weights.grad = None
@@ -153,7 +154,7 @@ class ChunkOptimizer:
         plan = self.chunk.plan
         return isinstance(self.optimizer, FusedAdam) and self._separate and plan.weight_home == plan.state_home
 
-    def write_weights(self, arrived: list[tuple[Segment, torch.Tensor]]) -> None:
+    def write_weights(self, arrived: Arrived) -> None:
         """Master weights, where there are any, to where the weights are, in their dtype."""
         if not self._separate or self._writes_itself():
             return

@@ -188,6 +188,7 @@ class ElixirModule(nn.Module):
                 "a CUDA graph would replay with the addresses that weights had when it was captured, but streamed "
                 "weights move; run an ElixirModule without capturing it"
             )
+        self._refuse_begun("a forward")
         if self.before_forward is not None:
             self.before_forward()
         self._forwards[torch.is_grad_enabled()] += 1
@@ -289,6 +290,7 @@ class ElixirModule(nn.Module):
 
     def settle(self) -> None:
         """Wait for everything that runs beside compute, and empty the blocks."""
+        self._refuse_begun("looking at weights")
         self.forget_failed_backward()
         self.gradients.settle()
         for chunk in self.chunks:
@@ -329,6 +331,7 @@ class ElixirModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, those that have left for their home too; or have zeros in their place."""
+        self._refuse_begun("zero_grad()")
         self.forget_failed_backward()
         self.gradients.clear(to_none=set_to_none)
         if self._group.size > 1:
@@ -444,6 +447,11 @@ class ElixirModule(nn.Module):
             lane.waited_s = 0.0
         self._clock.start()
 
+    def _refuse_begun(self, what: str) -> None:
+        """Where weights are stepped in part."""
+        for optimizer in self.optimizers:
+            optimizer.in_backward.refuse(what)
+
     @staticmethod
     def _output(item: Any) -> Any:
         return item.float() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
@@ -456,6 +464,7 @@ class ElixirModule(nn.Module):
     def backward_runs(self) -> None:
         """Backward is running; the first time, have the engine call when it is over."""
         if not self._in_backward:
+            self._refuse_begun("another backward")
             self._in_backward = True
             if self._group.size > 1:
                 self.cache.enter_backward()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,8 @@ from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError, InputTypeError
 from elixir.host_threads import check_host_threads
 from elixir.plan import Plan
-from elixir.wrapper.chunk_optimizer import ChunkOptimizer, Segment
+from elixir.wrapper.backward_steps import BackwardSteps, clips_in_backward
+from elixir.wrapper.chunk_optimizer import Arrived, ChunkOptimizer, Segment
 from elixir.wrapper.fused_adam import FusedAdam, can_fuse, check_moments
 from elixir.wrapper.gradient_norm import total_norm
 from elixir.wrapper.host_adam import set_host_threads
@@ -47,8 +48,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
             Other threads keep torch's number. Several optimizers of one module share them: the last one says.
 
     Raises:
-        InputError: the optimizer is not elementwise, has parameters that are not the module's or another's, or cannot step with the
-            moments of the plan; or `host_threads` is no whole number from 1 on.
+        InputError: the optimizer is not elementwise, has parameters that are not the module's or another's, or cannot step
+            as the plan says: with its moments, or in backward; or `host_threads` is no whole number from 1 on.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._given = optimizer
         self._class = type(optimizer)
         self._fusible = can_fuse(optimizer)
-        check_moments(optimizer, self._fusible, module.plan.moments)
+        self.max_norm = max_norm or 0.0
+        self.check_plan(module.plan)
         self.group_of = {
             parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
@@ -91,7 +93,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if module.plan.moments == "float32":  # others are stepped by `FusedAdam`, whatever the class
             for group in self.param_groups:
                 check_elementwise(self._class, partial(self._make_over, group))
-        self.max_norm = max_norm or 0.0
         self.scales = module.plan.dtype == "float16"
         self.loss_scale = float(initial_scale) if self.scales else 1.0
         self._growth_interval = growth_interval
@@ -100,6 +101,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.used_parameters: set[str] = set()
         self._position = {parameter: index for index, parameter in enumerate(module.module.parameters())}
         self._parts = self._make_parts()
+        self.in_backward = BackwardSteps(self)
+        """Steps that begin before `step` is called."""
         self.host_threads = set_host_threads(module, asked_threads)
         """Of what steps on the host."""
         module.optimizers.append(self)
@@ -111,8 +114,15 @@ class ElixirOptimizer(torch.optim.Optimizer):
         return self._fusible and (self.module.use_fused_kernels or self.module.plan.moments != "float32")
 
     def check_plan(self, plan: Plan) -> None:
-        """Refuse a plan whose moments this cannot step with; `InputError` says what to do."""
-        check_moments(self, self._fusible, plan.moments)
+        """Refuse a plan that this cannot step by; `InputError` says what to do."""
+        check_moments(self._given, self._fusible, plan.moments)
+        if self.max_norm and plan.steps_in_backward:
+            raise clips_in_backward()
+        if plan.steps_in_backward and any(other is not self for other in self.module.optimizers):
+            raise InputError(
+                "a plan that steps during backward is for a module with one optimizer; give that one all parameters, or plan "
+                "with step_in_backward=False"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while this is built: the plan knows no other parameters.
@@ -143,15 +153,15 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def give_up_states(self) -> dict[str, dict[str, Any]]:
         """The states of this rank's part of each parameter; this optimizer has none until `take_states`."""
         states: dict[str, dict[str, Any]] = {}
-        for part in self._parts:
+        for part in self._parts.values():
             states |= part.give_up_states()
-        self._parts = []
+        self._parts = {}
         return states
 
     def take_states(self, states: dict[str, dict[str, Any]]) -> None:
         """Go on from `states`, under the module's plan of now; each is let go of when its chunk has taken it."""
         self._parts = self._make_parts()
-        for part in self._parts:
+        for part in self._parts.values():
             part.take_states(states)
 
     def make_inner(self, weights: list[nn.Parameter], segments: list[Segment]) -> torch.optim.Optimizer:
@@ -168,8 +178,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
         decoupled = issubclass(self._class, torch.optim.AdamW)
         return FusedAdam(master, segments, options, decoupled, self.module.plan.moments)
 
-    def _make_parts(self) -> list[ChunkOptimizer]:
-        return [ChunkOptimizer(self, chunk) for chunk in self._in_order() if chunk.plan.trainable]
+    def _make_parts(self) -> dict[int, ChunkOptimizer]:
+        return {chunk.index: ChunkOptimizer(self, chunk) for chunk in self._in_order() if chunk.plan.trainable}
+
+    def part_of(self, chunk: Chunk) -> ChunkOptimizer:
+        """What steps a chunk."""
+        return self._parts[chunk.index]
 
     def _make_over(self, group: dict[str, Any], weights: list[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer of the user's class over `weights`, with a group's options."""
@@ -201,6 +215,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: zeros are asked for where the module has another optimizer, whose gradients share the chunks.
         """
+        self.in_backward.refuse("zero_grad()")
         self._clip_once = 0.0
         self._scaled = not set_to_none  # zeros are of any scale
         if len(self.module.optimizers) == 1:
@@ -218,6 +233,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the norm is not finite, where that is asked for.
         """
+        self.in_backward.refuse("clip_grad_norm_()")
         self._refuse_unreduced("clip_grad_norm_()")
         self.module.forget_failed_backward()
         self.module.gradients.settle()
@@ -262,13 +278,17 @@ class ElixirOptimizer(torch.optim.Optimizer):
             if limit:
                 # As torch.nn.utils.clip_grad_norm_: the same epsilon, in float32, and never a factor above 1.
                 factor *= float(torch.clamp(limit / (norm / self.loss_scale + 1e-6), max=1.0))
-        # Copies: a scheduler may write into a learning rate that is a tensor.
-        hyperparameters = [
-            tree_map(_copied, {key: value for key, value in group.items() if key != "params"})
-            for group in self.param_groups
-        ]
+        hyperparameters = self.hyperparameters()
         module.cache.invalidate()  # before weights count as changed, which inside a block they must not
-        updates = [ticket for part in self._parts if (ticket := self._start(part, factor, hyperparameters)) is not None]
+        begun = self.in_backward.finish(hyperparameters)
+        updates = []
+        for index, part in self._parts.items():
+            if index not in begun:
+                part.follow_writes()
+                arrived = part.gradients(self.used_parameters)  # now: when it runs, other parameters may have gradients
+                self.step_part(part, arrived, factor, hyperparameters)
+                part.mark_changed(arrived)
+            updates += [ticket for ticket in [self._publish(part.chunk)] if ticket is not None]
         module.weights_changed(updates)
         module.step_over()
         # A scheduler that was built over the optimizer given reads there whether it is called after a step.
@@ -306,38 +326,50 @@ class ElixirOptimizer(torch.optim.Optimizer):
                             "them; change them in a hook (parameter.register_hook), or change the loss"
                         )
 
-    def _start(self, part: ChunkOptimizer, factor: float, hyperparameters: list[dict[str, Any]]) -> Ticket | None:
-        """Step one chunk: on the host beside what comes next, on the device at once."""
-        chunk, group, lanes = part.chunk, self.module._group, self.module._lanes
-        shard_bytes = chunk.shard_numel * chunk.dtype.itemsize
-        part.follow_writes()
-        arrived = part.gradients()  # now: when the step runs, other parameters may have gradients
-        after: list[Ticket] = []
-        if chunk.plan.state_home == "host":
-            # If the step before failed, so does this; and the shard may still be on its way into a block.
-            before = [ticket for ticket in (chunk.updated, chunk.fetched) if ticket is not None]
-            stepped = lanes.host_adam.submit(partial(part.step, arrived, factor, hyperparameters), after=before)
-            moved_bytes = shard_bytes if chunk.plan.weight_home == "device" and arrived else 0
-            write = partial(part.write_weights, arrived)
-            # New weights go to the device beside the step of the next chunk.
-            writes = lanes.refresh if moved_bytes else lanes.host_adam
-            chunk.updated = stepped  # should submitting raise what the step has raised, the next step does, too
-            chunk.updated = writes.submit(write, after=[stepped], nbytes=moved_bytes)
-            self.module.refreshed_bytes += moved_bytes
-            after = [chunk.updated]
-        else:
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Of the groups, as of now: copies, since a scheduler may write into a learning rate that is a tensor."""
+        return [
+            tree_map(_copied, {key: value for key, value in group.items() if key != "params"})
+            for group in self.param_groups
+        ]
+
+    def step_part(
+        self,
+        part: ChunkOptimizer,
+        arrived: Arrived,
+        factor: float,
+        hyperparameters: list[dict[str, Any]],
+        behind: Sequence[Ticket] = (),
+    ) -> None:
+        """Step one chunk: on the host behind `behind` and beside what comes next, on the device at once."""
+        chunk, lanes = part.chunk, self.module._lanes
+        if chunk.plan.state_home != "host":
             part.step(arrived, factor, hyperparameters)
             part.write_weights(arrived)
-        part.mark_changed(arrived)
+            return
+        # If the step before failed, so does this; and the shard may still be on its way into a block.
+        before = [*behind, *(ticket for ticket in (chunk.updated, chunk.fetched) if ticket is not None)]
+        stepped = lanes.host_adam.submit(partial(part.step, arrived, factor, hyperparameters), after=before)
+        moved_bytes = chunk.shard_weights.nbytes if chunk.plan.weight_home == "device" and arrived else 0
+        write = partial(part.write_weights, arrived)
+        # New weights go to the device beside the step of the next chunk.
+        writes = lanes.refresh if moved_bytes else lanes.host_adam
+        chunk.updated = stepped  # should submitting raise what the step has raised, the next step does, too
+        chunk.updated = writes.submit(write, after=[stepped], nbytes=moved_bytes)
+        self.module.refreshed_bytes += moved_bytes
+
+    def _publish(self, chunk: Chunk) -> Ticket | None:
+        """Have the new weights of a resident chunk on every rank; when its next use may read them, where it must wait."""
         if chunk.whole is None:
             return None
+        after = [chunk.updated] if chunk.plan.state_home == "host" and chunk.updated is not None else []
+        group, whole = self.module._group, chunk.whole
         if group.size == 1:
             chunk.filled = after[0] if after else None
             return chunk.filled
-        whole = chunk.whole
         mine = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
-        self.module.regathered_bytes += whole.nbytes - shard_bytes
-        chunk.filled = lanes.network.submit(lambda: group.gather(whole, mine), after=after)
+        self.module.regathered_bytes += whole.nbytes - mine.nbytes
+        chunk.filled = self.module._lanes.network.submit(lambda: group.gather(whole, mine), after=after)
         return chunk.filled
 
     def _agree_on_used(self, *, unscaled: bool = False) -> None:
@@ -346,7 +378,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: `unscaled` is true on any rank; then on all.
         """
-        names = [slot.name for part in self._parts for slot in part.chunk.slots]
+        names = [slot.name for part in self._parts.values() for slot in part.chunk.slots]
         arrived: set[str] = set()
         for shard in self.module.gradients.shards.values():
             arrived |= shard.arrived
@@ -372,7 +404,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Norm of all gradients over all ranks, loss scale included; float32, on the CPU."""
         module = self.module
         module.gradients.settle()
-        found = [item for part in self._parts for item in part.gradients()]
+        found = [item for part in self._parts.values() for item in part.gradients(self.used_parameters)]
         # In the order of the model, so that one rank sums the norms as PyTorch would.
         found.sort(key=lambda item: self._position[item[0].source])
         norm = total_norm([gradient for _, gradient in found], self.host_threads)

@@ -19,7 +19,7 @@ from elixir.chunk.cache import RCache
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.group import Group
-from elixir.chunk.lanes import Lanes
+from elixir.chunk.lanes import Lanes, Ticket
 from elixir.plan import Plan
 from elixir.schedule import StepSchedule
 from elixir.wrapper.state import ModelState
@@ -85,7 +85,7 @@ class RunningPlan:
         parameters = {slot.parameter for chunk in tracked for slot in chunk.slots}
         self.uses = WeightUses(self.cache, self.chunks, tracked, device.type)
         self._access = ParameterAccess(model, self.uses, parameters) if tracked else None
-        self.gradients = self._gradient_flow(schedule, options.reduce_fp32)
+        self.gradients = self._gradient_flow(schedule, options.reduce_fp32, partial(_complete, weakref.ref(owner)))
         self.cache.reductions = self.gradients
         self.uses.gradients = self.gradients
         self.uses.backward_runs = partial(_runs, weakref.ref(owner))
@@ -119,7 +119,9 @@ class RunningPlan:
         self._lanes.network.submit(lambda: self._group.gather(whole, mine)).synchronize()
         return whole
 
-    def _gradient_flow(self, schedule: StepSchedule, reduce_fp32: bool) -> GradientFlow:
+    def _gradient_flow(
+        self, schedule: StepSchedule, reduce_fp32: bool, complete: Callable[[Chunk, Ticket], None]
+    ) -> GradientFlow:
         gathering = [chunk for chunk in self.chunks if chunk.plan.trainable and not self.is_ordinary(chunk)]
         # Those that got no gradient in the traced step come last: nobody shall wait for them.
         last = len(self.chunks)
@@ -141,6 +143,7 @@ class RunningPlan:
             reduce_fp32=reduce_fp32,
             overlap=self.plan.overlap,
             places=places,
+            complete=complete if self.plan.steps_in_backward else None,
         )
 
     def _watch_gradients(self, owner: ElixirModule) -> list[RemovableHandle]:
@@ -153,6 +156,14 @@ class RunningPlan:
             for position, slot in enumerate(chunk.slots)
             if slot.parameter.requires_grad
         ]
+
+
+def _complete(weak: weakref.ref[ElixirModule], chunk: Chunk, home: Ticket) -> None:
+    """All gradients of a chunk are on their way home."""
+    owner = weak()
+    if owner is not None and chunk.plan.steps_in_backward:
+        for optimizer in owner.optimizers:  # one at most, or the plan would have been refused
+            optimizer.in_backward.begin(chunk, home)
 
 
 def _runs(weak: weakref.ref[ElixirModule]) -> None:

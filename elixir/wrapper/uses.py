@@ -97,6 +97,7 @@ class WeightUses:
             if index in self.gathered:
                 continue
             if chunk.plan.resident:
+                chunk.refuse_stepping("weights are read")
                 self._wait_for_update(chunk)
                 continue
             if not inside:
