@@ -80,6 +80,10 @@ def compile_step(function: Step, example: Sequence[Any], *, narrow: bool = False
         # ... but a process with one thread, such as the child, would get code without any.
         "cpp.threads": 64,
     }
+    if all(value.device.type == "cpu" for value in example if isinstance(value, torch.Tensor)):
+        # Called from Python, inductor's C++ holds the interpreter's lock for as long as the step takes, and whoever submits
+        # compute waits for it; its C++ wrapper lets go of the lock.
+        options["cpp_wrapper"] = True
     if narrow and torch.backends.cpu.get_cpu_capability() == "AVX512":
         options["cpp.simdlen"] = 256
     compiled: Step = torch.compile(_twin(function), dynamic=True, fullgraph=True, options=options)

@@ -23,8 +23,9 @@ from elixir.moments import MomentKind
 
 logger = logging.getLogger(__name__)
 
-SMALL_NUMEL = 2**20
-"""Shards below this neither count towards compiling nor run compiled: they take about a millisecond anyway."""
+SMALL_NUMEL: dict[MomentKind, int] = {"float32": 2**20, "bfloat16": 2**17, "8bit": 2**16}
+"""By kind of moments: what has fewer elements neither counts towards compiling nor runs compiled, since it takes about a
+millisecond anyway. With other than float32 moments parameters are stepped one by one, so most are small."""
 
 COMPILE_COST_S = 15.0
 """Seconds of a core for a cold compile, measured on 2 cores of an EPYC 9005."""
@@ -86,7 +87,7 @@ def compiled_step(combination: Combination, numel: int) -> Step | None:
     Compiling begins once eager steps have cost as much more as compiling takes: never worse than twice the better of
     the two, however long the job turns out to be.
     """
-    if numel < SMALL_NUMEL or combination.device_type not in ("cpu", "cuda"):
+    if numel < SMALL_NUMEL[combination.moments] or combination.device_type not in ("cpu", "cuda"):
         return None
     chosen = mode()
     if chosen == "never":

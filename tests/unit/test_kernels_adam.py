@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -280,22 +284,24 @@ def test_compiling_begins_when_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELIXIR_COMPILE", "1")
     monkeypatch.setattr(Background, "start", lambda self: started.append(self.name))
     monkeypatch.setattr(ready, "missing_compiler", lambda device_type: None)
-    monkeypatch.setattr(ready, "COMPILE_COST_S", ready.GAIN_S_PER_NUMEL["cpu", "float32"] * 3 * ready.SMALL_NUMEL)
-    moments = make_moments(ready.SMALL_NUMEL)
-    step_once(ready.SMALL_NUMEL - 1)
+    monkeypatch.setattr(
+        ready, "COMPILE_COST_S", ready.GAIN_S_PER_NUMEL["cpu", "float32"] * 3 * ready.SMALL_NUMEL["float32"]
+    )
+    moments = make_moments(ready.SMALL_NUMEL["float32"])
+    step_once(ready.SMALL_NUMEL["float32"] - 1)
     assert not ready._progress  # small shards do not count
     for begun in (False, False, True):
-        step_once(ready.SMALL_NUMEL, moments)
+        step_once(ready.SMALL_NUMEL["float32"], moments)
         assert bool(started) is begun
 
 
 def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("ELIXIR_COMPILE", "now")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    moments = make_moments(ready.SMALL_NUMEL)
+    moments = make_moments(ready.SMALL_NUMEL["float32"])
     with caplog.at_level(logging.INFO, logger="elixir.kernels"):
         for _ in range(3):
-            step_once(ready.SMALL_NUMEL, moments)
+            step_once(ready.SMALL_NUMEL["float32"], moments)
     assert len(caplog.records) == 1
     assert "no-such-compiler" in caplog.text
 
@@ -358,7 +364,7 @@ def test_compiled_steps_give_eager_numbers(monkeypatch: pytest.MonkeyPatch) -> N
     """All combinations in one process, where one must not run the code of another."""
     if compiling.missing_compiler("cpu"):
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(ready, "SMALL_NUMEL", 2)
+    monkeypatch.setattr(ready, "SMALL_NUMEL", dict.fromkeys(ready.SMALL_NUMEL, 2))
     # Not in a child: what is tested is the code, and another process would import torch once more.
     monkeypatch.setattr(ready, "_child_source", lambda combination: None)
     for kind, gradient_dtype, weight_dtype in COMBINATIONS:
@@ -412,3 +418,38 @@ def test_half_vectors_are_asked_for_where_there_are_wider_ones(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     compiling.compile_step(adam_, (), narrow=narrow)
     assert asked.get("cpp.simdlen") == length
+
+
+def test_a_compiled_step_does_not_keep_other_threads_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs beside the thread that submits compute, which must not wait for the interpreter's lock."""
+    if compiling.missing_compiler("cpu"):
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(ready, "_progress", {})
+    monkeypatch.setattr(ready, "_child_source", lambda combination: None)
+    monkeypatch.setenv("ELIXIR_COMPILE", "wait")
+    numel = 1 << 24
+    master, gradient, moments = torch.ones(numel), torch.ones(numel, dtype=torch.bfloat16), make_moments(numel)
+    turns: list[float] = []
+    over = threading.Event()
+
+    def other() -> None:
+        while not over.is_set():
+            turns.append(time.perf_counter())
+
+    step = functools.partial(adam_step, gradient, master, None, moments, AdamOptions())
+    step(1)
+    thread = threading.Thread(target=other)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # turns at Python code are short beside a step
+    thread.start()
+    shares = []
+    for number in range(2, 12):
+        began = time.perf_counter()
+        step(number)
+        ended = time.perf_counter()
+        inside = [began, *(moment for moment in list(turns) if began < moment < ended), ended]
+        shares.append(max(later - earlier for earlier, later in pairwise(inside)) / (ended - began))
+    over.set()
+    thread.join()
+    sys.setswitchinterval(before)
+    assert min(shares) < 0.5, "no other thread ran during any step"
