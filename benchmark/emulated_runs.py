@@ -23,6 +23,7 @@ from elixir.chunk.lanes import Emulation, ThreadLane
 from elixir.hardware import HardwareProfile
 from elixir.model_shapes import ModelShape, describe
 from elixir.models import build_shape
+from elixir.moments import MomentKind
 from elixir.plan import Plan
 from elixir.search.candidate import weigh
 from elixir.search.memory import Placement, Setting
@@ -88,14 +89,19 @@ def homes(mix: str, chunks: int) -> Placement:
     return Placement(everywhere, everywhere, nowhere)
 
 
-def make_space(trace: StepTrace, hardware: HardwareProfile, world_size: int = 1) -> SearchSpace:
-    """What plans of a trace are made in."""
-    return SearchSpace(trace, hardware, Setting(world_size, world_size, state_size("AdamW"), True))
+def make_space(
+    trace: StepTrace, hardware: HardwareProfile, world_size: int = 1, moments: MomentKind = "float32", **setting: Any
+) -> SearchSpace:
+    """What plans of a trace are made in; `setting` as of `Setting`."""
+    states = state_size("AdamW", moments)
+    return SearchSpace(trace, hardware, Setting(world_size, world_size, states, True, moments=moments, **setting))
 
 
-def mixed_plans(trace: StepTrace, hardware: HardwareProfile, mixes: Sequence[str], world_size: int = 1) -> list[Plan]:
-    """One plan per mix, all of the same chunks."""
-    space = make_space(trace, hardware, world_size)
+def mixed_plans(
+    trace: StepTrace, hardware: HardwareProfile, mixes: Sequence[str], world_size: int = 1, **setting: Any
+) -> list[Plan]:
+    """One plan per mix, all of the same chunks; `setting` as of `Setting`."""
+    space = make_space(trace, hardware, world_size, **setting)
     capacity = max(space.table.largest_bytes, -(-space.table.total_bytes // CHUNKS))
     chunks = len(space.model(capacity).work.chunks)
     return [planned(space, homes(mix, chunks), capacity) for mix in mixes]
