@@ -263,6 +263,7 @@ def test_a_program_may_end_without_closing() -> None:
 
 
 def test_a_module_that_is_let_go_of_stops_its_lanes() -> None:
+    gc.collect()  # those of earlier tests
     before = threading.active_count()
     it = case("opt", layers=1)
     module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")

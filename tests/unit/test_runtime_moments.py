@@ -136,7 +136,7 @@ def test_homes_change_no_bit_nor_does_moving_between_them(kind: str, family: str
         moved.train(2)
         moved.module.rehome(with_homes(plan, mode))
     ends.append(moved.weights())
-    assert all(isinstance(part.optimizer, FusedAdam) for part in moved.optimizer._parts)
+    assert all(isinstance(part.optimizer, FusedAdam) for part in moved.optimizer._parts.values())
     moved.module.close()
     assert all(same(ends[0], end) for end in ends[1:])
 
@@ -190,11 +190,11 @@ def test_other_kinds_of_moments_are_read_in_float32_on_the_way(kind: str) -> Non
     run.train(5)
     run.module.settle()
     before = {}
-    for part in run.optimizer._parts:
+    for part in run.optimizer._parts.values():
         for segment in part.segments:
             before[segment.name] = part.optimizer.state[segment.weights]["exp_avg"].flatten().clone()
     run.module.rehome(low)
-    for part in run.optimizer._parts:
+    for part in run.optimizer._parts.values():
         assert isinstance(part.optimizer, FusedAdam)
         for segment in part.segments:
             kept = part.optimizer.give_up(segment)["moments"]
@@ -301,6 +301,8 @@ def test_plans_go_to_json_and_back_and_older_ones_are_of_float32() -> None:
     plan = make_plan(it, "streamed")
     old = plan.to_dict() | {"schema_version": 3, "state_bytes_per_numel": 8}
     del old["moments"], old["state_size"]
+    for chunk in old["chunks"]:
+        del chunk["steps_in_backward"]
     assert Plan.from_dict(old) == plan
     for change in ({"state_bytes_per_numel": 8.5}, {"moments": "8bit"}, {"surprise": 1}):
         with pytest.raises(ArtifactError):
