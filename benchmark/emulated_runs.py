@@ -94,7 +94,8 @@ def make_space(
 ) -> SearchSpace:
     """What plans of a trace are made in; `setting` as of `Setting`."""
     states = state_size("AdamW", moments)
-    return SearchSpace(trace, hardware, Setting(world_size, world_size, states, True, moments=moments, **setting))
+    setting = {"moments": moments, "every_in_backward": True} | setting
+    return SearchSpace(trace, hardware, Setting(world_size, world_size, states, True, **setting))
 
 
 def mixed_plans(

@@ -85,6 +85,12 @@ class CostModel(Protocol):
         """Seconds by part; ``total`` is the step."""
         ...
 
+    def in_backward(
+        self, work: Workload, placement: Placement, schedule: ScheduleResult, *, overlap: bool
+    ) -> frozenset[int]:
+        """Chunks that the host updates while backward still runs."""
+        ...
+
     def floor_s(
         self,
         work: Workload,

@@ -21,7 +21,7 @@ class Floor:
 
     Args:
         times: seconds of every piece of work.
-        step_in_backward: the host updates what it can before forward begins, which then need not wait for that.
+        step_in_backward: the host may update what it can before forward begins, which then need not wait for that.
     """
 
     def __init__(self, times: WorkTimes, step_in_backward: bool = False) -> None:
@@ -37,6 +37,8 @@ class Floor:
         self._forward, self._backward = forward, backward
         early = [step_in_backward and work.can_step_in_backward(chunk) for chunk in range(count)]
         self._updated_behind = np.array([not can for can in early], dtype=bool)
+        # Between the last first use and the first gradient the host has nothing to update, so the rest of a step must do.
+        self._early, self._idle_s = any(early), times.without_updates_s
         self._before_backward_s, self._after_s = before_backward_s, times.total_s - before_backward_s
         # Updates come in this order; from a chunk's first use on, that much of forward is left.
         self._place: Ints = np.full(count, count, dtype=np.int64)
@@ -71,6 +73,10 @@ class Floor:
             network_s = _loads_s(~resident & backward, gather_s, blocks) + float(self._reduce_s[chunks][trained].sum())
             forward_s, backward_s = np.maximum(forward_s, gathered_s), np.maximum(backward_s, network_s)
         found: Floats = forward_s + backward_s
+        if self._early:
+            due = on_host & forward
+            busy_s = np.maximum(due @ self._host_adam_s[chunks], (due & weight) @ fetch_s)
+            found = np.maximum(found, busy_s + self._idle_s)
         return found
 
     def _updated_s(self, chunks: Ints, on_host: Bools, weight: Bools) -> Floats:

@@ -65,7 +65,9 @@ class Setting:
     moments: MomentKind = "float32"
     """How Adam's moments are kept, which also says how fast it steps."""
     step_in_backward: bool = False
-    """Whether the host updates what it can while backward still runs."""
+    """Whether the host may update chunks while backward still runs: those with which the step is simulated to be fastest."""
+    every_in_backward: bool = False
+    """If so, whether it does so with all that can be, whatever that takes."""
 
 
 @dataclass(frozen=True)

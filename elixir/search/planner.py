@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -22,7 +22,6 @@ from elixir.search.rates import say_if_network_unknown
 from elixir.search.shortage import Case, shortage
 from elixir.search.space import Budgets, SearchSpace
 from elixir.search.states import optimizer_name, state_size
-from elixir.search.work_times import stepped_in_backward
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import dtype_bytes
 
@@ -144,7 +143,7 @@ def simple_plan(
     )
     if step_in_backward:
         _check_step_in_backward(trace, accumulation=1)
-        setting = replace(setting, step_in_backward=True)
+        setting = replace(setting, step_in_backward=True, every_in_backward=True)
     space = SearchSpace(trace, hardware, setting)
     size = max(space.table.largest_bytes, -(-space.table.total_bytes // split_number))
     model = space.model(size)
@@ -314,7 +313,7 @@ def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: st
         block_count=schedule.blocks,
         prefetch_depth=schedule.prefetch_depth if streamed else 0,
         grad_block_count=best.need.grad_blocks,
-        chunks=_chunk_plans(trace, best, space.setting.step_in_backward),
+        chunks=_chunk_plans(trace, best, _in_backward(space, best)),
         order=work.order,
         device_budget_bytes=budgets.device_bytes,
         host_budget_bytes=budgets.host_bytes,
@@ -348,10 +347,13 @@ def _common_dtype(best: Candidate) -> str:
     return max(sorted(sizes), key=lambda dtype: sizes[dtype])
 
 
-def _chunk_plans(trace: StepTrace, best: Candidate, step_in_backward: bool) -> tuple[ChunkPlan, ...]:
+def _in_backward(space: SearchSpace, best: Candidate) -> frozenset[int]:
+    return space.cost.in_backward(best.work, best.placement, best.schedule, overlap=best.overlap)
+
+
+def _chunk_plans(trace: StepTrace, best: Candidate, in_backward: Collection[int]) -> tuple[ChunkPlan, ...]:
     home: Callable[[bool], Home] = lambda on_device: "device" if on_device else "host"  # noqa: E731
     plans, ranks = [], _grad_ranks(trace, best)
-    early = stepped_in_backward(best.work, best.placement) if step_in_backward else ()
     for index, chunk in enumerate(best.work.packing.chunks):
         itemsize = dtype_bytes(chunk.dtype)
         slots = tuple(
@@ -372,7 +374,7 @@ def _chunk_plans(trace: StepTrace, best: Candidate, step_in_backward: bool) -> t
                 resident=best.placement.resident[index],
                 grad_rank=ranks.get(index),
                 grad_entry=best.work.grad_entry(index),
-                steps_in_backward=index in early,
+                steps_in_backward=index in in_backward,
             )
         )
     return tuple(plans)

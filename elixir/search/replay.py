@@ -103,9 +103,20 @@ class Machine:
         self.moved_bytes = dict.fromkeys(LINKS, 0)
         self.loads = self.extra_grad_blocks = 0
         self.device_adam_s = self.backward_from_s = 0.0
+        self.home_s: dict[int, float] = {}  # when gradients are on the host, in the order in which they were sent
         self.spans: list[Span] = []
         self._since_s, self._doing = 0.0, ""  # what compute is busy with
         self._doing_chunk: int | None = None
+
+    def begin_in_backward(self, chunks: Collection[int]) -> None:
+        """Have these step in backward from now on, and in the batch that has gone before too.
+
+        For what has run without any: nothing in a backward waits for an update that begins in it.
+        """
+        self._in_backward = chunks
+        for c, home_s in self.home_s.items():
+            if c in chunks:
+                self._update_and_return(c, home_s, home_s)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -127,7 +138,7 @@ class Machine:
             elif c in self._in_backward:
                 done_s = self._updated_s[c]
             else:
-                done_s = self._update_and_return(c, began_s if self._ahead else self.now_s)
+                done_s = self._update_and_return(c, began_s if self._ahead else self.now_s, self.now_s)
             if not placement.resident[c]:
                 continue
             if self._together:
@@ -136,12 +147,12 @@ class Machine:
             self._ready_s[c] = done_s
         self.busy_s[COMPUTE] += self.device_adam_s
 
-    def _update_and_return(self, c: int, submitted_s: float) -> float:
-        """Adam of one shard on the host; when new weights are where they live."""
+    def _update_and_return(self, c: int, submitted_s: float, behind_s: float) -> float:
+        """Adam of one shard on the host; when new weights are where they live, to which they return behind `behind_s`."""
         done_s = self._update_on_host(c, submitted_s)
         if self._placement.weight_on_device[c]:  # they return beside the update of the next chunk
             self.moved_bytes[FETCH] += self._times.shard_bytes[c]
-            done_s = self._run(REFRESH, "refresh", c, max(self.now_s, done_s), self._times.fetch_s[c])
+            done_s = self._run(REFRESH, "refresh", c, max(behind_s, done_s), self._times.fetch_s[c])
         self._updated_s[c] = done_s
         return done_s
 
@@ -261,8 +272,10 @@ class Machine:
             seconds += times.add_on_device_s[c] if on_device else times.add_on_host_s[c]
         self._holds[c] = True
         gone_s = self._run(OFFLOAD, "deliver" if on_device else "offload", c, start_s, seconds)
+        if not on_device:
+            self.home_s[c] = gone_s
         if c in self._in_backward:
-            self._update_and_return(c, gone_s)
+            self._update_and_return(c, gone_s, gone_s)
         if not times.pooled[c] and not self._overlap and not self._together:
             return self._wait(
                 now_s, gone_s, OFFLOAD

@@ -16,16 +16,18 @@ from weakref import WeakKeyDictionary
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
-from elixir.schedule import ScheduleResult, StepSchedule
+from elixir.schedule import ScheduleResult
+from elixir.search.case import Case, disk_bytes
 from elixir.search.collective_model import Algorithm, check_positive
 from elixir.search.cost import Traffic
 from elixir.search.floors import Bools, Floor
+from elixir.search.in_backward import can_step, worth_stepping
 from elixir.search.memory import MemoryModel, Placement, Setting
 from elixir.search.packing import Ints
 from elixir.search.plan_reading import placement_of, setting_of, workload_of
 from elixir.search.rates import Floats, Rates, main_dtype, say_if_network_unknown
 from elixir.search.replay import COMPUTE, RESOURCES, Machine, Span
-from elixir.search.work_times import Events, WorkTimes, stepped_in_backward
+from elixir.search.work_times import Events, WorkTimes
 from elixir.search.workload import Workload
 from elixir.tracer.step_trace import StepTrace
 
@@ -71,35 +73,6 @@ class Simulation:
         return max(RESOURCES, key=lambda name: self.critical_s[name])
 
 
-@dataclass(frozen=True)
-class _Case:
-    """What is replayed."""
-
-    times: WorkTimes
-    placement: Placement
-    schedule: StepSchedule
-    result: ScheduleResult
-    grad_blocks: int
-    overlap: bool
-    ahead: bool
-    in_backward: frozenset[int]
-    """Chunks that the host updates as soon as their gradients are there."""
-
-    def machine(self, *, record: bool) -> Machine:
-        return Machine(
-            self.times,
-            self.placement,
-            self.grad_blocks,
-            overlap=self.overlap,
-            ahead=self.ahead,
-            record=record,
-            in_backward=self.in_backward,
-        )
-
-    def events(self, loads: Sequence[tuple[int, int]], *, updated: bool, record: bool = False) -> Events:
-        return self.times.events(self.placement, self.schedule, loads, updated=updated, record=record)
-
-
 def simulate_step(
     plan: Plan,
     trace: StepTrace,
@@ -107,7 +80,7 @@ def simulate_step(
     *,
     accumulation: int | None = None,
     ranks_per_host: int | None = None,
-    steps: int = 2,
+    steps: int | None = None,
     compute_scale: float = 1.0,
     network_bytes_per_s: float | None = None,
     network_latency_s: float | None = None,
@@ -121,7 +94,8 @@ def simulate_step(
         hardware: the machine; its fits are used where it has any.
         accumulation: batches per optimizer step; None: as the plan was searched for.
         ranks_per_host: ranks that share a machine; as many as it has devices by default.
-        steps: 1 for the first step, which has no updates to wait for; from 2 on all are the same.
+        steps: 1 for the first step, which has no updates to wait for; from 2 on all are the same (from 3 where some states
+            live on a disk and other chunks step in backward), so that None is for that one.
         compute_scale: measured over predicted seconds of compute, from one run without transfers.
         network_bytes_per_s: between machines, per machine and direction; the profile's by default.
         network_latency_s: of one step of a collective between machines; likewise.
@@ -140,7 +114,8 @@ def simulate_step(
     if accumulation is None:
         accumulation = plan.accumulation
     _check_count("accumulation", accumulation)
-    _check_count("steps", steps)
+    if steps is not None:
+        _check_count("steps", steps)
     if ranks_per_host is None:
         ranks_per_host = hardware.ranks_per_host(plan.world_size)
     _check_count("ranks_per_host", ranks_per_host)
@@ -160,13 +135,13 @@ def simulate_step(
     work, placement = workload_of(plan, trace), placement_of(plan)
     setting = replace(setting_of(plan, ranks_per_host), accumulation=accumulation)
     schedule = plan.schedule()
-    case = _Case(
+    case = Case(
         WorkTimes(
             work,
             rates,
             rates.events_s(trace) * compute_scale,
             plan.block_bytes,
-            _disk_bytes(MemoryModel(work, setting)),
+            disk_bytes(MemoryModel(work, setting)),
         ),
         placement,
         schedule,
@@ -177,7 +152,7 @@ def simulate_step(
         # With several batches gradients are whole after the last only.
         frozenset(i for i, chunk in enumerate(plan.chunks) if chunk.steps_in_backward and accumulation == 1),
     )
-    return _replay(case, accumulation, steps)
+    return _replay(case, accumulation, 1 + _steps_before(case) if steps is None else steps)
 
 
 class SimulatedCost:
@@ -228,20 +203,55 @@ class SimulatedCost:
         Without `overlap` a gradient that no block holds is waited for; else the runtime's lanes always run beside compute,
         and without prefetch there is little for them to do ahead of it.
         """
-        case = self._case(work, placement, schedule, overlap=overlap)
+        _, seconds = self._fastest(self._case(work, placement, schedule, overlap=overlap))
+        return seconds
+
+    def in_backward(
+        self, work: Workload, placement: Placement, schedule: ScheduleResult, *, overlap: bool
+    ) -> frozenset[int]:
+        """The chunks that `estimate` has the host update while backward still runs."""
+        chosen, _ = self._fastest(self._case(work, placement, schedule, overlap=overlap))
+        return chosen
+
+    def _fastest(self, case: Case) -> tuple[frozenset[int], dict[str, float]]:
+        """Which chunks step in backward, and the step's seconds: none, where those worth it would make it longer."""
+        setting, work = self._setting, case.times.work
+        able = can_step(work, case.placement) if setting.step_in_backward and setting.accumulation == 1 else frozenset()
+        later = case.events(case.result.timeline, updated=True)
+        if not able:
+            return able, self._seconds(case, case.machine(record=False), later)
         machine = case.machine(record=False)
-        if case.in_backward:  # their updates reach from the step before into this one
-            machine.batch(case.events(case.result.timeline, updated=False))
+        machine.batch(case.events(case.result.timeline, updated=False))
+        machine.settle()
+        chosen = able
+        if not setting.every_in_backward:
+            homes = {chunk: at_s for chunk, at_s in machine.home_s.items() if chunk in able}
+            times = case.times
+            chosen = worth_stepping(homes, machine.now_s, times.host_adam_s, times.update_order)
+        machine.begin_in_backward(chosen)
+        machine.restart()
+        for _ in range(_steps_before(replace(case, in_backward=chosen)) - 1):
+            machine.update()
+            machine.batch(later)
             machine.settle()
+            machine.drain()
             machine.restart()
+        early = self._seconds(case, machine, later)
+        if setting.every_in_backward:
+            return chosen, early
+        behind = self._seconds(case, case.machine(record=False), later)
+        return (chosen, early) if early["total"] < behind["total"] else (frozenset(), behind)
+
+    def _seconds(self, case: Case, machine: Machine, first: Events) -> dict[str, float]:
+        """Of the optimizer step that `machine` begins with; `first` are the events of its first batch."""
         machine.update()
         optimizer_s = machine.now_s
         forward_s, began_s, taken_s = 0.0, optimizer_s, 0.0
         busy: dict[str, float] = {}
         simulated = min(self._setting.accumulation, BATCHES_SIMULATED)
-        for batch, loads in enumerate(_loads_of_batches(case, simulated)):
+        for batch, loads in enumerate(case.loads_of_batches(simulated)):
             busy = machine.busy_s.copy()
-            machine.batch(case.events(loads, updated=batch == 0))
+            machine.batch(case.events(loads, updated=False) if batch else first)
             forward_s += machine.backward_from_s - began_s
             taken_s, began_s = machine.now_s - began_s, machine.now_s
         more = self._setting.accumulation - simulated
@@ -271,20 +281,19 @@ class SimulatedCost:
         more_s = (self._setting.accumulation - 1) * known.times.total_s
         return known.floor.seconds(chunks, resident, weight, state, blocks) + more_s
 
-    def _case(self, work: Workload, placement: Placement, result: ScheduleResult, *, overlap: bool) -> _Case:
+    def _case(self, work: Workload, placement: Placement, result: ScheduleResult, *, overlap: bool) -> Case:
         known = self._of(work)
         on_device = placement.state_on_device
         gathering = [chunk for chunk, state in enumerate(on_device) if known.model.gathers_gradients(chunk, state)]
         schedule = work.schedule(placement.residents, result.prefetch_depth)
         grad_blocks = known.model.grad_block_count(gathering)
-        in_backward = stepped_in_backward(work, placement) if self._setting.step_in_backward else frozenset()
-        return _Case(known.times, placement, schedule, result, grad_blocks, overlap, self._ahead, in_backward)
+        return Case(known.times, placement, schedule, result, grad_blocks, overlap, self._ahead)
 
     def _of(self, work: Workload) -> _Known:
         found = self._known.get(work)
         if found is None:
             model = MemoryModel(work, self._setting)
-            times = WorkTimes(work, self._rates, self._events_s, work.packing.block_bytes, _disk_bytes(model))
+            times = WorkTimes(work, self._rates, self._events_s, work.packing.block_bytes, disk_bytes(model))
             found = self._known[work] = _Known(times, model, Floor(times, self._setting.step_in_backward))
         return found
 
@@ -297,8 +306,8 @@ class _Known(NamedTuple):
     floor: Floor
 
 
-def _replay(case: _Case, accumulation: int, steps: int) -> Simulation:
-    loads = _loads_of_batches(case, accumulation)
+def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
+    loads = case.loads_of_batches(accumulation)
     machine, updated_s = case.machine(record=True), 0.0
     for step in range(steps):
         phases = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
@@ -329,45 +338,6 @@ def _replay(case: _Case, accumulation: int, steps: int) -> Simulation:
     )
 
 
-def _disk_bytes(model: MemoryModel) -> list[int]:
-    return [model.disk_shard_bytes(chunk) for chunk in range(len(model.work.chunks))]
-
-
-def _loads_of_batches(case: _Case, count: int) -> list[tuple[tuple[int, int], ...]]:
-    """Loads of each batch of a step: the blocks are empty before the first only, since weights change between steps."""
-    found = [case.result.timeline]
-    if count == 1:
-        return found
-    residents: list[int] = []
-    for batch in range(count):
-        loads, residents = _walk(case.schedule, case.result.blocks, residents)
-        if batch:
-            found.append(loads)
-    return found
-
-
-def _walk(
-    schedule: StepSchedule, blocks: int, residents: Sequence[int]
-) -> tuple[tuple[tuple[int, int], ...], list[int]]:
-    """`StepSchedule.simulate` with chunks in the blocks already; its loads, and what is in the blocks at the end."""
-    cache = schedule.policy.start()
-    for chunk in residents:
-        cache.admit(chunk)
-    loads = []
-    for position, window in enumerate(schedule.windows):
-        for chunk in window:
-            if chunk in cache.residents:
-                continue
-            if len(cache.residents) == blocks:
-                victim = cache.victim()
-                if victim is not None:
-                    cache.evict(victim)
-            cache.admit(chunk)
-            loads.append((position, chunk))
-        cache.passed(position)
-    return tuple(loads), sorted(cache.residents)
-
-
 def _critical(spans: Sequence[Span], end_s: float) -> dict[str, float]:
     """Seconds by resource on the way back from the end, always to what ended when the later one began.
 
@@ -396,6 +366,15 @@ def _critical(spans: Sequence[Span], end_s: float) -> dict[str, float]:
         at_s = span.start_s
         span = before(at_s, span.resource)
     return critical
+
+
+def _steps_before(case: Case) -> int:
+    """Steps after which all are the same.
+
+    The first has no updates to wait for. Where states live on a disk it does not wait for that at its end either, which
+    would give updates in backward more time.
+    """
+    return 2 if case.in_backward and case.placement.state_on_disk else 1
 
 
 def _check_count(name: str, value: object) -> None:

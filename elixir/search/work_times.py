@@ -34,15 +34,6 @@ class Events:
     total_s: float
 
 
-def stepped_in_backward(work: Workload, placement: Placement) -> frozenset[int]:
-    """Chunks that the host can update as soon as their gradients are there."""
-    return frozenset(
-        chunk
-        for chunk, on_device in enumerate(placement.state_on_device)
-        if not on_device and chunk not in placement.state_on_disk and work.can_step_in_backward(chunk)
-    )
-
-
 class WorkTimes:
     """One packing of one trace on one machine; made once, for any number of placements.
 
@@ -143,6 +134,19 @@ class WorkTimes:
         """That of it which lies before the first use of a chunk; all where it has none."""
         entry = self._first_use.get(chunk)
         return self.total_s if entry is None else float(self._before_s[self._access_of[entry]])
+
+    @property
+    def without_updates_s(self) -> float:
+        """That of it between the last first use in forward of a chunk that is trained, and the first chunk's last gradient.
+
+        Whatever is updated is updated before the one, and the next updates begin behind the other.
+        """
+        entries = [self._first_use.get(chunk, self.work.first_backward) for chunk in self.update_order]
+        last = max((entry for entry in entries if entry < self.work.first_backward), default=self.work.first_backward)
+        last_use_s = float(self._before_s[self._access_of[last]])
+        sent = self._grad_access[self._grad_kind == SEND]
+        first_gradient_s = float(self._before_s[sent.min() + 1]) if len(sent) else self.before_backward_s
+        return max(0.0, first_gradient_s - last_use_s)
 
     def events(
         self,
