@@ -5,6 +5,7 @@ Every buffer of the runtime is made by an `Arena`, so what the plan predicted ca
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable
 
@@ -28,6 +29,7 @@ class Arena:
         self._live: dict[Home, Counter[str]] = {"device": Counter(), "host": Counter()}
         self.peak_bytes: dict[Home, int] = {"device": 0, "host": 0}
         self._registered: list[torch.Tensor] = []
+        self._lock = threading.Lock()  # the lane of the host's Adam counts states while backward counts gradients
 
     def make(self, numel: int, dtype: torch.dtype, home: Home, kind: str) -> torch.Tensor:
         """A flat zeroed buffer of exactly `numel` elements; pinned where it is host memory beside a CUDA device."""
@@ -40,19 +42,22 @@ class Arena:
 
     def count(self, nbytes: int, home: Home, kind: str) -> None:
         """So many more bytes (fewer, if negative) are in use."""
-        live = self._live[home]
-        live[kind] += nbytes
-        if live[kind] < 0:
-            raise StateError(f"{kind} on the {home}: {-live[kind]} bytes more were freed than were ever taken")
-        self.peak_bytes[home] = max(self.peak_bytes[home], self.live_bytes(home))
+        with self._lock:
+            live = self._live[home]
+            live[kind] += nbytes
+            if live[kind] < 0:
+                raise StateError(f"{kind} on the {home}: {-live[kind]} bytes more were freed than were ever taken")
+            self.peak_bytes[home] = max(self.peak_bytes[home], sum(live.values()))
 
     def live_bytes(self, home: Home) -> int:
         """Bytes in use now."""
-        return sum(self._live[home].values())
+        with self._lock:
+            return sum(self._live[home].values())
 
     def parts(self, home: Home) -> dict[str, int]:
         """Bytes in use now, by kind."""
-        return {kind: nbytes for kind, nbytes in sorted(self._live[home].items()) if nbytes}
+        with self._lock:
+            return {kind: nbytes for kind, nbytes in sorted(self._live[home].items()) if nbytes}
 
     def release(self, keep: Iterable[torch.Tensor | None] = ()) -> None:
         """Undo the pinning, of all but `keep`; buffers must not be used for transfers afterwards."""

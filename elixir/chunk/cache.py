@@ -303,7 +303,10 @@ class RCache:
     def _load_window(self, window: Sequence[int]) -> None:
         for index in window:
             chunk = self._chunks[index]
-            if chunk.state is ChunkState.HOME and self._make_room(optional=True):
+            # What is being stepped has been used for the last time, though the walk may be an entry behind; should it be used
+            # all the same, `_ready` refuses. Several ranks load alike whatever their gradients do.
+            over = chunk.stepping and not self._together
+            if chunk.state is ChunkState.HOME and not over and self._make_room(optional=True):
                 self._load(chunk)
 
     def _ready(self, chunk: Chunk) -> None:

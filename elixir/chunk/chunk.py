@@ -221,11 +221,15 @@ class Chunk:
             InputError: it has.
         """
         if self.stepping:
-            raise InputError(
-                f"rank {self.rank}: {what} after the step of chunk {self.index} ({self.slots[0].name}, ...) had begun, which "
-                "this plan lets begin in backward; in the traced step it did not. Plan again with this step, or with "
-                "step_in_backward=False"
-            )
+            raise self.stepped_without(what)
+
+    def stepped_without(self, what: str) -> InputError:
+        """For `what`, which comes after its step has begun."""
+        return InputError(
+            f"rank {self.rank}: {what} after the step of chunk {self.index} ({self.slots[0].name}, ...) had begun, which this "
+            "plan lets begin in backward; in the traced step that was not so. Plan again with this step, or with "
+            "step_in_backward=False. What has begun is finished by step()"
+        )
 
     def parameter_at(self, offset: int) -> nn.Parameter:
         """The parameter that lies at this element of the chunk."""

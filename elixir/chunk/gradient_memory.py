@@ -52,6 +52,20 @@ class KeptGradients:
     ready: Ticket | None = None
 
 
+def as_block(chunk: Chunk, gradient: torch.Tensor) -> torch.Tensor | None:
+    """A gradient that is all of its chunk's, as the block that it would be copied into; None where it is not like that.
+
+    Nobody else holds it: what `AccumulateGrad` does not own alone, it copies.
+    """
+    if len(chunk.slots) > 1 or gradient.layout != torch.strided or gradient.dtype != chunk.dtype:
+        return None
+    if not gradient.is_contiguous():
+        return None
+    block = gradient.detach().view(-1)
+    # Else its weights lie in another order.
+    return block if chunk.slots[0].part_of(block).stride() == gradient.stride() else None
+
+
 class Leaving(NamedTuple):
     """Memory that lanes are reading: kept until compute may write there again."""
 

@@ -23,7 +23,7 @@ import torch
 
 from elixir.chunk.buffers import Arena
 from elixir.chunk.chunk import Chunk, Slot
-from elixir.chunk.gradient_memory import GradShard, KeptGradients, Leaving, OpenChunk
+from elixir.chunk.gradient_memory import GradShard, KeptGradients, Leaving, OpenChunk, as_block
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Lanes, Ticket
 
@@ -243,13 +243,24 @@ class GradientFlow:
         )
 
     def _send_late(self) -> None:
-        """Send what arrived after its chunk had been sent, on any rank."""
-        late: list[list[int]] = []
-        mine = sorted({*self._open, *self._kept})
-        self._lanes.network.submit(lambda: late.extend(self._group.exchange("late gradients", mine))).synchronize()
+        """Send what arrived after its chunk had been sent, on any rank.
+
+        Raises:
+            InputError: a chunk has been stepped without it, on any rank; then on all, and what came late is left out.
+        """
+        answers: list[tuple[list[int], list[int]]] = []
+        mine = sorted({*self._open, *self._kept}), [index for index, chunk in self._chunks.items() if chunk.stepping]
+        self._lanes.network.submit(lambda: answers.extend(self._group.exchange("late gradients", mine))).synchronize()
+        late = [index for index in self._chunks if any(index in theirs for theirs, _ in answers)]
+        missed = [index for index in late if any(index in theirs for _, theirs in answers)]
         with self._lock:
-            for index in [index for index in self._chunks if any(index in theirs for theirs in late)]:
-                self._send(self._chunks[index])
+            for index in late:
+                if index not in missed:
+                    self._send(self._chunks[index], late=True)
+                elif index in self._open:
+                    self._give_back(self._open.pop(index).memory)
+        if missed:
+            raise self._chunks[missed[0]].stepped_without("on some rank gradients came")
 
     def _send_in_order(self) -> None:
         while self._unsent:
@@ -272,18 +283,11 @@ class GradientFlow:
         return OpenChunk(memory[: chunk.weight_bytes].view(chunk.dtype), memory)
 
     def _adopted(self, chunk: Chunk, gradient: torch.Tensor) -> OpenChunk | None:
-        """A gradient that is its whole chunk and larger than any block, to leave as autograd made it.
-
-        Nobody else holds it: what `AccumulateGrad` does not own alone, it copies. With several ranks a chunk is reduced in
-        memory that is padded.
-        """
-        if chunk.weight_bytes <= self._block_bytes or self._group.size > 1 or len(chunk.slots) > 1:
+        """A gradient that leaves as autograd made it, since it is larger than any block."""
+        # With several ranks a chunk is reduced in memory that is padded.
+        block = None if chunk.weight_bytes <= self._block_bytes or self._group.size > 1 else as_block(chunk, gradient)
+        if block is None:
             return None
-        if gradient.layout != torch.strided or not gradient.is_contiguous() or gradient.dtype != chunk.dtype:
-            return None
-        block = gradient.detach().view(-1)
-        if chunk.slots[0].part_of(block).stride() != gradient.stride():
-            return None  # its weights lie in another order
         self._let_outsized_leave()
         if self._overlap:  # else it has gone before the next one is made: it is the one in flight, which is autograd's
             self._arena.count(block.nbytes, "device", "gradient_blocks")
@@ -314,8 +318,12 @@ class GradientFlow:
         else:
             self._arena.count(-memory.nbytes, "device", "gradient_blocks")
 
-    def _send(self, chunk: Chunk) -> None:
-        """Reduce a chunk's gradients and let this rank's shard leave for its home."""
+    def _send(self, chunk: Chunk, *, late: bool = False) -> None:
+        """Reduce a chunk's gradients and let this rank's shard leave for its home.
+
+        Args:
+            late: backward is over, so that its step no longer begins in there.
+        """
         opened = self._open.pop(chunk.index, None)
         if self._group.size > 1 and not self.reducing:
             if opened is not None:
@@ -370,7 +378,7 @@ class GradientFlow:
         shard.ready = self._lanes.offload.submit(deliver, after=after, nbytes=moved_bytes)
         self.offloaded_bytes += moved_bytes
         self._leaving.append(Leaving(opened.memory, shard.ready, beside))
-        if self._complete is not None and self.reducing and len(opened.arrived) == len(chunk.slots):
+        if self._complete is not None and self.reducing and not late and len(opened.arrived) == len(chunk.slots):
             self._complete(chunk, shard.ready)
 
     def _keep(self, chunk: Chunk, opened: OpenChunk) -> None:

@@ -41,20 +41,20 @@ class BackwardSteps:
             home: of its gradients' arrival.
         """
         optimizer = self._optimizer
-        if optimizer.max_norm or optimizer.module.uses.gathered:
+        if optimizer.clip_limit or optimizer.module.uses.gathered:
             return  # the norm must be known, or weights must stay until gathered() is left: `step` does it
         part = optimizer.part_of(chunk)
         if not self._begun:
             self._hyperparameters = optimizer.hyperparameters()
         with torch.no_grad():
             part.follow_writes()
-            arrived = part.gradients({slot.name for slot in chunk.slots})
+            arrived = part.gradients(_names(chunk))
             self._begun[chunk.index] = arrived
             chunk.stepping = True
             optimizer.step_part(part, arrived, 1.0, self._hyperparameters, behind=[home])
             if chunk.whole is not None:
                 # Weights on the device are written to from now on: autograd would notice a node that still needs them.
-                part.mark_changed(arrived)
+                part.mark_changed(arrived, _names(chunk))
 
     def finish(self, hyperparameters: list[dict[str, Any]]) -> dict[int, Arrived]:
         """What has begun, by chunk; it is part of the optimizer's step now.
@@ -73,7 +73,7 @@ class BackwardSteps:
             chunk = self._optimizer.module.chunks[index]
             chunk.stepping = False
             if chunk.whole is None:  # else it was when they began to be written to
-                self._optimizer.part_of(chunk).mark_changed(arrived)
+                self._optimizer.part_of(chunk).mark_changed(arrived, _names(chunk))
         return begun
 
     def refuse(self, what: str) -> None:
@@ -91,6 +91,10 @@ def clips_in_backward() -> InputError:
         "clipping needs the norm of all gradients, which is known after backward only, but this plan steps during backward; "
         "leave max_norm out, or plan with step_in_backward=False"
     )
+
+
+def _names(chunk: Chunk) -> set[str]:
+    return {slot.name for slot in chunk.slots}
 
 
 def _same(one: Any, other: Any) -> bool:

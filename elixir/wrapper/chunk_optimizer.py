@@ -112,12 +112,23 @@ class ChunkOptimizer:
         if self.optimizer.state:
             self._count_states()
 
-    def mark_changed(self, arrived: Arrived) -> None:
-        """Let autograd know that a backward over the weights before this step would be wrong."""
-        for segment, _ in arrived:
-            if segment.weights is not segment.source:  # else the step itself has
-                torch.autograd.graph.increment_version(segment.source)
-            self._versions[segment.name] = segment.source._version
+    def mark_changed(self, arrived: Arrived, used: Collection[str]) -> None:
+        """Let autograd know that a backward over the weights before this step would be wrong.
+
+        Args:
+            arrived: what this rank steps.
+            used: where gradients are sharded, the parameters that got one on any rank: others step their parts.
+        """
+        mine = {segment.name: segment for segment, _ in arrived}
+        for slot in self.chunk.slots:
+            segment = mine.get(slot.name)
+            elsewhere = self._shard is not None and slot.name in used and slot.parameter in self._owner.group_of
+            if segment is None and not elsewhere:
+                continue
+            if segment is None or segment.weights is not segment.source:  # else the step itself has
+                torch.autograd.graph.increment_version(slot.parameter)
+            if segment is not None:
+                self._versions[slot.name] = slot.parameter._version
 
     def follow_writes(self) -> None:
         """Resident weights may be written to, ordinary ones by anyone, others by their own forward; masters follow."""

@@ -113,6 +113,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Whether shards are stepped by `FusedAdam` rather than by the user's class; same rule, other rounding."""
         return self._fusible and (self.module.use_fused_kernels or self.module.plan.moments != "float32")
 
+    @property
+    def clip_limit(self) -> float:
+        """What the next `step` clips the norm of the gradients to; 0 for no clipping."""
+        return self._clip_once or self.max_norm or 0.0
+
     def check_plan(self, plan: Plan) -> None:
         """Refuse a plan that this cannot step by; `InputError` says what to do."""
         check_moments(self._given, self._fusible, plan.moments)
@@ -267,7 +272,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         module.gradients.settle()
         self._agree_on_used(unscaled=self._unscaled())
         factor = 1.0 / self.loss_scale
-        limit = self._clip_once or self.max_norm
+        limit = self.clip_limit
+        if limit:
+            self.in_backward.refuse("clipping")  # of what was asked for behind backward
         self._clip_once = 0.0
         if limit or self.scales:
             norm = self._norm()
@@ -287,7 +294,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 part.follow_writes()
                 arrived = part.gradients(self.used_parameters)  # now: when it runs, other parameters may have gradients
                 self.step_part(part, arrived, factor, hyperparameters)
-                part.mark_changed(arrived)
+                part.mark_changed(arrived, self.used_parameters)
             updates += [ticket for ticket in [self._publish(part.chunk)] if ticket is not None]
         module.weights_changed(updates)
         module.step_over()

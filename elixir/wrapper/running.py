@@ -182,5 +182,7 @@ def _arrived(weak: weakref.ref[ElixirModule], index: int, position: int, paramet
     with torch._C.DisableTorchFunctionSubclass():  # nobody else is reading gradients here
         if parameter.grad is not None:
             chunk = owner.chunks[index]
-            owner.gradients.take(chunk, chunk.slots[position], parameter.grad)
-            parameter.grad = None
+            try:
+                owner.gradients.take(chunk, chunk.slots[position], parameter.grad)
+            finally:  # one that was refused must not stay where `step` takes it for one that was set by hand
+                parameter.grad = None

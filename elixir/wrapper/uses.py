@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access import TrackedView, backward_is_running, current_node_number
+from elixir.access import TrackedView, backward_is_running, current_node_number, storage_of
 from elixir.chunk.cache import RCache
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradientFlow
@@ -19,7 +19,10 @@ from elixir.errors import InputError
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor that lies in a block: what it takes to make it again from wherever its chunk is then."""
+    """A tensor that lies in a block: what it takes to make it again from wherever its chunk is then.
+
+    Or in a resident chunk that is stepped in backward: what it takes to refuse it once its weights are being replaced.
+    """
 
     chunk: int
     offset: int
@@ -73,6 +76,13 @@ class WeightUses:
         self._device_type = device_type
         self._chunks = chunks
         self._chunk_of = {slot.parameter: chunk.index for chunk in tracked for slot in chunk.slots}
+        # Whoever keeps a view of these must be told from whoever asks anew. What is made with `data`, or by a node for which
+        # a weight is a constant, has no part in the count of writes, or in what autograd waits for.
+        self._written_early = {
+            storage_of(chunk.whole): chunk
+            for chunk in tracked
+            if chunk.whole is not None and chunk.plan.steps_in_backward
+        }
         self._threads: dict[int, _ThreadState] = {}
         self.gathered: dict[int, bool] = {}
         """Chunks that `ElixirModule.gathered` holds in memory of their own, and whether for writing."""
@@ -139,6 +149,8 @@ class WeightUses:
     def renew(self, view: TrackedView) -> None:
         """Point a view to where its chunk lies now, which has been brought in."""
         part: _Part = view._place
+        if self._chunks[part.chunk].plan.resident:
+            return  # it lies where it did, and `used` has seen to it that it may be read
         self._refuse_changed(part, "a view of it was made")
         memory = self.gathered_memory.get(part.chunk)
         if memory is None:
@@ -187,6 +199,8 @@ class WeightUses:
     def drops_gradient(self, parameter: nn.Parameter) -> None:
         """The gradient is dropped where it lies."""
         chunk = self._chunks[self._chunk_of[parameter]]
+        if chunk.stepping and parameter.grad is not None:
+            return  # one that was set by hand, for which `step` waits to be taken back
         if self.gradients is not None:
             for slot in chunk.slots:
                 if slot.parameter is parameter:
@@ -213,12 +227,16 @@ class WeightUses:
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """The weight from wherever it is now, for the node that runs."""
+        part: _Part = handle
+        if (whole := self._chunks[part.chunk].whole) is not None:
+            self._chunks[part.chunk].refuse_stepping("weights are read")
+            self._refuse_changed(part, "it was saved")
+            return part.of(whole)
         if torch.is_grad_enabled() and backward_is_running():
             raise InputError(
                 "create_graph=True over streamed weights would keep views of memory that other weights take next; "
                 "plan with every chunk on the device (placement='cuda')"
             )
-        part: _Part = handle
         self._refuse_changed(part, "it was saved")
         if (gathered := self.gathered_memory.get(part.chunk)) is not None:
             return part.of(gathered)
@@ -277,13 +295,21 @@ class WeightUses:
         return state
 
     def _part(self, tensor: torch.Tensor) -> _Part | None:
-        found = self._cache.chunk_at(tensor)
+        found = self._cache.chunk_at(tensor) or self._in_resident(tensor)
         if found is None:
             return None
         index, offset = found
         chunk = self._chunks[index]
         parameter = chunk.parameter_at(offset * tensor.itemsize // chunk.dtype.itemsize)
         return _Part(index, offset, tensor.dtype, tensor.size(), tensor.stride(), parameter, parameter._version)
+
+    def _in_resident(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """(chunk, offset in elements inside it) of a tensor that lies in a resident chunk stepped in backward, else None."""
+        chunk = self._written_early.get(storage_of(tensor)) if self._written_early else None
+        if chunk is None or chunk.whole is None:
+            return None
+        first = chunk.whole.storage_offset() * chunk.dtype.itemsize
+        return chunk.index, (int(tensor.storage_offset()) * tensor.itemsize - first) // tensor.itemsize
 
     @staticmethod
     def _refuse_changed(part: _Part, when: str) -> None:
@@ -296,6 +322,8 @@ class WeightUses:
 
     def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is TrackedView:
+            if self._chunks[tensor._place.chunk].plan.resident:
+                return tensor  # its memory stays
             return tensor.clone()  # a use, since it may have been made in a module that has returned long ago
         with torch._C.DisableTorchFunctionSubclass():  # where a parameter lies is asked, not what it holds
             lies_in_block = self._cache.chunk_at(tensor) is not None
