@@ -113,6 +113,12 @@ class ChunkPlan:
         return "host" if self.state_home == "disk" else self.state_home
 
     @property
+    def returns_rounded(self) -> bool:
+        """Whether the host steps float32 masters of weights that live on the device in fewer bits."""
+        low_precision = dtype_bytes(self.dtype) < MASTER_BYTES
+        return self.trainable and low_precision and self.weight_home == "device" and self.update_home == "host"
+
+    @property
     def used_numel(self) -> int:
         """Elements that are parameters, padding and alignment gaps not counted."""
         return sum(slot.numel for slot in self.parameters)
@@ -388,6 +394,8 @@ class Plan(Artifact):
 
 MASTER_BYTES = 4
 """Of one element of a master weight: a float32 copy, kept where the weight itself has fewer bits or lies elsewhere than its states."""
+STAGING_BUFFERS = 2
+"""In host memory, through which new weights of such chunks return to the device."""
 _COUNTS = (
     "block_numel",
     "block_bytes",

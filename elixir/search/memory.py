@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from elixir.moments import LARGEST_PIECE_NUMEL, STEP_TEMPORARY_BYTES, MomentKind, StateSize
-from elixir.plan import MASTER_BYTES
+from elixir.plan import MASTER_BYTES, STAGING_BUFFERS
 from elixir.search.packing import Ints
 from elixir.search.states import FP32_BYTES
 from elixir.search.workload import Workload
@@ -228,7 +228,17 @@ class MemoryModel:
         if placement.state_on_disk:
             parts["state_window"] = self.window_bytes(placement.state_on_disk)
         parts["gradients"] += self.host_adding_bytes(placement.state_on_device)
+        homes = zip(placement.weight_on_device, placement.state_on_device, strict=True)
+        staged = [self.staged_bytes(chunk, *at) for chunk, at in enumerate(homes)]
+        if any(staged):
+            parts["staging"] = min(len(staged) - staged.count(0), STAGING_BUFFERS) * max(staged)
         return {name: amount * self.setting.ranks_per_host for name, amount in parts.items()}
+
+    def staged_bytes(self, chunk: int, weight_on_device: bool, state_on_device: bool) -> int:
+        """Host bytes of one rank through which new weights of a chunk return to the device, rounded by the host."""
+        facts = self.work.chunks[chunk]
+        rounded = facts.trainable and facts.low_precision and weight_on_device and not state_on_device
+        return self.shard_bytes(chunk) if rounded else 0
 
     def disk_shard_bytes(self, chunk: int) -> int:
         """Disk bytes of one rank for one chunk. The master is there too: no weight lives on a disk."""

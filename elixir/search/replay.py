@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from elixir.plan import LINKS
+from elixir.plan import LINKS, STAGING_BUFFERS
 from elixir.search.memory import WINDOW_CHUNKS, Placement
 from elixir.search.work_times import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events, WorkTimes
 
@@ -76,6 +76,8 @@ class Machine:
         self._free_s = dict.fromkeys(RESOURCES, 0.0)
         self._ready_s = [0.0] * len(chunks)  # when a chunk is where it is used: in its block, or resident and updated
         self._updated_s = [0.0] * len(chunks)  # when the host has stepped its shard
+        # When the last staged weights are on the device.
+        self._staged: deque[float] = deque(maxlen=STAGING_BUFFERS)
         self._unread: deque[int] = deque()  # chunks of this step whose states are still to be read, in order
         self._read_s: dict[int, float] = {}  # when states lie in a buffer of the window, until they are written back
         self._grad_blocks = self._free_blocks = grad_blocks
@@ -94,6 +96,7 @@ class Machine:
         self._free_s = {name: max(0.0, at - passed) for name, at in self._free_s.items()}
         self._ready_s = [max(0.0, at - passed) for at in self._ready_s]
         self._updated_s = [max(0.0, at - passed) for at in self._updated_s]
+        self._staged.extend([max(0.0, at - passed) for at in self._staged])
         self.now_s = 0.0
         self._forget()
 
@@ -149,14 +152,20 @@ class Machine:
 
     def _update_and_return(self, c: int, submitted_s: float, behind_s: float) -> float:
         """Adam of one shard on the host; when new weights are where they live, to which they return behind `behind_s`."""
-        done_s = self._update_on_host(c, submitted_s)
-        if self._placement.weight_on_device[c]:  # they return beside the update of the next chunk
-            self.moved_bytes[FETCH] += self._times.shard_bytes[c]
-            done_s = self._run(REFRESH, "refresh", c, max(behind_s, done_s), self._times.fetch_s[c])
+        times, returns = self._times, self._placement.weight_on_device[c]
+        staged = returns and times.rounded[c]
+        # A buffer is written to when what was in it has left.
+        free_s = self._staged[0] if staged and len(self._staged) == STAGING_BUFFERS else 0.0
+        done_s = self._update_on_host(c, submitted_s, free_s)
+        if returns:  # new weights return beside the update of the next chunk
+            self.moved_bytes[FETCH] += times.shard_bytes[c]
+            done_s = self._run(REFRESH, "refresh", c, max(behind_s, done_s), times.fetch_s[c])
+        if staged:
+            self._staged.append(done_s)
         self._updated_s[c] = done_s
         return done_s
 
-    def _update_on_host(self, c: int, submitted_s: float) -> float:
+    def _update_on_host(self, c: int, submitted_s: float, free_s: float) -> float:
         """Adam of one shard; with states on the disk behind their reading, and before they are written back.
 
         The disk reads as far ahead as there are buffers, so beside Adam of one chunk it reads the next. Its order is the
@@ -165,12 +174,12 @@ class Machine:
         times = self._times
         seconds = times.host_adam_s[c]
         if c not in self._placement.state_on_disk:
-            return self._run(HOST_ADAM, "update", c, submitted_s, seconds)
+            return self._run(HOST_ADAM, "update", c, max(submitted_s, free_s), seconds)
         while self._unread and len(self._read_s) < WINDOW_CHUNKS:
             following = self._unread.popleft()
             self.moved_bytes["disk_read"] += times.disk_bytes[following]
             self._read_s[following] = self._run(DISK, "read", following, submitted_s, times.disk_read_s[following])
-        done_s = self._run(HOST_ADAM, "update", c, max(submitted_s, self._read_s.pop(c)), seconds)
+        done_s = self._run(HOST_ADAM, "update", c, max(submitted_s, free_s, self._read_s.pop(c)), seconds)
         self.moved_bytes["disk_write"] += times.disk_bytes[c]
         self._run(DISK, "write", c, done_s, times.disk_write_s[c])
         return done_s

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from elixir.plan import STAGING_BUFFERS
 from elixir.search.cost import CostModel
 from elixir.search.memory import MemoryModel, Placement
 from elixir.search.packing import Ints
@@ -81,6 +82,9 @@ class Variants:
         self._adding_bytes = np.array(
             [[ranks * model.adding_bytes(c, homes[2]) for homes in padded[c]] for c in chunks], dtype=np.int64
         )
+        self._staged_bytes = np.array(
+            [[ranks * model.staged_bytes(c, *homes[1:]) for homes in padded[c]] for c in chunks], dtype=np.int64
+        )
         self._index = np.arange(len(chunks))
         self._read_curves()
 
@@ -112,10 +116,12 @@ class Variants:
         spare = device_bytes - rest
         fitting = np.minimum(spare // block_bytes, streamed) if block_bytes else np.zeros_like(spare)
         blocks = np.where(spare < 0, -1, fitting)
+        staged = self._staged_bytes[some, codes]
         return Look(
             blocks=blocks,
             host_bytes=self._host_bytes[some, codes].sum(axis=1)
-            + self._adding_bytes[some, codes].max(axis=1, initial=0),
+            + self._adding_bytes[some, codes].max(axis=1, initial=0)
+            + staged.max(axis=1, initial=0) * np.minimum((staged > 0).sum(axis=1), STAGING_BUFFERS),
             floor_s=self.cost.floor_s(self.model.work, some, resident, weight, state, np.maximum(blocks, 0)),
         )
 

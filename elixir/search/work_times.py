@@ -54,6 +54,8 @@ class WorkTimes:
         shard = size // self.world_size
         self.bytes: list[int] = size.tolist()
         self.shard_bytes: list[int] = shard.tolist()
+        self.rounded = [chunk.low_precision for chunk in work.chunks]
+        """Whether new weights are rounded by the host where they live on the device."""
         self.pooled: list[bool] = (size <= block_bytes).tolist()
         self.fetch_s: list[float] = rates.fetch(shard).tolist()
         self.device_copy_s: list[float] = rates.device_copy(size).tolist()

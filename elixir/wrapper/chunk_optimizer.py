@@ -137,15 +137,30 @@ class ChunkOptimizer:
         ):
             self.chunk.follow_writes()
 
-    def step(self, arrived: Arrived, factor: float, hyperparameters: list[dict[str, Any]]) -> None:
-        """One step with the gradients in `arrived` times `factor`; `write_weights` comes next."""
+    def step(
+        self,
+        arrived: Arrived,
+        factor: float,
+        hyperparameters: list[dict[str, Any]],
+        staged: torch.Tensor | None = None,
+    ) -> None:
+        """One step with the gradients in `arrived` times `factor`; `write_weights` comes next.
+
+        Args:
+            arrived: of `gradients`.
+            factor: gradients are multiplied by it.
+            hyperparameters: by group.
+            staged: takes the shard's new weights in their dtype, on their way to another memory.
+        """
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             group.update(values)
         if isinstance(self.optimizer, FusedAdam):
-            out = self.chunk.shard_weights if self._writes_itself() else None
+            out = self.chunk.shard_weights if self._writes_itself() else staged
             self.optimizer.step(arrived, None if self._shard is None else self._shard.memory, factor, out)
         else:
             self._step_segments(self.optimizer, arrived, factor)
+            if staged is not None:
+                self._copy(arrived, self._master, staged)
         self._count_states()
 
     def _step_segments(self, optimizer: torch.optim.Optimizer, arrived: Arrived, factor: float) -> None:
@@ -165,20 +180,20 @@ class ChunkOptimizer:
         plan = self.chunk.plan
         return isinstance(self.optimizer, FusedAdam) and self._separate and plan.weight_home == plan.state_home
 
-    def write_weights(self, arrived: Arrived) -> None:
-        """Master weights, where there are any, to where the weights are, in their dtype."""
-        if not self._separate or self._writes_itself():
-            return
-        weights = self.chunk.shard_weights
-        # Nobody writes to masters before this is done. With another dtype CUDA would round on the device, for which it would
-        # send float32 and hold it there; waited for, it is rounded here.
-        beside = weights.is_cuda and weights.dtype == self._master.dtype
+    def write_weights(self, arrived: Arrived, staged: torch.Tensor | None = None) -> None:
+        """Master weights, where there are any, or what was `staged` of them, to where the weights are, in their dtype."""
+        if self._separate and not self._writes_itself():
+            self._copy(arrived, self._master if staged is None else staged, self.chunk.shard_weights)
+
+    def _copy(self, arrived: Arrived, source: torch.Tensor, target: torch.Tensor) -> None:
+        """New weights of a whole shard; nobody writes to `source` before they are there."""
+        beside = target.is_cuda and target.dtype == source.dtype
         if len(arrived) == len(self.chunk.slots):
-            weights.copy_(self._master, non_blocking=beside)
+            target.copy_(source, non_blocking=beside)
             return
         for segment, _ in arrived:  # the others may be another optimizer's
             end = segment.start + segment.weights.numel()
-            weights[segment.start : end].copy_(self._master[segment.start : end], non_blocking=beside)
+            target[segment.start : end].copy_(source[segment.start : end], non_blocking=beside)
 
     def _cut(self, *, ordinary: bool) -> list[Segment]:
         chunk, owner = self.chunk, self._owner

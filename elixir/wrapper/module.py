@@ -21,6 +21,7 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Emulation, Ticket, make_lanes
+from elixir.chunk.staging import Staging
 from elixir.errors import InputError, InputTypeError
 from elixir.host_threads import host_share, host_view
 from elixir.kernels.fused_modules import FusedKernels
@@ -171,6 +172,11 @@ class ElixirModule(nn.Module):
     def gradients(self) -> GradientFlow:
         """Gradients on their way home."""
         return self._running.gradients
+
+    @property
+    def staging(self) -> Staging:
+        """Where new weights of low precision wait to return to the device."""
+        return self._running.staging
 
     @property
     def arena(self) -> Arena:

@@ -356,13 +356,19 @@ class ElixirOptimizer(torch.optim.Optimizer):
             return
         # If the step before failed, so does this; and the shard may still be on its way into a block.
         before = [*behind, *(ticket for ticket in (chunk.updated, chunk.fetched) if ticket is not None)]
-        stepped = lanes.host_adam.submit(partial(part.step, arrived, factor, hyperparameters), after=before)
+        stage = self.module.staging.take() if chunk.plan.returns_rounded and arrived else None
+        staged = None if stage is None else stage.view(chunk)
+        if stage is not None and stage.left is not None:
+            before.append(stage.left)
+        stepped = lanes.host_adam.submit(partial(part.step, arrived, factor, hyperparameters, staged), after=before)
         moved_bytes = chunk.shard_weights.nbytes if chunk.plan.weight_home == "device" and arrived else 0
-        write = partial(part.write_weights, arrived)
+        write = partial(part.write_weights, arrived, staged)
         # New weights go to the device beside the step of the next chunk.
         writes = lanes.refresh if moved_bytes else lanes.host_adam
         chunk.updated = stepped  # should submitting raise what the step has raised, the next step does, too
         chunk.updated = writes.submit(write, after=[stepped], nbytes=moved_bytes)
+        if stage is not None:
+            stage.left = chunk.updated
         self.module.refreshed_bytes += moved_bytes
 
     def _publish(self, chunk: Chunk) -> Ticket | None:

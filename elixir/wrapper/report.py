@@ -9,7 +9,7 @@ from elixir.chunk.buffers import Arena
 from elixir.chunk.cache import CacheCounts
 from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.lanes import Lanes
-from elixir.plan import Plan
+from elixir.plan import STAGING_BUFFERS, Plan
 from elixir.units import dtype_bytes, format_bytes, format_seconds
 from elixir.wrapper.clock import Span
 
@@ -146,8 +146,9 @@ def make_report(
 
 
 def _host_bytes(plan: Plan) -> int:
-    """What one rank keeps in host memory: weights, and gradients, masters and states."""
-    total = 0
+    """What one rank keeps in host memory: weights, and gradients, masters and states, and what new weights pass through."""
+    staged = [chunk.weight_bytes // plan.world_size for chunk in plan.chunks if chunk.returns_rounded]
+    total = min(len(staged), STAGING_BUFFERS) * max(staged, default=0)
     for chunk in plan.chunks:
         numel, itemsize = chunk.numel // plan.world_size, dtype_bytes(chunk.dtype)
         if chunk.weight_home == "host":

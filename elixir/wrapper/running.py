@@ -20,6 +20,7 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Lanes, Ticket
+from elixir.chunk.staging import Staging
 from elixir.plan import Plan
 from elixir.schedule import StepSchedule
 from elixir.wrapper.state import ModelState
@@ -89,6 +90,7 @@ class RunningPlan:
         self.cache.reductions = self.gradients
         self.uses.gradients = self.gradients
         self.uses.backward_runs = partial(_runs, weakref.ref(owner))
+        self.staging = Staging(self.chunks, self.arena)
         self.state = ModelState(model, self.chunks, tracked, self.uses, owner.settle, owner.settle_together, self.whole)
         self._handles = self._watch_gradients(owner)
 

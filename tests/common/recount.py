@@ -192,6 +192,15 @@ class Recounter:
                 amount += self.state_bytes(numel) + numel * FP32_BYTES * master
             if chunk.trainable and chunk.state_home != "device":
                 amount += self.shard[c] if self.arrivals[c] else 0
+        staged = [
+            self.shard[c]
+            for c, chunk in enumerate(self.plan.chunks)
+            if chunk.trainable
+            and ITEMSIZE[chunk.dtype] < FP32_BYTES
+            and chunk.weight_home == "device"
+            and chunk.state_home != "device"
+        ]
+        amount += min(len(staged), 2) * max(staged, default=0)
         on_disk = [amount for amount in map(self.on_disk, range(len(self.size))) if amount]
         return amount + min(len(on_disk), 2) * max(on_disk, default=0)
 

@@ -45,7 +45,9 @@ def test_follows_torch_to_rounding(name: str, mode: str) -> None:
     plain = copy.deepcopy(it.model)
     theirs = OPTIMIZERS[name](plain)
     module, optimizer = wrapped(it, mode, OPTIMIZERS[name], max_norm=1.0)
-    assert sum(isinstance(part.optimizer, FusedAdam) for part in optimizer._parts.values()) >= len(optimizer._parts) // 2
+    assert (
+        sum(isinstance(part.optimizer, FusedAdam) for part in optimizer._parts.values()) >= len(optimizer._parts) // 2
+    )
     schedulers = [torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.1, STEPS) for o in (optimizer, theirs)]
     for step in range(STEPS):
         losses = [it.loss(model, it.inp) for model in (module, plain)]
