@@ -272,10 +272,10 @@ def test_a_chunk_that_comes_late_as_a_whole_is_clipped_before_it_steps() -> None
 
 
 def _kept(rank: int, world_size: int, homes: str, early: bool) -> None:
-    x = _batch(rank)
-    model = Experts(1)
-    inp: dict[str, Any] = {"x": x, "chosen": (0,)}
-    plan = early_plan(model, inp, homes, loss=_square, split_number=1)  # parameters that lie on one rank only
+    # All in one chunk. Backward reads the last weight alone, and that lies on rank 1.
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    inp = {"input": _batch(rank)}
+    plan = early_plan(model, inp, homes, loss=_square, split_number=1)
     run = Run(model, plan if early else without(plan), _square)
     loss = _square(run.module, inp)
     loss.backward(retain_graph=True)
