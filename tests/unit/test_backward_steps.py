@@ -90,7 +90,13 @@ def test_same_bits_as_plain_pytorch(family: str, form: str, homes: str) -> None:
 
 @pytest.mark.parametrize("homes", HOMES)
 @pytest.mark.parametrize(
-    "options", [{"evict_always": True}, {"prefetch": False}, {"emulation": Emulation(delay_s=1e-3, seed=1)}]
+    "options",
+    [
+        {"evict_always": True},
+        {"prefetch": False},
+        {"emulation": Emulation(delay_s=1e-3, seed=1)},
+        {"emulation": Emulation(blocking=True)},
+    ],
 )
 def test_same_bits_under_other_conditions(homes: str, options: dict[str, Any]) -> None:
     it = case("gpt2", "non-reentrant")
@@ -174,6 +180,17 @@ def test_frozen_parameters_do_not_step(homes: str) -> None:
     with Pair(it, plan) as pair:
         pair.train(3)
         pair.assert_same_weights()
+
+
+def test_other_optimizers() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
+
+    for homes in HOMES:
+        it = chain()
+        with Pair(it, chain_plan(it, homes), optimizer=make) as pair:
+            pair.train(4)
+            pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("homes", HOMES)
@@ -347,6 +364,24 @@ def test_nothing_begins_inside_gathered() -> None:
             assert not begun(pair.module)
         pair.step()
         pair.train(1)
+        pair.assert_same_weights()
+
+
+def test_a_closure_runs_the_backward_in_which_steps_begin() -> None:
+    it = chain()
+    plan = chain_plan(it)
+    with Pair(it, plan) as pair:
+        for _ in range(3):
+
+            def closure() -> float:
+                pair.optimizer.zero_grad()
+                pair.plain_optimizer.zero_grad()
+                loss = pair.backward()
+                assert begun(pair.module) == planned(plan)
+                return loss
+
+            assert pair.optimizer.step(closure) > 0
+            pair.plain_optimizer.step()
         pair.assert_same_weights()
 
 
