@@ -285,12 +285,18 @@ def _recomputes(net: Net, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(lambda y: (y @ hoisted).tanh() @ hoisted, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+def _hooked(net: Net, x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda gradient: gradient * (1 + net.last.weight.norm()))
+    return x
+
+
 LATER: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
     "detach": _reads(lambda weight: weight.detach()),
     "data": _reads(lambda weight: weight.data),
     "a view of data": _reads(lambda weight: weight.data.t().t()),
     "a function's own": lambda net, x: _KeepsOnItself.apply(x, net.last.weight.detach()).tanh(),  # type: ignore[no-untyped-call]
     "a recompute of a view": _recomputes,
+    "a hook": _hooked,
 }
 
 
