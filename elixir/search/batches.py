@@ -88,6 +88,11 @@ def search_batches(
         PlanError: no way fits; of the one that was nearest.
     """
     _check(samples, checkpoints, layers, options)
+    if options.get("step_in_backward") and micro_batches:
+        raise InputError(
+            "step_in_backward is for steps of one batch, and a search over batches tries several; leave it out, or search with "
+            "micro_batches=False"
+        )
     trials = _Trials(trace_of, hardware, world_size, samples, options)
     for batch, checkpoint in _ways(samples, checkpoints, micro_batches=micro_batches):
         trials.step_s(batch, checkpoint)

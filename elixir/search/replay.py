@@ -88,17 +88,27 @@ class Machine:
             BACKWARD: self._backward, ENTRY: self._entry,
         }  # fmt: skip
         self.now_s = 0.0
+        self.spans: list[Span] = []
         self._forget()
 
     def restart(self) -> None:
-        """The clock starts again at 0; counts and spans are forgotten, what lanes still do is not."""
+        """The clock starts again at 0. Counts are forgotten; what lanes still do is not, nor are the spans of the step before.
+
+        Those begin below 0. Moments that were equal still are: the same is taken from all.
+        """
         passed = self.now_s
+        before = [
+            span._replace(start_s=span.start_s - passed, end_s=span.end_s - passed)
+            for span in self.spans
+            if span.end_s > 0
+        ]
         self._free_s = {name: max(0.0, at - passed) for name, at in self._free_s.items()}
         self._ready_s = [max(0.0, at - passed) for at in self._ready_s]
         self._updated_s = [max(0.0, at - passed) for at in self._updated_s]
         self._staged.extend([max(0.0, at - passed) for at in self._staged])
         self.now_s = 0.0
         self._forget()
+        self.spans = before
 
     def _forget(self) -> None:
         self.busy_s = dict.fromkeys(RESOURCES, 0.0)
@@ -107,7 +117,6 @@ class Machine:
         self.loads = self.extra_grad_blocks = 0
         self.device_adam_s = self.backward_from_s = 0.0
         self.home_s: dict[int, float] = {}  # when gradients are on the host, in the order in which they were sent
-        self.spans: list[Span] = []
         self._since_s, self._doing = 0.0, ""  # what compute is busy with
         self._doing_chunk: int | None = None
 

@@ -324,7 +324,12 @@ def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
         machine.settle()
         machine.drain()
         phases["optimizer"] = updated_s + machine.now_s - began_s
-    spans = sorted(machine.spans, key=lambda span: (span.start_s, RESOURCES.index(span.resource), span.end_s))
+    order = lambda span: (span.start_s, RESOURCES.index(span.resource), span.end_s)  # noqa: E731
+    spans, end_s = sorted(machine.spans, key=order), machine.now_s
+    if not case.in_backward:  # all that a step begins is over with it, so that nothing leads back into the one before
+        spans = [span for span in spans if span.end_s > 0]
+    # What reaches over the end is what reached over the beginning, a step later.
+    shown = (span._replace(start_s=max(span.start_s, 0.0), end_s=min(span.end_s, end_s)) for span in spans)
     return Simulation(
         step_s=machine.now_s,
         phases_s=phases,
@@ -334,7 +339,7 @@ def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
         loads=machine.loads,
         moved_bytes=machine.moved_bytes,
         extra_grad_blocks=machine.extra_grad_blocks,
-        timeline=tuple(spans),
+        timeline=tuple(sorted((span for span in shown if span.end_s > span.start_s), key=order)),
     )
 
 
@@ -342,7 +347,8 @@ def _critical(spans: Sequence[Span], end_s: float) -> dict[str, float]:
     """Seconds by resource on the way back from the end, always to what ended when the later one began.
 
     Where several did, the one on the same resource counts. Moments are equal to the last bit, as each is the latest of
-    some others.
+    some others. A way that leads into what the step before began is followed to the compute behind which that came, and
+    counted from there on for as long as a step takes: all steps go round in it.
     """
     lanes = {name: {span.end_s: span for span in spans if span.resource == name} for name in RESOURCES[1:]}
     compute = [span for span in spans if span.resource == COMPUTE]
@@ -359,12 +365,17 @@ def _critical(spans: Sequence[Span], end_s: float) -> dict[str, float]:
                 return found
         return None
 
-    critical = dict.fromkeys(RESOURCES, 0.0)
+    way: list[tuple[str, float, float]] = []
     at_s, span = end_s, before(end_s, COMPUTE)
     while span is not None:
-        critical[span.resource] += at_s - span.start_s
+        way.append((span.resource, span.start_s, at_s))
         at_s = span.start_s
         span = before(at_s, span.resource)
+        if at_s <= 0 and span is not None and span.resource == COMPUTE:
+            break
+    critical = dict.fromkeys(RESOURCES, 0.0)
+    for resource, from_s, until_s in way:
+        critical[resource] += max(0.0, min(until_s, end_s + at_s) - from_s)
     return critical
 
 

@@ -72,13 +72,20 @@ def chain(chunks: int = CHUNKS) -> StepTrace:
 
 
 def chain_plan(
-    *, blocks: int, depth: int, homes: str = "sss", world_size: int = 1, grad_blocks: int | None = None
+    *,
+    blocks: int,
+    depth: int,
+    homes: str = "sss",
+    world_size: int = 1,
+    grad_blocks: int | None = None,
+    in_backward: bool = False,
 ) -> Plan:
     """A plan of `chain`, a letter per chunk: ``s`` streamed from the host, ``h`` resident with its states on the host,
     ``d`` resident with everything on the device, ``w`` streamed with its weights on the device; ``k`` as ``s`` and ``e`` as
-    ``h``, but with states on the disk."""
+    ``h``, but with states on the disk. With `in_backward` all that can step in backward do."""
     trace = chain(len(homes))
-    setting = Setting(world_size, world_size, StateSize(8), depth > 0)
+    early = {"step_in_backward": in_backward, "every_in_backward": True}
+    setting = Setting(world_size, world_size, StateSize(8), depth > 0, **early)
     space = SearchSpace(trace, Speeds().machine(), setting)
     placement = Placement(
         tuple(home in "hde" for home in homes),
@@ -89,6 +96,13 @@ def chain_plan(
     candidate = weigh(space.model(MIB), placement, blocks, depth, space.cost)
     plan = to_plan(space, candidate, Budgets(1 << 50, 1 << 50, 1 << 50), "Adam", "auto")
     return plan if grad_blocks is None else replace(plan, grad_block_count=grad_blocks)
+
+
+def stepping(plan: Plan, *chunks: int) -> Plan:
+    """The plan with just these chunks stepped in backward."""
+    return replace(
+        plan, chunks=tuple(replace(c, steps_in_backward=index in chunks) for index, c in enumerate(plan.chunks))
+    )
 
 
 def simulated(plan: Plan, speeds: Speeds, *, kind: str = "cpu", **options: Any) -> Simulation:

@@ -62,6 +62,7 @@ def test_two_layers() -> None:
     assert [event.operator for event in trace.accesses][:2] == ["linear", "linear"]
     assert trace.accesses[2].operator.startswith("AddmmBackward")
     assert {p.name: p.grad_event for p in trace.parameters} == dict.fromkeys((*first, *second), 2)
+    assert {p.grad_arrivals for p in trace.parameters} == {1}
     assert trace.checkpointed_modules == trace.unused_parameters == trace.unused_modules == ()
 
 
@@ -155,12 +156,41 @@ def test_tied_weights_are_one_parameter_used_twice() -> None:
     trace = cpu_trace(Tied(), {"x": torch.zeros(2, 4, dtype=torch.int64)}, sum_step)
     (parameter,) = trace.parameters
     assert (parameter.name, parameter.aliases) == ("embed.weight", ("out.weight",))
+    assert parameter.grad_arrivals == 1  # autograd sums both uses before it hands the gradient over
     assert events(trace) == [
         ("forward", ("embed.weight",), "embed"),
         ("forward", ("embed.weight",), "out"),
         ("backward", ("embed.weight",), "out"),
     ]
     assert trace.param_bytes == trace.grad_bytes == 32 * 8 * 4
+
+
+@pytest.mark.parametrize(("recompute", "arrivals"), [("none", 1), ("non-reentrant", 1), ("reentrant", 2)])
+def test_a_layer_used_twice_gets_a_gradient_from_each_backward_inside_backward(recompute: str, arrivals: int) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in (self.shared, self.frozen, self.shared):
+                if recompute == "none":
+                    x = part(x)
+                else:
+                    x = checkpoint(part, x.requires_grad_(), use_reentrant=recompute == "reentrant")  # type: ignore[assignment]
+            return x
+
+    trace = cpu_trace(Twice(), INP, sum_step)
+    found = {param.name: param.grad_arrivals for param in trace.parameters}
+    assert found == {"shared.weight": arrivals, "shared.bias": arrivals, "frozen.weight": 0, "frozen.bias": 0}
+
+
+def test_every_backward_of_a_step_counts() -> None:
+    def thrice(model: nn.Module, inp: dict[str, Any]) -> None:
+        for _ in range(3):
+            sum_step(model, inp)
+
+    assert {param.grad_arrivals for param in cpu_trace(Mlp(), INP, thrice).parameters} == {3}
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
