@@ -105,7 +105,7 @@ class Machine:
         self._free_s = {name: max(0.0, at - passed) for name, at in self._free_s.items()}
         self._ready_s = [max(0.0, at - passed) for at in self._ready_s]
         self._updated_s = [max(0.0, at - passed) for at in self._updated_s]
-        self._staged.extend([max(0.0, at - passed) for at in self._staged])
+        self._staged = deque((max(0.0, at - passed) for at in self._staged), maxlen=STAGING_BUFFERS)
         self.now_s = 0.0
         self._forget()
         self.spans = before
