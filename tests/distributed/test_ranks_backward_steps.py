@@ -268,6 +268,43 @@ def test_a_chunk_that_comes_late_as_a_whole_is_clipped_before_it_steps() -> None
     run_ranks(2, _clipped)
 
 
+# --- failures --------------------------------------------------------------------------------------------------------------
+
+
+class _Stop(Exception):
+    pass
+
+
+def _fails(rank: int, world_size: int, homes: str) -> None:
+    x = _batch(rank)
+    model = Late()
+    plan = early_plan(model, {"x": x}, homes, loss=_square, split_number=6)
+    runs = both(model, plan, _square)
+
+    def stop(gradient: torch.Tensor) -> None:
+        raise _Stop
+
+    for run in runs:
+        layers: Any = run.module.module.layers  # type: ignore[union-attr]
+        handle = layers[2].register_forward_hook(lambda module, args, output: output.register_hook(stop) and None)
+        loss = _square(run.module, {"x": x})
+        handle.remove()
+        with pytest.raises(_Stop):
+            run.optimizer.backward(loss)
+        assert bool(begun(run.module)) == (run is runs[0])
+        run.step()  # finishes what began
+    for _ in range(2):
+        for run in runs:
+            run.backward({"x": x})
+            run.step()
+    assert_same(runs)
+
+
+@pytest.mark.parametrize("homes", ["streamed", "mixed"])
+def test_a_backward_that_fails_on_all_ranks_is_finished_by_step(homes: str) -> None:
+    run_ranks(2, _fails, homes)
+
+
 # --- a graph that is kept ------------------------------------------------------------------------------------------------
 
 

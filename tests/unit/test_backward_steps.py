@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import elixir.api
 from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
 from elixir.plan import Plan
@@ -416,3 +418,23 @@ def test_the_same_bytes_and_loads_as_without(homes: str) -> None:
         observed, _, peaks, _ = found[0]
         assert peaks["host"] <= plan.predicted.host_peak_bytes
         assert observed["device_peak"] == report.predicted["device_peak"]
+
+
+def test_all_of_it_in_one_call() -> None:
+    it = case("gpt2")
+    plain = copy.deepcopy(it.model)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (it.model, plain)]
+    module, optimizer = elixir.wrap(it.model, optimizers[0], inp=it.inp, placement="cpu", step_in_backward=True)
+    assert planned(module.plan)
+    for _ in range(elixir.api.WARM_UP_STEPS + elixir.api.MEASURED_STEPS + 2):  # past the correction of the plan
+        loss, expected = it.loss(module, it.inp), it.loss(plain, it.inp)
+        assert torch.equal(loss, expected)
+        optimizer.backward(loss)
+        expected.backward()
+        assert begun(module) == planned(module.plan)
+        for each in (optimizer, optimizers[1]):
+            each.step()
+            each.zero_grad()
+    state = module.state_dict()
+    assert not [name for name, value in plain.state_dict().items() if not torch.equal(state[name], value)]
+    module.close()
