@@ -220,23 +220,37 @@ class Calibration:
         factors = [
             factor * (1 + lost * beside_s / alone_s)
             for factor, lost, beside_s, alone_s in zip(
-                self.compute, self.contention, lane_work_s(plan, self.machine), self.alone_s, strict=True
+                self.compute, self.contention, lane_work_s(plan, self.machine, self.trace), self.alone_s, strict=True
             )
         ]
         return scaled(self.trace, *factors)
 
 
-def lane_work_s(plan: Plan, machine: HardwareProfile) -> tuple[float, float]:
+def lane_work_s(plan: Plan, machine: HardwareProfile, trace: StepTrace) -> tuple[float, float]:
     """Seconds of real work of the lanes beside forward and beside backward, whatever link they emulate."""
     copied = [0, 0]
     for position, chunk in plan.schedule().simulate(plan.block_count).timeline:
         copied[plan.order[position].phase != "forward"] += plan.chunks[chunk].weight_bytes
     hosted = [chunk for chunk in plan.chunks if chunk.trainable and chunk.state_home == "host"]
-    copied[0] += sum(chunk.weight_bytes for chunk in hosted if chunk.weight_home == "device")
     forward_s, backward_s = (amount / machine.host_to_device_bytes_per_s for amount in copied)
-    forward_s += sum(chunk.numel for chunk in hosted) / machine.host_adam_numel_per_s
+    returned = sum(chunk.weight_bytes for chunk in hosted if chunk.weight_home == "device")
+    updates_s = returned / machine.host_to_device_bytes_per_s
+    updates_s += sum(chunk.numel for chunk in hosted) / machine.host_adam_numel_per_s
+    share = _updates_beside_forward(plan, machine, trace)
+    forward_s, backward_s = forward_s + share * updates_s, backward_s + (1 - share) * updates_s
     backward_s += plan.predicted.moved_bytes["device_to_host"] / machine.device_to_host_bytes_per_s
     return forward_s, backward_s
+
+
+def _updates_beside_forward(plan: Plan, machine: HardwareProfile, trace: StepTrace) -> float:
+    """Share of the host's steps that the simulator sees there: all but those that begin in backward, and some of these."""
+    if not plan.steps_in_backward:
+        return 1.0
+    step = simulate_step(plan, trace, machine)
+    updates = [span for span in step.timeline if span.resource == "host_adam"]
+    until_s = step.step_s - step.phases_s["backward"] - step.phases_s["optimizer"]
+    beside_s = sum(max(0.0, min(span.end_s, until_s) - span.start_s) for span in updates)
+    return beside_s / step.busy_s["host_adam"]
 
 
 def calibrate(
@@ -257,7 +271,7 @@ def calibrate(
     alone_s = tuple(median(alone, f"{phase}_s") for phase in phases)
     predicted = simulate_step(resident, trace, machine).phases_s
     compute = tuple(seconds / predicted[phase] for seconds, phase in zip(alone_s, phases, strict=True))
-    beside_s = lane_work_s(streamed, machine)
+    beside_s = lane_work_s(streamed, machine, trace)
     found = Calibration(machine, trace, compute, alone_s, (0.0, 0.0))
     for _ in range(CONTENTION_STEPS):
         predicted = simulate_step(streamed, found.trace_for(streamed), machine).phases_s

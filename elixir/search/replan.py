@@ -132,7 +132,7 @@ def correct(
     what = f"step {seen.step_s:.4g} s where {predicted.seconds['total']:.4g} s was predicted"
     if found.chunks == plan.chunks and found.block_count == plan.block_count:
         return Correction(None, f"{what}; the plan stays the best")
-    if over and not _same_homes(found, plan):
+    if over:
         return Correction(found, f"memory peaks are above the plan's; {what}")
     if gain > WORTHWHILE:
         return Correction(found, f"{what}; another plan is predicted to take {1 - gain:.0%} of it")
@@ -152,12 +152,6 @@ def _for_batches(plan: Plan, trace: StepTrace, ranks_per_host: int, batches: int
     )
     chunks = tuple(replace(chunk, steps_in_backward=chunk.steps_in_backward and batches == 1) for chunk in plan.chunks)
     return replace(plan, accumulation=batches, chunks=chunks, predicted=predicted)
-
-
-def _same_homes(one: Plan, other: Plan) -> bool:
-    """Whether they differ, at most, in what steps in backward, which takes no memory."""
-    chunks = ([replace(chunk, steps_in_backward=False) for chunk in plan.chunks] for plan in (one, other))
-    return one.block_count == other.block_count and next(chunks) == next(chunks)
 
 
 def _too_full(seen: int, predicted: int, budget: int) -> bool:
