@@ -75,11 +75,12 @@ def choose(options: dict[str, Any], hardware: HardwareProfile, device_bytes: int
     for micro in options["micros"]:
         trace = trace_of(options, micro, hardware)
         try:
-            plan = plan_from_trace(trace, hardware, 1, device_memory=device_bytes, host_memory=host_bytes)
+            memory: dict[str, Any] = {"device_memory": device_bytes, "host_memory": host_bytes}
+            plan = plan_from_trace(trace, hardware, 1, accumulation=options["batch"] // micro, **memory)
         except PlanError as error:
             tried[micro], problem = "does not fit", error
             continue
-        step_s = simulate_step(plan, trace, hardware, accumulation=options["batch"] // micro).step_s
+        step_s = simulate_step(plan, trace, hardware).step_s
         tried[micro] = f"{step_s:.4g} s"
         if step_s < best_s:
             best, best_s = Choice(plan, trace, micro, tried), step_s
@@ -124,6 +125,7 @@ def run(options: dict[str, Any], place: Place, saved: Path) -> Running:
             device_memory=device_bytes,
             host_memory=host_bytes,
             max_norm=MAX_NORM,
+            accumulation=len(batches),
             weights=weights,
             **fused,
         )
