@@ -20,6 +20,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.early import HOMES, all_early, begun, early_plan, planned, rehomed, without
 from tests.common.parity import Case, Pair, case, square_loss
 from tests.common.tiny_models import FAMILIES
+from tests.unit import test_runtime_views as views
 
 CHECKPOINTS = ("none", "reentrant", "non-reentrant")
 _QUICK = {("gpt2", "none"), ("opt", "reentrant"), ("llama", "non-reentrant"), ("mixtral", "none")}
@@ -418,6 +419,52 @@ def test_the_same_bytes_and_loads_as_without(homes: str) -> None:
         observed, _, peaks, _ = found[0]
         assert peaks["host"] <= plan.predicted.host_peak_bytes
         assert observed["device_peak"] == report.predicted["device_peak"]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_that_are_larger_than_a_block_leave_as_they_are(overlap: bool) -> None:
+    peaks = []
+    for early in (True, False):
+        it = chain()
+        for layer in it.model.layers:  # type: ignore[union-attr]
+            layer.bias = None  # type: ignore[assignment]
+        plan = replace(chain_plan(it, "states"), block_bytes=64, overlap=overlap)
+        with Pair(it, plan if early else without(plan), emulation=Emulation(delay_s=1e-3)) as pair:
+            pair.backward()
+            assert bool(begun(pair.module)) == early
+            pair.step()
+            pair.train(2)
+            pair.assert_same_weights()
+            peaks.append(dict(pair.module.arena.peak_bytes))
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("forward", views.FORWARDS, ids=lambda forward: forward.__name__)
+def test_views_of_weights_that_outlive_their_module(forward: views.Forward, homes: str) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
+    plan = early_plan(views.case_of(forward), homes, split_number=12)
+    assert planned(plan)
+    with Pair(views.case_of(forward), plan, optimizer=make) as pair:
+        pair.train(2)
+        pair.assert_same_weights()
+    with Pair(views.case_of(forward), all_early(plan), optimizer=make, evict_always=True) as pair:
+        try:  # a plan by hand may be wrong, its numbers may not
+            pair.train(2)
+        except InputError as error:
+            assert "step_in_backward=False" in str(error)  # noqa: PT017  refused or right, either will do
+        else:
+            pair.assert_same_weights()
+
+
+def test_fused_kernels_of_the_model_too() -> None:
+    for homes in HOMES:
+        plan = early_plan(case("llama", "reentrant"), homes, use_fused_kernels=True)
+        options: dict[str, Any] = {"make": _fused, "use_fused_kernels": True}
+        early, late = (train(case("llama", "reentrant"), each, **options) for each in (plan, without(plan)))
+        assert_same(early, late)
 
 
 def test_all_of_it_in_one_call() -> None:
