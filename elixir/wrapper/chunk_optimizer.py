@@ -25,6 +25,8 @@ class Segment:
     group: int
     start: int
     """In elements from the start of the shard."""
+    place: int
+    """Of its parameter among those of the chunk."""
     weights: nn.Parameter
     """What the chunk's optimizer steps: float32 master weights, or the weights themselves."""
     source: nn.Parameter
@@ -199,7 +201,7 @@ class ChunkOptimizer:
         chunk, owner = self.chunk, self._owner
         start, end = chunk.shard_start, chunk.shard_start + chunk.shard_numel
         segments = []
-        for slot in chunk.slots:
+        for place, slot in enumerate(chunk.slots):
             begin, stop = max(slot.offset, start), min(slot.offset + slot.numel, end)
             group = owner.group_of.get(slot.parameter)
             if begin >= stop or group is None or not slot.parameter.requires_grad:
@@ -209,7 +211,8 @@ class ChunkOptimizer:
                 weights = slot.parameter  # plain PyTorch's own: same kernel, same bits
             else:
                 weights = nn.Parameter(part, requires_grad=True)
-            segments.append(Segment(slot.name, group, begin - start, weights, slot.parameter, slot.parameter._version))
+            version = slot.parameter._version
+            segments.append(Segment(slot.name, group, begin - start, place, weights, slot.parameter, version))
         return segments
 
     def _count_states(self) -> None:

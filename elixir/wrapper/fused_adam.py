@@ -22,6 +22,7 @@ class Stretch(Protocol):
 
     group: int
     start: int
+    place: int
     weights: nn.Parameter
 
 
@@ -75,8 +76,9 @@ class FusedAdam:
     """Adam of one chunk's shard.
 
     float32 moments: neighbours of one group at the same step are stepped as one stretch, alignment gaps between them
-    included: what is there is nobody's. Moments in fewer bits: segment by segment, wherever the gradients come from, so
-    that rounding is the same in every home. Blocks of 8-bit moments count from the shard's start.
+    included: what is there is nobody's. A parameter between them that is not stepped here, because it is frozen or another
+    optimizer's, parts them. Moments in fewer bits: segment by segment, wherever the gradients come from, so that rounding is
+    the same in every home. Blocks of 8-bit moments count from the shard's start.
 
     Args:
         master: the flat shard of weights that are stepped, float32.
@@ -131,7 +133,7 @@ class FusedAdam:
         run: list[Stretch] = []
         for segment in [*self._segments, None]:
             joins = segment is not None and id(segment) in here
-            if run and not (joins and segment is not None and self._alike(run[-1], segment)):
+            if run and not (joins and segment is not None and self._joins(run[-1], segment)):
                 self._step_run(run, gradients[self._part(run)], factor, weight_out)
                 run = []
             if joins and segment is not None:
@@ -181,8 +183,9 @@ class FusedAdam:
             part = slice(first // width * width // per, -(-stop // width) * width // per)
             mine[part].copy_(theirs[part])
 
-    def _alike(self, one: Stretch, other: Stretch) -> bool:
-        return one.group == other.group and bool(self._state(one)["step"] == self._state(other)["step"])
+    def _joins(self, one: Stretch, other: Stretch) -> bool:
+        beside = other.place == one.place + 1
+        return beside and one.group == other.group and bool(self._state(one)["step"] == self._state(other)["step"])
 
     @staticmethod
     def _part(run: list[Stretch]) -> slice:
