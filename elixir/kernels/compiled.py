@@ -37,6 +37,8 @@ _PRIORITY = 19
 _EXIT_WAIT_S = 20.0
 """How long a process that ends waits for its compiling thread, which must not be torn down inside of C++ code."""
 
+_ADVICE = "TORCHDYNAMO_VERBOSE"
+
 Step = Callable[..., Any]
 
 
@@ -89,6 +91,12 @@ def compile_step(function: Step, example: Sequence[Any], *, narrow: bool = False
     compiled: Step = torch.compile(_twin(function), dynamic=True, fullgraph=True, options=options)
     with torch.no_grad():
         return compiled, compiled(*example)
+
+
+def _last_word(written: str) -> str:
+    """The last line of what a failure wrote that says something of it: torch closes with how to see more of its own."""
+    lines = [line.strip() for line in written.splitlines()]
+    return next((line for line in reversed(lines) if line and _ADVICE not in line), "")
 
 
 def _twin(function: Step) -> Step:
@@ -167,8 +175,8 @@ class Background:
                 logger.info("%s is compiled: %.1f s in a child process, %.1f s in this", self.name, child_s, rest_s)
         except Exception as error:
             if not self._stopping:
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                logger.warning("%s could not be compiled and stays as it is: %s", self.name, lines[-1])
+                reason = _last_word(str(error)) or type(error).__name__
+                logger.warning("%s could not be compiled and stays as it is: %s", self.name, reason)
                 logger.debug("compiling %s failed", self.name, exc_info=True)
 
     def _run_child(self, source: str) -> None:

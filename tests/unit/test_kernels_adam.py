@@ -325,6 +325,23 @@ def test_a_child_that_fails_keeps_this_process_from_trying(caplog: pytest.LogCap
     assert "no luck" in caplog.text
 
 
+def test_a_broken_compiler_is_named_and_eager_steps_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken-compiler"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    for variable, value in {"CXX": str(broken), "ELIXIR_COMPILE": "wait", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(variable, value)
+    numel = ready.SMALL_NUMEL["float32"]
+    master = torch.ones(numel)
+    with caplog.at_level(logging.WARNING, logger="elixir.kernels"):
+        adam_step(torch.ones(numel), master, None, make_moments(numel), AdamOptions(lr=0.5), 1)
+    assert len(caplog.records) == 1
+    assert "broken-compiler" in caplog.text  # and not the advice with which torch ends
+    torch.testing.assert_close(master, torch.full((numel,), 0.5))
+
+
 def test_the_variable_has_four_values(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, expected in {"0": "never", "1": "background", "": "background", "WAIT": "wait", "now": "now"}.items():
         monkeypatch.setenv("ELIXIR_COMPILE", value)
