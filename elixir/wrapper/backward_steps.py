@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from elixir.wrapper.chunk_optimizer import Arrived
     from elixir.wrapper.optimizer import ElixirOptimizer
 
+STEP_OR_ACCUMULATE = (
+    "call step() first (where batches are accumulated, run all backwards but the last inside no_sync())"
+)
+"""Instead of going on to the next batch."""
+STEP_OR_LEAVE_OUT = "call step() first (a step that shall be left out must be left out before its backward)"
+"""Instead of giving up a step."""
+
 
 class BackwardSteps:
     """Of one optimizer.
@@ -76,12 +83,17 @@ class BackwardSteps:
                 self._optimizer.part_of(chunk).mark_changed(arrived, _names(chunk))
         return begun
 
-    def refuse(self, what: str) -> None:
-        """Raise `InputError` between backward and `ElixirOptimizer.step`."""
+    def refuse(self, what: str, instead: str = "call step() first") -> None:
+        """Raise `InputError` between backward and `ElixirOptimizer.step`.
+
+        Args:
+            what: is not possible there.
+            instead: what to do under the same plan.
+        """
         if self._begun:
             raise InputError(
                 f"{what} between backward and step() would meet weights that are stepped in part, since this plan steps "
-                "during backward: call step() first, or plan with step_in_backward=False"
+                f"during backward: {instead}, or plan with step_in_backward=False"
             )
 
 

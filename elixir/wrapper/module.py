@@ -27,6 +27,7 @@ from elixir.host_threads import host_share, host_view
 from elixir.kernels.fused_modules import FusedKernels
 from elixir.plan import Plan, same_packing
 from elixir.units import parse_dtype
+from elixir.wrapper.backward_steps import STEP_OR_ACCUMULATE, STEP_OR_LEAVE_OUT
 from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, move_chunks, place_buffers
 from elixir.wrapper.clock import StepClock
 from elixir.wrapper.gathering import shown
@@ -194,7 +195,7 @@ class ElixirModule(nn.Module):
                 "a CUDA graph would replay with the addresses that weights had when it was captured, but streamed "
                 "weights move; run an ElixirModule without capturing it"
             )
-        self._refuse_begun("a forward")
+        self._refuse_begun("a forward", STEP_OR_ACCUMULATE)
         if self.before_forward is not None:
             self.before_forward()
         self._forwards[torch.is_grad_enabled()] += 1
@@ -337,7 +338,7 @@ class ElixirModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, those that have left for their home too; or have zeros in their place."""
-        self._refuse_begun("zero_grad()")
+        self._refuse_begun("zero_grad()", STEP_OR_LEAVE_OUT)
         self.forget_failed_backward()
         self.gradients.clear(to_none=set_to_none)
         if self._group.size > 1:
@@ -453,10 +454,10 @@ class ElixirModule(nn.Module):
             lane.waited_s = 0.0
         self._clock.start()
 
-    def _refuse_begun(self, what: str) -> None:
-        """Where weights are stepped in part."""
+    def _refuse_begun(self, what: str, instead: str = "call step() first") -> None:
+        """Where weights are stepped in part; see `BackwardSteps.refuse`."""
         for optimizer in self.optimizers:
-            optimizer.in_backward.refuse(what)
+            optimizer.in_backward.refuse(what, instead)
 
     @staticmethod
     def _output(item: Any) -> Any:
@@ -470,7 +471,7 @@ class ElixirModule(nn.Module):
     def backward_runs(self) -> None:
         """Backward is running; the first time, have the engine call when it is over."""
         if not self._in_backward:
-            self._refuse_begun("another backward")
+            self._refuse_begun("another backward", STEP_OR_ACCUMULATE)
             self._in_backward = True
             if self._group.size > 1:
                 self.cache.enter_backward()

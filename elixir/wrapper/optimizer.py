@@ -22,7 +22,7 @@ from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError, InputTypeError
 from elixir.host_threads import check_host_threads
 from elixir.plan import Plan
-from elixir.wrapper.backward_steps import BackwardSteps, clips_in_backward
+from elixir.wrapper.backward_steps import STEP_OR_LEAVE_OUT, BackwardSteps, clips_in_backward
 from elixir.wrapper.chunk_optimizer import Arrived, ChunkOptimizer, Segment
 from elixir.wrapper.fused_adam import FusedAdam, can_fuse, check_moments
 from elixir.wrapper.gradient_norm import total_norm
@@ -220,7 +220,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: zeros are asked for where the module has another optimizer, whose gradients share the chunks.
         """
-        self.in_backward.refuse("zero_grad()")
+        self.in_backward.refuse("zero_grad()", STEP_OR_LEAVE_OUT)
         self._clip_once = 0.0
         self._scaled = not set_to_none  # zeros are of any scale
         if len(self.module.optimizers) == 1:
@@ -238,7 +238,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the norm is not finite, where that is asked for.
         """
-        self.in_backward.refuse("clip_grad_norm_()")
+        self.in_backward.refuse("clip_grad_norm_()", "leave clipping out")
         self._refuse_unreduced("clip_grad_norm_()")
         self.module.forget_failed_backward()
         self.module.gradients.settle()
@@ -274,7 +274,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         factor = 1.0 / self.loss_scale
         limit = self.clip_limit
         if limit:
-            self.in_backward.refuse("clipping")  # of what was asked for behind backward
+            self.in_backward.refuse("clipping", "leave it out")  # of what was asked for behind backward
         self._clip_once = 0.0
         if limit or self.scales:
             norm = self._norm()

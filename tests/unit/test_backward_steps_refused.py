@@ -121,6 +121,21 @@ def test_between_backward_and_step(what: str, between: Pair) -> None:
     assert begun(between.module) == before
 
 
+@pytest.mark.parametrize(
+    ("what", "instead"),
+    [
+        ("a forward", r"all backwards but the last inside no_sync\(\)"),
+        ("zero_grad of the module", "left out before its backward"),
+        ("zero_grad of the optimizer", "left out before its backward"),
+        ("the module's clip_grad_norm_", r"during backward: leave clipping out"),
+        ("the optimizer's clip_grad_norm_", r"during backward: leave clipping out"),
+    ],
+)
+def test_what_is_refused_there_says_what_to_do_about_it(what: str, instead: str, between: Pair) -> None:
+    with pytest.raises(InputError, match=instead):
+        _REFUSED[what](between)
+
+
 def test_a_weight_that_is_read_between_backward_and_step(between: Pair) -> None:
     weight = _weight(between)
     for read in (lambda: weight.norm(), lambda: weight.data.sum(), lambda: weight.detach().clone()):
@@ -168,7 +183,7 @@ def test_options_that_are_changed_between_backward_and_step(between: Pair) -> No
 
 def test_clipping_that_is_asked_for_between_backward_and_step(between: Pair) -> None:
     between.optimizer.max_norm = 1.0
-    with pytest.raises(InputError, match=r"clipping between backward and step\(\)"):
+    with pytest.raises(InputError, match=r"clipping between backward and step\(\).*: leave it out"):
         between.optimizer.step()
     between.optimizer.max_norm = 0.0
 
