@@ -41,7 +41,9 @@ def test_a_parameter_in_between_keeps_its_value(whose: str, dtype: torch.dtype |
         module.zero_grad()
     after = module.state_dict()
     assert torch.equal(before[BETWEEN], after[BETWEEN])
-    assert not any(torch.equal(before[slot.name], after[slot.name]) for slot in chunk.parameters if slot.name != BETWEEN)
+    assert not any(
+        torch.equal(before[slot.name], after[slot.name]) for slot in chunk.parameters if slot.name != BETWEEN
+    )
     module.close()
 
 

@@ -331,7 +331,11 @@ def test_a_broken_compiler_is_named_and_eager_steps_go_on(
     broken = tmp_path / "broken-compiler"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
-    for variable, value in {"CXX": str(broken), "ELIXIR_COMPILE": "wait", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}.items():
+    for variable, value in {
+        "CXX": str(broken),
+        "ELIXIR_COMPILE": "wait",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+    }.items():
         monkeypatch.setenv(variable, value)
     numel = ready.SMALL_NUMEL["float32"]
     master = torch.ones(numel)
