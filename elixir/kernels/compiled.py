@@ -69,8 +69,8 @@ def compile_step(function: Step, example: Sequence[Any], *, narrow: bool = False
     """`function` compiled for any length, and what it gave for `example`.
 
     With `narrow`, a CPU that has vectors of 512 bits uses those of 256. For a step that waits for memory: inductor takes as
-    many elements at once as float32 has in a vector, so bfloat16 fills half of one, and AVX512's code for halves cost 13 %
-    of a step over 100 M elements (2 cores of an EPYC 9005). Steps that compute more take twice as long with it.
+    many elements at once as float32 has in a vector, so bfloat16 fills half of one, and AVX512's code for halves cost 9 to
+    15 % of a step over 100 M elements (2 cores of an EPYC 9005). Steps that compute more take twice as long with it.
 
     Guards are left out: the caller passes flat tensors of the same kinds as in `example` and of at least two elements.
     They would recompile, in the middle of a step, when a thread count or autocast changes, which do not matter here.

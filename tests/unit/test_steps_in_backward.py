@@ -21,13 +21,14 @@ from elixir.search import minimum_waste_search, optimal_search, plan_from_trace,
 from elixir.search.explain import explain
 from elixir.search.levers import faster, lever_effects
 from elixir.search.memory import Setting
-from elixir.search.replan import Observation, correct
+from elixir.search.replan import correct
 from elixir.search.report import plan_record
 from elixir.search.simulator import simulate_step
 from elixir.search.space import SearchSpace
 from elixir.tracer.step_trace import ParamInfo, StepTrace
 from elixir.units import GIB
 from tests.common.chains import NUMEL, Speeds, chain, chain_plan, stepping
+from tests.common.observed import steady
 from tests.common.samples import make_plan, make_trace
 from tests.common.searching import HARDWARE, check_consistent
 from tests.common.synthetic_trace import StackShape, TraceBuilder, stack_trace
@@ -268,20 +269,6 @@ def test_levers_and_explanations_plan_for_steps_in_backward(stack: StepTrace) ->
     assert explain(plan, stack, SLOW)
 
 
-def _seen(plan: Plan, **changes: Any) -> Observation:
-    predicted = plan.predicted
-    seen = Observation(
-        step_s=predicted.seconds["total"],
-        busy_s=dict.fromkeys(("fetch", "offload", "host_adam", "refresh"), 0.0),
-        fetched_bytes=predicted.moved_bytes["host_to_device"],
-        refreshed_bytes=0,
-        offloaded_bytes=predicted.moved_bytes["device_to_host"],
-        device_peak_bytes=predicted.device_peak_bytes,
-        host_peak_bytes=predicted.host_peak_bytes,
-    )
-    return replace(seen, **changes)
-
-
 def test_planning_again_goes_on_stepping_in_backward_but_not_with_several_batches(stack: StepTrace) -> None:
     """A host ten times as fast as was thought has time for all; with three batches nothing can step in backward."""
     free = planned(stack, placement="auto", host_memory=64 * GIB)
@@ -291,11 +278,11 @@ def test_planning_again_goes_on_stepping_in_backward_but_not_with_several_batche
     busy = {"fetch": 0.0, "offload": 0.0, "host_adam": stepped / SLOW.host_adam_numel_per_s / 10, "refresh": 0.0}
     quicker = replace(SLOW, host_adam_numel_per_s=SLOW.host_adam_numel_per_s * 10)
     found = correct(
-        stack, SLOW, plan, [_seen(plan, busy_s=busy, step_s=simulate_step(plan, stack, quicker).step_s)], "Adam"
+        stack, SLOW, plan, [steady(plan, busy_s=busy, step_s=simulate_step(plan, stack, quicker).step_s)], "Adam"
     )
     assert found.plan is None or found.plan.steps_in_backward
     took = simulate_step(plan, stack, SLOW, accumulation=3).step_s
-    several = correct(stack, SLOW, plan, [_seen(plan, step_s=took, batches=3)], "Adam")
+    several = correct(stack, SLOW, plan, [steady(plan, step_s=took, batches=3)], "Adam")
     assert several.plan is None or (several.plan.accumulation, several.plan.steps_in_backward) == (3, False)
 
 

@@ -17,6 +17,7 @@ from elixir.hardware import preset
 from elixir.plan import Plan
 from elixir.search.replan import Correction, Observation, calibrated, correct
 from elixir.search.simulator import simulate_step
+from tests.common.observed import steady
 from tests.common.parity import case, hf_loss, make_plan, mixed
 from tests.common.tiny_models import tiny
 
@@ -128,21 +129,6 @@ def test_counts_the_batches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.zero_grad()
     assert [one.batches for one in seen] == [3]
     model.close()
-
-
-def steady(plan: Plan, **changes: Any) -> Observation:
-    """What is seen where everything went as predicted."""
-    predicted = plan.predicted
-    seen = Observation(
-        step_s=predicted.seconds["total"],
-        busy_s={"fetch": 0.0, "offload": 0.0, "host_adam": 0.0, "refresh": 0.0},
-        fetched_bytes=predicted.moved_bytes["host_to_device"],
-        refreshed_bytes=0,
-        offloaded_bytes=predicted.moved_bytes["device_to_host"],
-        device_peak_bytes=predicted.device_peak_bytes,
-        host_peak_bytes=predicted.host_peak_bytes,
-    )
-    return replace(seen, **changes)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,24 @@
+"""What a run would have seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from elixir.plan import Plan
+from elixir.search.replan import Observation
+
+
+def steady(plan: Plan, **changes: Any) -> Observation:
+    """What is seen where everything went as predicted."""
+    predicted = plan.predicted
+    seen = Observation(
+        step_s=predicted.seconds["total"],
+        busy_s={"fetch": 0.0, "offload": 0.0, "host_adam": 0.0, "refresh": 0.0},
+        fetched_bytes=predicted.moved_bytes["host_to_device"],
+        refreshed_bytes=0,
+        offloaded_bytes=predicted.moved_bytes["device_to_host"],
+        device_peak_bytes=predicted.device_peak_bytes,
+        host_peak_bytes=predicted.host_peak_bytes,
+    )
+    return replace(seen, **changes)
