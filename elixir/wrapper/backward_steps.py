@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError
+from elixir.wrapper.chunk_updates import update
 
 if TYPE_CHECKING:
     from elixir.wrapper.chunk_optimizer import Arrived
@@ -58,7 +59,7 @@ class BackwardSteps:
             arrived = part.gradients(_names(chunk))
             self._begun[chunk.index] = arrived
             chunk.stepping = True
-            optimizer.step_part(part, arrived, 1.0, self._hyperparameters, behind=[home])
+            update(optimizer.module, part, arrived, 1.0, self._hyperparameters, behind=[home])
             if chunk.whole is not None:
                 # Weights on the device are written to from now on: autograd would notice a node that still needs them.
                 part.mark_changed(arrived, _names(chunk))

@@ -32,6 +32,7 @@ from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, mo
 from elixir.wrapper.clock import StepClock
 from elixir.wrapper.gathering import shown
 from elixir.wrapper.inputs import cast_inputs
+from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.report import StepReport, differences, make_report
 from elixir.wrapper.running import RunningPlan, RunOptions
 from elixir.wrapper.shared_buffers import SharedBuffers
@@ -114,6 +115,8 @@ class ElixirModule(nn.Module):
         self._stop = weakref.finalize(self, self._lanes.close)
         self.optimizers: list[ElixirOptimizer] = []
         """Those that step this module."""
+        self.loss_scale = LossScale(False, 1.0, 1)
+        """Of the loss, for all of them; the last one that is made says."""
         self.refreshed_bytes = 0
         """Host to device since the last report, for weights on the device that the host has updated."""
         self.regathered_bytes = 0
@@ -341,6 +344,8 @@ class ElixirModule(nn.Module):
         self._refuse_begun("zero_grad()", STEP_OR_LEAVE_OUT)
         self.forget_failed_backward()
         self.gradients.clear(to_none=set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.gradients_cleared(set_to_none)
         if self._group.size > 1:
             self._lanes.network.submit(lambda: self._group.note("zero_grad()"))
         with torch._C.DisableTorchFunctionSubclass():

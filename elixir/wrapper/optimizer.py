@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,15 +18,16 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError, InputTypeError
 from elixir.host_threads import check_host_threads
 from elixir.plan import Plan
 from elixir.wrapper.backward_steps import STEP_OR_LEAVE_OUT, BackwardSteps, clips_in_backward
-from elixir.wrapper.chunk_optimizer import Arrived, ChunkOptimizer, Segment
+from elixir.wrapper.chunk_optimizer import ChunkOptimizer, Segment
+from elixir.wrapper.chunk_updates import publish, update
 from elixir.wrapper.fused_adam import FusedAdam, can_fuse, check_moments
 from elixir.wrapper.gradient_norm import total_norm
 from elixir.wrapper.host_adam import set_host_threads
+from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer_class import accepted_options, check_elementwise, has_stepped
 
@@ -41,7 +42,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
     Args:
         module: the wrapped model.
         optimizer: over the model's parameters, made before or after wrapping; its class and options are taken over.
-        initial_scale: loss scale to begin with; used with float16 only.
+        initial_scale: loss scale to begin with; used with float16 only. Several optimizers of one module share one scale:
+            the last one says, also of `growth_interval`.
         max_norm: clip the global gradient norm to this; 0 or None for no clipping.
         growth_interval: steps without overflow after which the loss scale doubles.
         host_threads: of what steps on the host, on this rank; None for its part of the cores (`elixir.host_threads`).
@@ -49,7 +51,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     Raises:
         InputError: the optimizer is not elementwise, has parameters that are not the module's or another's, or cannot step
-            as the plan says: with its moments, or in backward; or `host_threads` is no whole number from 1 on.
+            as the plan says: with its moments, or in backward; or a number is out of range.
     """
 
     def __init__(
@@ -68,8 +70,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if any(has_stepped(state) for state in optimizer.state.values()):
             raise InputError("the optimizer has stepped already, and its states would be lost; give one that has not")
         asked_threads = check_host_threads(host_threads)
+        scale = LossScale(module.plan.dtype == "float16", initial_scale, growth_interval)
         self._ready = self._told = False
-        self._scaled = False  # whether `backward` has made the gradients there are
+        self._made_by: float | None = None  # the loss scale with which `backward` has made the gradients there are
         self.module = module
         self._given = optimizer
         self._class = type(optimizer)
@@ -93,10 +96,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if module.plan.moments == "float32":  # others are stepped by `FusedAdam`, whatever the class
             for group in self.param_groups:
                 check_elementwise(self._class, partial(self._make_over, group))
-        self.scales = module.plan.dtype == "float16"
-        self.loss_scale = float(initial_scale) if self.scales else 1.0
-        self._growth_interval = growth_interval
-        self._good_steps = 0
         self._clip_once = 0.0
         self.used_parameters: set[str] = set()
         self._position = {parameter: index for index, parameter in enumerate(module.module.parameters())}
@@ -105,6 +104,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Steps that begin before `step` is called."""
         self.host_threads = set_host_threads(module, asked_threads)
         """Of what steps on the host."""
+        module.loss_scale = scale
         module.optimizers.append(self)
         self._ready = True
 
@@ -112,6 +112,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def fuses(self) -> bool:
         """Whether shards are stepped by `FusedAdam` rather than by the user's class; same rule, other rounding."""
         return self._fusible and (self.module.use_fused_kernels or self.module.plan.moments != "float32")
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next `backward` multiplies its loss by."""
+        return self.module.loss_scale.value
 
     @property
     def clip_limit(self) -> float:
@@ -210,9 +215,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 f"loss must be the tensor that the model's outputs lead to, got {type(loss).__name__}; call item() after "
                 "backward, and for a copy only"
             )
+        scale = self.module.loss_scale
         for optimizer in self.module.optimizers:  # they share the gradients
-            optimizer._scaled = True
-        (loss * self.loss_scale if self.scales else loss).backward()
+            optimizer._made_by = scale.value
+        (loss * scale.value if scale.used else loss).backward()
+
+    def gradients_cleared(self, to_none: bool) -> None:
+        """There are none any more, or zeros, which are of any scale."""
+        self._made_by = None if to_none else self.loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; or have zeros in their place, with which `step` then steps.
@@ -222,13 +232,13 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """
         self.in_backward.refuse("zero_grad()", STEP_OR_LEAVE_OUT)
         self._clip_once = 0.0
-        self._scaled = not set_to_none  # zeros are of any scale
         if len(self.module.optimizers) == 1:
             self.module.zero_grad(set_to_none)
             return
         if not set_to_none:
             raise InputError("with several optimizers on one module use zero_grad(set_to_none=True)")
         self.module.forget_failed_backward()
+        self.gradients_cleared(set_to_none)
         for parameter in self.group_of:
             parameter.grad = None
 
@@ -244,7 +254,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.module.gradients.settle()
         self._clip_once = max_norm
         self._agree_on_used()
-        norm = self._norm() / self.loss_scale
+        norm = self._norm() / self._gradient_scale()
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
         return norm
@@ -271,20 +281,21 @@ class ElixirOptimizer(torch.optim.Optimizer):
         module.forget_failed_backward()
         module.gradients.settle()
         self._agree_on_used(unscaled=self._unscaled())
-        factor = 1.0 / self.loss_scale
+        loss_scale, made_by = module.loss_scale, self._gradient_scale()
+        factor = 1.0 / made_by
         limit = self.clip_limit
         if limit:
             self.in_backward.refuse("clipping", "leave it out")  # of what was asked for behind backward
         self._clip_once = 0.0
-        if limit or self.scales:
+        if limit or loss_scale.used:
             norm = self._norm()
-            if self.scales and not math.isfinite(norm):
-                self._overflowed()
+            if loss_scale.used and not math.isfinite(norm):
+                loss_scale.overflowed(made_by)
                 module.step_over(skipped=True)
                 return result
             if limit:
                 # As torch.nn.utils.clip_grad_norm_: the same epsilon, in float32, and never a factor above 1.
-                factor *= float(torch.clamp(limit / (norm / self.loss_scale + 1e-6), max=1.0))
+                factor *= float(torch.clamp(limit / (norm / made_by + 1e-6), max=1.0))
         hyperparameters = self.hyperparameters()
         module.cache.invalidate()  # before weights count as changed, which inside a block they must not
         begun = self.in_backward.finish(hyperparameters)
@@ -293,20 +304,24 @@ class ElixirOptimizer(torch.optim.Optimizer):
             if index not in begun:
                 part.follow_writes()
                 arrived = part.gradients(self.used_parameters)  # now: when it runs, other parameters may have gradients
-                self.step_part(part, arrived, factor, hyperparameters)
+                update(module, part, arrived, factor, hyperparameters)
                 part.mark_changed(arrived, self.used_parameters)
-            updates += [ticket for ticket in [self._publish(part.chunk)] if ticket is not None]
+            updates += [ticket for ticket in [publish(module, part.chunk)] if ticket is not None]
         module.weights_changed(updates)
         module.step_over()
         # A scheduler that was built over the optimizer given reads there whether it is called after a step.
         self._given._opt_called = True  # type: ignore[attr-defined]
-        self._stepped()
+        loss_scale.stepped(made_by)
         return result
+
+    def _gradient_scale(self) -> float:
+        """By which the gradients there are were multiplied."""
+        return self.loss_scale if self._made_by is None else self._made_by
 
     def _unscaled(self) -> bool:
         """Whether this rank has gradients without the loss scale by which they would be divided."""
         if self.module.holds_gradients():
-            return self.scales and not self._scaled
+            return self.module.loss_scale.used and self._made_by is None
         if not self._told:
             self._told = True
             logger.warning("step() found no gradients on this rank: call optimizer.backward(loss) before it")
@@ -339,51 +354,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
             tree_map(_copied, {key: value for key, value in group.items() if key != "params"})
             for group in self.param_groups
         ]
-
-    def step_part(
-        self,
-        part: ChunkOptimizer,
-        arrived: Arrived,
-        factor: float,
-        hyperparameters: list[dict[str, Any]],
-        behind: Sequence[Ticket] = (),
-    ) -> None:
-        """Step one chunk: on the host behind `behind` and beside what comes next, on the device at once."""
-        chunk, lanes = part.chunk, self.module._lanes
-        if chunk.plan.state_home != "host":
-            part.step(arrived, factor, hyperparameters)
-            part.write_weights(arrived)
-            return
-        # If the step before failed, so does this; and the shard may still be on its way into a block.
-        before = [*behind, *(ticket for ticket in (chunk.updated, chunk.fetched) if ticket is not None)]
-        stage = self.module.staging.take() if chunk.plan.returns_rounded and arrived else None
-        staged = None if stage is None else stage.view(chunk)
-        if stage is not None and stage.left is not None:
-            before.append(stage.left)
-        stepped = lanes.host_adam.submit(partial(part.step, arrived, factor, hyperparameters, staged), after=before)
-        moved_bytes = chunk.shard_weights.nbytes if chunk.plan.weight_home == "device" and arrived else 0
-        write = partial(part.write_weights, arrived, staged)
-        # New weights go to the device beside the step of the next chunk.
-        writes = lanes.refresh if moved_bytes else lanes.host_adam
-        chunk.updated = stepped  # should submitting raise what the step has raised, the next step does, too
-        chunk.updated = writes.submit(write, after=[stepped], nbytes=moved_bytes)
-        if stage is not None:
-            stage.left = chunk.updated
-        self.module.refreshed_bytes += moved_bytes
-
-    def _publish(self, chunk: Chunk) -> Ticket | None:
-        """Have the new weights of a resident chunk on every rank; when its next use may read them, where it must wait."""
-        if chunk.whole is None:
-            return None
-        after = [chunk.updated] if chunk.plan.state_home == "host" and chunk.updated is not None else []
-        group, whole = self.module._group, chunk.whole
-        if group.size == 1:
-            chunk.filled = after[0] if after else None
-            return chunk.filled
-        mine = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
-        self.module.regathered_bytes += whole.nbytes - mine.nbytes
-        chunk.filled = self.module._lanes.network.submit(lambda: group.gather(whole, mine), after=after)
-        return chunk.filled
 
     def _agree_on_used(self, *, unscaled: bool = False) -> None:
         """Names of the parameters that got a gradient on any rank, the same on all ranks.
@@ -426,15 +396,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         square = norm.double() ** 2
         module._lanes.network.submit(lambda: module._group.sum(square)).synchronize()
         return square.sqrt().float()
-
-    def _overflowed(self) -> None:
-        self.loss_scale = max(self.loss_scale / 2, 1.0)
-        self._good_steps = 0
-
-    def _stepped(self) -> None:
-        self._good_steps += 1
-        if self.scales and self._good_steps % self._growth_interval == 0:
-            self.loss_scale *= 2
 
     def _in_order(self) -> list[Chunk]:
         """Chunks in the order in which the next forward asks for them."""

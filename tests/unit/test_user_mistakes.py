@@ -222,7 +222,28 @@ def test_float16_gradients_that_were_not_scaled() -> None:
     optimizer.backward(loss(module))
     optimizer.step()
     optimizer.zero_grad()
-    loss(module).backward()
-    with pytest.raises(InputError, match="by the loss scale"):
-        optimizer.step()
+    for zero_grad in (optimizer.zero_grad, module.zero_grad):
+        optimizer.backward(loss(module))
+        zero_grad()
+        loss(module).backward()
+        with pytest.raises(InputError, match="by the loss scale"):
+            optimizer.step()
+        module.zero_grad()
+    module.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"initial_scale": 0.0}, "initial_scale must be finite and above 0, got 0.0"),
+        ({"initial_scale": float("nan")}, "initial_scale must be finite"),
+        ({"growth_interval": 0}, "growth_interval must be 1 step or more, got 0"),
+    ],
+)
+def test_a_loss_scale_that_is_none(options: dict[str, Any], message: str) -> None:
+    plain = small()
+    module = ElixirModule(plain, planned(plain, unified_dtype="float16"), device="cpu")
+    with pytest.raises(InputError, match=message):
+        ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1), **options)
+    assert module.optimizers == []
     module.close()
