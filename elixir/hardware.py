@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ import torch
 from elixir.artifact import Artifact, digest
 from elixir.errors import InputError, InputTypeError, unknown_name
 from elixir.hardware_presets import PRESETS
+from elixir.rate_fit import PLAIN_FIELDS, RateFit, check_key, check_positive, is_finite, plainer_keys
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,77 +33,8 @@ _POSITIVE_FIELDS = (
     "host_adam_numel_per_s",
     "device_adam_numel_per_s",
 )
-SLOWEST_PER_S, FASTEST_PER_S = 1.0, 1e36
-"""No part of a machine does less or more, and times that follow from rates between them stay finite."""
 _NETWORK_FIELDS = ("network_bytes_per_s", "network_latency_s")
 _DISK_FIELDS = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_free_bytes")
-
-_DTYPE = r"b?float\d+(?:_\w+)?"
-_KEY_FORMS = (
-    r"(host_to_device|device_to_host)(\.both|\.pageable)?(\.all_ranks)?",
-    r"(host_memory|device_to_device)",
-    rf"host_adam(\.[1-9]\d*)?(\.{_DTYPE})?(\.all_ranks)?",
-    rf"device_adam(\.{_DTYPE})?(\.all_ranks)?",
-    rf"matmul\.{_DTYPE}(\.[a-z]+)?",
-    rf"(attention|elementwise|activation|reduction)\.{_DTYPE}",
-    r"(all_gather|reduce_scatter)\.[1-9]\d*",
-    r"(disk_read|disk_write)",
-)
-"""What a key of `HardwareProfile.fits` may look like; docs/hardware.md says what each stands for."""
-_KEY = re.compile("|".join(f"(?:{form})" for form in _KEY_FORMS))
-_PLAIN_FIELDS = {
-    "host_to_device": "host_to_device_bytes_per_s",
-    "device_to_host": "device_to_host_bytes_per_s",
-    "device_to_device": "device_to_device_bytes_per_s",
-    "host_memory": "host_memory_bytes_per_s",
-    "host_adam": "host_adam_numel_per_s",
-    "device_adam": "device_adam_numel_per_s",
-    "elementwise": "device_memory_bytes_per_s",
-    "activation": "device_memory_bytes_per_s",
-    "reduction": "device_memory_bytes_per_s",
-}
-"""Family of keys -> the field that gives its rate where nothing finer was measured."""
-
-
-@dataclass(frozen=True)
-class RateFit:
-    """Seconds for an amount: ``latency_s + amount / per_s``, fitted to measured points.
-
-    Raises:
-        InputError: a number is negative, not finite, or zero where it cannot be; the message names the field.
-    """
-
-    latency_s: float
-    """At least 0."""
-    per_s: float
-    """Above 0: bytes, elements or FLOPs per second of large amounts."""
-    error: float
-    """Largest relative error of the fit over the measured points, as a share."""
-    points: tuple[tuple[float, float], ...] = ()
-    """(amount, measured seconds)."""
-
-    def __post_init__(self) -> None:
-        for name in ("latency_s", "error"):
-            value = getattr(self, name)
-            if not _is_finite(value) or value < 0:
-                raise InputError(f"field '{name}' of a fit must be finite and at least 0, found {value!r}")
-        _check_positive("per_s", self.per_s, where="field '{}' of a fit")
-        for index, point in enumerate(self.points):
-            if len(point) != 2 or not all(_is_finite(value) and value > 0 for value in point):
-                raise InputError(
-                    f"field 'points[{index}]' of a fit must be (amount, seconds), both above 0 and finite, "
-                    f"found {point!r}"
-                )
-
-    def seconds(self, amount: float) -> float:
-        """Seconds for `amount`, in the unit that `per_s` counts.
-
-        Raises:
-            InputError: the amount is negative or not finite.
-        """
-        if not 0 <= amount < math.inf:
-            raise InputError(f"an amount of work must be finite and at least 0, found {amount!r}")
-        return self.latency_s + amount / self.per_s
 
 
 @dataclass(frozen=True)
@@ -180,14 +111,14 @@ class HardwareProfile(Artifact):
         if self.device_kind not in ("cuda", "cpu"):
             raise InputError(f"hardware field 'device_kind' must be 'cuda' or 'cpu', found {self.device_kind!r}")
         for name in _POSITIVE_FIELDS:
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if self.host_memory_bytes is not None:
-            _check_positive("host_memory_bytes", self.host_memory_bytes)
+            check_positive("host_memory_bytes", self.host_memory_bytes)
         for name in ("network_bytes_per_s", *_DISK_FIELDS):
             if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+                check_positive(name, getattr(self, name))
         latency_s = self.network_latency_s
-        if latency_s is not None and not (_is_finite(latency_s) and latency_s >= 0):
+        if latency_s is not None and not (is_finite(latency_s) and latency_s >= 0):
             raise InputError(f"hardware field 'network_latency_s' must be finite and at least 0, found {latency_s!r}")
         if self.matmul_efficiency > 1:
             raise InputError(
@@ -201,9 +132,9 @@ class HardwareProfile(Artifact):
                 raise InputError(
                     f"hardware field 'flops_per_s' has {dtype!r}, which is no torch dtype name such as 'bfloat16'"
                 )
-            _check_positive(f"flops_per_s.{dtype}", rate)
+            check_positive(f"flops_per_s.{dtype}", rate)
         for key, fit in self.fits.items():
-            _check_key(key)
+            check_key(key)
             if not isinstance(fit, RateFit):
                 raise InputError(f"hardware field 'fits.{key}' must be a RateFit, found {type(fit).__name__}")
         if self.measured_at is not None:
@@ -308,8 +239,8 @@ class HardwareProfile(Artifact):
         fit = self.fits.get(key)
         if fit is not None:
             return fit
-        _check_key(key)
-        for other in _plainer(key):
+        check_key(key)
+        for other in plainer_keys(key):
             if other in self.fits:
                 return self.fits[other]
         family, *rest = key.split(".")
@@ -322,7 +253,7 @@ class HardwareProfile(Artifact):
             return RateFit(0.0, self.device_to_device_bytes_per_s * world / (world - 1), 0.0)
         if family in ("disk_read", "disk_write"):
             return RateFit(0.0, self._disk_rate(f"{family}_bytes_per_s"), 0.0)
-        return RateFit(0.0, getattr(self, _PLAIN_FIELDS[family]), 0.0)
+        return RateFit(0.0, getattr(self, PLAIN_FIELDS[family]), 0.0)
 
 
 def preset_names() -> tuple[str, ...]:
@@ -359,12 +290,6 @@ def load_hardware(text: str) -> HardwareProfile:
     return preset(text)
 
 
-def fit_unit(key: str) -> str:
-    """What the amounts of a key count: ``bytes``, ``numel`` (elements) or ``flops``."""
-    family = key.split(".", 1)[0]
-    return {"host_adam": "numel", "device_adam": "numel", "matmul": "flops", "attention": "flops"}.get(family, "bytes")
-
-
 def warn_if_other_device(profile: HardwareProfile) -> bool:
     """Log a warning where `profile` was measured on another device than this machine has; True if it did.
 
@@ -391,42 +316,6 @@ def warn_if_other_device(profile: HardwareProfile) -> bool:
 def _device_of(name: str) -> str:
     """Without the thread count, which a process chooses and `HardwareProfile.device_name` of a CPU ends with."""
     return re.sub(r", \d+ threads?$", "", name)
-
-
-def _plainer(key: str) -> list[str]:
-    """Keys that answer for `key` where it was not measured, the nearest first."""
-    words = key.split(".")
-    shorter = [".".join(words[:count]) for count in range(len(words) - 1, 0, -1)]
-    if words[-1] == "all_ranks":
-        # Nor need what was measured by one rank alone have been measured in every form.
-        return shorter
-    if words[0] == "matmul":
-        return [f"matmul.{words[1]}.square"]
-    if words[0] == "activation":
-        return [f"elementwise.{words[1]}"]
-    return shorter
-
-
-def _check_key(key: object) -> None:
-    if not isinstance(key, str) or _KEY.fullmatch(key) is None:
-        raise InputError(
-            f"{key!r} is no key of hardware fits; expected such as 'host_to_device', 'device_to_host.both', 'host_adam.2', "
-            f"'matmul.bfloat16.square', 'attention.bfloat16', 'all_gather.8' (docs/hardware.md lists them)"
-        )
-
-
-def _check_positive(name: str, value: object, where: str = "hardware field '{}'") -> None:
-    if not _is_finite(value) or value <= 0:  # type: ignore[operator]
-        raise InputError(f"{where.format(name)} must be a positive finite number, found {value!r}")
-    if name.partition(".")[0].endswith("per_s") and not SLOWEST_PER_S <= value <= FASTEST_PER_S:  # type: ignore[operator]
-        raise InputError(
-            f"{where.format(name)} must be from {SLOWEST_PER_S:g} to {FASTEST_PER_S:g} a second, found {value!r}; give plain "
-            "bytes, elements or FLOPs a second"
-        )
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_dtype_name(name: str) -> bool:

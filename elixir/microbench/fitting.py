@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from elixir.errors import ElixirError, InputError, RankError
-from elixir.hardware import RateFit
 from elixir.microbench.measurement import Bench, Effort, median_seconds
+from elixir.rate_fit import RateFit
 
 ERROR_LIMIT = 0.5
 """A fit that is off by more than this share at any point is left out."""

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elixir.errors import PlanError
-from elixir.hardware import HardwareProfile, RateFit
+from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
+from elixir.rate_fit import RateFit
 from elixir.search.planner import plan_from_trace
 from elixir.search.simulator import simulate_step
 from elixir.tracer.step_trace import StepTrace

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from elixir.hardware import HardwareProfile, RateFit
+from elixir.hardware import HardwareProfile
 from elixir.host_threads import adam_threads
 from elixir.moments import MomentKind
+from elixir.rate_fit import RateFit
 from elixir.search.collective_model import (
     NCCL_CALL_S,
     NETWORK_STEP_S,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from elixir.artifact import Artifact
 from elixir.errors import InputTypeError
-from elixir.hardware import HardwareProfile, fit_unit
+from elixir.hardware import HardwareProfile
 from elixir.plan import ChunkPlan, Plan
+from elixir.rate_fit import fit_unit
 from elixir.search.look import part_label
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import format_bytes, format_seconds

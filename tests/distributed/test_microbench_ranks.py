@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from elixir.errors import RankError
-from elixir.hardware import RateFit, preset
+from elixir.hardware import preset
 from elixir.microbench import Bench, Ranks, Series, machine, measurement
 from elixir.microbench.measurement import Effort, median_seconds
 from elixir.microbench.ranks import spawn
+from elixir.rate_fit import RateFit
 from tests.common.spawn import run_ranks
 
 TINY = Effort(2, 2, 0.0, 4, 2**21, 2**18, 1e-3)

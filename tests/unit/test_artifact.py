@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from elixir.artifact import Artifact, check_writable, digest, write_atomically
 from elixir.errors import ArtifactError, InputError
-from elixir.hardware import HardwareProfile, RateFit
+from elixir.hardware import HardwareProfile
 from elixir.moments import StateSize
 from elixir.plan import LINKS, Plan, PlanPrediction
+from elixir.rate_fit import RateFit
 from elixir.tracer.step_trace import StepTrace
 from tests.common.samples import make_hardware, make_plan, make_trace
 

@@ -16,8 +16,8 @@ from elixir.artifact import Artifact
 from elixir.cli import main
 from elixir.cli.parser import build_parser, normalise
 from elixir.errors import InputError, Lever, PlanError, StateError, unknown_name
-from elixir.hardware import RateFit
 from elixir.plan import Plan
+from elixir.rate_fit import RateFit
 from elixir.search.report import _label, record_of, show_value
 from elixir.tracer.step_trace import StepTrace
 from tests.common.samples import make_hardware, make_plan, make_trace

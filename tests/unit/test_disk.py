@@ -10,9 +10,10 @@ import pytest
 from torch import nn
 
 from elixir.errors import ArtifactError, InputError
-from elixir.hardware import HardwareProfile, RateFit, preset
+from elixir.hardware import HardwareProfile, preset
 from elixir.moments import StateSize
 from elixir.plan import Plan
+from elixir.rate_fit import RateFit
 from elixir.search.explain import explain
 from elixir.search.plan_reading import placement_of, workload_of
 from elixir.search.simulator import SimulatedCost, simulate_step

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile, RateFit, preset
+from elixir.hardware import HardwareProfile, preset
 from elixir.models import build, default_input, default_step
 from elixir.plan import ChunkPlan, Plan
+from elixir.rate_fit import RateFit
 from elixir.search import plan_from_trace, simple_search
 from elixir.search.explain import Explanation, Spot, explain
 from elixir.search.explain_report import (

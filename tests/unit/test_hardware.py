@@ -13,15 +13,8 @@ import pytest
 
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.free_memory import cpu_name, device_name_here
-from elixir.hardware import (
-    HardwareProfile,
-    RateFit,
-    fit_unit,
-    load_hardware,
-    preset,
-    preset_names,
-    warn_if_other_device,
-)
+from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names, warn_if_other_device
+from elixir.rate_fit import RateFit, fit_unit
 
 GIB = 2**30
 EXPECTED = "h200 h100 h100-pcie a100 a100-40gb v100 rtx4090 rtx3090 l40s l4 t4 a10g b200 rtx5090 cpu".split()

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from elixir.errors import InputError, RankError
 from elixir.free_memory import free_host_bytes, total_host_bytes
-from elixir.hardware import HardwareProfile, RateFit, load_hardware, preset
+from elixir.hardware import HardwareProfile, load_hardware, preset
 from elixir.microbench import (
     Bench,
     Job,
@@ -52,6 +52,7 @@ from elixir.microbench.ranks import joined
 from elixir.microbench.report import format_rate
 from elixir.microbench.script import run_script
 from elixir.microbench.transfers import both_ways_series, memory_series, one_way_series, peer_series
+from elixir.rate_fit import RateFit
 
 CPU = torch.device("cpu")
 QUICK = Bench(CPU, quick=True)

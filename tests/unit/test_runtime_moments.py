@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_leaves
 import elixir
 from elixir.default_step import default_step
 from elixir.errors import ArtifactError, InputError, InputTypeError
-from elixir.hardware import HardwareProfile, RateFit, preset
+from elixir.hardware import HardwareProfile, preset
 from elixir.kernels import AdamOptions, HybridAdam, adam_step
 from elixir.kernels.moments import make_moments, read_moments
 from elixir.moments import STEP_TEMPORARY_BYTES, StateSize, moments_size, state_bytes
 from elixir.plan import Plan
+from elixir.rate_fit import RateFit
 from elixir.search import optimal_search
 from elixir.search.rates import ARITHMETIC_NUMEL_PER_S, Rates
 from elixir.search.replan import Observation, calibrated

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir.errors import InputError
-from elixir.hardware import RateFit
 from elixir.moments import StateSize
+from elixir.rate_fit import RateFit
 from elixir.search import plan_from_trace
 from elixir.search.candidate import weigh
 from elixir.search.memory import Placement, Setting

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from elixir.errors import InputError, InputTypeError
-from elixir.hardware import HardwareProfile, RateFit
+from elixir.hardware import HardwareProfile
+from elixir.rate_fit import RateFit
 from elixir.search import plan_from_trace
 from elixir.search.rates import with_link_speed
 from elixir.search.simulator import simulate_step
