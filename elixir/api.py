@@ -18,7 +18,7 @@ from torch import nn
 from elixir.chunk.group import Group
 from elixir.default_step import default_input, default_step
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
-from elixir.hardware import HardwareProfile, warn_if_other_device
+from elixir.hardware import HardwareProfile, warn_if_doubtful, warn_if_other_device
 from elixir.host_threads import check_host_threads
 from elixir.plan import Plan
 from elixir.search.budgets import host_memory_here
@@ -167,6 +167,7 @@ def _planned(
     if group.rank == 0:
         try:
             warn_if_other_device(profile)
+            warn_if_doubtful(profile)
             if not known and host_memory is None:
                 host_memory = host_memory_here(profile)
             if inp is not None and not isinstance(inp, Mapping):

@@ -17,7 +17,16 @@ import torch
 from elixir.artifact import Artifact, digest
 from elixir.errors import InputError, InputTypeError, unknown_name
 from elixir.hardware_presets import PRESETS
-from elixir.rate_fit import PLAIN_FIELDS, RateFit, check_key, check_positive, is_finite, plainer_keys
+from elixir.rate_fit import (
+    DOUBTFUL_ERROR,
+    LARGEST_ALONE,
+    PLAIN_FIELDS,
+    RateFit,
+    check_key,
+    check_positive,
+    is_finite,
+    plainer_keys,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -311,6 +320,49 @@ def warn_if_other_device(profile: HardwareProfile) -> bool:
         here,
     )
     return True
+
+
+def doubtful_rates(profile: HardwareProfile) -> dict[str, str]:
+    """Rates of `profile` on which no times should be built, each with why; the worst first.
+
+    Where no fit describes what was measured, `sources` says so until somebody gives the rate another source.
+    """
+    found = {
+        name: f"no fit describes what was measured, {LARGEST_ALONE}"
+        for name, source in profile.sources.items()
+        if LARGEST_ALONE in source
+    }
+    errors = [(fit.error, key) for key, fit in profile.fits.items() if fit.error > DOUBTFUL_ERROR]
+    return found | {
+        f"fits.{key}": f"its fit is off by up to {error:.0%}" for error, key in sorted(errors, reverse=True)
+    }
+
+
+def warn_if_doubtful(profile: HardwareProfile) -> bool:
+    """Log a warning that names the `doubtful_rates` of a profile from which times are about to be predicted; True if it did."""
+    found = doubtful_rates(profile)
+    if found:
+        _LOG.warning(
+            "hardware profile %r: times predicted from these rates may be far off: %s; %s",
+            profile.name,
+            "; ".join(f"{', '.join(names)}: {why}" for why, names in _by_value(found).items()),
+            IF_DOUBTFUL,
+        )
+    return bool(found)
+
+
+def _by_value(found: dict[str, str]) -> dict[str, list[str]]:
+    turned: dict[str, list[str]] = {}
+    for name, why in found.items():
+        turned.setdefault(why, []).append(name)
+    return turned
+
+
+IF_DOUBTFUL = (
+    "measure again while nothing else runs (`elixir hardware --measure --out hw.json`), or write rates that you know into "
+    "the file, with their sources"
+)
+"""What to do about them."""
 
 
 def _device_of(name: str) -> str:

@@ -10,6 +10,11 @@ from elixir.errors import InputError
 
 SLOWEST_PER_S, FASTEST_PER_S = 1.0, 1e36
 """No part of a machine does less or more, and times that follow from rates between them stay finite."""
+DOUBTFUL_ERROR = 0.35
+"""Share by which a fit may be off before it is warned of. On an idle machine the worst fit is off by about 0.3; with other work
+on its cores one in eight is off by more than this (docs/hardware.md)."""
+LARGEST_ALONE = "the rate is that of the largest amount"
+"""In the source of a rate whose measurements no fit describes."""
 
 _DTYPE = r"b?float\d+(?:_\w+)?"
 _KEY_FORMS = (

@@ -89,7 +89,7 @@ def run_hardware(args: argparse.Namespace) -> int:
 def run_plan(args: argparse.Namespace) -> int:
     """Trace (or read a trace), search, and say what goes where."""
     files.check_outputs(pictures=[args.plot], data=[args.out])
-    hardware = None if args.hardware is None else files.find_hardware(args.hardware)
+    hardware = None if args.hardware is None else files.find_timed_hardware(args.hardware)
     trace = files.trace_in(args.model)
     if args.search_batch:
         batches.check(args, trace)
@@ -342,11 +342,18 @@ def _print_trace(trace: StepTrace, *, brief: bool = False) -> None:
 
 
 def _print_hardware(profile: HardwareProfile) -> None:
+    from elixir.hardware import IF_DOUBTFUL, doubtful_rates
+
     record = report.hardware_record(profile)
     _print_tables(report.record_table(f"{profile.name}: {profile.device_name}", record))
     if profile.sources:
         rows = [[name, source] for name, source in profile.sources.items()]
         _print_tables(report.list_table("sources", ("number", "source"), rows))
+    doubtful = doubtful_rates(profile)
+    for name, why in doubtful.items():
+        _print(f"doubtful: {name}: {why}")
+    if doubtful:
+        _print(IF_DOUBTFUL)
 
 
 def _moved_line(moved: tuple[str, ...]) -> str:

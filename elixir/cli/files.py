@@ -98,6 +98,15 @@ def find_hardware(text: str) -> HardwareProfile:
     return load_hardware(text)
 
 
+def find_timed_hardware(text: str) -> HardwareProfile:
+    """`find_hardware`, for predictions of time: rates that are not to be relied on are warned of."""
+    from elixir.hardware import warn_if_doubtful
+
+    profile = find_hardware(text)
+    warn_if_doubtful(profile)
+    return profile
+
+
 def load_function(text: str) -> Callable[..., Any]:
     """The function that ``module:function`` names; modules in the working folder are found as well.
 

@@ -33,7 +33,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     from elixir.search.sweep import sweep
     from elixir.search.sweep_report import plot_sweep, to_frame
 
-    machines = [files.find_hardware(name) for name in args.hardware]
+    machines = [files.find_timed_hardware(name) for name in args.hardware]
     with _progress() as progress:
         rows = sweep(
             args.models,
@@ -70,7 +70,7 @@ def run_fit(args: argparse.Namespace) -> int:
         raise InputError("--inp settles the input; leave out --batch and --seq")
     from elixir.search.sweep import fit
 
-    machines = None if args.hardware is None else [files.find_hardware(name) for name in args.hardware]
+    machines = None if args.hardware is None else [files.find_timed_hardware(name) for name in args.hardware]
     with _progress() as progress:
         found = fit(
             args.model,
@@ -208,7 +208,7 @@ def _hardware_of(plan: Plan, args: argparse.Namespace) -> HardwareProfile:
     from elixir.hardware import preset, preset_names
 
     if args.hardware is not None:
-        hardware = files.find_hardware(args.hardware)
+        hardware = files.find_timed_hardware(args.hardware)
         if hardware.fingerprint != plan.hardware_fingerprint:
             other = "" if hardware.name != plan.hardware_name else " with other numbers"
             _note(f"{args.plan} was planned for {plan.hardware_name}{other}; times here are those of {hardware.name}")

@@ -14,7 +14,7 @@ import torch
 
 from elixir.errors import ElixirError, InputError, RankError
 from elixir.microbench.measurement import Bench, Effort, median_seconds
-from elixir.rate_fit import RateFit
+from elixir.rate_fit import LARGEST_ALONE, RateFit
 
 ERROR_LIMIT = 0.5
 """A fit that is off by more than this share at any point is left out."""
@@ -76,7 +76,7 @@ class Measured:
             return f"not measured: {self.problem}"
         text = f"measured, {len(self.series.points)} amounts, each the median of {self.series.repeats} runs or more: "
         text += self.series.how
-        return text + ("" if self.fit else f"; no fit ({self.problem}), so the rate is that of the largest amount")
+        return text + ("" if self.fit else f"; no fit ({self.problem}), so {LARGEST_ALONE}")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError
-from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names, warn_if_other_device
+from elixir.hardware import (
+    HardwareProfile,
+    load_hardware,
+    preset,
+    preset_names,
+    warn_if_doubtful,
+    warn_if_other_device,
+)
 from elixir.plan import Plan
 from elixir.search.budgets import host_memory_here, warn_if_disk_full
 from elixir.search.planner import HomeChoice, SearchName, plan_from_trace, simple_plan
@@ -174,6 +181,7 @@ def _searched(
 ) -> Plan:
     profile = profile_for(hardware, model)
     warn_if_other_device(profile)
+    warn_if_doubtful(profile)
     warn_if_disk_full(profile, disk_memory)
     if hardware is None and host_memory is None:
         host_memory = host_memory_here(profile)

@@ -16,6 +16,7 @@ from elixir.artifact import Artifact
 from elixir.cli import main
 from elixir.cli.parser import build_parser, normalise
 from elixir.errors import InputError, Lever, PlanError, StateError, unknown_name
+from elixir.hardware import preset
 from elixir.plan import Plan
 from elixir.rate_fit import RateFit
 from elixir.search.report import _label, record_of, show_value
@@ -324,6 +325,29 @@ def test_hardware_draws_and_lists_fits(capsys: pytest.CaptureFixture[str], tmp_p
     assert str(points) not in out
     assert picture.read_text().startswith("<?xml")
     assert run(capsys, "hardware", "--show", "h200", "--plot", str(tmp_path / "none.svg"))[0] == 2
+
+
+def test_doubtful_rates_are_shown_and_said_where_a_plan_is_made(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    path = str(
+        dataclasses.replace(preset("l4"), fits={"host_to_device.both": RateFit(1e-5, 1e10, 0.42)}).save(
+            tmp_path / "hw.json"
+        )
+    )
+    out = run(capsys, "hardware", "--show", path)[1]
+    assert "doubtful: fits.host_to_device.both: its fit is off by up to 42%" in out
+    assert "measure again" in out
+    assert "doubtful" not in run(capsys, "hardware", "--show", "cpu")[1]
+    plan = ("plan", "opt-125m", "--hardware", path, "--host-memory", "64GiB", "--out", str(tmp_path / "plan.json"))
+    for words in (
+        plan,
+        ("explain", str(tmp_path / "plan.json"), "--hardware", path, "--no-levers"),
+        ("sweep", "opt-125m", "--hardware", path),
+    ):
+        caplog.clear()
+        assert run(capsys, *words)[0] == 0
+        assert "fits.host_to_device.both: its fit is off by up to 42%" in caplog.text
 
 
 def test_hardware_show_gives_sources(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.free_memory import cpu_name, device_name_here
-from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names, warn_if_other_device
-from elixir.rate_fit import RateFit, fit_unit
+from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names, warn_if_doubtful, warn_if_other_device
+from elixir.rate_fit import LARGEST_ALONE, RateFit, fit_unit
+from elixir.search import minimum_waste_search, optimal_search
 
 GIB = 2**30
 EXPECTED = "h200 h100 h100-pcie a100 a100-40gb v100 rtx4090 rtx3090 l40s l4 t4 a10g b200 rtx5090 cpu".split()
@@ -353,6 +355,53 @@ def test_this_machines_measurement_and_presets_are_not_warned_of(caplog: pytest.
         assert not warn_if_other_device(measured_here(f"{cpu_name()}, 64 threads"))
         assert not warn_if_other_device(preset("h200"))
     assert caplog.records == []
+
+
+def doubtful_profile() -> HardwareProfile:
+    """Two rates that one should not build on, beside several that are as good as they get."""
+    fits = {
+        "attention.float32": RateFit(0.0, 1e11, 0.3),
+        "matmul.float32.square": RateFit(0.0, 1e11, 0.42),
+    }
+    sources = preset("cpu").sources | {"host_memory_bytes_per_s": f"measured; no fit (too noisy), so {LARGEST_ALONE}"}
+    return dataclasses.replace(preset("cpu"), name="noisy", fits=fits, sources=sources)
+
+
+def test_rates_that_no_fit_describes_are_warned_of_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert warn_if_doubtful(doubtful_profile())
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "'noisy'" in text
+    assert "host_memory_bytes_per_s: no fit describes what was measured" in text
+    assert "fits.matmul.float32.square: its fit is off by up to 42%" in text
+    assert "attention" not in text
+    assert "elixir hardware --measure" in text
+
+
+def test_rates_that_were_given_another_source_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    profile = doubtful_profile()
+    known = dataclasses.replace(
+        profile,
+        sources=profile.sources | {"host_memory_bytes_per_s": "data sheet"},
+        fits={"all_gather.2": RateFit(0, 1e9, 0.35)},
+    )
+    with caplog.at_level(logging.WARNING):
+        assert not any(warn_if_doubtful(given) for given in (known, *map(preset, preset_names())))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("search", [optimal_search, minimum_waste_search])
+def test_a_search_warns_of_the_rates_that_it_builds_on(search: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        search(
+            torch.nn.Linear(8, 8),
+            1,
+            inp={"input": torch.ones(1, 8)},
+            step_fn=lambda model, inp: model(**inp).sum().backward(),
+            hardware=doubtful_profile(),
+        )
+    assert [record.getMessage().count("host_memory_bytes_per_s") for record in caplog.records] == [1]
 
 
 def test_the_processor_has_a_name_even_where_the_system_keeps_it(tmp_path: Path) -> None:

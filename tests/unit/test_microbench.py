@@ -52,7 +52,7 @@ from elixir.microbench.ranks import joined
 from elixir.microbench.report import format_rate
 from elixir.microbench.script import run_script
 from elixir.microbench.transfers import both_ways_series, memory_series, one_way_series, peer_series
-from elixir.rate_fit import RateFit
+from elixir.rate_fit import LARGEST_ALONE, RateFit
 
 CPU = torch.device("cpu")
 QUICK = Bench(CPU, quick=True)
@@ -142,6 +142,7 @@ def test_without_a_fit_the_rate_is_that_of_the_largest_amount() -> None:
     result = fitted(series([(1e6, 1.0), (1e8, 2.0)]))
     assert result.per_s == 5e7
     assert "no fit" in result.source
+    assert LARGEST_ALONE in result.source
     assert fitted(series(line(1e-5, 1e9))).per_s == pytest.approx(1e9)
 
 
