@@ -8,7 +8,7 @@ What cannot fit is a `PlanError`, what cannot be traced a `TraceError`, a file t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +51,10 @@ class Lever:
     """By how much this alone would lower the need, or raise what is available; 0 where it is not known."""
     effect: Literal["saves", "adds"] = "saves"
     """Which of the two `saves_bytes` is."""
+    argument: str = ""
+    """Of a search, or of the step that is traced, through which that is done; empty where there is none."""
+    value: str = ""
+    """What to give for it; empty where that is the user's choice."""
 
 
 class PlanError(ElixirError, RuntimeError):
@@ -67,14 +71,16 @@ class PlanError(ElixirError, RuntimeError):
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.levers = tuple(sorted(levers, key=lambda lever: (-lever.saves_bytes, lever.action)))
-        lines = [
-            f"{message} ({_how_far(needed_bytes, available_bytes)})",
-            *(
-                f"  - {lever.action}" + (f" ({lever.effect} {_shown(lever.saves_bytes)})" if lever.saves_bytes else "")
-                for lever in self.levers
-            ),
-        ]
-        super().__init__("\n".join(lines))
+        self._message = message
+        super().__init__(self.in_words(lambda lever: lever.action))
+
+    def in_words(self, action: Callable[[Lever], str]) -> str:
+        """The whole message: what is short and by how much, then one line for each lever, which `action` puts into words."""
+        lines = [f"{self._message} ({_how_far(self.needed_bytes, self.available_bytes)})"]
+        for lever in self.levers:
+            effect = f" ({lever.effect} {readable_bytes(lever.saves_bytes)})" if lever.saves_bytes else ""
+            lines.append(f"  - {action(lever)}{effect}")
+        return "\n".join(lines)
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
@@ -86,13 +92,12 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
 
 
 def _how_far(needed_bytes: int, available_bytes: int) -> str:
-    text = f"needed {_shown(needed_bytes, up=True)}, available {_shown(available_bytes)}"
-    return text + (
-        f", short by {_shown(needed_bytes - available_bytes, up=True)}" if needed_bytes > available_bytes else ""
-    )
+    text = f"needed {readable_bytes(needed_bytes, up=True)}, available {readable_bytes(available_bytes)}"
+    lacking = needed_bytes - available_bytes
+    return text + (f", short by {readable_bytes(lacking, up=True)}" if lacking > 0 else "")
 
 
-def _shown(amount_bytes: int, *, up: bool = False) -> str:
+def readable_bytes(amount_bytes: int, *, up: bool = False) -> str:
     """In a unit that leaves digits to read. What is needed is rounded up: whoever gives what he reads has enough."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if amount_bytes >= size:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 
 from elixir.cli.parser import build_parser, normalise
-from elixir.errors import ElixirError, StateError
+from elixir.errors import ElixirError, PlanError, StateError
 
 __all__ = ["main"]
 
@@ -53,12 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        return _explain(args.command, error)
+        return _explain(args, error)
 
 
-def _explain(command: str, error: Exception) -> int:
+def _explain(args: Namespace, error: Exception) -> int:
     """Say what went wrong in one line (a `PlanError` adds its levers), and give the exit status for it."""
-    message = str(error) or type(error).__name__
+    command, message = args.command, str(error) or type(error).__name__
+    if isinstance(error, PlanError):
+        from elixir.cli.levers import in_flags
+
+        message = in_flags(error, args)
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
     if isinstance(error, (ElixirError, ValueError, OSError)) and not isinstance(error, StateError):

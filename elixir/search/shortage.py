@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from elixir.errors import Lever, PlanError
+from elixir.errors import Lever, PlanError, readable_bytes
 from elixir.hardware import HardwareProfile
+from elixir.search.budgets import CUDA_CONTEXT_BYTES
 from elixir.search.homes import PlacementBuilder
 from elixir.search.memory import MemoryModel, Placement, Setting, Spill
 from elixir.search.space import Budgets, SearchSpace
@@ -55,7 +56,7 @@ def shortage(case: Case, budgets: Budgets, least_host_bytes: int) -> PlanError:
             _device_message(case, budgets, device),
             needed_bytes=device.bytes,
             available_bytes=budgets.device_bytes,
-            levers=tuple(_device_levers(case, device)),
+            levers=tuple(_device_levers(case, budgets, device)),
         )
     estimate = _least_host(case, budgets.device_bytes)
     host = replace(estimate, bytes=min(estimate.bytes, least_host_bytes))
@@ -90,20 +91,25 @@ def _device_message(case: Case, budgets: Budgets, least: _Least) -> str:
     return f"{where} does not fit the device memory, even with everything else on the host"
 
 
-def _device_levers(case: Case, least: _Least) -> Iterator[Lever]:
+def _device_levers(case: Case, budgets: Budgets, least: _Least) -> Iterator[Lever]:
     setting, trace = case.setting, case.trace
+    if case.hardware.device_kind == "cuda" and least.bytes <= case.hardware.device_memory_bytes - CUDA_CONTEXT_BYTES:
+        more = least.bytes - budgets.device_bytes
+        yield Lever("let the plan have more of the device", more, "adds", "device_memory", _enough(least.bytes))
     halved = least.bytes - _least_device(replace(case, trace=_half_batch(trace))).bytes
     if halved > 0:
-        yield Lever("halve the batch of each rank, or the length of its sequences", halved)
+        yield Lever("halve the batch of each rank, or the length of its sequences", halved, argument="batch")
     if not trace.checkpointed_modules:
-        yield Lever("turn on activation checkpointing and trace again", 0)
+        yield Lever("turn on activation checkpointing and trace again", 0, argument="checkpoint")
     doubled = least.bytes - _least_device(_twice_the_ranks(case)).bytes
     if doubled > 0:
-        yield Lever(f"run on {2 * setting.world_size} ranks", doubled)
+        ranks = 2 * setting.world_size
+        yield Lever(f"run on {ranks} ranks", doubled, argument="world_size", value=str(ranks))
     if case.placement == "cuda":
         moved = least.bytes - _least_device(replace(case, placement="auto")).bytes
         if moved > 0:
-            yield Lever("let weights and states live on the host (placement 'auto')", moved)
+            action = "let weights and states live on the host (placement 'auto')"
+            yield Lever(action, moved, argument="placement", value="auto")
     if not case.all_sizes:
         chosen = least.bytes - _least_device(replace(case, all_sizes=True)).bytes
         if chosen > 0:
@@ -111,23 +117,32 @@ def _device_levers(case: Case, least: _Least) -> Iterator[Lever]:
 
 
 def _host_levers(case: Case, budgets: Budgets, least: _Least) -> Iterator[Lever]:
-    yield Lever("give the host more memory", max(least.bytes - budgets.host_bytes, 0), effect="adds")
-    for action, other in (
-        (f"run on {2 * case.setting.world_size} ranks", _twice_the_ranks(case)),
-        ("halve the batch of each rank, which leaves device memory to states", _with_half_batch(case)),
+    more = max(least.bytes - budgets.host_bytes, 0)
+    yield Lever("give the host more memory", more, "adds", "host_memory", _enough(least.bytes))
+    ranks = str(2 * case.setting.world_size)
+    half = "halve the batch of each rank, which leaves device memory to states"
+    for action, other, argument, value in (
+        (f"run on {ranks} ranks", _twice_the_ranks(case), "world_size", ranks),
+        (half, _with_half_batch(case), "batch", ""),
     ):
         saved = least.bytes - _least_host(other, budgets.device_bytes).bytes
         if saved > 0:
-            yield Lever(action, saved)
+            yield Lever(action, saved, argument=argument, value=value)
     disk = Spill(0, PLENTY_BYTES)
     on_disk = replace(case, setting=replace(case.setting, spill=disk))
     saved = least.bytes - _least_host(on_disk, budgets.device_bytes).bytes
     if saved > 0:
-        yield Lever(_disk_action(case), saved)
+        yield Lever(_disk_action(case), saved, argument="disk_memory")
     if case.placement == "cpu":
         saved = least.bytes - _least_host(replace(case, placement="auto"), budgets.device_bytes).bytes
         if saved > 0:
-            yield Lever("let weights and states live on the device too (placement 'auto')", saved)
+            action = "let weights and states live on the device too (placement 'auto')"
+            yield Lever(action, saved, argument="placement", value="auto")
+
+
+def _enough(needed_bytes: int) -> str:
+    """A size, rounded up, as budgets are given."""
+    return readable_bytes(needed_bytes, up=True).replace(" ", "")
 
 
 def _disk_action(case: Case) -> str:
