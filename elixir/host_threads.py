@@ -155,6 +155,22 @@ def binds(share: HostShare, environment: Mapping[str, str] = os.environ) -> bool
     return value == "1" and share.ranks > 1 and not elsewhere and hasattr(os, "sched_setaffinity")
 
 
+def rank_threads(
+    share: HostShare, compute_threads: int, asked: int | None = None, environment: Mapping[str, str] = os.environ
+) -> tuple[int, tuple[int, ...] | None]:
+    """How many threads of one rank step on the host, and the cores they are bound to; None where they are not.
+
+    Args:
+        share: what the rank has of its machine.
+        compute_threads: as of `adam_threads`.
+        asked: this number, in the place of the rule's.
+        environment: as of `binds`, which also says what is raised.
+    """
+    threads = asked or adam_threads(share.all_cores, share.ranks, compute_threads)
+    # On fewer cores than threads, threads would wait for each other's time slices after every operator.
+    return threads, share.cores if binds(share, environment) and threads <= len(share.cores) else None
+
+
 def core_list(cores: Sequence[int]) -> str:
     """As Linux writes them.
 

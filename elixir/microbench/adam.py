@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 
+from elixir.host_threads import host_share, host_view, rank_threads
 from elixir.microbench.fitting import Job, Series, geometric, sweep, windows
 from elixir.microbench.measurement import Bench, threads_text
+from elixir.own_threads import use_threads
 from elixir.units import dtype_name
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -43,9 +45,11 @@ def device_adam_jobs(bench: Bench) -> list[Job]:
 
 
 def all_threads_jobs(bench: Bench) -> list[Job]:
-    """Adam as several ranks at once run it: each with all the threads it has, and on its device."""
-    host = bench.on("cpu")
-    key, run = _host_case(host, torch.float32, torch.get_num_threads())
+    """Adam as several ranks at once run it in training: on the host each with its part of the cores, and on its device."""
+    share = host_share(bench.ranks.exchange(host_view()), bench.ranks.rank)
+    threads, cores = rank_threads(share, torch.get_num_threads() if bench.device.type == "cpu" else 0)
+    # On machines that differ all measure what the smallest rank has: they share one key.
+    key, run = _host_case(bench.on("cpu"), torch.float32, int(bench.ranks.least(threads)), cores)
     jobs = [Job("Adam on the host, all ranks at once", (key,), run)]
     if bench.device.type != "cpu":
         key, run = _device_case(bench, torch.float32)
@@ -54,9 +58,17 @@ def all_threads_jobs(bench: Bench) -> list[Job]:
 
 
 def thread_counts() -> list[int]:
-    """1, 2, 4, ... up to the threads that torch was told to use, which is always among them."""
-    most = torch.get_num_threads()
-    return sorted({count for count in (2**power for power in range(most.bit_length())) if count < most} | {most})
+    """1, 2, 4, ... up to the cores that this process may use, which are always among them; and torch's number.
+
+    The most are not what ``OMP_NUM_THREADS`` says, which torchrun sets to 1: the runtime's Adam does not follow that either.
+    """
+    most = host_share([host_view()], 0).all_cores
+    return sorted({2**power for power in range(most.bit_length()) if 2**power < most} | {most, compute_threads()})
+
+
+def compute_threads() -> int:
+    """Of those the one at which a CPU that is the device steps: torch's number, as far as there are cores."""
+    return min(torch.get_num_threads(), host_share([host_view()], 0).all_cores)
 
 
 def adam_series(bench: Bench, dtype: torch.dtype = torch.float32, key: str = "device_adam") -> Series:
@@ -89,12 +101,16 @@ def adam_series(bench: Bench, dtype: torch.dtype = torch.float32, key: str = "de
     return sweep(bench, plan, key, "elements", how, cases)
 
 
-def _host_case(bench: Bench, dtype: torch.dtype, threads: int) -> tuple[str, Callable[[], list[Series]]]:
+def _host_case(
+    bench: Bench, dtype: torch.dtype, threads: int, cores: Sequence[int] | None = None
+) -> tuple[str, Callable[[], list[Series]]]:
     key = _key(f"host_adam.{threads}", dtype, bench)
 
     def run() -> list[Series]:
-        with _threads(threads):
-            return [adam_series(bench, dtype, key)]
+        # As in training: on a thread of its own, which torch's number for others does not reach.
+        with ThreadPoolExecutor(1, "elixir adam") as worker:
+            worker.submit(use_threads, threads, cores).result()
+            return [worker.submit(adam_series, bench, dtype, key).result()]
 
     return key, run
 
@@ -107,14 +123,3 @@ def _device_case(bench: Bench, dtype: torch.dtype) -> tuple[str, Callable[[], li
 def _key(family: str, dtype: torch.dtype, bench: Bench) -> str:
     state = "" if dtype == torch.float32 else f".{dtype_name(dtype)}"
     return family + state + (".all_ranks" if bench.ranks.size > 1 else "")
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Torch's thread count for as long as a series takes; it is the caller's again afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

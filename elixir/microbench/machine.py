@@ -13,7 +13,7 @@ import torch
 from elixir.errors import RankError
 from elixir.free_memory import cpu_name, total_host_bytes
 from elixir.hardware import HardwareProfile
-from elixir.microbench.adam import adam_jobs, all_threads_jobs, thread_counts
+from elixir.microbench.adam import adam_jobs, all_threads_jobs, compute_threads, thread_counts
 from elixir.microbench.collectives import collective_jobs
 from elixir.microbench.compute import DTYPES, compute_jobs
 from elixir.microbench.disk import disk_jobs, free_disk_bytes
@@ -126,9 +126,9 @@ def _profile(
 ) -> HardwareProfile:
     found = {result.key: result for result in results}
     if device.type == "cpu":
-        # One copy serves both ways, and the device's step is the host's.
+        # One copy serves both ways, and the device's step is the host's on the threads of compute.
         found["device_to_host"] = found["host_to_device"]
-        found |= {f"device_adam{key}": found[f"host_adam.{thread_counts()[-1]}{key}"] for key in ("", ".bfloat16")}
+        found |= {f"device_adam{key}": found[f"host_adam.{compute_threads()}{key}"] for key in ("", ".bfloat16")}
         if "host_to_device.all_ranks" in found:
             found["device_to_host.all_ranks"] = found["host_to_device.all_ranks"]
     squares = {dtype_name(dtype): found[f"matmul.{dtype_name(dtype)}.square"] for dtype in DTYPES}

@@ -58,6 +58,15 @@ class Ranks:
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, in order of rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with _named():
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
     def _reduce(self, value: float, operation: Any) -> float:
         if self.size == 1:
             return value

@@ -208,7 +208,7 @@ class Rates:
     def _host_adam(self) -> Line:
         """At the number of threads that the runtime gives it (`elixir.host_threads`), where the profile knows several."""
         alone, together = self._host_adam_fits(""), self._host_adam_fits(".all_ranks") if self._ranks > 1 else {}
-        cores = max(alone, default=0)  # all those that torch was told to use when they were measured
+        cores = max(alone, default=0)  # all that the machine's ranks may use
         on_cpu = self._hardware.device_kind == "cpu"
         threads = adam_threads(cores, self._ranks, cores // self._ranks if on_cpu else 0)
         if together:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elixir.chunk.lane_threads import use_threads
-from elixir.host_threads import adam_threads, binds, core_list
+from elixir.host_threads import core_list, rank_threads
+from elixir.own_threads import use_threads
 
 if TYPE_CHECKING:
     from elixir.wrapper.module import ElixirModule
@@ -33,9 +33,7 @@ def set_host_threads(module: ElixirModule, asked: int | None) -> int:
     """
     share = module.host_share
     compute_threads = torch.get_num_threads() if module.device.type == "cpu" else 0
-    threads = asked or adam_threads(share.all_cores, share.ranks, compute_threads)
-    # On fewer cores than threads, threads would wait for each other's time slices after every operator.
-    cores = share.cores if binds(share) and threads <= len(share.cores) else None
+    threads, cores = rank_threads(share, compute_threads, asked)
     # An earlier optimizer may have bound the lane.
     module._lanes.host_adam.submit(partial(use_threads, threads, cores or _all_cores()))
     if any(chunk.plan.trainable and chunk.plan.state_home == "host" for chunk in module.chunks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 from elixir.errors import RankError
 from elixir.hardware import preset
-from elixir.microbench import Bench, Ranks, Series, machine, measurement
+from elixir.host_threads import HostView, adam_threads
+from elixir.microbench import Bench, Ranks, Series, adam, machine, measurement
 from elixir.microbench.measurement import Effort, median_seconds
 from elixir.microbench.ranks import spawn
 from elixir.rate_fit import RateFit
@@ -35,11 +37,31 @@ def test_all_ranks_have_the_same_points_under_keys_that_say_so() -> None:
     assert first == second
     keys = set(first)
     assert {"all_gather.2", "reduce_scatter.2", "host_to_device.all_ranks", "host_to_device.both.all_ranks"} <= keys
-    assert "host_adam.1.all_ranks" in keys
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    assert f"host_adam.{adam_threads(cores, 2, 1)}.all_ranks" in keys
     assert None not in first.values()
     assert all(series.ranks == 2 for series in first.values())
     # The amount is the whole buffer, which a rank's buffer of 1 MiB bounds here.
     assert max(amount for amount, _ in first["all_gather.2"].points) == 2**20
+
+
+def on_a_gpu_machine(rank: int, size: int) -> tuple[list[str], set[tuple[int, tuple[int, ...]]]]:
+    """What the ranks of a GPU machine of 8 cores measure of the host's Adam, and on what."""
+    measurement._EFFORTS = dict.fromkeys([("cpu", False), ("cpu", True)], TINY)
+    adam.host_view = lambda: HostView("here", tuple(range(8)), float("inf"))
+    asked: set[tuple[int, tuple[int, ...]]] = set()
+    adam.use_threads = lambda threads, cores: asked.add((threads, cores))
+    bench = Bench(torch.device("cuda", 0), True, ranks_here(rank, size))
+    jobs = [job for job in adam.all_threads_jobs(bench) if job.keys[0].startswith("host_adam")]
+    return [result.key for result in machine.run_jobs(jobs) if result.series is not None], asked
+
+
+def test_ranks_measure_the_hosts_adam_on_what_each_has_in_training() -> None:
+    """Not on the one thread that torchrun would tell OpenMP to use."""
+    answers = run_ranks(2, on_a_gpu_machine)
+    assert [keys for keys, _ in answers] == [["host_adam.3.all_ranks"]] * 2
+    if hasattr(os, "sched_setaffinity"):
+        assert [asked for _, asked in answers] == [{(3, (0, 1, 2, 3))}, {(3, (4, 5, 6, 7))}]
 
 
 def one_is_slow(rank: int, size: int) -> tuple[float, int]:

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir.chunk.lane_threads import use_threads
 from elixir.chunk.lanes import ThreadLane
 from elixir.errors import InputError
 from elixir.host_threads import (
@@ -27,12 +26,14 @@ from elixir.host_threads import (
     host_share,
     host_view,
     quota_cores,
+    rank_threads,
 )
 from elixir.kernels.adam import AdamOptions
 from elixir.kernels.compiled import missing_compiler
 from elixir.kernels.moments import make_moments
 from elixir.kernels.ready import Combination, _example, build_step
 from elixir.kernels.step import adam_step, fused_step
+from elixir.own_threads import use_threads
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import case, make_plan
 
@@ -118,6 +119,14 @@ def test_hyperthreads_of_a_core_are_neighbours(tmp_path: Path, monkeypatch: pyte
         (folder / "physical_package_id").write_text("0\n")
         (folder / "thread_siblings_list").write_text(f"{core % 2},{core % 2 + 2}\n")
     assert host_view(topology=tmp_path).cores == (0, 2, 1, 3)
+
+
+def test_the_threads_of_a_rank_are_bound_where_they_fit_its_cores() -> None:
+    share = HostShare(cores=(4, 5, 6, 7), all_cores=8, ranks=2)
+    assert rank_threads(share, 0, environment={}) == (3, (4, 5, 6, 7) if hasattr(os, "sched_setaffinity") else None)
+    assert rank_threads(share, 0, environment={"ELIXIR_BIND": "0"}) == (3, None)
+    assert rank_threads(share, 4, environment={"ELIXIR_BIND": "0"}) == (1, None)
+    assert rank_threads(share, 0, asked=5, environment={}) == (5, None)
 
 
 def test_binding_is_for_ranks_that_share_cores_and_can_be_left_off() -> None:

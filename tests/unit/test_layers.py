@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "elixir"
 LEAVES = frozenset(
     {
         "access", "artifact", "control_groups", "default_step", "differentiate", "errors", "fingerprint", "free_memory",
-        "hardware", "hardware_presets", "host_threads", "checkpointing", "model_shapes", "models", "moments", "plan", "plan_versions", "rate_fit", "schedule",
+        "hardware", "hardware_presets", "host_threads", "checkpointing", "model_shapes", "models", "moments", "own_threads", "plan", "plan_versions", "rate_fit", "schedule",
         "torch_functions", "units",
     }
 )  # fmt: skip

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from hypothesis import strategies as st
 from elixir.errors import InputError, RankError
 from elixir.free_memory import free_host_bytes, total_host_bytes
 from elixir.hardware import HardwareProfile, load_hardware, preset
+from elixir.host_threads import HostView
 from elixir.microbench import (
     Bench,
     Job,
     Measured,
     Ranks,
     Series,
+    adam,
     adam_series,
     as_json,
     as_table,
@@ -45,7 +48,7 @@ from elixir.microbench import (
     plot_profile,
     transfer_jobs,
 )
-from elixir.microbench.adam import thread_counts
+from elixir.microbench.adam import compute_threads, thread_counts
 from elixir.microbench.fitting import ERROR_LIMIT, geometric, windows
 from elixir.microbench.measurement import Effort, check_device, effort, median_seconds
 from elixir.microbench.ranks import joined
@@ -304,10 +307,40 @@ def test_threads_and_random_state_stay_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_thread_counts_double_up_to_what_torch_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    for most, counts in ((1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])):
-        monkeypatch.setattr(torch, "get_num_threads", lambda most=most: most)
+def test_thread_counts_double_up_to_the_cores_whatever_openmp_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun tells it 1, which is not what a rank's Adam has in training."""
+    for cores, told, counts in (
+        (1, 1, [1]),
+        (2, 1, [1, 2]),
+        (6, 1, [1, 2, 4, 6]),
+        (8, 3, [1, 2, 3, 4, 8]),
+        (2, 8, [1, 2]),
+    ):
+        view = HostView("here", tuple(range(cores)), math.inf)
+        monkeypatch.setattr(adam, "host_view", lambda view=view: view)
+        monkeypatch.setattr(torch, "get_num_threads", lambda told=told: told)
         assert thread_counts() == counts
+        assert compute_threads() == min(told, cores)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_hosts_adam_is_measured_at_its_own_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a thread whose operators have that number, while those of the caller keep theirs."""
+    seen: list[tuple[int, int]] = []
+    before, real = torch.get_num_threads(), adam.adam_series
+    ask = ThreadPoolExecutor(1)
+
+    def series(bench: Bench, dtype: torch.dtype, key: str) -> Series:
+        seen.append((torch.get_num_threads(), ask.submit(torch.get_num_threads).result()))
+        return real(bench, dtype, key)
+
+    monkeypatch.setattr(adam, "adam_series", series)
+    key, run = adam._host_case(QUICK, torch.float32, 3)
+    (found,) = run()
+    assert (key, found.key) == ("host_adam.3", "host_adam.3")
+    assert "3 threads" in found.how
+    assert seen == [(3, before)]
+    assert torch.get_num_threads() == before
 
 
 def test_devices_dtypes_and_kinds_that_cannot_be_measured_are_refused() -> None:
@@ -377,7 +410,7 @@ def test_fields_come_from_fits_and_failed_fits_are_named_and_left_out(
     assert profile.host_to_device_bytes_per_s == profile.fits["host_to_device"].per_s == 7e9
     assert profile.fits["device_to_host"] == profile.fits["host_to_device"]
     assert profile.flops_rate("bfloat16") == 7e9
-    threads = torch.get_num_threads()
+    threads = thread_counts()[-1]
     assert not any(key.startswith(("host_adam", "device_adam")) for key in profile.fits)
     logged = [record.getMessage() for record in caplog.get_records("setup")]
     assert f"no fit for host_adam.{threads}, left out of the profile: made to fail" in logged

@@ -1,4 +1,4 @@
-"""OpenMP threads and cores of one lane's thread, whatever those of the process are."""
+"""OpenMP threads and cores of one thread, whatever those of the process are."""
 
 from __future__ import annotations
 
