@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,26 @@ settings.load_profile("elixir")
 
 # Tests share the machine with each other; more threads than cores make them slower, not faster.
 torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cuda",
+        action="store_true",
+        help="run parity tests and tests/gpu on CUDA; without a GPU, but with g++, on a device that is pretended",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--cuda"):
+        return
+    from tests.common import gpu
+
+    if not torch.cuda.is_available() and shutil.which("g++"):
+        from tests.pretend_cuda import install
+
+        install()
+    gpu.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture

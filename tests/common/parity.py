@@ -14,6 +14,7 @@ from elixir.default_step import default_input
 from elixir.plan import ChunkPlan, Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common import gpu
 from tests.common.tiny_models import FAMILIES, tiny
 
 LossFn = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
@@ -90,6 +91,7 @@ class Pair:
         plan: for the model.
         optimizer: makes the optimizer of each from named parameters; None for AdamW.
         after: build the optimizer before (False) or after wrapping.
+        device: where both run; None for that of the test run, the CPU or with ``--cuda`` CUDA.
     """
 
     def __init__(
@@ -101,14 +103,17 @@ class Pair:
         after: bool = True,
         max_norm: float | None = None,
         plain: nn.Module | None = None,
+        device: str | None = None,
         **options: Any,
     ) -> None:
         make = optimizer or adamw
+        device = device or gpu.DEVICE
+        case = replace(case, inp={name: value.to(device) for name, value in case.inp.items()})
         self.case, self.plan = case, plan
-        self.plain = copy.deepcopy(case.model) if plain is None else plain
+        self.plain = (copy.deepcopy(case.model) if plain is None else plain).to(device)
         self.plain_optimizer = make(self.plain)
         built = None if after else make(case.model)
-        self.module = ElixirModule(case.model, plan, device="cpu", **({"poison": True} | options))
+        self.module = ElixirModule(case.model, plan, device=device, **({"poison": True} | options))
         self.max_norm = max_norm
         self.optimizer = ElixirOptimizer(
             self.module, make(self.module.module) if built is None else built, max_norm=max_norm
@@ -122,7 +127,7 @@ class Pair:
 
     def backward(self, inp: dict[str, Any] | None = None, scale: float = 1.0) -> float:
         """Forward and backward of both; their losses must be the same bits."""
-        inp = self.case.inp if inp is None else inp
+        inp = self.case.inp if inp is None else {name: value.to(self.module.device) for name, value in inp.items()}
         mine = self.case.loss(self.module, inp) * scale
         plain = self.case.loss(self.plain, inp) * scale
         assert torch.equal(mine, plain), f"loss {mine.item()} is not {plain.item()}"
@@ -151,7 +156,7 @@ class Pair:
         """Every weight and buffer has the same bits on both sides."""
         mine, plain = self.module.state_dict(), self.plain.state_dict()
         assert list(mine) == list(plain)
-        different = [name for name in plain if not torch.equal(mine[name], plain[name])]
+        different = [name for name in plain if not torch.equal(mine[name].cpu(), plain[name].cpu())]
         assert not different, f"{len(different)} of {len(plain)} differ, first {different[:3]}"
 
 

@@ -6,11 +6,11 @@ None of the CUDA rules has been held against a GPU yet: see `docs/memory_model.m
 from __future__ import annotations
 
 import pytest
-import torch
 
 from benchmark.gpu_peaks import BAR_PERCENT, CASES, Case, measure
+from tests.common.gpu import needs_real_gpu
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_real_gpu
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.common import gpu
 from tests.common.parity import ALL, MODES, Pair, case, make_plan
 from tests.common.tiny_models import FAMILIES
 
@@ -18,6 +19,8 @@ _REST = [combination for combination in _EVERY if combination not in _SAMPLE]
 
 
 def _check(name: str, checkpoint: str, mode: str, **options: bool) -> None:
+    if name == "recurrent" and gpu.pretended():
+        pytest.skip("the fused cells of CUDA have no kernel on the CPU")
     it = case(name, checkpoint)
     with Pair(it, make_plan(it, mode), **options) as pair:
         losses = pair.train(10)
@@ -60,10 +63,10 @@ def test_dropout_draws_the_same() -> None:
     with Pair(it, make_plan(it, "streamed")) as pair:
         for seed in range(4):
             torch.manual_seed(seed)
-            mine = it.loss(pair.module, it.inp)
+            mine = it.loss(pair.module, pair.case.inp)
             pair.optimizer.backward(mine)
             torch.manual_seed(seed)
-            plain = it.loss(pair.plain, it.inp)
+            plain = it.loss(pair.plain, pair.case.inp)
             plain.backward()
             assert torch.equal(mine, plain)
             pair.step()
