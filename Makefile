@@ -34,11 +34,16 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict elixir
 
+# What takes the paths of CUDA: on a GPU, or on a device that is pretended.
+ON_CUDA := tests/gpu tests/unit/test_runtime_parity.py
+
 test: lint
 	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' --cuda $(ON_CUDA)
 
 test-all: lint
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --cuda $(ON_CUDA)
 
 # The stamps let a second run start at once; they are renewed when the requirements change.
 # requirements.txt goes first: it pins torch to a build that pip finds without the CUDA libraries, where one is offered.

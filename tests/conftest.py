@@ -31,12 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--cuda"):
         return
-    from tests.common import gpu
-
     if not torch.cuda.is_available() and shutil.which("g++"):
         from tests.pretend_cuda import install
 
         install()
+    from tests.common import gpu  # its marks look for a device
+
     gpu.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

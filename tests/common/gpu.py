@@ -21,5 +21,6 @@ needs_real_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or pretended(), reason="needs a CUDA device with kernels, times and memory of its own"
 )
 needs_pretended_gpu = pytest.mark.skipif(
-    not pretended(), reason="looks into what the pretended device wrote down: a run with --cuda on a machine without a GPU"
+    not pretended(),
+    reason="looks into what the pretended device wrote down: a run with --cuda on a machine without a GPU",
 )

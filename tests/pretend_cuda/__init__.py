@@ -43,7 +43,9 @@ def install() -> ModuleType:
 
 def _compiled() -> Path:
     source = _SOURCE.read_bytes()
-    key = hashlib.sha256(source + torch.__version__.encode() + sysconfig.get_config_var("SOABI").encode()).hexdigest()[:16]
+    key = hashlib.sha256(source + torch.__version__.encode() + sysconfig.get_config_var("SOABI").encode()).hexdigest()[
+        :16
+    ]
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "elixir-tests"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"pretended_device-{key}.so"
@@ -54,7 +56,16 @@ def _compiled() -> Path:
             includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
             command = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=pretended_device"]
             command += [f"-I{path}" for path in includes]
-            command += [str(_SOURCE), "-o", str(made), f"-L{torch_lib}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
+            command += [
+                str(_SOURCE),
+                "-o",
+                str(made),
+                f"-L{torch_lib}",
+                "-ltorch",
+                "-ltorch_cpu",
+                "-ltorch_python",
+                "-lc10",
+            ]
             subprocess.run(command, check=True)
             made.replace(library)  # another process may make the same at the same time
     return library
@@ -62,7 +73,8 @@ def _compiled() -> Path:
 
 def _load(library: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("pretended_device", library)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

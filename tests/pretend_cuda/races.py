@@ -118,7 +118,9 @@ class Races:
     def _forget(self, start: int, end: int) -> None:
         self.touched = [access for access in self.touched if access.end <= start or access.start >= end]
 
-    def _touch(self, actor: str, reads: Any, writes: Any, what: str, safe: frozenset[str] | set[str] = frozenset()) -> None:
+    def _touch(
+        self, actor: str, reads: Any, writes: Any, what: str, safe: frozenset[str] | set[str] = frozenset()
+    ) -> None:
         time, clock = self._tick(actor), self._clock(actor)
         for ranges, writing in ((reads, False), (writes, True)):
             for start, end in ranges:
@@ -191,7 +193,9 @@ class HostAccesses(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = install()
         stack = [
-            frame for frame in traceback.extract_stack(limit=12) if "/elixir/" in frame.filename and frame.name != "<lambda>"
+            frame
+            for frame in traceback.extract_stack(limit=12)
+            if "/elixir/" in frame.filename and frame.name != "<lambda>"
         ]
         at = f"at {stack[-1].filename.rsplit('/elixir/')[-1]}:{stack[-1].lineno} {stack[-1].name}" if stack else ""
         device.note("where", 0, [], [], at)
@@ -200,7 +204,11 @@ class HostAccesses(TorchDispatchMode):
         reads, writes, names = [], [], func._schema.arguments
         on_device = False
         for index, value in enumerate(given):
-            argument = names[index] if index < len(args) else next(a for a in names if a.name == list(kwargs)[index - len(args)])
+            argument = (
+                names[index]
+                if index < len(args)
+                else next(a for a in names if a.name == list(kwargs)[index - len(args)])
+            )
             written = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if not isinstance(tensor, torch.Tensor):
