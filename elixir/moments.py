@@ -12,10 +12,12 @@ from elixir.errors import InputError, unknown_name
 
 MomentKind = Literal["float32", "bfloat16", "8bit"]
 
+FP32_BYTES = 4
+
 BLOCK_NUMEL = 256
 """Elements that share a scale. Dettmers et al. use 2048; 256 costs 1/64 byte per element and keeps outliers more to themselves."""
 
-_SCALE_BYTES = 4
+_SCALE_BYTES = FP32_BYTES
 """Of a block's scale, which is float32."""
 
 LARGEST_PIECE_NUMEL = 2**23
@@ -28,6 +30,8 @@ STEP_TEMPORARY_BYTES: dict[MomentKind, int] = {"bfloat16": 28, "8bit": 58}
 @dataclass(frozen=True)
 class StateSize:
     """Bytes of optimizer states by number of elements: a whole block's for every block that is begun.
+
+    Of weights up to float32. Those of wider weights are as much wider, as `torch.optim` makes them.
 
     Raises:
         InputError: a negative size, or blocks without elements.
@@ -43,24 +47,27 @@ class StateSize:
         if self.block_numel < 1:
             raise InputError(f"field 'block_numel' must be 1 or larger, found {self.block_numel}")
 
-    def nbytes(self, numel: int) -> int:
+    def nbytes(self, numel: int, weight_bytes: int = FP32_BYTES) -> int:
         """Exact bytes of a flat tensor's states.
+
+        Args:
+            numel: its elements.
+            weight_bytes: of one of them.
 
         Raises:
             InputError: `numel` is negative.
         """
         if numel < 0:
             raise InputError(f"a tensor cannot have {numel} elements")
-        return -(-numel // self.block_numel) * self.block_bytes
+        return -(-numel // self.block_numel) * self.block_bytes * max(1, weight_bytes // FP32_BYTES)
 
-    @property
-    def least_per_numel(self) -> float:
+    def least_per_numel(self, weight_bytes: int = FP32_BYTES) -> float:
         """Bytes per element of whole blocks; no number of elements takes less."""
-        return self.block_bytes / self.block_numel
+        return self.block_bytes / self.block_numel * max(1, weight_bytes // FP32_BYTES)
 
 
 _SIZES: dict[MomentKind, StateSize] = {
-    "float32": StateSize(2 * 4),
+    "float32": StateSize(2 * FP32_BYTES),
     "bfloat16": StateSize(2 * 2),
     "8bit": StateSize(2 * (BLOCK_NUMEL + _SCALE_BYTES), BLOCK_NUMEL),
 }

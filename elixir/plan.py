@@ -393,7 +393,8 @@ class Plan(Artifact):
 
 
 MASTER_BYTES = 4
-"""Of one element of a master weight: a float32 copy, kept where the weight itself has fewer bits or lies elsewhere than its states."""
+"""Of one element of a master weight, kept where the weight itself has fewer bits or lies elsewhere than its states: float32, or as
+wide as the weight where that is wider (`master_bytes`)."""
 STAGING_BUFFERS = 2
 """In host memory, through which new weights of such chunks return to the device."""
 _COUNTS = (
@@ -406,6 +407,11 @@ _COUNTS = (
     "host_budget_bytes",
     "disk_budget_bytes",
 )
+
+
+def master_bytes(weight_bytes: int) -> int:
+    """Of one element of a master weight, by those of the weight."""
+    return max(weight_bytes, MASTER_BYTES)
 
 
 def check_adam(optimizer: str, moments: MomentKind) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from elixir.plan import MASTER_BYTES
+from elixir.plan import MASTER_BYTES, master_bytes
 from elixir.search.packing import Ints
 from elixir.search.rates import Floats, Rates, main_dtype
 from elixir.search.space import MAX_OUTSIZED, Budgets, SearchSpace
@@ -82,9 +82,10 @@ class Program:
             groups.setdefault((slot, param.dtype, param.trainable, used, alone), []).append(index)
         keys, members = list(groups), list(groups.values())
         self.bytes = np.array([sum(table.bytes[i] for i in group) for group in members], dtype=np.float64)
-        item = np.array([dtype_bytes(str(key[1])) for key in keys])
+        self.weight_bytes = [dtype_bytes(str(key[1])) for key in keys]
+        item = np.array(self.weight_bytes)
         self.numel = self.bytes / item
-        self.low_precision = item < 4
+        self.low_precision = item < MASTER_BYTES
         self.trainable = np.array([bool(key[2]) for key in keys])
         self.trained = np.array([key[0] is not None for key in keys])
         self.slot: Ints = np.array([-1 if key[0] is None else key[0] for key in keys], dtype=np.int64)
@@ -200,8 +201,10 @@ class Program:
 
     def _memory(self, budgets: Budgets) -> None:
         world, facts = self.world_size, self.space.facts
-        state = np.where(self.trainable, self.setting.states.least_per_numel, 0) * self.numel / world
-        master = np.where(self.trainable & self.low_precision, MASTER_BYTES, 0) * self.numel / world
+        per_numel = np.array([self.setting.states.least_per_numel(width) for width in self.weight_bytes])
+        masters = np.array([master_bytes(width) for width in self.weight_bytes])
+        state = np.where(self.trainable, per_numel, 0) * self.numel / world
+        master = np.where(self.trainable & self.low_precision, masters, 0) * self.numel / world
         gradient = np.where(self.trained, self.bytes, 0.0) / world
         live = facts.live_bytes + self.trace.buffer_bytes
         for slot in self._slots_that_count():
@@ -219,8 +222,8 @@ class Program:
         row = self._row("host memory", float(budgets.host_bytes))
         self._on_host(row, ranks * self.bytes / world)
         self._states_on_host(row, ranks * (state + master + gradient))
-        # Beside weights on the device an fp32 chunk keeps a master of its own.
-        full = np.where(self.trainable & ~self.low_precision, MASTER_BYTES, 0) * self.numel / world
+        # Beside weights on the device an fp32 chunk, or a wider one, keeps a master of its own.
+        full = np.where(self.trainable & ~self.low_precision, masters, 0) * self.numel / world
         row[self.weights] += ranks * full
         if self.spilled is not None:
             row[self.spilled] = -1.0

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elixir.moments import LARGEST_PIECE_NUMEL, STEP_TEMPORARY_BYTES, MomentKind, StateSize
-from elixir.plan import MASTER_BYTES, STAGING_BUFFERS
+from elixir.moments import FP32_BYTES, LARGEST_PIECE_NUMEL, STEP_TEMPORARY_BYTES, MomentKind, StateSize
+from elixir.plan import STAGING_BUFFERS, master_bytes
 from elixir.search.packing import Ints
-from elixir.search.states import FP32_BYTES
 from elixir.search.workload import Workload
 
 WINDOW_CHUNKS = 2
@@ -113,10 +112,11 @@ class MemoryModel:
 
     def state_shard_bytes(self, chunk: int, *, master: bool) -> int:
         """One rank's part of moments and, where kept, master weights."""
-        if not self.work.chunks[chunk].trainable:
+        facts, numel = self.work.chunks[chunk], self.shard_numel(chunk)
+        if not facts.trainable:
             return 0
-        numel = self.shard_numel(chunk)
-        return self.setting.states.nbytes(numel) + (numel * MASTER_BYTES if master else 0)
+        states = self.setting.states.nbytes(numel, facts.weight_bytes)
+        return states + (numel * master_bytes(facts.weight_bytes) if master else 0)
 
     def weight_bytes(self, chunk: int, *, resident: bool) -> int:
         """Device bytes of weights that live there: the whole chunk where it stays gathered, else the shard."""

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError, unknown_name
-from elixir.moments import StateSize, check_kind, moments_size
+from elixir.moments import FP32_BYTES, StateSize, check_kind, moments_size
 from elixir.plan import ADAM_FAMILIES, check_adam
 
-FP32_BYTES = 4
-
 _STATE_BYTES = {
+    # Of weights up to float32; `StateSize` knows wider ones.
     # Two fp32 moments (Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101).
     "Adam": 2 * FP32_BYTES,
     "AdamW": 2 * FP32_BYTES,

@@ -294,12 +294,12 @@ def _check_room(
 
     Every weight, master weight and state lies somewhere once, and a rank's activations lie on its device.
     """
-    needed = trained = 0
+    needed, trained = 0, dict[int, int]()
     for param in trace.parameters:
         width = dtype_bytes(param.dtype)
         needed += param.numel * (width + (MASTER_BYTES if param.trainable and width < MASTER_BYTES else 0))
-        trained += param.numel * param.trainable
-    needed += states.nbytes(trained)
+        trained[width] = trained.get(width, 0) + param.numel * param.trainable
+    needed += sum(states.nbytes(numel, width) for width, numel in trained.items())
     machines = -(-world_size // hardware.ranks_per_host(world_size))
     there = world_size * budgets.device_bytes + machines * (budgets.host_bytes + budgets.disk_bytes)
     if needed > there:

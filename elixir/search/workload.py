@@ -90,6 +90,11 @@ class ChunkFacts:
     grad_slots: tuple[int, int] | None
     """Slots in which its first and its last gradient arrive."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of one element."""
+        return self.bytes // self.numel
+
 
 class Workload:
     """One packing of one trace.

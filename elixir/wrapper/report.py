@@ -9,7 +9,7 @@ from elixir.chunk.buffers import Arena
 from elixir.chunk.cache import CacheCounts
 from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.lanes import Lanes
-from elixir.plan import STAGING_BUFFERS, Plan
+from elixir.plan import MASTER_BYTES, STAGING_BUFFERS, Plan, master_bytes
 from elixir.units import dtype_bytes, format_bytes, format_seconds
 from elixir.wrapper.clock import Span
 
@@ -154,7 +154,7 @@ def _host_bytes(plan: Plan) -> int:
         if chunk.weight_home == "host":
             total += numel * itemsize
         if chunk.trainable and chunk.state_home == "host":
-            masters = 4 if itemsize < 4 else itemsize if chunk.weight_home == "device" else 0
+            kept = itemsize < MASTER_BYTES or chunk.weight_home == "device"
             gradients = 0 if chunk.grad_rank is None else itemsize
-            total += numel * (gradients + masters) + plan.state_size.nbytes(numel)
+            total += numel * (gradients + master_bytes(itemsize) * kept) + plan.state_size.nbytes(numel, itemsize)
     return total

@@ -106,7 +106,7 @@ class Recounter:
         """Bytes of a chunk on the disk, per rank: its states, and always a master."""
         chunk = self.plan.chunks[c]
         numel = chunk.numel // self.world if chunk.state_home == "disk" else 0
-        return self.state_bytes(numel) + numel * FP32_BYTES
+        return self.state_bytes(numel, chunk.dtype) + numel * self.master(chunk.dtype)
 
     def gathering(self, *, outsized: bool) -> list[int]:
         """Chunks whose gradients are put together before they are reduced or leave."""
@@ -143,7 +143,7 @@ class Recounter:
                 constant += self.size[c] if chunk.resident else self.shard[c]
             if chunk.trainable and chunk.state_home == "device":
                 numel, low = chunk.numel // self.world, ITEMSIZE[chunk.dtype] < FP32_BYTES
-                constant += self.state_bytes(numel) + numel * FP32_BYTES * low
+                constant += self.state_bytes(numel, chunk.dtype) + numel * FP32_BYTES * low
                 fp32_grad = max(fp32_grad, self.temporary_bytes(numel, low=low))
         totals = [
             event.live_bytes + self.waiting_bytes(at) + (in_flight if at >= self.first_backward() else 0)
@@ -158,11 +158,16 @@ class Recounter:
             return numel * FP32_BYTES * low
         return min(numel, 2**23) * {"bfloat16": 28, "8bit": 58}[self.plan.moments]
 
-    def state_bytes(self, numel: int) -> int:
+    def state_bytes(self, numel: int, dtype: str) -> int:
         """States of a shard: blocks one by one."""
         if self.plan.moments == "8bit":
             return sum(2 * (256 + 4) for _ in range(0, numel, 256))
-        return numel * {"bfloat16": 4, "float32": self.plan.state_size.block_bytes}[self.plan.moments]
+        in_full = self.plan.state_size.block_bytes * (2 if dtype == "float64" else 1)
+        return numel * {"bfloat16": 4, "float32": in_full}[self.plan.moments]
+
+    def master(self, dtype: str) -> int:
+        """Bytes of one element of a master."""
+        return 8 if dtype == "float64" else FP32_BYTES
 
     def waiting_bytes(self, event: int) -> int:
         """Gradients that wait on the device during an access, for a step there."""
@@ -189,7 +194,7 @@ class Recounter:
                 # An fp32 weight that lives on the host too is its own master.
                 master = ITEMSIZE[chunk.dtype] < FP32_BYTES or chunk.weight_home == "device"
                 numel = chunk.numel // self.world
-                amount += self.state_bytes(numel) + numel * FP32_BYTES * master
+                amount += self.state_bytes(numel, chunk.dtype) + numel * self.master(chunk.dtype) * master
             if chunk.trainable and chunk.state_home != "device":
                 amount += self.shard[c] if self.arrivals[c] else 0
         staged = [

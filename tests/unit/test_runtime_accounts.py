@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from elixir.chunk.lanes import Emulation
 from elixir.errors import PlanError
+from elixir.hardware import preset
 from elixir.search import optimal_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer, clock
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan
@@ -60,6 +62,50 @@ def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
         assert pair.module.arena.peak_bytes["host"] <= plan.predicted.host_peak_bytes
         assert report.observed["loads"] == plan.predicted.loads
         assert not report.surprises()
+
+
+@pytest.mark.parametrize("family", ["AdamW", "SGD"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_states_are_as_wide_as_those_that_torch_makes(dtype: torch.dtype, share: float, family: str) -> None:
+    """On either side; what is planned is more by the padding of chunks and the slack of a budget, never less."""
+    it = case("opt", layers=4)
+    it.model.to(dtype)
+    # No preset says how fast float64 is, and times do not matter here.
+    machine = dataclasses.replace(preset("cpu"), flops_per_s={str(dtype).removeprefix("torch."): 1e11})
+
+    def search(**options: Any) -> Any:
+        return optimal_search(
+            it.model,
+            1,
+            inp=it.inp,
+            step_fn=step_of(it),
+            hardware=machine,
+            optimizer_type=family,
+            host_memory="64GiB",
+            **options,
+        )
+
+    low, high = (
+        search(placement=where, device_memory="64GiB").predicted.device_peak_bytes for where in ("cpu", "cuda")
+    )
+    plan = search(device_memory=int(low + share * (high - low)))
+    module = ElixirModule(it.model, plan, device="cpu", poison=True)
+    kind = torch.optim.AdamW if family == "AdamW" else partial(torch.optim.SGD, momentum=0.9)
+    optimizer = ElixirOptimizer(module, kind(module.parameters(), lr=1e-3))
+    for _ in range(2):
+        optimizer.backward(it.loss(module, it.inp))
+        optimizer.step()
+        optimizer.zero_grad()
+    host, states = plan.predicted.host_peak_bytes, plan.predicted.device_parts["optimizer_states"]
+    assert 0.95 * host <= module.arena.peak_bytes["host"] <= host
+    kept = module.arena.parts("device").get("optimizer_states", 0)
+    assert 0.95 * states <= kept <= states
+    report = module.last_report
+    assert report is not None
+    assert report.predicted["host_peak"] == host
+    assert report.observed["device_peak"] <= report.predicted["device_peak"]
+    module.close()
 
 
 def test_evaluation_in_between_leaves_the_next_step_as_predicted() -> None:
