@@ -23,6 +23,9 @@ _SCALE_BYTES = FP32_BYTES
 LARGEST_PIECE_NUMEL = 2**23
 """A step that is not compiled works on so many elements at once, or fewer. 32 MiB of float32: fits the second-level cache of
 an A100 or H100, and hides the launches."""
+LARGEST_HOST_PIECE_NUMEL = 2**19
+"""On the host, whose plans do not count what such a step with moments in fewer bits holds: with this at most 15 or 30 MB, however
+many threads there are. A thread's part of it stays in its core's cache."""
 STEP_TEMPORARY_BYTES: dict[MomentKind, int] = {"bfloat16": 28, "8bit": 58}
 """Per element of a piece, what such a step holds at most beside its arguments. Counted on the CPU, storage by storage."""
 

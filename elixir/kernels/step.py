@@ -21,7 +21,7 @@ from elixir.kernels.moments import (
     step_arguments,
 )
 from elixir.kernels.ready import Combination, compiled_step
-from elixir.moments import BLOCK_NUMEL, LARGEST_PIECE_NUMEL
+from elixir.moments import BLOCK_NUMEL, LARGEST_HOST_PIECE_NUMEL, LARGEST_PIECE_NUMEL, MomentKind
 
 _CPU_PIECE_NUMEL = 2**18
 """Per thread: 1 MiB of float32. Shorter pieces stay in a core's second-level cache more surely, but threads meet after each
@@ -73,7 +73,7 @@ def adam_step(
             _fused(gradient, master, weight_out, moments, options, step, factor)
             return
         scalars = adam_scalars(options, step, factor, device)
-        piece_numel = _piece_numel(device.type, compiled is not None)
+        piece_numel = _piece_numel(device.type, moments.kind, compiled=compiled is not None)
         begin, end = _whole_blocks(first, numel) if moments.kind == "8bit" else (0, numel)
         for start in range(begin, end, piece_numel):
             stop = min(start + piece_numel, end)
@@ -129,7 +129,7 @@ def _fused(
     """Cast, step and cast, piece by piece."""
     numel = master.numel()
     as_it_is = gradient.dtype == torch.float32 and factor == 1.0
-    piece_numel = min(numel, _piece_numel(master.device.type, compiled=False))
+    piece_numel = min(numel, _piece_numel(master.device.type, moments.kind, compiled=False))
     if as_it_is and weight_out is None:
         piece_numel = numel
     scratch = None if as_it_is else torch.empty(piece_numel, device=master.device)
@@ -151,12 +151,13 @@ def _whole_blocks(first: int, numel: int) -> tuple[int, int]:
     return begin, max(begin, numel - (first + numel) % BLOCK_NUMEL)
 
 
-def _piece_numel(device_type: str, compiled: bool) -> int:
+def _piece_numel(device_type: str, kind: MomentKind, *, compiled: bool) -> int:
     """Elements to step at once. Compiled code makes no temporaries of any length."""
     if compiled:
         return _WHOLE_NUMEL
     if device_type == "cpu":
-        return min(_CPU_PIECE_NUMEL * torch.get_num_threads(), LARGEST_PIECE_NUMEL)
+        most = LARGEST_PIECE_NUMEL if kind == "float32" else LARGEST_HOST_PIECE_NUMEL
+        return min(_CPU_PIECE_NUMEL * torch.get_num_threads(), most)
     return LARGEST_PIECE_NUMEL
 
 

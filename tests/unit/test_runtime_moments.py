@@ -19,7 +19,7 @@ from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.hardware import HardwareProfile, preset
 from elixir.kernels import AdamOptions, HybridAdam, adam_step
 from elixir.kernels.moments import make_moments, read_moments
-from elixir.moments import STEP_TEMPORARY_BYTES, StateSize, moments_size, state_bytes
+from elixir.moments import LARGEST_HOST_PIECE_NUMEL, STEP_TEMPORARY_BYTES, StateSize, moments_size, state_bytes
 from elixir.plan import Plan
 from elixir.rate_fit import RateFit
 from elixir.search import optimal_search
@@ -421,6 +421,18 @@ def test_a_step_that_is_not_compiled_takes_the_memory_that_plans_count(kind: Any
     made = (dtype != torch.float32) * 2 * numel + 2 * numel  # the arguments above
     taken = living.peak_bytes - made
     assert 0.8 * STEP_TEMPORARY_BYTES[kind] * numel < taken <= STEP_TEMPORARY_BYTES[kind] * numel + 2**16
+
+
+@pytest.mark.parametrize("kind", LOW)
+def test_on_the_host_no_number_of_threads_makes_such_a_step_take_more(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    master = torch.randn(3 * LARGEST_HOST_PIECE_NUMEL)
+    moments = make_moments(master.numel(), kind)
+    with Living() as living:
+        adam_step(master, master, None, moments, AdamOptions(), 1)
+    assert living.peak_bytes <= STEP_TEMPORARY_BYTES[kind] * LARGEST_HOST_PIECE_NUMEL + 2**16
 
 
 @pytest.mark.parametrize("kind", LOW)
