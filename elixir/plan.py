@@ -191,7 +191,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 5
+    schema_version: ClassVar[int] = 6
 
     model_name: str
     model_fingerprint: str
@@ -227,6 +227,8 @@ class Plan(Artifact):
     """Of the disk of one machine; 0: the plan may not use it."""
     moments: MomentKind = "float32"
     """How Adam's moments are kept; ``float32`` for every other optimizer, as their states are."""
+    may_step_in_backward: bool = False
+    """Whether the search might let chunks be updated while backward still runs; `ChunkPlan.steps_in_backward` says which are."""
 
     @classmethod
     def from_dict(cls, data: Any, *, source: str = "input") -> Plan:
@@ -256,7 +258,9 @@ class Plan(Artifact):
             _itemsize(self.dtype)
         if self.moments != "float32":
             self._check_moments()
-        if self.steps_in_backward:
+        if self.steps_in_backward and not self.may_step_in_backward:
+            raise InputError("field 'may_step_in_backward' must be true where a chunk steps in backward, found false")
+        if self.may_step_in_backward:
             check_step_in_backward(self.dtype, self.accumulation)
         self._check_chunks()
         self._check_order()
@@ -371,7 +375,7 @@ class Plan(Artifact):
                 f"  states        {states['host']} of {len(trainable)} trainable chunks on the host"
                 + (f", {states['disk']} on the disk" if self.uses_disk else "")
                 + (f", moments in {self.moments}" if self.moments != "float32" else "")
-                + (f", {in_backward} stepped in backward" if in_backward else ""),
+                + (f", {in_backward} stepped in backward" if self.may_step_in_backward else ""),
                 f"  rCache        {cache}",
                 f"  device peak   {format_bytes(self.predicted.device_peak_bytes)} "
                 f"of {format_bytes(self.device_budget_bytes)}",

@@ -1,4 +1,4 @@
-"""Plans of older schema versions as those of now: what came later has the only value that it could have had."""
+"""Plans of older schema versions as those of now: what came later has the value that it had, or was taken to have, then."""
 
 from __future__ import annotations
 
@@ -24,7 +24,22 @@ def upgraded(data: dict[str, Any], version: int, source: str) -> dict[str, Any]:
         data, version = _with_disk(data), 3
     if version == 3:
         data, version = _with_moments(data, source), 4
-    return _with_steps_in_backward(data) if version == 4 else data
+    if version == 4:
+        data, version = _with_steps_in_backward(data), 5
+    return _with_permission(data) if version == 5 else data
+
+
+def _with_permission(data: dict[str, Any]) -> dict[str, Any]:
+    """A plan of schema 5 as one of schema 6; as it is, and so refused, where it says whether chunks may step in backward.
+
+    One that lets none was planned again, and explained, as if that were not permitted.
+    """
+    chunks = data.get("chunks")
+    known = isinstance(chunks, list) and all(isinstance(chunk, dict) for chunk in chunks)
+    if data.get("schema_version") != 5 or not known or "may_step_in_backward" in data:
+        return data
+    steps = any(chunk.get("steps_in_backward") is True for chunk in chunks or ())
+    return data | {"schema_version": 6, "may_step_in_backward": steps}
 
 
 def _with_steps_in_backward(data: dict[str, Any]) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def _planned_s(plan: Plan, trace: StepTrace, hardware: HardwareProfile, device_b
             accumulation=plan.accumulation,
             disk_memory=plan.disk_budget_bytes if hardware.knows_disk else None,
             moments=plan.moments,
-            step_in_backward=plan.steps_in_backward,
+            step_in_backward=plan.may_step_in_backward,
         )
     except PlanError:  # the budgets are those of a plan made elsewhere, by hand for example
         return float("inf")

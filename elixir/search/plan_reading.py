@@ -64,7 +64,7 @@ def setting_of(plan: Plan, ranks_per_host: int) -> Setting:
         plan.overlap,
         plan.accumulation,
         moments=plan.moments,
-        step_in_backward=plan.steps_in_backward,
+        step_in_backward=plan.may_step_in_backward,
     )
 
 

@@ -337,6 +337,7 @@ def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: st
         ),
         accumulation=space.setting.accumulation,
         moments=space.setting.moments,
+        may_step_in_backward=space.setting.step_in_backward,
     )
 
 

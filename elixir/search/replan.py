@@ -151,7 +151,8 @@ def _for_batches(plan: Plan, trace: StepTrace, ranks_per_host: int, batches: int
         host_parts=need.host_parts,
     )
     chunks = tuple(replace(chunk, steps_in_backward=chunk.steps_in_backward and batches == 1) for chunk in plan.chunks)
-    return replace(plan, accumulation=batches, chunks=chunks, predicted=predicted)
+    may = plan.may_step_in_backward and batches == 1
+    return replace(plan, accumulation=batches, may_step_in_backward=may, chunks=chunks, predicted=predicted)
 
 
 def _too_full(seen: int, predicted: int, budget: int) -> bool:

@@ -66,6 +66,7 @@ def plan_record(plan: Plan) -> Record:
         "dtype": plan.dtype,
         "optimizer": plan.optimizer,
         "moments": plan.moments,
+        "may_step_in_backward": plan.may_step_in_backward,
         "step_in_backward": plan.steps_in_backward,
         "overlap": plan.overlap,
         "placement": plan.placement,

@@ -243,9 +243,15 @@ class ElixirModule(nn.Module):
             yield
 
     def rehome(self, plan: Plan) -> None:
-        """Go on under another plan with the same chunks in other homes, and the same numbers to the bit.
+        """Go on under another plan with the same chunks in other homes.
 
         Between a step and the next forward, with no gradients held. All ranks must call this with the same plan.
+
+        The move changes no bit of weights, masters and states (where the plans keep moments alike). Later steps of a chunk
+        then give the bits that they would have given, unless something else steps it: the CPU in the place of a CUDA device,
+        or the other way round; or, with `use_fused_kernels` and float32 moments, because it begins or ceases to be ordinary
+        (weights, gradients and states all on the device of one rank), where the optimizer's own class steps. Such differ by
+        rounding.
 
         Args:
             plan: packs parameters as the present one does.

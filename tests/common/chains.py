@@ -100,9 +100,8 @@ def chain_plan(
 
 def stepping(plan: Plan, *chunks: int) -> Plan:
     """The plan with just these chunks stepped in backward."""
-    return replace(
-        plan, chunks=tuple(replace(c, steps_in_backward=index in chunks) for index, c in enumerate(plan.chunks))
-    )
+    steps = tuple(replace(c, steps_in_backward=index in chunks) for index, c in enumerate(plan.chunks))
+    return replace(plan, chunks=steps, may_step_in_backward=bool(chunks))
 
 
 def simulated(plan: Plan, speeds: Speeds, *, kind: str = "cpu", **options: Any) -> Simulation:

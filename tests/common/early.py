@@ -39,7 +39,7 @@ def with_steps(plan: Plan, early: list[bool]) -> Plan:
         replace(chunk, steps_in_backward=flag and chunk.state_home == "host")
         for chunk, flag in zip(plan.chunks, early, strict=True)
     ]
-    return replace(plan, chunks=tuple(chunks))
+    return replace(plan, chunks=tuple(chunks), may_step_in_backward=any(chunk.steps_in_backward for chunk in chunks))
 
 
 def all_early(plan: Plan) -> Plan:

@@ -125,6 +125,7 @@ def plans(draw: st.DrawFn) -> Plan:
         state_size=StateSize(draw(counts), draw(st.integers(1, 2**80))),
         overlap=draw(st.booleans()),
         placement=draw(st.sampled_from(("auto", "cuda", "cpu"))),
+        may_step_in_backward=draw(st.booleans()),
         block_numel=draw(counts),
         grad_block_count=draw(counts),
         device_budget_bytes=draw(counts),
@@ -241,7 +242,7 @@ def test_absurd_integers_are_artifact_errors(digits: int) -> None:
         HardwareProfile.from_json(text)
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 3, 4, 6, "5", True, 5.0, None])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 4, 5, 7, "6", True, 6.0, None])
 def test_another_version_is_refused(version: Any) -> None:
     data = make_plan(3).to_dict() | {"schema_version": version}
     with pytest.raises(ArtifactError, match="'schema_version' is"):

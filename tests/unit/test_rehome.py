@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from elixir.errors import InputError
 from elixir.plan import Plan
+from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import MODES, Pair, case, make_plan, mixed
 
 
@@ -61,6 +63,58 @@ def test_masters_and_buffers_move_too(mode: str) -> None:
                     moved.module.rehome(with_homes(plan, mode))
             mine, theirs = moved.module.state_dict(), stays.module.state_dict()
             assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+def fused_run(homes: list[str]) -> list[dict[str, torch.Tensor]]:
+    """Weights after two steps in each of `homes`, and as each move has left them."""
+    it = case("gpt2")
+    plan = make_plan(it, "streamed")
+    module = ElixirModule(it.model, fused_homes(plan, homes[0]), device="cpu", use_fused_kernels=NO_MODEL_KERNELS)
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1))
+    seen = []
+    for place, mode in enumerate(homes):
+        if place:
+            module.rehome(fused_homes(plan, mode))
+            seen.append(module.state_dict())
+        for _ in range(2):
+            optimizer.backward(it.loss(module, it.inp))
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(module.state_dict())
+    module.close()
+    return seen
+
+
+NO_MODEL_KERNELS = {"rms_norm": "plain", "swiglu": "plain", "rotary": "plain", "cross_entropy": "plain"}
+"""Of the fused kernels the step alone."""
+
+
+def fused_homes(plan: Plan, mode: str) -> Plan:
+    """As `with_homes`; ``states``: weights on the device, states on the host, so that no chunk is ordinary."""
+    if mode != "states":
+        return with_homes(plan, mode)
+    chunks = tuple(
+        replace(c, resident=True, weight_home="device", state_home="host" if c.trainable else "device")
+        for c in plan.chunks
+    )
+    return replace(plan, chunks=chunks)
+
+
+def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("homes", itertools.permutations(("streamed", "states", "resident"), 2))
+def test_under_fused_steps_a_move_changes_no_bit_and_later_steps_as_long_as_no_chunk_is_ordinary(
+    homes: tuple[str, str],
+) -> None:
+    before, moved, after = fused_run(list(homes))
+    assert same(moved, before)
+    _, _, stayed = fused_run([homes[0]] * 2)
+    for name, value in stayed.items():
+        torch.testing.assert_close(after[name], value, rtol=1e-5, atol=1e-6)
+    if "resident" not in homes:
+        assert same(after, stayed)
 
 
 def test_memory_is_counted_anew() -> None:

@@ -21,6 +21,7 @@ from elixir.search import minimum_waste_search, optimal_search, plan_from_trace,
 from elixir.search.explain import explain
 from elixir.search.levers import faster, lever_effects
 from elixir.search.memory import Setting
+from elixir.search.plan_reading import setting_of
 from elixir.search.replan import correct
 from elixir.search.report import plan_record
 from elixir.search.simulator import simulate_step
@@ -58,6 +59,7 @@ def test_older_plans_step_when_they_are_told_to(version: int) -> None:
     """And no older version is read that knows better."""
     plan = make_plan(3)
     old = plan.to_dict() | {"schema_version": version}
+    del old["may_step_in_backward"]
     for chunk in old["chunks"]:
         del chunk["steps_in_backward"]
     if version < 4:
@@ -76,6 +78,39 @@ def test_older_plans_step_when_they_are_told_to(version: int) -> None:
     for nonsense in ("none", [1], None):
         with pytest.raises(ArtifactError):
             Plan.from_dict(old | {"chunks": nonsense})
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_plans_of_version_5_had_what_they_were_taken_for(steps: bool) -> None:
+    plan = chain_plan(blocks=1, depth=0, homes="shd", in_backward=steps)
+    old = plan.to_dict() | {"schema_version": 5}
+    with pytest.raises(ArtifactError, match="schema_version"):
+        Plan.from_dict(old)
+    del old["may_step_in_backward"]
+    assert Plan.from_dict(json.loads(json.dumps(old))) == plan
+    assert Plan.from_dict(old).may_step_in_backward is steps
+
+
+def test_a_chunk_steps_in_backward_only_where_that_is_permitted() -> None:
+    plan = chain_plan(blocks=1, depth=0, in_backward=True)
+    with pytest.raises(InputError, match="'may_step_in_backward' must be true"):
+        replace(plan, may_step_in_backward=False)
+    allowed = replace(stepping(plan), may_step_in_backward=True)
+    assert "0 stepped in backward" in str(allowed)
+    with pytest.raises(InputError, match="2 batches"):
+        replace(allowed, accumulation=2)
+
+
+def test_a_permission_that_no_chunk_used_is_known_when_it_is_planned_again(stack: StepTrace) -> None:
+    """Where all is on the device nothing steps in backward; with the host's memory in its place much could."""
+    roomy = plan_from_trace(
+        stack, SLOW, 1, device_memory=1 << 40, host_memory=64 * GIB, placement="cuda", step_in_backward=True
+    )
+    assert roomy.may_step_in_backward
+    assert not roomy.steps_in_backward
+    assert setting_of(roomy, 1).step_in_backward
+    assert plan_record(roomy)["may_step_in_backward"] is True
+    assert replace(roomy, may_step_in_backward=False) != roomy
 
 
 def test_plans_survive_json_and_say_how_many_chunks_step_in_backward(tmp_path: Path) -> None:
