@@ -17,6 +17,7 @@ from elixir.hardware import preset
 from elixir.plan import Plan
 from elixir.search.replan import Correction, Observation, calibrated, correct
 from elixir.search.simulator import simulate_step
+from tests.common.early import all_early
 from tests.common.observed import steady
 from tests.common.parity import case, hf_loss, make_plan, mixed
 from tests.common.tiny_models import tiny
@@ -94,6 +95,31 @@ def test_waits_for_the_end_of_an_accumulation(monkeypatch: pytest.MonkeyPatch) -
     optimizer.zero_grad()
     hf_loss(model, it.inp)
     assert model.plan is not before
+    model.close()
+
+
+def test_a_second_plan_that_the_optimizer_cannot_step_by_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Permitted to step in backward, the first plan did not, and clipping was switched on since."""
+    it = case("opt")
+
+    def now_in_backward(trace: Any, hardware: Any, plan: Plan, seen: Any, optimizer: str) -> Correction:
+        assert plan.may_step_in_backward
+        host = tuple(replace(c, resident=True, weight_home="device", state_home="host") for c in plan.chunks)
+        return Correction(all_early(replace(plan, chunks=host)), "")
+
+    monkeypatch.setattr(api, "correct", now_in_backward)
+    model, optimizer = elixir.wrap(
+        it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB", step_in_backward=True
+    )
+    before = model.plan
+    assert not before.steps_in_backward
+    optimizer.max_norm = 1.0
+    trained(model, optimizer, it.inp, api.WARM_UP_STEPS + api.MEASURED_STEPS + 1)
+    assert model.plan is before
+    assert model.before_forward is None
+    assert "clipping needs the norm of all gradients" in caplog.text
     model.close()
 
 
