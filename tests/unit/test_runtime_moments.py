@@ -319,7 +319,7 @@ def test_sizes_are_those_that_are_allocated() -> None:
     for kind in KINDS:
         for numel in (0, 1, 255, 256, 257, 10_000):
             assert make_moments(numel, kind).nbytes == moments_size(kind).nbytes(numel) == state_bytes(numel, kind)
-        assert moments_size(kind).least_per_numel * 10_000 <= moments_size(kind).nbytes(10_000)
+        assert moments_size(kind).least_per_numel() * 10_000 <= moments_size(kind).nbytes(10_000)
     for bad in ({"block_bytes": -1}, {"block_numel": 0}):
         with pytest.raises(InputError, match=next(iter(bad))):
             StateSize(**({"block_bytes": 8} | bad))
