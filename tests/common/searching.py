@@ -17,7 +17,8 @@ from tests.common.recount import Recount, Recounter
 from tests.common.samples import make_hardware
 from tests.common.synthetic_trace import StackShape, TraceBuilder
 
-HARDWARE = replace(make_hardware(), flops_per_s={"bfloat16": 9e14, "float32": 4e14}, host_memory_bytes=512 * GIB)
+FLOPS_PER_S = {"bfloat16": 9e14, "float32": 4e14, "float64": 6e13}
+HARDWARE = replace(make_hardware(), flops_per_s=FLOPS_PER_S, host_memory_bytes=512 * GIB)
 SMALL = StackShape(hidden=1024, layers=8, ffn=4096, vocab=16384, positions=1024)
 PLENTY = 1 << 50
 
@@ -33,8 +34,8 @@ def link_bytes(made: Plan) -> int:
 
 
 @st.composite
-def traces(draw: st.DrawFn) -> StepTrace:
-    """Layers of large parameters: some frozen, unused, tied across the step or pinned for long, maybe of two dtypes."""
+def traces(draw: st.DrawFn, dtypes: tuple[str, ...] = ("bfloat16", "bfloat16", "float32")) -> StepTrace:
+    """Layers of large parameters: some frozen, unused, tied across the step or pinned for long, maybe of several dtypes."""
     build = TraceBuilder()
     layers = draw(st.integers(1, 12))
     per_layer = draw(st.integers(1, 3))
@@ -43,7 +44,7 @@ def traces(draw: st.DrawFn) -> StepTrace:
             build.parameter(
                 f"layers.{layer}.p{part}",
                 draw(st.sampled_from([2, 3, 8, 16, 24, 40])) * MIB + draw(st.integers(0, 3)),
-                dtype=draw(st.sampled_from(["bfloat16", "bfloat16", "float32"])),
+                dtype=draw(st.sampled_from(dtypes)),
                 trainable=draw(st.integers(0, 4)) > 0,
             )
             for part in range(per_layer)

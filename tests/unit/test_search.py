@@ -15,11 +15,12 @@ from elixir.hardware import HardwareProfile
 from elixir.moments import StateSize, moments_size
 from elixir.search import plan_from_trace
 from elixir.search.homes import PlacementBuilder
+from elixir.search.lower_bound import lower_bound
 from elixir.search.memory import MemoryModel, Setting
 from elixir.search.optimal import MOST_AHEAD
 from elixir.search.packing import ParamTable
 from elixir.search.planner import PREFETCH_DEPTH
-from elixir.search.space import SearchSpace
+from elixir.search.space import Budgets, SearchSpace
 from elixir.search.workload import StepFacts, Workload
 from elixir.tracer.step_trace import StepTrace
 from elixir.units import GIB, MIB
@@ -51,6 +52,21 @@ def test_plans_fit_say_what_they_need_and_are_no_slower_than_the_originals(
     setting = Setting(world_size, ranks_per_host, made.state_size, overlap, moments=made.moments)
     theirs = originals_step_s(trace, setting, device)
     assert theirs is None or made.predicted.seconds["total"] <= theirs + NANOSECOND_S
+
+
+@given(traces(dtypes=("bfloat16", "float64")), st.sampled_from([1, 3]), st.integers(0, 100))
+@settings(max_examples=8, deadline=None)
+def test_wide_weights_have_wide_states(trace: StepTrace, world_size: int, percent: int) -> None:
+    least = least_needed(trace, world_size)
+    most = plan(trace, world_size, placement="cuda").predicted.device_peak_bytes
+    device = least + max(most - least, 0) * percent // 100
+    made = plan(trace, world_size, device=device)
+    check_consistent(made, trace)
+    ranks = HARDWARE.ranks_per_host(world_size)
+    setting = Setting(world_size, ranks, made.state_size, True)
+    bound = lower_bound(SearchSpace(trace, HARDWARE, setting), Budgets(device, PLENTY))
+    assert bound is not None
+    assert bound.step_s <= made.predicted.seconds["total"] + NANOSECOND_S
 
 
 @given(traces(), st.sampled_from([1, 4]))
