@@ -255,8 +255,8 @@ class _Replanning:
         plan = self._module.plan
         try:
             correction = correct(trace, self._hardware, plan, observations, plan.optimizer)
-            for optimizer in self._module.optimizers if correction.plan is not None else ():
-                optimizer.check_plan(correction.plan)
+            if correction.plan is not None:
+                self._optimizer.check_plan(correction.plan)
         except ElixirError as error:  # a training that runs is not ended by a plan that cannot be bettered
             logger.warning("the plan could not be compared with the first steps: %s", error)
             return None
