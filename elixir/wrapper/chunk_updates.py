@@ -43,7 +43,7 @@ def update(
     chunk.updated = writes.submit(write, after=[stepped], nbytes=moved_bytes)
     if stage is not None:
         stage.left = chunk.updated
-    module.refreshed_bytes += moved_bytes
+    module.account.refreshed_bytes += moved_bytes
 
 
 def publish(module: ElixirModule, chunk: Chunk) -> Ticket | None:
@@ -56,6 +56,6 @@ def publish(module: ElixirModule, chunk: Chunk) -> Ticket | None:
         chunk.filled = after[0] if after else None
         return chunk.filled
     mine = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
-    module.regathered_bytes += whole.nbytes - mine.nbytes
+    module.account.regathered_bytes += whole.nbytes - mine.nbytes
     chunk.filled = module._lanes.network.submit(lambda: group.gather(whole, mine), after=after)
     return chunk.filled

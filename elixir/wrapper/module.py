@@ -29,13 +29,13 @@ from elixir.plan import Plan, same_packing
 from elixir.units import parse_dtype
 from elixir.wrapper.backward_steps import STEP_OR_ACCUMULATE, STEP_OR_LEAVE_OUT
 from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, move_chunks, place_buffers
-from elixir.wrapper.clock import StepClock
 from elixir.wrapper.gathering import shown
 from elixir.wrapper.inputs import cast_inputs
 from elixir.wrapper.loss_scale import LossScale
-from elixir.wrapper.report import StepReport, differences, make_report
+from elixir.wrapper.report import StepReport
 from elixir.wrapper.running import RunningPlan, RunOptions
 from elixir.wrapper.shared_buffers import SharedBuffers
+from elixir.wrapper.step_account import StepAccount
 from elixir.wrapper.uses import WeightUses
 from elixir.wrapper.weights import Weights
 
@@ -117,18 +117,10 @@ class ElixirModule(nn.Module):
         """Those that step this module."""
         self.loss_scale = LossScale(False, 1.0, 1)
         """Of the loss, for all of them; the last one that is made says."""
-        self.refreshed_bytes = 0
-        """Host to device since the last report, for weights on the device that the host has updated."""
-        self.regathered_bytes = 0
-        """Network, likewise, for resident weights whose shards have been updated."""
-        self._forwards = {True: 0, False: 0}
-        """Since the last step, by whether gradients were on."""
-        self.last_report: StepReport | None = None
-        """What the last step did, beside what the plan predicted; None before the first."""
+        self.account = StepAccount(self._lanes, self._device)
+        """Of what each step does."""
         self.before_forward: Callable[[], None] | None = None
         """Called when a forward begins."""
-        self._clock = StepClock(self._device)
-        self._warned = False
         self._in_backward = False
         self._pending_updates: list[Ticket] = []
         build = partial(build_chunks, weights=weights)
@@ -151,6 +143,11 @@ class ElixirModule(nn.Module):
     def plan(self) -> Plan:
         """The plan at work."""
         return self._running.plan
+
+    @property
+    def last_report(self) -> StepReport | None:
+        """What the last step did, beside what the plan predicted; None before the first."""
+        return self.account.last_report
 
     @property
     def device(self) -> torch.device:
@@ -201,11 +198,8 @@ class ElixirModule(nn.Module):
         self._refuse_begun("a forward", STEP_OR_ACCUMULATE)
         if self.before_forward is not None:
             self.before_forward()
-        self._forwards[torch.is_grad_enabled()] += 1
         self.forget_failed_backward()
-        begins = torch.is_grad_enabled() and not self._clock.running
-        if begins:
-            self._begin_step()
+        begins = self.account.forward(self._running)
         self.cache.begin()
         args, kwargs = cast_inputs((args, kwargs), self._device, self._cast)
         try:
@@ -214,7 +208,7 @@ class ElixirModule(nn.Module):
             self.uses.reset()
             self.cache.disturbed()
             if begins:
-                self._clock.stop()  # the step begins anew with the next forward
+                self.account.begin_anew()
             raise
         self.cache.end_forward()
         tree_map(self._watch_backward, output)
@@ -280,7 +274,7 @@ class ElixirModule(nn.Module):
         )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.take_states(state)
-        self._warned = False
+        self.account.another_plan()
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's `value`, in order of rank, behind what the network is doing; see `Group.exchange`."""
@@ -372,34 +366,8 @@ class ElixirModule(nn.Module):
         return self.optimizers[0].clip_grad_norm_(max_norm, error_if_nonfinite)
 
     def step_over(self, *, skipped: bool = False) -> None:
-        """An optimizer has stepped: write the step's report, and say so where the plan was wrong.
-
-        Args:
-            skipped: the step was left out after an overflow, so that no weights have moved.
-        """
-        self.last_report = make_report(
-            self.plan,
-            self.cache.take_counts(),
-            self.gradients,
-            self.arena,
-            self._lanes,
-            refreshed_bytes=self.refreshed_bytes,
-            regathered_bytes=self.regathered_bytes,
-            span=self._clock.stop(),
-        )
-        self.refreshed_bytes = self.regathered_bytes = 0
-        surprises = {} if skipped else self.last_report.surprises()
-        if surprises and not self._warned:
-            self._warned = True
-            logger.warning("this step differs from its plan: %s%s", differences(surprises), self._other_forwards())
-        self._forwards = {True: 0, False: 0}
-
-    def _other_forwards(self) -> str:
-        """What of a difference is the caller's doing: forwards since the last step that the plan has not foreseen."""
-        trained, other, planned = self._forwards[True], self._forwards[False], self.plan.accumulation
-        if trained == planned and not other:
-            return ""
-        return f"; forwards of the step: {trained} to train (planned {planned}, see accumulation=), {other} to evaluate"
+        """An optimizer has stepped, or, after an overflow, has left its step out."""
+        self.account.step_over(self._running, skipped=skipped)
 
     def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's state dict on the CPU: full weights under the model's own names, in float32 or wider.
@@ -456,14 +424,6 @@ class ElixirModule(nn.Module):
         self.arena.release()
 
     # --- inside ------------------------------------------------------------------------------------------------
-
-    def _begin_step(self) -> None:
-        """What has been counted since the last step, as of an evaluation, is not of the next one."""
-        self.cache.take_counts()
-        self._lanes.fetch.take_busy_s()  # other lanes may still be at work for the last step
-        for lane in self._lanes.all():
-            lane.waited_s = 0.0
-        self._clock.start()
 
     def _refuse_begun(self, what: str, instead: str = "call step() first") -> None:
         """Where weights are stepped in part; see `BackwardSteps.refuse`."""
