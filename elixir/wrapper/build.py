@@ -44,7 +44,9 @@ def build_chunks(
     by_name = dict(model.named_parameters(remove_duplicate=False))
     chunks: list[Chunk] = []
     problem: Exception | None = None
-    drawn = torch.empty((), dtype=torch.int64).random_().item()  # as building on the CPU, it moves the generator on
+    drawn = 0
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        drawn = int(torch.empty((), dtype=torch.int64).random_())  # as building on the CPU, it moves the generator on
     seed = group.exchange("seed", drawn)[0]
     try:
         source = WeightSource(model, weights, seed=seed)

@@ -82,6 +82,17 @@ def test_two_models_on_meta_are_not_the_same() -> None:
     assert not torch.equal(*(state["lm_head.weight"] for state in states))
 
 
+def test_wrapping_a_model_that_has_its_weights_draws_nothing() -> None:
+    """What is random afterwards, dropout above all, is what it would have been without."""
+    it = case("opt")
+    plan = make_plan(it, "streamed")
+    before = torch.get_rng_state()
+    module = ElixirModule(it.model, plan, device="cpu")
+    ElixirOptimizer(module, torch.optim.AdamW(it.model.parameters()))
+    assert torch.equal(torch.get_rng_state(), before)
+    module.close()
+
+
 def test_an_optimizer_made_on_meta_trains() -> None:
     real, meta = meta_case("opt")
     optimizer = torch.optim.SGD(meta.parameters(), lr=0.1)
