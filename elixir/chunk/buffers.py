@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
 
 import torch
 
 from elixir.access import storage_of
+from elixir.chunk.pinned import pinned_zeros
 from elixir.errors import StateError
 from elixir.plan import Home
 
@@ -28,15 +28,14 @@ class Arena:
         self.device = device
         self._live: dict[Home, Counter[str]] = {"device": Counter(), "host": Counter()}
         self.peak_bytes: dict[Home, int] = {"device": 0, "host": 0}
-        self._registered: list[torch.Tensor] = []
         self._lock = threading.Lock()  # the lane of the host's Adam counts states while backward counts gradients
 
     def make(self, numel: int, dtype: torch.dtype, home: Home, kind: str) -> torch.Tensor:
         """A flat zeroed buffer of exactly `numel` elements; pinned where it is host memory beside a CUDA device."""
-        device = self.device if home == "device" else torch.device("cpu")
-        buffer = torch.zeros(numel, dtype=dtype, device=device)
         if home == "host" and self.device.type == "cuda" and numel:
-            self._pin(buffer)
+            buffer = pinned_zeros(numel * dtype.itemsize).view(dtype)
+        else:
+            buffer = torch.zeros(numel, dtype=dtype, device=self.device if home == "device" else "cpu")
         self.count(buffer.nbytes, home, kind)
         return buffer
 
@@ -58,21 +57,6 @@ class Arena:
         """Bytes in use now, by kind."""
         with self._lock:
             return {kind: nbytes for kind, nbytes in sorted(self._live[home].items()) if nbytes}
-
-    def release(self, keep: Iterable[torch.Tensor | None] = ()) -> None:
-        """Undo the pinning, of all but `keep`; buffers must not be used for transfers afterwards."""
-        kept = {buffer.data_ptr() for buffer in keep if buffer is not None}
-        for buffer in self._registered:
-            if buffer.data_ptr() not in kept:
-                torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-        self._registered = [buffer for buffer in self._registered if buffer.data_ptr() in kept]
-
-    def _pin(self, buffer: torch.Tensor) -> None:
-        # The caching host allocator rounds up to a power of two; registering pins the exact size.
-        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-        if int(status) != 0:
-            raise StateError(f"pinning {buffer.nbytes} bytes of host memory failed with CUDA error {int(status)}")
-        self._registered.append(buffer)
 
 
 class BlockPool:

@@ -70,9 +70,7 @@ def build_chunks(
     return chunks
 
 
-def move_chunks(
-    model: nn.Module, plan: Plan, arena: Arena, group: Group, *, before: list[Chunk], held: Arena
-) -> list[Chunk]:
+def move_chunks(model: nn.Module, plan: Plan, arena: Arena, group: Group, *, before: list[Chunk]) -> list[Chunk]:
     """The same chunks at the homes of another plan, with the same bits; what they had before is let go one by one.
 
     Args:
@@ -81,7 +79,6 @@ def move_chunks(
         arena: makes the new memory.
         group: over which chunks are sharded.
         before: the chunks as they were; nothing may be on its way to or from them.
-        held: where their memory came from.
     """
     chunks = []
     for index, (old, chunk_plan) in enumerate(zip(before, plan.chunks, strict=True)):
@@ -102,7 +99,6 @@ def move_chunks(
             chunk.show(slot)
         _attach(chunk)
         old.shard = old.whole = old.masters = None
-        held.release(keep=[tensor for later in before[index + 1 :] for tensor in (later.shard, later.masters)])
         chunks.append(chunk)
     return chunks
 

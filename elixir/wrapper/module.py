@@ -264,11 +264,10 @@ class ElixirModule(nn.Module):
             raise InputError("rehome() moves chunks, it does not repack them; plan with the chunks of the present plan")
         self.settle()
         states = [optimizer.give_up_states() for optimizer in self.optimizers]
-        before, held = self.chunks, self.arena
+        before = self.chunks
         self._running.remove()
-        held.release(keep=[tensor for chunk in before for tensor in (chunk.shard, chunk.masters)])
         del self._running  # its blocks go before others are made
-        build = partial(move_chunks, before=before, held=held)
+        build = partial(move_chunks, before=before)
         self._running = RunningPlan(
             self, self.module, plan, self._group, self._lanes, self._device, self._options, build
         )
@@ -421,7 +420,6 @@ class ElixirModule(nn.Module):
         self._fused.remove()
         self._stop()
         self._group.close()
-        self.arena.release()
 
     # --- inside ------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
@@ -513,6 +514,7 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   take_over_hooks();
   c10::SetAllocator(DeviceType::CUDA, &device_allocator);
+  at::globalContext().lazyInitDevice(DeviceType::CUDA);  // before, no pointer is ever found to be pinned
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
   m.def("current_stream", [] { return current_stream; });
   m.def("set_stream", [](int64_t stream) { current_stream = stream; });
