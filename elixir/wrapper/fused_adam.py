@@ -30,7 +30,7 @@ def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `FusedAdam` can take the place of `optimizer`: one of torch's Adams or ours, without further options."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, HybridAdam):
         return False
-    refused = ("amsgrad", "differentiable", "capturable")
+    refused = ("amsgrad", "differentiable")
     return all(not any(group.get(name) for name in refused) for group in optimizer.param_groups)
 
 
@@ -55,7 +55,7 @@ def check_moments(optimizer: torch.optim.Optimizer, fusible: bool, moments: Mome
     if moments != "float32" and not fusible:
         raise InputError(
             f"the plan keeps Adam's moments in {moments}, with which torch.optim.Adam, torch.optim.AdamW and HybridAdam are "
-            "stepped, without amsgrad, differentiable and capturable; give one of these, or plan with moments='float32'"
+            "stepped, without amsgrad and differentiable; give one of these, or plan with moments='float32'"
         )
 
 

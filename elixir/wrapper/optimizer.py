@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError, InputTypeError
@@ -29,7 +28,7 @@ from elixir.wrapper.gradient_norm import total_norm
 from elixir.wrapper.host_adam import set_host_threads
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import ElixirModule
-from elixir.wrapper.optimizer_class import accepted_options, check_elementwise, has_stepped
+from elixir.wrapper.optimizer_class import accepted_options, check_elementwise, has_stepped, shard_options
 
 logger = logging.getLogger(__name__)
 
@@ -177,16 +176,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def make_inner(self, weights: list[nn.Parameter], segments: list[Segment]) -> torch.optim.Optimizer:
         """An optimizer of the user's class over segments, with their groups' options."""
         groups = []
-        for index, group in enumerate(self.param_groups):
-            options = {key: value for key, value in group.items() if key != "params"}
+        for index, options in enumerate(self.hyperparameters()):
             groups.append({**options, "params": [segment.weights for segment in segments if segment.group == index]})
         return self._make(groups)
 
     def make_fused(self, master: torch.Tensor, segments: list[Segment]) -> FusedAdam:
         """What steps a shard in one pass, with the groups' options."""
-        options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         decoupled = issubclass(self._class, torch.optim.AdamW)
-        return FusedAdam(master, segments, options, decoupled, self.module.plan.moments)
+        return FusedAdam(master, segments, self.hyperparameters(), decoupled, self.module.plan.moments)
 
     def _make_parts(self) -> dict[int, ChunkOptimizer]:
         return {chunk.index: ChunkOptimizer(self, chunk) for chunk in self._in_order() if chunk.plan.trainable}
@@ -197,11 +194,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def _make_over(self, group: dict[str, Any], weights: list[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer of the user's class over `weights`, with a group's options."""
-        return self._make([{**group, "params": weights}])
+        return self._make([{**shard_options(group), "params": weights}])
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         defaults = {key: value for key, value in self.defaults.items() if key not in ("differentiable",)}
-        made: torch.optim.Optimizer = self._class(groups, **accepted_options(self._class, defaults))
+        made: torch.optim.Optimizer = self._class(groups, **accepted_options(self._class, shard_options(defaults)))
         return made
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -243,7 +240,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             parameter.grad = None
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """The global norm of the gradients; the next `step` clips what there is then to `max_norm`.
+        """The global norm of the gradients, on the device; the next `step` clips what there is then to `max_norm`.
 
         Raises:
             RuntimeError: the norm is not finite, where that is asked for.
@@ -257,7 +254,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         norm = self._norm() / self._gradient_scale()
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
-        return norm
+        return norm.to(self.module.device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -349,11 +346,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
                         )
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Of the groups, as of now: copies, since a scheduler may write into a learning rate that is a tensor."""
-        return [
-            tree_map(_copied, {key: value for key, value in group.items() if key != "params"})
-            for group in self.param_groups
-        ]
+        """Of the groups, as of now."""
+        return [shard_options(group) for group in self.param_groups]
 
     def _agree_on_used(self, *, unscaled: bool = False) -> None:
         """Names of the parameters that got a gradient on any rank, the same on all ranks.
@@ -404,7 +398,3 @@ class ElixirOptimizer(torch.optim.Optimizer):
             for index in use.chunks:
                 first.setdefault(index, position)
         return sorted(self.module.chunks, key=lambda chunk: (first.get(chunk.index, len(first)), chunk.index))
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from elixir.errors import InputError
 
@@ -69,6 +70,23 @@ def has_stepped(state: Any) -> bool:
     if "step" in state:
         return bool(state["step"] > 0)
     return any(isinstance(value, torch.Tensor) for value in state.values())
+
+
+def shard_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with which shards are stepped, wherever they are; copies, since a scheduler may write into a tensor.
+
+    What `capturable` is for, CUDA graphs, is refused here, and the host cannot step with it. Nor with numbers that lie on the
+    device: they are read.
+    """
+    captured = bool(options.get("capturable"))
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.item() if value.numel() == 1 and (value.is_cuda or captured) else value.clone()
+
+    own = {key: tree_map(copied, value) for key, value in options.items() if key != "params"}
+    return {**own, "capturable": False} if captured else own
 
 
 def accepted_options(cls: type, options: dict[str, Any]) -> dict[str, Any]:
