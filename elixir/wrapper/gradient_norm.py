@@ -24,14 +24,17 @@ def total_norm(gradients: Sequence[torch.Tensor], threads: int) -> torch.Tensor:
     """
     if not gradients:
         return torch.zeros(())
-    total: torch.Tensor
     with _at_least(threads):
-        if all(gradient.dtype == torch.float32 for gradient in gradients):
-            total = torch.nn.utils.get_total_norm(gradients)
-        else:  # in float32: in float16 the norm of a large tensor overflows where none of its elements does
-            norms = [_wide_norm(gradient) for gradient in gradients]
-            total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-        return total.cpu()
+        devices = list(dict.fromkeys(gradient.device for gradient in gradients))
+        if len(devices) == 1 and all(gradient.dtype == torch.float32 for gradient in gradients):
+            return torch.nn.utils.get_total_norm(gradients).cpu()
+        # In float32: in float16 the norm of a large tensor overflows where none of its elements does.
+        norms = torch.empty(len(gradients), device="cpu")
+        for device in devices:  # each is waited for once
+            places = [place for place, gradient in enumerate(gradients) if gradient.device == device]
+            norms[places] = torch.stack([_wide_norm(gradients[place]) for place in places]).cpu()
+        total: torch.Tensor = torch.linalg.vector_norm(norms)
+        return total
 
 
 def _wide_norm(gradient: torch.Tensor) -> torch.Tensor:
