@@ -84,7 +84,7 @@ class RunningPlan:
         )
         tracked = [chunk for chunk in self.chunks if not self.is_ordinary(chunk)]
         parameters = {slot.parameter for chunk in tracked for slot in chunk.slots}
-        self.uses = WeightUses(self.cache, self.chunks, tracked, device.type)
+        self.uses = WeightUses(self.cache, self.chunks, tracked, device)
         self._access = ParameterAccess(model, self.uses, parameters) if tracked else None
         self.gradients = self._gradient_flow(schedule, options.reduce_fp32, partial(_complete, weakref.ref(owner)))
         self.cache.reductions = self.gradients
@@ -184,6 +184,7 @@ def _arrived(weak: weakref.ref[ElixirModule], index: int, position: int, paramet
     with torch._C.DisableTorchFunctionSubclass():  # nobody else is reading gradients here
         if parameter.grad is not None:
             chunk = owner.chunks[index]
+            owner.uses.order_compute()
             try:
                 owner.gradients.take(chunk, chunk.slots[position], parameter.grad)
             finally:  # one that was refused must not stay where `step` takes it for one that was set by hand

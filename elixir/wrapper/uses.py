@@ -68,12 +68,13 @@ class WeightUses:
         cache: the blocks.
         chunks: all chunks of the plan, by index.
         tracked: those of them whose parameters announce their uses here.
-        device_type: where compute runs.
+        device: where compute runs.
     """
 
-    def __init__(self, cache: RCache, chunks: Sequence[Chunk], tracked: Sequence[Chunk], device_type: str) -> None:
+    def __init__(self, cache: RCache, chunks: Sequence[Chunk], tracked: Sequence[Chunk], device: torch.device) -> None:
         self._cache = cache
-        self._device_type = device_type
+        self._device = device
+        self._compute: torch.cuda.Stream | None = None  # that memory here was last used from
         self._chunks = chunks
         self._chunk_of = {slot.parameter: chunk.index for chunk in tracked for slot in chunk.slots}
         # Whoever keeps a view of these must be told from whoever asks anew. What is made with `data`, or by a node for which
@@ -100,6 +101,7 @@ class WeightUses:
         """Bring the chunks in, and keep them until the running module returns."""
         if self.loading or (self.saving and function == "detach"):
             return
+        self.order_compute()
         state, streamed = self._state(), []
         inside = bool(state.scopes) or backward_is_running()
         for index in dict.fromkeys(self._chunk_of[parameter] for parameter in parameters):
@@ -112,11 +114,11 @@ class WeightUses:
                 continue
             if not inside:
                 self._refuse_outside(chunk, parameters, function)
-            if chunk.dtype == torch.float32 and torch.is_autocast_enabled(self._device_type):
+            if chunk.dtype == torch.float32 and torch.is_autocast_enabled(self._device.type):
                 raise InputError(
                     "torch.autocast over weights that are streamed keeps a cast copy of every weight until backward, "
                     "which is the memory that streaming saves; leave autocast out and plan with unified_dtype="
-                    f"{torch.get_autocast_dtype(self._device_type)}, which casts the weights once"
+                    f"{torch.get_autocast_dtype(self._device.type)}, which casts the weights once"
                 )
             streamed.append(index)
         if not streamed:
@@ -131,6 +133,18 @@ class WeightUses:
         scope = state.scopes[-1] if state.scopes else state.at_node
         scope.pins.extend(streamed)
         scope.parameters.update(map(id, parameters))
+
+    def order_compute(self) -> None:
+        """Have the caller's CUDA stream, where it is another than last time, come behind that one.
+
+        What only reads weights needs no order in plain PyTorch. Here it shares blocks, and a lane that fills one comes
+        behind the one stream that it is told of.
+        """
+        if self._device.type == "cuda":
+            now = torch.cuda.current_stream(self._device)
+            if self._compute is not None and now != self._compute:
+                now.wait_stream(self._compute)
+            self._compute = now
 
     def view(self, tensor: torch.Tensor) -> _Part | None:
         """What lies in a block is to be tracked."""
@@ -228,6 +242,7 @@ class WeightUses:
     def unpack(self, handle: Any) -> torch.Tensor:
         """The weight from wherever it is now, for the node that runs."""
         part: _Part = handle
+        self.order_compute()
         if (whole := self._chunks[part.chunk].whole) is not None:
             self._chunks[part.chunk].refuse_stepping("weights are read")
             self._refuse_changed(part, "it was saved")
