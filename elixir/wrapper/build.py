@@ -249,7 +249,12 @@ def compute_device(device: torch.device | str | None) -> torch.device:
             raise InputError(f"device must be 'cpu' or a CUDA device such as 'cuda:0', got {device!r}") from error
         if wanted.type not in ("cpu", "cuda"):
             raise InputError(f"device must be 'cpu' or a CUDA device such as 'cuda:0', got {device!r}")
-        if wanted.type == "cuda" and not torch.cuda.is_available():
+        if wanted.type == "cpu":
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
             raise InputError(f"device {device!r} was asked for, but torch finds no CUDA here; leave device= out")
-        return wanted
+        index, count = torch.cuda.current_device() if wanted.index is None else wanted.index, torch.cuda.device_count()
+        if index >= count:
+            raise InputError(f"device {device!r} was asked for, but there are {count}, from 'cuda:0' on")
+        return torch.device("cuda", index)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
