@@ -35,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.pretend_cuda import install
 
         install()
+        torch.set_num_threads(1)  # what a GPU would do runs on autograd's thread as well as on this one
     from tests.common import gpu  # its marks look for a device
 
     gpu.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

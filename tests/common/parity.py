@@ -108,7 +108,7 @@ class Pair:
     ) -> None:
         make = optimizer or adamw
         device = device or gpu.DEVICE
-        case = replace(case, inp={name: value.to(device) for name, value in case.inp.items()})
+        case = replace(case, inp=gpu.there(case.inp, device))
         self.case, self.plan = case, plan
         self.plain = (copy.deepcopy(case.model) if plain is None else plain).to(device)
         self.plain_optimizer = make(self.plain)
@@ -127,7 +127,7 @@ class Pair:
 
     def backward(self, inp: dict[str, Any] | None = None, scale: float = 1.0) -> float:
         """Forward and backward of both; their losses must be the same bits."""
-        inp = self.case.inp if inp is None else {name: value.to(self.module.device) for name, value in inp.items()}
+        inp = self.case.inp if inp is None else gpu.there(inp, self.module.device)
         mine = self.case.loss(self.module, inp) * scale
         plain = self.case.loss(self.plain, inp) * scale
         assert torch.equal(mine, plain), f"loss {mine.item()} is not {plain.item()}"

@@ -1,0 +1,190 @@
+"""On a CUDA device: models, optimizers, inputs and streams as users have them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.errors import InputError
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common.gpu import needs_gpu, needs_pretended_gpu, pretended
+from tests.common.parity import MODES, Pair, adamw, case, make_plan
+from tests.pretend_cuda.races import watching
+
+pytestmark = needs_gpu
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "default": lambda p: torch.optim.AdamW(p),
+    "fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "rate on the host": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3)),
+    "rate on the device": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3, device="cuda"), foreach=False),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_and_an_optimizer_made_on_the_device(mode: str, name: str) -> None:
+    it = case("opt", layers=1)
+    plan = make_plan(it, mode)
+    it.model.cuda()
+    with Pair(it, plan, optimizer=lambda model: OPTIMIZERS[name](list(model.parameters())), after=False) as pair:
+        pair.train(4)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("way", ["fused", "foreach"])
+def test_states_move_between_device_and_host(way: str) -> None:
+    it = case("opt", layers=1)
+    plans = [make_plan(it, mode) for mode in MODES]
+    with Pair(it, plans[0], optimizer=lambda model: OPTIMIZERS[way](list(model.parameters()))) as pair:
+        for plan in [*plans, *plans]:
+            pair.module.rehome(plan)
+            pair.train(2)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_optimizer_that_could_be_captured(mode: str, on_device: bool) -> None:
+    """It is stepped as one that cannot, which the host's shards need."""
+
+    def captured(model: nn.Module) -> torch.optim.Optimizer:
+        rate = torch.tensor(1e-3, device="cuda" if on_device else "cpu")
+        return torch.optim.AdamW(model.parameters(), lr=rate, capturable=True, foreach=True)
+
+    it = case("opt", layers=1)
+    plan = make_plan(it, mode)
+    it.model.cuda()
+    with Pair(it, plan) as pair:
+        # The twin is stepped with the number that the tensor holds.
+        pair.plain_optimizer = torch.optim.AdamW(pair.plain.parameters(), lr=torch.tensor(1e-3).item())
+        pair.module.optimizers.clear()
+        pair.optimizer = ElixirOptimizer(pair.module, captured(pair.module))
+        pair.train(3)
+        pair.optimizer.param_groups[0]["lr"].mul_(0.5)  # as schedulers do
+        pair.plain_optimizer.param_groups[0]["lr"] *= 0.5
+        pair.train(3)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("device", [None, "cuda", "cuda:0", torch.device("cuda")])
+def test_inputs_on_the_host_are_moved(device: torch.device | str | None) -> None:
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=device)
+    assert module.device == torch.device("cuda", 0)
+    optimizer = ElixirOptimizer(module, adamw(module), max_norm=1.0)
+    loss = module(**it.inp).loss
+    assert loss.device == module.device
+    optimizer.backward(loss)
+    assert module.clip_grad_norm_(1.0).device == module.device
+    optimizer.step()
+    module.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_with_a_default_device(dtype: str) -> None:
+    """As `torch.set_default_device("cuda")`, under which whatever names no device is made there."""
+    losses = []
+    for default in ("cpu", "cuda"):
+        with torch.device(default):
+            it = case("opt", layers=1)
+            it.model.cpu()
+            module = ElixirModule(it.model, make_plan(it, "mixed", unified_dtype=dtype), device="cuda")
+            optimizer = ElixirOptimizer(module, adamw(module), max_norm=1.0)
+            for _ in range(3):
+                loss = it.loss(module, it.inp)
+                optimizer.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            module.load_state_dict(module.state_dict())
+            losses.append(it.loss(module, it.inp).item())
+            module.close()
+    assert losses[:4] == losses[4:]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_bits_do_not_depend_on_where_gradients_are(mode: str) -> None:
+    it = case("opt")
+    with Pair(it, make_plan(it, mode), max_norm=0.05) as pair:
+        pair.train(4)
+        pair.assert_same_weights()
+
+
+@needs_pretended_gpu
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_a_forward_on_another_stream_comes_behind_the_last(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who only evaluates needs no order between streams in plain PyTorch, but the blocks are shared."""
+    it = case("opt")
+    plan = make_plan(it, mode)
+    inp = {name: value.cuda() for name, value in it.inp.items()}
+    with watching(monkeypatch) as races:
+        module = ElixirModule(it.model, plan, device="cuda")
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        with torch.no_grad():
+            for stream in streams * 2:
+                with torch.cuda.stream(stream):
+                    module(**inp)
+        torch.cuda.synchronize()
+        module.close()
+    assert not races.found
+
+
+@needs_pretended_gpu
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_a_training_on_a_stream_of_the_users(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part of a step elsewhere, with the waits that plain PyTorch needs and no others."""
+    it = case("opt")
+    plan = make_plan(it, "streamed")
+    inp = {name: value.cuda() for name, value in it.inp.items()}
+    with watching(monkeypatch) as races:
+        module = ElixirModule(it.model, plan, device="cuda")
+        optimizer = ElixirOptimizer(module, adamw(module), max_norm=1.0)
+        own, usual = torch.cuda.Stream(), torch.cuda.current_stream()
+        for _ in range(3):
+            loss: list[torch.Tensor] = []
+            parts = {
+                "forward": lambda loss=loss: loss.append(it.loss(module, inp)),
+                "backward": lambda loss=loss: optimizer.backward(loss[0]),
+                "step": lambda: (optimizer.step(), optimizer.zero_grad()),
+            }
+            for name, part in parts.items():
+                if name == where:
+                    own.wait_stream(usual)
+                    with torch.cuda.stream(own):
+                        part()
+                    usual.wait_stream(own)
+                else:
+                    part()
+        module.close()
+    assert not races.found
+
+
+@pytest.mark.skipif(pretended(), reason="the pretended device has the CPU's random numbers")
+def test_random_numbers_are_those_of_plain_pytorch() -> None:
+    it = case("opt", layers=1)
+    it.model.config.dropout = 0.1
+    losses = []
+    for wrapped in (False, True):
+        model = case("opt", layers=1).model.cuda()
+        for layer in model.modules():
+            if hasattr(layer, "dropout"):
+                layer.dropout = 0.1
+        torch.cuda.manual_seed(0)
+        run = ElixirModule(model, make_plan(it, "streamed")) if wrapped else model
+        losses.append([it.loss(run, {n: v.cuda() for n, v in it.inp.items()}).item() for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    it = case("opt", layers=1)
+    missing = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(InputError, match=f"{missing}.*there are {torch.cuda.device_count()}"):
+        ElixirModule(it.model, make_plan(it, "streamed"), device=missing)
