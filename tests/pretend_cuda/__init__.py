@@ -26,7 +26,8 @@ from torch.utils import cpp_extension
 
 DEVICE_NAME = "pretended device"
 TOTAL_BYTES = 16 * 2**30
-_SOURCE = Path(__file__).with_name("device.cpp")
+_DEVICE = Path(__file__).with_name("device.cpp")
+_GROUP = Path(__file__).with_name("group.cpp")
 _installed: ModuleType | None = None
 
 
@@ -36,43 +37,45 @@ def install() -> ModuleType:
     if _installed is None:
         if torch.cuda.is_available():
             raise RuntimeError("this machine has a CUDA device, and needs to pretend none")
-        _installed = _load(_compiled())
+        _installed = _load(_compiled(_DEVICE))
         _patch(torch.cuda, _installed)
     return _installed
 
 
-def _compiled() -> Path:
-    source = _SOURCE.read_bytes()
-    key = hashlib.sha256(source + torch.__version__.encode() + sysconfig.get_config_var("SOABI").encode()).hexdigest()[
-        :16
-    ]
+def install_nccl() -> None:
+    """As `install`; process groups over ``nccl`` exist as well, of one rank or of several processes on this machine."""
+    install()
+    distributed: Any = torch.distributed.distributed_c10d
+    if not distributed.is_nccl_available():
+        made = _load(_compiled(_GROUP)).ProcessGroupNCCL
+        for module in (distributed, torch.distributed):
+            module.ProcessGroupNCCL = made
+            module.is_nccl_available = lambda: True
+        distributed.default_pg_nccl_timeout = distributed.default_pg_timeout
+
+
+def _compiled(source: Path) -> Path:
+    """The extension made of a C++ file; anew only where that file or PyTorch is another."""
+    name = f"pretended_{source.stem}"
+    made_of = source.read_bytes() + torch.__version__.encode() + sysconfig.get_config_var("SOABI").encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "elixir-tests"
     folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"pretended_device-{key}.so"
+    library = folder / f"{name}-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / library.name
-            torch_lib = Path(torch.__file__).parent / "lib"
             includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-            command = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=pretended_device"]
+            command = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={name}"]
             command += [f"-I{path}" for path in includes]
-            command += [
-                str(_SOURCE),
-                "-o",
-                str(made),
-                f"-L{torch_lib}",
-                "-ltorch",
-                "-ltorch_cpu",
-                "-ltorch_python",
-                "-lc10",
-            ]
+            command += [str(source), "-o", str(made), f"-L{Path(torch.__file__).parent / 'lib'}"]
+            command += ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
             subprocess.run(command, check=True)
             made.replace(library)  # another process may make the same at the same time
     return library
 
 
 def _load(library: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pretended_device", library)
+    spec = importlib.util.spec_from_file_location(library.name.partition("-")[0], library)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -211,5 +214,14 @@ def _patch(cuda: Any, device: ModuleType) -> None:
         "set_per_process_memory_fraction": lambda fraction, device=None: None,
     }
     device_module, runtime = device, _Runtime(device)
+    resize_elsewhere = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        if storage.device.type != "cuda":
+            return resize_elsewhere(storage, nbytes)
+        device.resize_storage(storage, nbytes)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize
     for name, value in replaced.items():
         setattr(cuda, name, value)

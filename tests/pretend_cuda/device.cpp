@@ -13,6 +13,7 @@
 #include <unordered_map>
 
 #include <ATen/Context.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
@@ -24,6 +25,7 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 #include <torch/library.h>
@@ -287,6 +289,9 @@ struct Hooks final : at::CUDAHooksInterface {
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   at::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
+  // Random numbers are the CPU's.
+  const at::Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  at::Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   Device getDeviceFromPtr(void*) const override { return Device(DeviceType::CUDA, 0); }
   void deviceSynchronize(DeviceIndex) const override { note("synchronize device", -1); }
 };
@@ -363,18 +368,18 @@ void record_stream(at::Tensor& self, Stream stream) {
   note("record stream", stream.id(), -1, "", {}, {{start, start + self.storage().nbytes()}});
 }
 
-void resize_storage(const at::Tensor& self, size_t nbytes) {
-  if (self.storage().nbytes() >= nbytes) return;
-  auto grown = device_allocator.allocate(nbytes);
-  if (self.storage().nbytes()) std::memcpy(grown.get(), self.storage().data(), self.storage().nbytes());
-  self.storage().set_data_ptr_noswap(std::move(grown));
-  self.storage().set_nbytes(nbytes);
+void resize_storage(const at::Storage& storage, size_t nbytes) {
+  auto other = device_allocator.allocate(nbytes);
+  if (auto kept = std::min(storage.nbytes(), nbytes)) std::memcpy(other.get(), storage.data(), kept);
+  storage.set_data_ptr_noswap(std::move(other));
+  storage.set_nbytes(nbytes);
 }
 
 const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(size);
-  resize_storage(self, (impl->storage_offset() + impl->numel()) * self.element_size());
+  size_t needed = (impl->storage_offset() + impl->numel()) * self.element_size();
+  if (self.storage().nbytes() < needed) resize_storage(self.storage(), needed);
   if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
   return self;
 }
@@ -518,6 +523,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
   m.def("current_stream", [] { return current_stream; });
   m.def("set_stream", [](int64_t stream) { current_stream = stream; });
+  m.def("resize_storage", [](const pybind11::object& storage, size_t nbytes) {
+    resize_storage(torch::createStorage(storage.ptr()), nbytes);
+  });
   m.def("synchronize", [] { note("synchronize device", -1); });
   m.def("pin", &pin);
   m.def("unpin", &unpin);
