@@ -52,7 +52,8 @@ class Group:
             # The ranks outside of a smaller group do not get here, so those inside agree among themselves.
             local = len(ranks) < dist.get_world_size()
             timeout = _timeout(process_group)
-            self._data = dist.new_group(ranks, timeout=timeout, use_local_synchronization=local)
+            backend = dist.get_backend_config(process_group)  # a new group would otherwise have the default group's
+            self._data = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=local)
             self._control = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
 
     def close(self) -> None:
