@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -62,8 +63,8 @@ def optimal_search(
         verbose: log the plan at level INFO rather than DEBUG.
         inp: one rank's batch, as a dict; None takes `elixir.models.default_input` (Hugging Face models only).
         step_fn: ``step_fn(model, inp)`` runs forward, loss and backward; None takes `elixir.models.default_step`.
-        hardware: a profile, or the name of a preset; None takes the GPU found here if a preset knows it, for a trace
-            the machine it was made for, and else `DEFAULT_HARDWARE`.
+        hardware: a profile, or the name of a preset; None takes the GPU found here, for a trace the machine it was made
+            for, and else `DEFAULT_HARDWARE`, whose rates also stand for those of a GPU that no preset knows.
         device_memory: budget of one device, bytes or text such as ``"80GiB"``.
         host_memory: budget of one machine, all its ranks together. None: what the profile says; where it knows none and
             `hardware` is None too, what is free on this machine.
@@ -221,8 +222,26 @@ def profile_for(hardware: HardwareProfile | str | None, model: nn.Module | StepT
             profile = preset(name)
             if profile.device_name == found:
                 return profile
-        logger.warning("no preset for %r: planning for %s; pass hardware= to choose", found, DEFAULT_HARDWARE)
+        logger.warning(
+            "no preset for %r: planning with its memory and the rates of %s; measure it with "
+            "`elixir hardware --measure --out hw.json` and pass hardware='hw.json'",
+            found,
+            DEFAULT_HARDWARE,
+        )
+        return _with_memory_of(found)
     return preset(DEFAULT_HARDWARE)
+
+
+def _with_memory_of(device_name: str) -> HardwareProfile:
+    """`DEFAULT_HARDWARE` with what the driver says of the GPU at hand: a plan for more memory than it has would not run."""
+    return dataclasses.replace(
+        preset(DEFAULT_HARDWARE),
+        name=f"rates-of-{DEFAULT_HARDWARE}",
+        device_name=device_name,
+        compute_capability=torch.cuda.get_device_capability(),
+        device_memory_bytes=torch.cuda.get_device_properties(0).total_memory,
+        devices_per_host=torch.cuda.device_count(),
+    )
 
 
 def _traced(

@@ -1,0 +1,64 @@
+"""What users begin with runs on a CUDA device without a word about it: `elixir.wrap`, and the example."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import elixir
+from tests.common.gpu import needs_gpu, needs_pretended_gpu
+from tests.common.parity import hf_loss
+from tests.common.tiny_models import tiny
+from tests.pretend_cuda import TOTAL_BYTES
+
+pytestmark = needs_gpu
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_wrap_takes_the_device_that_is_here() -> None:
+    model = tiny("opt")
+    inp = elixir.models.default_input(model, batch=2, seq=16)
+    module, optimizer = elixir.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), inp=inp)
+    assert module.device.type == "cuda"
+    there = {name: value.cuda() for name, value in inp.items()}
+    losses = []
+    for _ in range(7):  # through the comparison of the first steps with the plan
+        loss = hf_loss(module, there)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert module.before_forward is None
+    assert losses[-1] < losses[0]
+    module.close()
+
+
+@needs_pretended_gpu
+def test_a_device_that_no_preset_knows_is_planned_for_with_the_memory_it_has(caplog: pytest.LogCaptureFixture) -> None:
+    plan = elixir.search.optimal_search(tiny("opt"), 1)
+    assert 0.9 * TOTAL_BYTES < plan.device_budget_bytes <= TOTAL_BYTES
+    assert "no preset" in caplog.text
+
+
+@pytest.mark.parametrize("more", [[], ["--device-memory", "110MiB", "--checkpoint"]])
+def test_the_example_trains(
+    more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = "--model opt-125m --layers 1 --batch 2 --seq 32 --steps 6 --lr 1e-3".split()
+    monkeypatch.setattr(sys, "argv", ["train.py", *given, *more])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "example" / "train.py"), run_name="__main__")
+    assert not ended.value.code
+    said = capsys.readouterr().out
+    losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", said)]
+    assert losses[-1] < losses[0]
+    line = re.search(r"^host_to_device +(.*)$", said, re.MULTILINE)
+    assert line is not None
+    observed, predicted = re.split(r" {2,}", line[1].strip())
+    assert observed == predicted
