@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from benchmark.proof import ours
+from benchmark.proof.contenders import BYTES_PER_NUMEL
 from benchmark.proof.jobs import NotRun, Row
 from benchmark.proof.place import Place
 from benchmark.proof.speed import saved_at
@@ -27,36 +28,48 @@ def with_layers(shape: ModelShape, layers: int) -> ModelShape:
     return dataclasses.replace(shape, layers=layers, name=f"opt-like {shape.hidden}x{layers}")
 
 
-def largest(ladder: Sequence[ModelShape], fits: Callable[[ModelShape], T | None]) -> tuple[ModelShape, T] | None:
-    """The largest shape that fits, and what `fits` said of it: bisection over the ladder, then over layers.
+def largest(
+    ladder: Sequence[ModelShape],
+    fits: Callable[[ModelShape], T | None],
+    may_fit: Callable[[ModelShape], bool] = lambda shape: True,
+) -> tuple[ModelShape, T] | None:
+    """The largest shape that fits, and what `fits` said of it: over the ladder first, then over layers.
 
     What fits is taken to fit with fewer layers too, and any shape of the ladder to fit where a later one does.
 
     Args:
         ladder: from small to large.
-        fits: None for what does not.
+        fits: None for what does not; takes its time.
+        may_fit: False where arithmetic says that it cannot. What may, most often does, so the largest such is tried first.
     """
 
-    def bisect(count: int, at: Callable[[int], ModelShape], known: tuple[ModelShape, T] | None) -> Any:
-        """The last of `count` shapes that fits; `known` if none does."""
-        low, high, index, found = 0, count, -1, known
+    def last(count: int, at: Callable[[int], ModelShape]) -> tuple[int, ModelShape, T] | None:
+        """The last of `count` shapes that fits, and its place."""
+        shapes = [at(index) for index in range(count)]
+        while shapes and not may_fit(shapes[-1]):
+            shapes.pop()
+        low, high, found = 0, len(shapes), None  # all below `low` fit, none from `high` on
+        step = 1
         while low < high:
-            middle = (low + high) // 2
-            answer = fits(at(middle))
+            # Downwards from the last in growing steps, and once one fits in halves.
+            middle = max(high - step, low) if found is None else (low + high) // 2
+            step *= 2
+            answer = fits(shapes[middle])
             if answer is None:
                 high = middle
             else:
-                low, index, found = middle + 1, middle, (at(middle), answer)
-        return index, found
+                low, found = middle + 1, (middle, shapes[middle], answer)
+        return found
 
-    index, found = bisect(len(ladder), ladder.__getitem__, None)
-    if index < 0:  # even the smallest is too deep
-        return bisect(ladder[0].layers - 1, lambda i: with_layers(ladder[0], i + 1), None)[1]
-    base = ladder[index]
+    best = last(len(ladder), ladder.__getitem__)
+    if best is None:  # even the smallest is too deep
+        best = last(ladder[0].layers - 1, lambda index: with_layers(ladder[0], index + 1))
+        return None if best is None else best[1:]
+    index, base, _ = best
     most = ladder[index + 1].parameters if index + 1 < len(ladder) else 2 * base.parameters
     layer = with_layers(base, base.layers + 1).parameters - base.parameters
     more = (most - base.parameters) // layer  # as many as the next of the ladder has, which does not fit
-    return bisect(more, lambda i: with_layers(base, base.layers + 1 + i), found)[1]
+    return (last(more, lambda index: with_layers(base, base.layers + 1 + index)) or best)[1:]
 
 
 def work(options: dict[str, Any], place: Place) -> Row:
@@ -83,9 +96,12 @@ def work(options: dict[str, Any], place: Place) -> Row:
         plans_tried.append(f"{shape.parameters / 1e9:.3g} B: {'does not fit' if found is None else 'fits'}")
         return found
 
+    def may_fit(shape: ModelShape) -> bool:
+        return shape.parameters * BYTES_PER_NUMEL <= device_bytes + host_bytes
+
     began = time.perf_counter()
     ladder = [dataclasses.replace(describe("opt-125m"), **changes) for changes in options["ladder"]]
-    found = largest(ladder or [describe(name) for name in LADDER], fits)
+    found = largest(ladder or [describe(name) for name in LADDER], fits, may_fit)
     planned_s = time.perf_counter() - began
     if found is None:
         raise NotRun(f"not one layer fits {device_bytes} device and {host_bytes} host bytes: {'; '.join(plans_tried)}")
@@ -95,6 +111,7 @@ def work(options: dict[str, Any], place: Place) -> Row:
         {**asked(shape), "micros": [choice.micro], "host_bytes": host_bytes, "planned_device_bytes": device_bytes},
         place,
         saved_at(place, options["part"], options["case"], options["contender"]),
+        choice,
     )
     built_s = time.perf_counter() - began - planned_s
     place.reset_peaks()

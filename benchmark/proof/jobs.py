@@ -8,8 +8,13 @@ from typing import Any
 PARTS = ("links", "memory", "resident", "offload", "capacity")
 """In the order in which they run: what is measured of the links serves the plans of those after."""
 
-SHARES = {"links": 3.0, "memory": 3.0, "resident": 2.0, "offload": 6.0, "capacity": 3.0}
-"""Of the time that is left when a part begins, among it and those after it."""
+SHARES = {"links": 3.0, "memory": 2.5, "resident": 2.0, "offload": 4.5, "capacity": 5.0}
+"""Of the time that is left when a part begins, among it and those after it: so that each gives an answer within nine minutes
+if jobs take as long as they are expected to."""
+
+AT_ONCE = {"memory": 4}
+"""Jobs of a part that run side by side. What one of them allocates does not depend on the others as long as all find memory;
+one that did not is run again alone. What is timed has the machine to itself."""
 
 Row = dict[str, Any]
 
@@ -33,9 +38,9 @@ class Job:
     expected_s: float = 30.0
     """It is not started with less time left. A guess until it has been measured on the machine at hand."""
     limit_s: float = 120.0
-    """It is ended after this long."""
+    """It is ended after this long, so that one that hangs does not take the run with it."""
     unless: tuple[str, ...] = ()
-    """Ids of jobs of which one that succeeded makes this one needless, such as the same with a larger micro-batch."""
+    """Ids of jobs that this one needs less memory than: it is run only if all of them had too little, or failed."""
 
     @property
     def id(self) -> str:

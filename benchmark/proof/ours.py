@@ -100,15 +100,16 @@ def needs(trace: StepTrace, options: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def run(options: dict[str, Any], place: Place, saved: Path) -> Running:
+def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None = None) -> Running:
     """Elixir under a plan of its own; with ``wrap`` by `elixir.wrap`, which corrects the plan after the first steps.
 
     Args:
         saved: where the plan and the trace go, with `.plan.json` and `.trace.json` behind it.
+        known: a choice that was made already.
     """
     hardware = place.hardware()
     device_bytes, host_bytes = budgets(options, place)
-    choice = choose(options, hardware, device_bytes, host_bytes)
+    choice = known or choose(options, hardware, device_bytes, host_bytes)
     model = on_meta(options)
     batches = micro_batches(model, options, choice.micro, place.device)
     weights = random_weights(model)

@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-from benchmark.proof.jobs import SHARES, Job, Row
+from benchmark.proof.jobs import AT_ONCE, SHARES, Job, Row
 from benchmark.proof.links import ROWS_FILE, read_rows
 from benchmark.proof.place import Place
 
@@ -23,80 +25,91 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ENTRY = ROOT / "benchmark" / "gpu_proof.py"
 REPORT_S = 10.0
 """Kept back for the report and its figures."""
-_PRELOAD = [
-    "benchmark.proof.worker",
-    "torch.distributed.fsdp",
-    "transformers.models.opt.modeling_opt",
-    "transformers.models.gpt2.modeling_gpt2",
-]
 FINAL = ("ok", "not run", "no plan fits", "out of memory")
 """States of rows that another run in the same folder would only repeat."""
+NO_FALLBACK = ("ok", "not run", "no plan fits", "cut")
+"""States of rows after which what needs less memory is needless, impossible by the same arithmetic, or slower still."""
 
 
 class Workers:
-    """Starts a process for each job; one ahead of need where that disturbs nothing that is timed."""
+    """Starts a process for each job."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._spare: subprocess.Popen[str] | None = None
+        self._running: set[subprocess.Popen[str]] = set()
+        self._ended = False
         self._log: IO[str] = (place.folder / "log.txt").open("a", encoding="utf-8")
 
-    def run(self, job: Job, limit_s: float, *, ahead: bool) -> Row:
+    def at_once(self, part: str) -> int:
+        """How many jobs of a part may be run side by side, each on a thread of its own."""
+        return AT_ONCE.get(part, 1)
+
+    def run(self, job: Job, limit_s: float) -> Row:
         """A job's row; that of a process that was ended, or ended itself, says so.
 
         Args:
             job: what to do.
             limit_s: the process is ended after this long.
-            ahead: start the next process meanwhile, which takes a core for some seconds.
         """
         row: Row = {"part": job.part, "case": job.case, "contender": job.contender}
-        print(f"--- {job.id}", file=self._log, flush=True)
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="elixir-proof-") as folder:
-            result = Path(folder) / "row.json"
+            result, said = Path(folder) / "row.json", Path(folder) / "log.txt"
             request = {
                 "job": job.to_dict(),
                 "folder": str(self._place.folder.resolve()),
                 "rehearse": self._place.rehearse,
                 "result": str(result),
             }
-            code = self._ask(json.dumps(request), limit_s, ahead)
+            try:
+                code = self._ask(json.dumps(request), limit_s, said)
+            finally:
+                text = said.read_text(encoding="utf-8", errors="replace") if said.exists() else ""
+                print(f"--- {job.id}\n{text}", file=self._log, flush=True)
             if code is None:
                 row |= {"status": "cut", "why": f"ended after the {limit_s:.0f} s it was given"}
             else:
                 row |= json.loads(result.read_text(encoding="utf-8")) if result.exists() else _died(code)
         return {**row, "wall_s": round(time.monotonic() - began, 2)}
 
-    def _ask(self, line: str, limit_s: float, ahead: bool) -> int | None:
+    def _ask(self, line: str, limit_s: float, log: Path) -> int | None:
         """Exit code of a process that was given `line`; None if it had to be ended."""
-        process, self._spare = self._spare or self._start(), None
-        if ahead:
-            self._spare = self._start()
+        process = self._start(log)
+        self._running.add(process)
         try:
+            if self._ended:  # while this one was starting
+                return None
             _say(process, line)
             return process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
             return None
         finally:
             _end(process)
+            self._running.discard(process)
+
+    def end_all(self) -> None:
+        """End what runs or starts, from whatever thread; nothing can be run any more."""
+        self._ended = True
+        for process in list(self._running):
+            _end(process)
 
     def close(self) -> None:
-        """End what waits."""
-        if self._spare is not None:
-            _end(self._spare)
+        """Nothing is run any more."""
+        self.end_all()
         self._log.close()
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self, log: Path) -> subprocess.Popen[str]:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return subprocess.Popen(
-            [sys.executable, str(ENTRY), "--worker"],
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=self._log,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"},
-            start_new_session=True,  # so that it can be ended with all that it has started
-        )
+        with log.open("w", encoding="utf-8") as file:
+            return subprocess.Popen(
+                [sys.executable, str(ENTRY), "--worker"],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                text=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"},
+                start_new_session=True,  # so that it can be ended with all that it has started
+            )
 
 
 class ForkedWorkers(Workers):
@@ -106,19 +119,35 @@ class ForkedWorkers(Workers):
     cannot be forked.
     """
 
+    preload: tuple[str, ...] = (
+        "benchmark.proof.worker",
+        "torch.distributed.fsdp",
+        "transformers.models.opt.modeling_opt",
+        "transformers.models.gpt2.modeling_gpt2",
+    )
+
     def __init__(self, place: Place) -> None:
         super().__init__(place)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
+        self._context.set_forkserver_preload(list(self.preload))
         self._asked = 0
 
-    def _ask(self, line: str, limit_s: float, ahead: bool) -> int | None:
+    @property
+    def life(self) -> Callable[[str, str], None]:
+        """What a forked process does with a request and the log's path."""
         from benchmark.proof import worker
 
+        return worker.forked
+
+    def at_once(self, part: str) -> int:
+        """Toys are over in a moment."""
+        return 1
+
+    def _ask(self, line: str, limit_s: float, log: Path) -> int | None:
         self._asked += 1
         if self._asked == 1:
-            return super()._ask(line, limit_s, False)
-        process = self._context.Process(target=worker.forked, args=(line, self._log.name))
+            return super()._ask(line, limit_s, log)
+        process = self._context.Process(target=self.life, args=(line, str(log)))
         process.start()
         try:
             process.join(limit_s)
@@ -150,30 +179,53 @@ def run_jobs(
         again: also jobs that have an answer in the folder already.
         report: called after each row.
         clock: seconds; for tests.
-        workers: has `run` and `close`; for tests.
+        workers: has `run`, `at_once`, `end_all` and `close`; for tests.
     """
     workers = workers or (ForkedWorkers if place.rehearse else Workers)(place)
     known = {_id(row): row for row in read_rows(place)}
-    succeeded = {name for name, row in known.items() if row["status"] == "ok" and not again}
+    settled = {name for name, row in known.items() if row["status"] in NO_FALLBACK and not again}
     answered = {name for name, row in known.items() if row["status"] in FINAL and not again}
     left_out: list[str] = []
 
-    def run(job: Job, until_s: float, reserve_s: float = 0.0) -> None:
-        if job.id in answered or succeeded.intersection(job.unless):
-            return
-        left_s = until_s - reserve_s - clock()
-        if left_s < max(job.expected_s, 1.0):
-            left_out.append(job.id)
-            return
-        print(f"{job.id} ...", flush=True)
+    at_work = threading.Lock()  # rows, the sets above and what is printed
+    stopping = threading.Event()  # what is ended because the run is has no row
+
+    def run(job: Job, until_s: float, reserve_s: float = 0.0) -> Row | None:
+        with at_work:
+            if stopping.is_set() or job.id in answered or settled.intersection(job.unless):
+                return None
+            if until_s - reserve_s - clock() < max(job.expected_s, 1.0):
+                left_out.append(job.id)
+                return None
+            print(f"{job.id} ...", flush=True)
         # What is slower than expected may take from later parts, but not from the end.
-        limit_s = min(job.limit_s, deadline_s - reserve_s - clock())
-        row = workers.run(job, limit_s, ahead=job.part == "memory")
-        _append(place.folder / ROWS_FILE, row)
-        if row["status"] == "ok":
-            succeeded.add(job.id)
-        print(f"  {row['status']} {row.get('why', '')} ({row.get('wall_s', 0):.0f} s)", flush=True)
-        report()
+        row = workers.run(job, min(job.limit_s, deadline_s - reserve_s - clock()))
+        with at_work:
+            if stopping.is_set():
+                return None
+            _append(place.folder / ROWS_FILE, row)
+            if row["status"] in NO_FALLBACK:
+                settled.add(job.id)
+            print(f"  {row['status']} {row.get('why', '')} ({row.get('wall_s', 0):.0f} s, {job.id})", flush=True)
+            report()
+        return row
+
+    def run_all(part: str, jobs: Sequence[Job], until_s: float, reserve_s: float = 0.0) -> None:
+        count = workers.at_once(part)
+        if count == 1:
+            for job in jobs:
+                run(job, until_s, reserve_s)
+            return
+        with ThreadPoolExecutor(count) as pool:
+            try:
+                rows = list(pool.map(lambda job: run(job, until_s, reserve_s), jobs))
+            except BaseException:
+                stopping.set()
+                workers.end_all()  # or the pool would wait for them
+                raise
+        for job, row in zip(jobs, rows, strict=True):
+            if row is not None and row["status"] == "out of memory":
+                run(job, until_s, reserve_s)  # alone it may find enough
 
     closing_s = sum(job.expected_s for job in closing)
     try:
@@ -181,12 +233,11 @@ def run_jobs(
         for index, name in enumerate(names):
             left_s = max(deadline_s - closing_s - clock(), 0.0)
             part_ends = clock() + left_s * SHARES[name] / sum(SHARES[later] for later in names[index:])
-            for job in parts[name]:
-                run(job, part_ends)
+            run_all(name, parts[name], part_ends)
         # What the shares left over goes to whatever still fits into it.
-        for job in [job for name in names for job in parts[name] if job.id in left_out]:
-            left_out.remove(job.id)
-            run(job, deadline_s, closing_s)
+        missing, left_out[:] = set(left_out), []
+        for name in names:
+            run_all(name, [job for job in parts[name] if job.id in missing], deadline_s, closing_s)
         answered.difference_update(job.id for job in closing)  # there may be more to compare than the last time
         for job in closing:
             run(job, deadline_s)

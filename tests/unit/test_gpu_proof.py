@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +140,13 @@ class Pretended:
         self.ran: list[str] = []
         self.closed = False
 
-    def run(self, job: Job, limit_s: float, *, ahead: bool) -> dict[str, Any]:
+    def at_once(self, part: str) -> int:
+        return 1
+
+    def end_all(self) -> None:
+        pass
+
+    def run(self, job: Job, limit_s: float) -> dict[str, Any]:
         if self.status.get(job.case) == "interrupt":
             raise KeyboardInterrupt
         self.ran.append(job.case)
@@ -225,6 +233,72 @@ def test_a_fallback_runs_only_where_it_is_needed(tmp_path: Path) -> None:
         assert fake.ran == ran
 
 
+def test_what_needs_less_is_not_tried_after_what_it_would_not_mend(tmp_path: Path) -> None:
+    """What arithmetic ruled out stays so, and what took too long with less traffic takes longer with more."""
+    jobs = [job("large"), job("small", unless=(job("large").id,))]
+    for status, ran in (("not run", 1), ("no plan fits", 1), ("cut", 1), ("failed", 2)):
+        folder = tmp_path / status.replace(" ", "-")
+        folder.mkdir()
+        fake = Pretended({}, {"large": status})
+        run(folder, {"memory": jobs}, fake, 1000.0)
+        assert len(fake.ran) == ran, status
+
+
+class SideBySide(Pretended):
+    """Workers that run two jobs at once, of which the large one then finds too little memory."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.together = threading.Barrier(2)
+
+    def at_once(self, part: str) -> int:
+        return 2
+
+    def run(self, job: Job, limit_s: float) -> dict[str, Any]:
+        first = job.case not in self.ran
+        if first:
+            self.together.wait(10.0)
+        row = super().run(job, limit_s)
+        return {**row, "status": "out of memory"} if first and job.case == "large" else row
+
+
+def test_jobs_run_side_by_side_and_again_alone_where_memory_was_short(tmp_path: Path) -> None:
+    fake = SideBySide()
+    run(tmp_path, {"memory": [job("small"), job("large")]}, fake, 1000.0)
+    assert sorted(fake.ran) == ["large", "large", "small"]
+    assert {row["case"]: row["status"] for row in read_rows(Place(tmp_path))} == {"small": "ok", "large": "ok"}
+
+
+def test_an_interrupt_ends_what_runs_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is waited for, nothing begun, and what was ended has no row that would say it failed."""
+    script = tmp_path / "worker.py"
+    script.write_text("import sys, time\nsys.stdin.readline()\ntime.sleep(60)\n", encoding="utf-8")
+    monkeypatch.setattr(runner, "ENTRY", script)
+
+    class Interrupted(runner.Workers):
+        def run(self, job: Job, limit_s: float) -> dict[str, Any]:
+            if job.case == "interrupt":
+                while not self._running:
+                    time.sleep(0.01)
+                raise KeyboardInterrupt
+            return super().run(job, limit_s)
+
+    jobs = [job(case) for case in ("interrupt", "long", "later")]
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_jobs(
+            {"memory": jobs},
+            [],
+            Place(tmp_path),
+            time.monotonic() + 1000.0,
+            again=False,
+            report=lambda: None,
+            workers=Interrupted(Place(tmp_path)),
+        )
+    assert time.monotonic() - began < 30
+    assert read_rows(Place(tmp_path)) == []
+
+
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
@@ -240,7 +314,7 @@ def test_a_process_that_ends_badly_leaves_a_row(
     script.write_text(f"import os, sys, time\nsys.stdin.readline()\n{body}\n", encoding="utf-8")
     monkeypatch.setattr(runner, "ENTRY", script)
     workers = runner.Workers(Place(tmp_path))
-    row = workers.run(job("bad"), 1.0 if status == "cut" else 30.0, ahead=False)
+    row = workers.run(job("bad"), 1.0 if status == "cut" else 30.0)
     workers.close()
     assert row["status"] == status
     assert says in row["why"]
@@ -290,7 +364,7 @@ def test_the_largest_that_fits_is_found(limit: int) -> None:
     found = capacity.largest(LADDER, fits)
     base = next((shape for shape in reversed(LADDER) if shape.parameters <= limit), LADDER[0])
     depths = [shape for layers in range(1, 400) if (shape := capacity.with_layers(base, layers)).parameters <= limit]
-    assert len(asked) <= 14
+    assert len(asked) <= 20
     if not depths:
         assert found is None
         return
@@ -300,6 +374,20 @@ def test_the_largest_that_fits_is_found(limit: int) -> None:
     best = max(depths, key=lambda shape: shape.parameters)
     # Beyond the ladder's last, or where layers of one width would pass the next width, it stops.
     assert shape.parameters == best.parameters or shape.parameters >= 0.97 * min(limit, 2 * LADDER[-1].parameters)
+
+
+def test_arithmetic_saves_plans() -> None:
+    """Where it is about right, the first plans find the largest."""
+    asked = []
+
+    def fits(shape: Any) -> str | None:
+        asked.append(shape.name)
+        return shape.name if shape.parameters <= 12.0e9 else None
+
+    found = capacity.largest(LADDER, fits, lambda shape: shape.parameters <= 12.4e9)
+    assert found == capacity.largest(LADDER, lambda shape: shape.name if shape.parameters <= 12.0e9 else None)
+    assert asked[0] == "opt-6.7b"
+    assert len(asked) <= 4
 
 
 # Verdicts -------------------------------------------------------------------------------------------------------------
