@@ -1,0 +1,113 @@
+"""The proof on a GPU at toy size: its real jobs, not the rehearsed ones, on the pretended device.
+
+The jobs are those of a real run with small models, few tokens and budgets to match.
+`python tests/common/toy_proof.py --worker` is a worker of it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from benchmark.proof import memory, runner, worker
+from benchmark.proof.jobs import Job
+from benchmark.proof.memory import MemoryCase
+from benchmark.proof.models import shape_of
+from elixir.microbench import compute, measurement
+from elixir.model_shapes import ModelShape
+from elixir.tracer import targets
+from elixir.units import MIB
+
+_TOY = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "vocabulary": 512, "positions": 64}
+_SEQ = 16
+_HOST_BYTES = 10**9
+_CAPACITY_BYTES = 3_000_000
+_all_memory_cases = memory.memory_cases
+
+
+def toy(job: Job) -> Job:
+    """A real run's job, made small; it is called the same."""
+    options = job.options
+    if job.work == "measure":
+        options = {**options, "quick": True}
+    elif job.work == "capacity":
+        ladder = [{**_TOY, "hidden": hidden, "ffn": 4 * hidden, "layers": 2} for hidden in (32, 64, 128)]
+        budgets = {"budget_bytes": _CAPACITY_BYTES, "host_bytes": _CAPACITY_BYTES}
+        options = {**options, "seq": _SEQ, "ladder": ladder, **budgets}
+    elif job.work == "speed":
+        changed = {**options, "changes": _TOY, "seq": _SEQ, "measure_s": 0.05}
+        if "budget_bytes" in options:
+            # As large beside weights, gradients and states as it is beside the real model's.
+            share = shape_of(changed).parameters / shape_of(options).parameters
+            changed["budget_bytes"] = int(options["budget_bytes"] * share)
+        options = changed | ({"host_bytes": _HOST_BYTES} if options["kind"] == "elixir" else {})
+    return dataclasses.replace(job, options=options, expected_s=1.0, limit_s=120.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ToyMemoryCase(MemoryCase):
+    called: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.called
+
+    @property
+    def shape(self) -> ModelShape:
+        small: dict[str, Any] = {**_TOY, "layers": 2}
+        if self.model.startswith("vit"):
+            small |= {"image_size": 32, "patch_size": 8, "positions": 17}
+        elif self.model.startswith("t5"):
+            small["positions"] = None
+        return dataclasses.replace(super().shape, **small)
+
+
+def toy_memory_cases() -> tuple[MemoryCase, ...]:
+    """Those of a real run in small; they are called the same."""
+    small = []
+    for case in _all_memory_cases():
+        fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
+        fields |= {"batch": 2, "seq": case.seq and _SEQ, "called": case.label}
+        small.append(_ToyMemoryCase(**fields))
+    return tuple(small)
+
+
+class ToyWorkers(runner.ForkedWorkers):
+    """The first in a process of its own, as in a real run; the others forked, since importing takes longer than a toy."""
+
+    preload = (*runner.ForkedWorkers.preload, "tests.common.toy_proof")
+
+    @property
+    def life(self) -> Callable[[str, str], None]:
+        return forked
+
+
+def forked(line: str, log: str) -> None:
+    """A forked worker's life."""
+    prepare()
+    worker.forked(line, log)
+
+
+def prepare() -> None:
+    """Before the first job of a process: the pretended device, and the small cases."""
+    from tests.pretend_cuda import install_nccl
+
+    install_nccl()
+    targets.CUBLAS_HOPPER_WORKSPACE_BYTES = 0  # the CPU's kernels need none, and it would be more than a toy
+    # What a GPU does in a moment takes the CPU minutes.
+    measurement._EFFORTS["cuda", True] = measurement.Effort(2, 2, 0.01, 4, 8 * MIB, 10**5, 0.002)
+    compute._SMALLEST["cuda"] = 32
+    memory.memory_cases = toy_memory_cases  # found by their names
+
+
+if __name__ == "__main__":
+    prepare()
+    from benchmark import gpu_proof
+
+    sys.exit(gpu_proof.main())

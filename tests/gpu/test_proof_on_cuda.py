@@ -1,0 +1,64 @@
+"""The proof's real jobs, not the rehearsed ones, run through at toy size on the pretended device.
+
+Whoever has a GPU has it for minutes. None of them is to go into a call that does not exist or a tensor on the wrong side.
+What the toys measure means nothing, and is not looked at.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark import gpu_proof
+from benchmark.proof import cases, runner
+from benchmark.proof.jobs import Job
+from benchmark.proof.links import read_rows
+from benchmark.proof.place import HARDWARE_FILE, Place
+from elixir.hardware import HardwareProfile
+from tests.common import toy_proof
+from tests.common.gpu import needs_pretended_gpu
+
+pytestmark = needs_pretended_gpu
+
+CHOSEN = (
+    "links/",
+    "resident/gpt2-medium bf16",
+    "offload/gpt2-4b 16x1024 in 20 GB/elixir",
+    "offload/gpt2-4b 16x1024 in 20 GB/fsdp2 offload, micro-batch 16",
+    "offload/gpt2-4b 16x1024 in 80 GB/fsdp2, micro-batch 16",
+    "offload/gpt2-4b 16x1024 in 80 GB/plain, micro-batch 16",
+    "offload/gpt2-4b 16x1024/elixir, no budget",
+    "capacity/",
+)
+"""How the jobs begin that are run: of every part and every contender."""
+
+
+def test_every_part_runs_on_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows, report and plots are there, on tensors of the device, and no job ended in an error."""
+    jobs_of = cases.jobs_of
+
+    def toys(part: str, **options: Any) -> list[Job]:
+        return [toy_proof.toy(job) for job in jobs_of(part, **options) if job.id.startswith(CHOSEN)]
+
+    monkeypatch.setattr(cases, "jobs_of", toys)
+    monkeypatch.setattr(runner, "ENTRY", Path(toy_proof.__file__))
+    monkeypatch.setattr(runner, "Workers", toy_proof.ToyWorkers)
+    gpu_proof.main(["--out", str(tmp_path), "--minutes", "10"])
+    place = Place(tmp_path)
+    rows = {f"{row['part']}/{row['case']}/{row['contender']}": row for row in read_rows(place)}
+    log = (tmp_path / "log.txt").read_text(encoding="utf-8")
+    assert {name: row.get("why") for name, row in rows.items() if row["status"] != "ok"} == {}, log
+    assert all(any(name.startswith(start) for name in rows) for start in CHOSEN), sorted(rows)
+    timed = [row for row in rows.values() if row["part"] in ("resident", "offload", "capacity")]
+    assert all(row["max_allocated_bytes"] > row["parameters"] for row in timed), "the model was not on the device"
+    tight = rows["offload/gpt2-4b 16x1024 in 20 GB/elixir"]
+    assert 0 < tight["host_state_chunks"] <= tight["chunks"], "the toy's budget must make it offload"
+    assert HardwareProfile.load(tmp_path / HARDWARE_FILE).device_kind == "cuda"
+    compared = rows["links/simulated against measured/elixir"]["cases"]
+    assert {case["case"].split("/")[0] for case in compared} == {"resident", "offload"}
+    assert {path.name for path in tmp_path.glob("*.png")} == {"resident.png", "offload.png", "links.png"}
+    assert "pretended device" in capsys.readouterr().out
