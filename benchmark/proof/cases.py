@@ -134,12 +134,11 @@ def _resident(rehearse: bool) -> list[Job]:
 
 
 def _offload(rehearse: bool) -> list[Job]:
-    """First what every pair needs for an answer, then what may make either side better."""
+    """First what every pair needs for an answer, small models before large ones; then what may make either side better."""
     grid: Any = (("opt-125m", 4, 32),) if rehearse else _OFFLOAD
-    pairs = [(*model, _TOY_BUDGET_BYTES if rehearse else size * GB) for size in _BUDGETS_GB for model in grid]
+    budgets = (_TOY_BUDGET_BYTES,) if rehearse else tuple(size * GB for size in _BUDGETS_GB)
     rounds: list[list[Job]] = [[], [], []]
-    for model, batch, seq, budget in pairs[:1] if rehearse else pairs:
-        case = f"{model} {batch}x{seq} in {f'{budget / GB:g} GB' if not rehearse else f'{budget} B'}"
+    for model, batch, seq in grid:
         shared: dict[str, Any] = {
             "model": model,
             "changes": _TOY if rehearse else {},
@@ -147,51 +146,66 @@ def _offload(rehearse: bool) -> list[Job]:
             "seq": seq,
             "checkpoint": "non-reentrant",
             "precision": "fp32" if rehearse else "bf16",
-            "budget_bytes": budget,
             "measure_s": 0.05 if rehearse else 6.0,
         }
         if rehearse:
             shared["host_bytes"] = 10**9
-        for number, jobs in enumerate(_pair(case, shared, rehearse)):
-            rounds[number] += jobs
-    for model, batch, seq in grid:
-        shared = {
-            "model": model, "changes": _TOY if rehearse else {}, "batch": batch, "seq": seq,
-            "checkpoint": "non-reentrant", "precision": "fp32" if rehearse else "bf16",
-            "measure_s": 0.05 if rehearse else 6.0, "micros": [batch, max(batch // 2, 1)],
-        }  # fmt: skip
-        if rehearse:
-            shared["budget_bytes"], shared["host_bytes"] = 10**9, 10**9
-        job = _speed("offload", f"{model} {batch}x{seq}", "elixir, no budget", "elixir", shared, **_times())
-        rounds[1].append(job)
+        name = f"{model} {batch}x{seq}"
+        cases = {budget: f"{name} in {f'{budget} B' if rehearse else f'{budget / GB:g} GB'}" for budget in budgets}
+        for index, (budget, case) in enumerate(cases.items()):
+            smaller = [cases[other] for other in budgets[:index] if other < budget]
+            for number, jobs in enumerate(_pair(case, {**shared, "budget_bytes": budget}, smaller, rehearse)):
+                rounds[number] += jobs
+        free = {**shared, "micros": [batch, max(batch // 2, 1)], **({"budget_bytes": 10**9} if rehearse else {})}
+        times = _times(_states_bytes(shared) - max(budgets))
+        rounds[0].append(_speed("offload", name, "elixir, no budget", "elixir", free, **times))
     return [job for jobs in rounds for job in jobs]
 
 
-def _times(host_bytes: float = 0.0) -> dict[str, float]:
+def _states_bytes(options: dict[str, Any]) -> int:
+    """Weights, gradients and states of a job's model."""
+    return shape_of(options).parameters * BYTES_PER_NUMEL
+
+
+def _times(host_bytes: float) -> dict[str, float]:
     """Of a job that fills so much host memory."""
-    expected_s = _START_S + _HOST_S_PER_GB * host_bytes / GB
+    expected_s = _START_S + _HOST_S_PER_GB * max(host_bytes, 0) / GB
     return {"expected_s": expected_s, "limit_s": _LIMIT * expected_s}
 
 
-def _pair(case: str, shared: dict[str, Any], rehearse: bool) -> tuple[list[Job], list[Job], list[Job]]:
-    """Jobs of one model in one budget, by how soon they are wanted."""
+def _pair(
+    case: str, shared: dict[str, Any], smaller: list[str], rehearse: bool
+) -> tuple[list[Job], list[Job], list[Job]]:
+    """Jobs of one model in one budget, by how soon they are wanted.
+
+    Args:
+        case: what they are called.
+        shared: options of all.
+        smaller: cases of the model that come before, in smaller budgets.
+        rehearse: of toys.
+    """
     batch = shared["batch"]
     micros = [batch, batch // 2, batch // 4]
-    states_bytes = shape_of(shared).parameters * BYTES_PER_NUMEL
+    states_bytes = _states_bytes(shared)
     # A rehearsal lists them all the same, and sees them leave themselves out.
     fits = rehearse or states_bytes <= shared["budget_bytes"]
     has_deepspeed = rehearse or importlib.util.find_spec("deepspeed") is not None
 
     def elixir(contender: str, **more: Any) -> Job:
-        times = _times(max(states_bytes - shared["budget_bytes"], 0))
+        times = _times(states_bytes - shared["budget_bytes"])
         return _speed("offload", case, contender, "elixir", {**shared, "micros": micros}, **times, **more)
 
     def peers(name: str, kind: str, **options: Any) -> list[Job]:
-        """With the largest micro-batch that fits; with less, weights travel more often."""
-        times = _times(0 if kind == "plain" or options.get("offload") is False else states_bytes)
+        """With the largest micro-batch that fits; with less, weights travel more often.
+
+        Whoever offloads everything does in a larger budget what it does in a smaller one, once the batch is whole.
+        """
+        offloads = kind == "deepspeed" or bool(options.get("offload"))
+        times = _times(states_bytes if offloads else 0)
+        whole = [f"offload/{other}/{name}, micro-batch {batch}" for other in smaller] if offloads else []
         found: list[Job] = []
         for micro in micros[:1] if rehearse else micros:
-            before = tuple(job.id for job in found)
+            before = (*whole, *(job.id for job in found))
             called = f"{name}, micro-batch {micro}"
             found.append(_speed("offload", case, called, kind, shared, micro=micro, unless=before, **times, **options))
         return found

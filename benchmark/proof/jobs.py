@@ -40,7 +40,7 @@ class Job:
     limit_s: float = 120.0
     """It is ended after this long, so that one that hangs does not take the run with it."""
     unless: tuple[str, ...] = ()
-    """Ids of jobs that this one needs less memory than: it is run only if all of them had too little, or failed."""
+    """Ids of jobs that make this one needless: it is run only if all of them had too little memory, or failed."""
 
     @property
     def id(self) -> str:

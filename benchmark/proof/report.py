@@ -126,7 +126,8 @@ def _offload(ok: Sequence[Row]) -> list[Verdict]:
     for case, rows in cases.items():
         if any(row["contender"] == "elixir, no budget" for row in rows):
             continue
-        mine, fitting, offloading = _ours(rows), _best(rows, _FITTING), _best(rows, _OFFLOADING)
+        mine, fitting = _ours(rows), _best(rows, _FITTING)
+        offloading = _best([*rows, *_in_smaller_budgets(rows[0], ok)], _OFFLOADING)
         other = fitting or offloading
         if mine is None or other is None:
             who = "no run of ours" if mine is None else "no peer ran"
@@ -137,7 +138,8 @@ def _offload(ok: Sequence[Row]) -> list[Verdict]:
             best = max(peers, key=lambda row: row["tokens_per_s"])
             ratio = _ratio(mine, best)
             ratios += [] if fitting else [ratio]
-            shown = f"{ratio:.2f} of {best['contender']} ({_tokens(mine)} over {_tokens(best)})"
+            where = "" if best["case"] == case else f" in {best['budget_bytes'] / 1e9:g} GB"
+            shown = f"{ratio:.2f} of {best['contender']}{where} ({_tokens(mine)} over {_tokens(best)})"
             bar = f"{least:g} of the best peer" + (", one of which fits" if fitting else "")
             found.append(Verdict("offload", case, bar, shown, ratio >= least))
         found += _states_only(case, mine, free)
@@ -146,6 +148,21 @@ def _offload(ok: Sequence[Row]) -> list[Verdict]:
     shown = "no pair" if best_ratio is None else f"{best_ratio:.2f}"
     met = None if best_ratio is None else best_ratio >= OFFLOAD_BEST_RATIO
     return [*found, Verdict("offload", "somewhere", f"{OFFLOAD_BEST_RATIO:g} of the best peer", shown, met)]
+
+
+def _in_smaller_budgets(row: Row, ok: Sequence[Row]) -> list[Row]:
+    """Runs of a case's model with a whole batch at once in less memory: who offloads everything can do no more in more."""
+    budget = row["budget_bytes"]
+    return [
+        other
+        for other in ok
+        if other["part"] == "offload"
+        and other.get("model") == row["model"]
+        and other.get("micro") == other.get("batch")
+        and other.get("tokens_per_step") == row["tokens_per_step"]
+        and budget is not None
+        and (other.get("budget_bytes") or budget) < budget
+    ]
 
 
 def _states_only(case: str, mine: Row | None, free: dict[str, Row]) -> list[Verdict]:

@@ -450,6 +450,16 @@ def test_offload_is_held_against_the_best_peer_of_all() -> None:
     assert judged([{**ours, "tokens_per_s": 90.0}, corrected, slow, fast], "offload", "pair") is False, "the first plan"
 
 
+def test_a_peer_that_took_a_whole_batch_in_less_memory_stands_for_itself_in_more() -> None:
+    ours = speed_row("elixir", 149.0, case="large", budget_bytes=200)
+    small = speed_row("fsdp2 offload, micro-batch 8", 100.0, case="small", budget_bytes=100, micro=8, batch=8)
+    assert judged([ours, small], "offload", "large") is False
+    assert judged([{**ours, "tokens_per_s": 151.0}, small], "offload", "large") is True
+    assert judged([ours, {**small, "micro": 4}], "offload", "large") is None, "it might do better with more"
+    assert judged([ours, {**small, "budget_bytes": 300}], "offload", "large") is None
+    assert judged([ours, {**small, "model": "other"}], "offload", "large") is None
+
+
 def test_runs_of_different_steps_are_not_compared() -> None:
     other = speed_row("fsdp2 offload, micro-batch 8", 40.0, tokens_per_step=128)
     with pytest.raises(ValueError, match="tokens a step"):
