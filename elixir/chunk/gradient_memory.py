@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from elixir.chunk.buffers import Arena
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.lanes import Ticket
+from elixir.chunk.lanes import Lanes, Ticket
 
 
 @dataclass
@@ -50,6 +53,71 @@ class KeptGradients:
     memory: torch.Tensor
     arrived: set[str] = field(default_factory=set)
     ready: Ticket | None = None
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Of what comes before anything else may be done with them."""
+        return [] if self.ready is None else [self.ready]
+
+
+class Passage:
+    """Where gradients go that are added to those of earlier batches.
+
+    What comes from a CUDA device to the host passes through a pinned buffer, and a thread of the host adds it up: whoever
+    submits compute is not kept. All that passes takes turns, as copying and adding do in the plan's time.
+
+    Args:
+        arena: makes the buffer, at the first use.
+        lanes: offload and the host's Adam, which has nothing to do while gradients are added.
+        least_bytes: of the buffer.
+    """
+
+    def __init__(self, arena: Arena, lanes: Lanes, least_bytes: int) -> None:
+        self._arena, self._lanes, self._least_bytes = arena, lanes, least_bytes
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._added: Ticket | None = None  # of what passed last
+
+    def add(
+        self,
+        add: Callable[[torch.Tensor], object],
+        gradients: torch.Tensor,
+        home: torch.Tensor,
+        *,
+        written: Sequence[Ticket] = (),
+        used: Sequence[Ticket] = (),
+        nbytes: int,
+    ) -> tuple[Ticket, Ticket]:
+        """Add `gradients` to what is in `home`.
+
+        Args:
+            add: does it, with the gradients where `home` is.
+            gradients: on the device.
+            home: on the device or the host.
+            written: tickets of what writes `gradients`.
+            used: tickets of what still uses `home`.
+            nbytes: moved between device and host.
+
+        Returns:
+            Tickets of the last read of `gradients`, and of the sum.
+        """
+        if gradients.device == home.device:
+            done = self._lanes.offload.submit(partial(add, gradients), after=[*written, *used], nbytes=nbytes)
+            return done, done
+        here = self._room(gradients.nbytes)[: gradients.nbytes].view(gradients.dtype)
+        before = [] if self._added is None else [self._added]
+        copy = partial(here.copy_, gradients, non_blocking=True)
+        gone = self._lanes.offload.submit(copy, after=[*written, *before], nbytes=nbytes)
+        self._added = self._lanes.host_adam.submit(partial(add, here), after=[gone, *used])
+        return gone, self._added
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        if self._buffer.numel() < nbytes:
+            if self._added is not None:
+                self._added.synchronize()
+            self._arena.count(-self._buffer.nbytes, "host", "gradients")
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before there is a new one
+            self._buffer = self._arena.make(max(nbytes, self._least_bytes), torch.uint8, "host", "gradients")
+        return self._buffer
 
 
 def as_block(chunk: Chunk, gradient: torch.Tensor) -> torch.Tensor | None:

@@ -18,12 +18,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from elixir.chunk.buffers import Arena
 from elixir.chunk.chunk import Chunk, Slot
-from elixir.chunk.gradient_memory import GradShard, KeptGradients, Leaving, OpenChunk, as_block
+from elixir.chunk.gradient_memory import GradShard, KeptGradients, Leaving, OpenChunk, Passage, as_block
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Lanes, Ticket
 
@@ -85,6 +86,8 @@ class GradientFlow:
         for chunk in chunks:
             if chunk.plan.state_home == "host":
                 self._make_shard(chunk)
+        from_device = [chunk.shard_numel * chunk.dtype.itemsize for chunk in chunks if chunk.plan.state_home == "host"]
+        self._passage = Passage(arena, lanes, max(from_device, default=0))
         self.offloaded_bytes = 0
         self.network_bytes = 0
 
@@ -197,7 +200,7 @@ class GradientFlow:
                 kept.arrived.remove(name)
                 if kept.arrived:
                     part = next(slot for slot in chunk.slots if slot.name == name).part_of(kept.memory)
-                    kept.ready = self._lanes.offload.submit(part.zero_)
+                    kept.ready = self._lanes.offload.submit(part.zero_, after=kept.tickets)
                 else:
                     self._drop_kept(chunk)
             if shard is None or not shard.holds:
@@ -338,7 +341,8 @@ class GradientFlow:
         shard.arrived |= opened.arrived
         whole = opened.block
         # The step before may still read the shard that is written below.
-        after: list[Ticket] = [] if chunk.updated is None else [chunk.updated]
+        readers = [] if chunk.updated is None else [chunk.updated]
+        reductions: list[Ticket] = []
         mine = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
         beside: tuple[torch.Tensor, ...] = ()
         complete: list[Ticket] = []
@@ -348,7 +352,9 @@ class GradientFlow:
             memory = kept.memory
             beside = (memory,)
             complete.append(
-                self._lanes.offload.submit(lambda: whole.add_(memory.to(whole.device)), nbytes=memory.nbytes)
+                self._lanes.offload.submit(
+                    lambda: whole.add_(memory.to(whole.device)), after=kept.tickets, nbytes=memory.nbytes
+                )
             )
         if self._group.size > 1:
             # In place where the dtype allows: the block has room for the result.
@@ -359,25 +365,26 @@ class GradientFlow:
                 self._group.reduce_mean(reduced, wide, f"gradients of chunk {chunk.index}")
 
             self.network_bytes += whole.nbytes - mine.nbytes
-            after.append(self._lanes.network.submit(reduce, after=complete, nbytes=whole.nbytes - mine.nbytes))
+            reductions.append(self._lanes.network.submit(reduce, after=complete, nbytes=whole.nbytes - mine.nbytes))
             mine, beside = reduced, (reduced, *beside)
         adds, shard.holds = shard.holds, True
         stale = self._parts_of(chunk, shard.dropped) if adds else []
         shard.dropped.clear()
+        home = shard.memory[: mine.numel()]  # but for padding, all of it
 
-        def deliver() -> None:
+        def add(gradients: torch.Tensor) -> None:
             for part in stale:
                 part.zero_()
-            home = shard.memory[: mine.numel()]  # but for padding, all of it
-            if adds:
-                home.add_(mine.to(home.device))
-            else:
-                home.copy_(mine, non_blocking=True)
+            home.add_(gradients)
 
         moved_bytes = shard.memory.nbytes if chunk.plan.state_home == "host" else 0
-        shard.ready = self._lanes.offload.submit(deliver, after=after, nbytes=moved_bytes)
         self.offloaded_bytes += moved_bytes
-        self._leaving.append(Leaving(opened.memory, shard.ready, beside))
+        if adds:
+            gone, shard.ready = self._passage.add(add, mine, home, written=reductions, used=readers, nbytes=moved_bytes)
+        else:
+            copy = partial(home.copy_, mine, non_blocking=True)
+            gone = shard.ready = self._lanes.offload.submit(copy, after=[*readers, *reductions], nbytes=moved_bytes)
+        self._leaving.append(Leaving(opened.memory, gone, beside))
         if self._complete is not None and self.reducing and not late and len(opened.arrived) == len(chunk.slots):
             self._complete(chunk, shard.ready)
 
@@ -392,9 +399,9 @@ class GradientFlow:
         kept.arrived |= opened.arrived
         memory, block = kept.memory, opened.block
         moved_bytes = block.nbytes if home == "host" else 0
-        kept.ready = self._lanes.offload.submit(lambda: memory.add_(block.to(memory.device)), nbytes=moved_bytes)
         self.offloaded_bytes += moved_bytes
-        self._leaving.append(Leaving(opened.memory, kept.ready, (memory,)))
+        gone, kept.ready = self._passage.add(memory.add_, block, memory, used=kept.tickets, nbytes=moved_bytes)
+        self._leaving.append(Leaving(opened.memory, gone, (memory,)))
 
     def _parts_of(self, chunk: Chunk, names: Collection[str]) -> list[torch.Tensor]:
         """What this rank's shard has of some parameters."""

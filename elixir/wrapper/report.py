@@ -128,7 +128,7 @@ def make_report(
             "hits": predicted.hits,
             **{link: predicted.moved_bytes[link] for link in ("host_to_device", "device_to_host", "network")},
             "device_peak": sum(parts.get(name, 0) for name in ours),
-            "host_peak": _host_bytes(plan),
+            "host_peak": _host_bytes(plan, arena.device.type),
         },
         device_limit_bytes=predicted.device_peak_bytes,
         demand_loads=counts.demand_loads,
@@ -145,10 +145,14 @@ def make_report(
     return report
 
 
-def _host_bytes(plan: Plan) -> int:
-    """What one rank keeps in host memory: weights, and gradients, masters and states, and what new weights pass through."""
+def _host_bytes(plan: Plan, device_type: str) -> int:
+    """What one rank keeps in host memory: weights, gradients, masters and states, and what new weights and gradients that are
+    added to others pass through; the latter beside a device only."""
     staged = [chunk.weight_bytes // plan.world_size for chunk in plan.chunks if chunk.returns_rounded]
     total = min(len(staged), STAGING_BUFFERS) * max(staged, default=0)
+    if plan.accumulation > 1 and device_type != "cpu":
+        at_home = [chunk for chunk in plan.chunks if chunk.trainable and chunk.state_home == "host"]
+        total += max((chunk.weight_bytes // plan.world_size for chunk in at_home), default=0)
     for chunk in plan.chunks:
         numel, itemsize = chunk.numel // plan.world_size, dtype_bytes(chunk.dtype)
         if chunk.weight_home == "host":

@@ -2,28 +2,225 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
+from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common.early import HOMES, early_plan
 from tests.common.gpu import needs_pretended_gpu
-from tests.common.parity import MODES, case, make_plan
-from tests.pretend_cuda.races import watching
+from tests.common.parity import MODES, Case, case, make_plan, mixed
+from tests.pretend_cuda import install
+from tests.pretend_cuda.races import HostAccesses, Races, watching
+from tests.unit.test_runtime_overlap import states_on_host
 
 pytestmark = needs_pretended_gpu
 
+Between = Callable[[ElixirModule, ElixirOptimizer, Case], object]
+"""What a caller does after a step."""
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_training_has_no_races(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = case("opt")
-    plan = make_plan(it, mode)
-    inp = {name: value.cuda() for name, value in it.inp.items()}
+
+def train(
+    it: Case, plan: Plan, *, steps: int = 3, batches: int = 1, max_norm: float = 1.0, between: Between | None = None
+) -> None:
+    module = ElixirModule(it.model, plan, device="cuda")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(it.model.parameters(), lr=1e-3), max_norm=max_norm)
+    for _ in range(steps):
+        for _ in range(batches):
+            optimizer.backward(it.loss(module, it.inp))
+        optimizer.step()
+        optimizer.zero_grad()
+        if between is not None:
+            between(module, optimizer, it)
+    module.close()
+
+
+def on_cuda(name: str, checkpoint: str = "none") -> Case:
+    it = case(name, checkpoint)
+    return replace(it, inp={key: value.cuda() for key, value in it.inp.items()})
+
+
+def plan_of(it: Case, mode: str, **options: Any) -> Plan:
+    if mode == "states":
+        return states_on_host(make_plan(it, "resident", **options))
+    return make_plan(it, mode, **options)
+
+
+_EVERY = [
+    (mode, batches, dtype)
+    for mode in (*MODES, "states")
+    for batches in (1, 2)
+    for dtype in (None, "bfloat16", "float16")
+]
+_SAMPLE = [
+    ("streamed", 1, None),
+    ("streamed", 2, "bfloat16"),
+    ("mixed", 2, None),
+    ("mixed", 1, "float16"),
+    ("states", 2, "bfloat16"),
+    ("resident", 1, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "batches", "dtype"),
+    [it if it in _SAMPLE else pytest.param(*it, marks=pytest.mark.slow) for it in _EVERY],
+)
+def test_training(mode: str, batches: int, dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = on_cuda("opt")
     with watching(monkeypatch) as races:
-        module = ElixirModule(it.model, plan, device="cuda")
-        optimizer = ElixirOptimizer(module, torch.optim.AdamW(it.model.parameters(), lr=1e-3), max_norm=1.0)
-        for _ in range(3):
-            optimizer.backward(it.loss(module, inp))
-            optimizer.step()
-            optimizer.zero_grad()
-        module.close()
+        train(it, replace(plan_of(it, mode, unified_dtype=dtype), accumulation=batches), batches=batches)
     assert not races.found
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "mode"),
+    [
+        ("t5", "reentrant", "mixed"),
+        ("mixtral", "none", "streamed"),
+        ("albert", "none", "streamed"),
+        ("cnn", "none", "mixed"),
+        ("llama", "non-reentrant", "streamed"),
+    ],
+)
+def test_models(name: str, checkpoint: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = on_cuda(name, checkpoint)
+    with watching(monkeypatch) as races:
+        train(it, plan_of(it, mode), steps=2)
+    assert not races.found
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_steps_in_backward(homes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = on_cuda("opt")
+    with watching(monkeypatch) as races:
+        train(it, early_plan(it, homes, unified_dtype="bfloat16"), max_norm=0.0)
+    assert not races.found
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
+def test_moments(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = on_cuda("opt")
+    with watching(monkeypatch) as races:
+        train(it, plan_of(it, "mixed", moments=moments))
+    assert not races.found
+
+
+def evaluate(module: ElixirModule, optimizer: ElixirOptimizer, it: Case) -> None:
+    with torch.no_grad():
+        it.loss(module, it.inp)
+
+
+def save_and_load(module: ElixirModule, optimizer: ElixirOptimizer, it: Case) -> None:
+    module.load_state_dict(module.state_dict())
+
+
+def write(module: ElixirModule, optimizer: ElixirOptimizer, it: Case) -> None:
+    some = list(module.parameters())[::4]
+    with module.gathered(some, write=True), torch.no_grad():
+        for parameter in some:
+            parameter.mul_(0.99)
+
+
+def drop(module: ElixirModule, optimizer: ElixirOptimizer, it: Case) -> None:
+    optimizer.backward(it.loss(module, it.inp))
+    for parameter in list(module.parameters())[::3]:
+        parameter.grad = None
+
+
+def zeros(module: ElixirModule, optimizer: ElixirOptimizer, it: Case) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def move(module: ElixirModule, optimizer: ElixirOptimizer, it: Case) -> None:
+    module.rehome(mixed(module.plan))
+
+
+_CALLS = (evaluate, save_and_load, write, drop, zeros, move)
+
+
+@pytest.mark.parametrize(
+    ("mode", "between"),
+    [
+        pytest.param(mode, call, id=f"{mode}-{call.__name__}", marks=[] if (i + j) % 2 else [pytest.mark.slow])
+        for i, mode in enumerate(("streamed", "mixed"))
+        for j, call in enumerate(_CALLS)
+    ],
+)
+def test_what_callers_do_between_steps(mode: str, between: Between, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = on_cuda("opt")
+    with watching(monkeypatch) as races:
+        train(it, plan_of(it, mode, unified_dtype="bfloat16"), between=between)
+    assert not races.found
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("mode", [*MODES, "states"])
+def test_forward_and_backward_are_submitted_without_waiting(mode: str, batches: int) -> None:
+    """Whatever the device has still to do, the thread that gives it work goes on."""
+    device, it = install(), on_cuda("opt")
+    plan = replace(plan_of(it, mode, unified_dtype="bfloat16"), accumulation=batches)
+    module = ElixirModule(it.model, plan, device="cuda")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()), max_norm=1.0)
+    for step in range(3):
+        for batch in range(batches):
+            device.start_log()
+            with HostAccesses():
+                optimizer.backward(it.loss(module, it.inp))
+            log = device.stop_log()
+            # Lanes' threads wait for what they build on; the engine's and this one submit operators.
+            submitting = {entry[2] for entry in log if entry[0] == "operator"} | {threading.get_ident()}
+            waits = [e for e in log if e[0].startswith("synchronize") and e[2] in submitting - issuers(log)]
+            assert not waits, (step, batch, waits)
+        optimizer.step()
+        optimizer.zero_grad()
+    module.close()
+
+
+def issuers(log: list[tuple[Any, ...]]) -> set[int]:
+    """Threads that issue nothing but copies: of lanes."""
+    by_thread: dict[int, set[str]] = {}
+    for kind, name, thread, *_ in log:
+        if kind == "operator":
+            by_thread.setdefault(thread, set()).add(name)
+    return {thread for thread, names in by_thread.items() if all(name.startswith("copy_") for name in names)}
+
+
+def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the check itself: two streams, one buffer, with and without an event between them."""
+    for waits in (True, False):
+        with watching(monkeypatch) as races:
+            buffer, other = torch.zeros(100, device="cuda"), torch.cuda.Stream()
+            if waits:
+                other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                buffer.add_(1.0)
+            if waits:
+                torch.cuda.current_stream().wait_stream(other)
+            del buffer
+        assert bool(races.found) is not waits
+
+
+def test_memory_that_another_stream_still_reads_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the check itself: freed while a stream that was not recorded reads it."""
+
+    def read(recorded: bool) -> Races:
+        with watching(monkeypatch) as races:
+            buffer, other = torch.zeros(100, device="cuda"), torch.cuda.Stream()
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                total = buffer.sum()
+            if recorded:
+                buffer.record_stream(other)
+            del buffer
+            torch.cuda.current_stream().wait_stream(other)
+            del total
+        return races
+
+    assert not read(recorded=True).found
+    assert read(recorded=False).found

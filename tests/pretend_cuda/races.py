@@ -49,7 +49,7 @@ class Races:
     clocks: dict[str, Clock] = field(default_factory=dict)
     passed: dict[tuple[str, int], Clock] = field(default_factory=dict)  # by event, or by what threads wait for
     touched: list[Access] = field(default_factory=list)
-    known_to: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # streams that a block was recorded on
+    known_to: dict[int, set[str]] = field(default_factory=dict)  # streams that a block was recorded on, by its address
     where: dict[int, str] = field(default_factory=dict)
 
     def read(self, entries: list[tuple[Any, ...]]) -> None:
@@ -87,10 +87,10 @@ class Races:
                 if kind == "allocate":
                     self._touch(device, [], writes, "allocated")
             elif kind == "record stream":
-                self.known_to.setdefault(writes[0], set()).add(device)
+                self.known_to.setdefault(writes[0][0], set()).add(device)
             elif kind == "free":
                 self._join(self._clock(device), here)
-                kept = self.known_to.pop(writes[0], set())
+                kept = self.known_to.pop(writes[0][0], set())
                 self._touch(device, [], writes, f"freed {self.where.get(thread, '')}", safe=kept)
                 self._forget(*writes[0])
             elif kind == "unpin":
