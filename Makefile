@@ -35,7 +35,12 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy --strict elixir
 
 # What takes the paths of CUDA: on a GPU, or on a device that is pretended.
-ON_CUDA := tests/gpu tests/unit/test_runtime_parity.py
+RUNTIME := parity state optimizer rules views asked_gradients
+ON_CUDA := tests/gpu $(RUNTIME:%=tests/unit/test_runtime_%.py) tests/unit/test_backward_steps_refused.py
+# ... and what takes longer.
+ALSO    := training gradients precision moments fused
+MORE_ON_CUDA := $(ALSO:%=tests/unit/test_runtime_%.py) $(patsubst %,tests/unit/test_%.py,staging backward_steps building \
+                rehome wrap user_errors user_mistakes hybrid_adam fused_kernels cross_entropy kernels_adam)
 
 test: lint
 	$(BIN)/python -m pytest -m 'not slow'
@@ -43,7 +48,8 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --cuda $(ON_CUDA)
+	$(BIN)/python -m pytest -m 'not slow' --cuda $(ON_CUDA) $(MORE_ON_CUDA)
+	$(BIN)/python -m pytest -m slow --cuda tests/unit/test_runtime_parity.py
 
 # The stamps let a second run start at once; they are renewed when the requirements change.
 # requirements.txt goes first: it pins torch to a build that pip finds without the CUDA libraries, where one is offered.

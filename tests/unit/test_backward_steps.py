@@ -17,6 +17,7 @@ from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
 from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common import gpu
 from tests.common.early import HOMES, all_early, begun, early_plan, planned, rehomed, without
 from tests.common.parity import Case, Pair, case, square_loss
 from tests.common.tiny_models import FAMILIES
@@ -57,7 +58,7 @@ def chain_plan(it: Case, homes: str = "streamed", **options: Any) -> Plan:
 def train(it: Case, plan: Plan, steps: int = 4, make: Any = None, **options: Any) -> dict[str, torch.Tensor]:
     """The weights after so many steps under a plan."""
     make = make or (lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
-    module = ElixirModule(it.model, plan, device="cpu", **({"poison": True} | options))
+    module = ElixirModule(it.model, plan, device=gpu.DEVICE, **({"poison": True} | options))
     optimizer = ElixirOptimizer(module, make(module.module))
     for _ in range(steps):
         optimizer.backward(it.loss(module, it.inp))
@@ -132,7 +133,7 @@ def test_steps_are_over_before_backward_is(homes: str) -> None:
         handle.remove()
         pair.optimizer.backward(loss)
         assert seen == [True]
-        it.loss(pair.plain, it.inp).backward()
+        it.loss(pair.plain, pair.case.inp).backward()
         pair.step()
         pair.train(1)
         pair.assert_same_weights()
@@ -353,7 +354,7 @@ def test_evaluation_and_reading_weights_after_a_step(homes: str) -> None:
         for _ in range(2):
             pair.train(1)
             with torch.no_grad():
-                assert torch.equal(it.loss(pair.module, it.inp), it.loss(pair.plain, it.inp))
+                assert torch.equal(it.loss(pair.module, it.inp), it.loss(pair.plain, pair.case.inp))
             with pair.module.gathered():
                 for mine, plain in zip(pair.module.module.parameters(), pair.plain.parameters(), strict=True):
                     assert torch.equal(mine, plain)
@@ -469,12 +470,12 @@ def test_fused_kernels_of_the_model_too() -> None:
 
 def test_all_of_it_in_one_call() -> None:
     it = case("gpt2")
-    plain = copy.deepcopy(it.model)
+    plain, inp = copy.deepcopy(it.model).to(gpu.DEVICE), gpu.there(it.inp)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (it.model, plain)]
     module, optimizer = elixir.wrap(it.model, optimizers[0], inp=it.inp, placement="cpu", step_in_backward=True)
     assert planned(module.plan)
     for _ in range(elixir.api.WARM_UP_STEPS + elixir.api.MEASURED_STEPS + 2):  # past the correction of the plan
-        loss, expected = it.loss(module, it.inp), it.loss(plain, it.inp)
+        loss, expected = it.loss(module, inp), it.loss(plain, inp)
         assert torch.equal(loss, expected)
         optimizer.backward(loss)
         expected.backward()
@@ -483,5 +484,5 @@ def test_all_of_it_in_one_call() -> None:
             each.step()
             each.zero_grad()
     state = module.state_dict()
-    assert not [name for name, value in plain.state_dict().items() if not torch.equal(state[name], value)]
+    assert not [name for name, value in plain.state_dict().items() if not torch.equal(state[name], value.cpu())]
     module.close()

@@ -18,6 +18,7 @@ from elixir.errors import ArtifactError, InputError
 from elixir.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common import gpu
 from tests.common.early import HOMES, begun, early_plan, planned, without
 from tests.common.parity import Case, Pair, square_loss
 
@@ -151,7 +152,7 @@ def test_a_second_backward(homes: str) -> None:
         pair.optimizer.backward(one)
         with pytest.raises(InputError, match=r"another backward between backward and step\(\)"):
             pair.optimizer.backward(two)
-        it.loss(pair.plain, it.inp).backward()
+        it.loss(pair.plain, pair.case.inp).backward()
         pair.step()
         pair.train(1)
         pair.assert_same_weights()
@@ -165,7 +166,7 @@ def test_a_second_backward_over_a_graph_that_was_kept(homes: str) -> None:
         loss.backward(retain_graph=True)
         with pytest.raises(InputError, match=r"another backward"):
             loss.backward(retain_graph=True)
-        it.loss(pair.plain, it.inp).backward()
+        it.loss(pair.plain, pair.case.inp).backward()
         pair.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation|at version"):
             loss.backward()
@@ -203,7 +204,7 @@ def test_clipping_that_is_asked_for_before_backward_comes_first() -> None:
 
 def test_a_gradient_that_is_set_by_hand_can_be_taken_back(between: Pair) -> None:
     weight = _weight(between)
-    weight.grad = torch.ones(8, 8)
+    weight.grad = torch.ones(8, 8, device=between.module.device)
     with pytest.raises(InputError, match="set by hand"):
         between.optimizer.step()
     weight.grad = None
@@ -235,7 +236,7 @@ def test_clipping_under_a_plan_that_is_taken_over() -> None:
 
 def test_a_second_optimizer() -> None:
     it = net_case()
-    module = ElixirModule(it.model, net_plan(it), device="cpu")
+    module = ElixirModule(it.model, net_plan(it), device=gpu.DEVICE)
     layers: Any = it.model
     ElixirOptimizer(module, torch.optim.AdamW(layers.first.parameters()))
     with pytest.raises(InputError, match="one optimizer; give that one all parameters"):
@@ -400,7 +401,7 @@ def test_after_a_backward_that_fails_half_way_step_is_that_of_plain_pytorch(home
     with Pair(it, net_plan(it, homes)) as pair:
         pair.train(1)
         failing = True
-        losses = it.loss(pair.module, it.inp), it.loss(pair.plain, it.inp)
+        losses = it.loss(pair.module, it.inp), it.loss(pair.plain, pair.case.inp)
         for loss in losses:
             with pytest.raises(_Stop):
                 loss.backward()
@@ -414,6 +415,7 @@ def test_after_a_backward_that_fails_half_way_step_is_that_of_plain_pytorch(home
         pair.assert_same_weights()
 
 
+@gpu.on_the_cpu("a stream that is given work may raise at once what it builds on")
 @pytest.mark.parametrize("homes", ["streamed", "states"])
 def test_a_step_on_the_host_that_fails_is_heard_of(homes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     it = net_case()

@@ -16,6 +16,7 @@ from elixir.errors import PlanError
 from elixir.hardware import preset
 from elixir.search import optimal_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer, clock
+from tests.common import gpu
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan
 from tests.common.tiny_models import FAMILIES
 
@@ -160,7 +161,7 @@ class BrokenLinkError(Exception):
 @pytest.mark.parametrize("lane", ["fetch", "offload", "host_adam", "refresh"])
 def test_an_error_in_a_lane_reaches_the_caller(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("opt", layers=1)
-    module = ElixirModule(it.model, make_plan(it, "mixed" if lane == "refresh" else "streamed"), device="cpu")
+    module = ElixirModule(it.model, make_plan(it, "mixed" if lane == "refresh" else "streamed"), device=gpu.DEVICE)
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
     working = getattr(module._lanes, lane)
 
@@ -206,7 +207,7 @@ def test_an_update_that_failed_is_not_forgotten_when_nobody_waits_for_it() -> No
             super().step(closure)
 
     it = case("opt", layers=1)
-    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
     optimizer = ElixirOptimizer(module, Moody(module.parameters(), lr=1e-3))
     optimizer.backward(hf_loss(module, it.inp))
     Moody.broken = True
@@ -245,6 +246,7 @@ class FakeTime:
         model.lm_head.register_forward_hook(pass_backward)  # type: ignore[union-attr,operator]
 
 
+@gpu.on_the_cpu("steps are timed by the host's clock")
 def test_a_step_takes_no_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first forward with gradients to the end of the optimizer's step: 2 micro-batches of 1 s + 2 s, 4 s."""
     fake = FakeTime(monkeypatch)
@@ -267,6 +269,7 @@ def test_a_step_takes_no_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> 
             pair.optimizer.zero_grad()
 
 
+@gpu.on_the_cpu("steps are timed by the host's clock")
 def test_a_forward_that_fails_begins_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeTime(monkeypatch)
     it = case("opt", layers=1)
@@ -366,7 +369,7 @@ def test_a_gradient_larger_than_a_block_and_one_that_never_comes_fit_the_predict
     assert table.resident
     assert table.state_home == "host"
     assert table.weight_bytes > plan.block_bytes
-    module = ElixirModule(model, plan, device="cpu", poison=True)
+    module = ElixirModule(model, plan, device=gpu.DEVICE, poison=True)
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
     plain_optimizer = torch.optim.AdamW(plain.parameters())
     for _ in range(2):

@@ -16,6 +16,7 @@ from torch import nn
 from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common import gpu
 from tests.common.parity import MODES, Pair, case, make_plan
 
 
@@ -101,8 +102,9 @@ def test_a_learning_rate_that_is_a_tensor_is_read_at_the_step() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_two_optimizers_keep_each_their_gradients(mode: str) -> None:
     it = case("opt")
-    plan, plain = make_plan(it, mode), copy.deepcopy(it.model)
-    module = ElixirModule(it.model, plan, device="cpu", poison=True)
+    plan, plain = make_plan(it, mode), copy.deepcopy(it.model).to(gpu.DEVICE)
+    module = ElixirModule(it.model, plan, device=gpu.DEVICE, poison=True)
+    inp = gpu.there(it.inp)
 
     def halves(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
         parameters = list(model.parameters())
@@ -113,12 +115,12 @@ def test_two_optimizers_keep_each_their_gradients(mode: str) -> None:
     theirs = halves(plain)
     for _ in range(3):
         for model, optimizers in ((module, mine), (plain, theirs)):
-            it.loss(model, it.inp).backward()
+            it.loss(model, inp).backward()
             for optimizer in optimizers:  # each is done before the next one begins
                 optimizer.step()
                 optimizer.zero_grad()
     state = module.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert all(torch.equal(state[name], value.cpu()) for name, value in plain.state_dict().items())
     with pytest.raises(InputError, match="several optimizers"):
         mine[0].zero_grad(set_to_none=False)
     module.close()
@@ -126,7 +128,7 @@ def test_two_optimizers_keep_each_their_gradients(mode: str) -> None:
 
 def test_clipping_needs_an_optimizer() -> None:
     it = case("opt", layers=1)
-    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
     with pytest.raises(InputError, match="one ElixirOptimizer"):
         module.clip_grad_norm_(1.0)
     module.close()
@@ -225,7 +227,7 @@ def test_no_sync_changes_nothing_on_one_rank(pair: Pair) -> None:
 
 def test_a_skipped_step_is_reported_too() -> None:
     it = case("opt", layers=1)
-    module = ElixirModule(it.model, make_plan(it, "streamed", unified_dtype="float16"), device="cpu")
+    module = ElixirModule(it.model, make_plan(it, "streamed", unified_dtype="float16"), device=gpu.DEVICE)
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()), initial_scale=2.0**60)
     optimizer.backward(it.loss(module, it.inp))
     optimizer.step()
@@ -237,7 +239,7 @@ def test_a_skipped_step_is_reported_too() -> None:
 
 def test_a_forward_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("opt", layers=1)
-    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(module, "_device", torch.device("cuda"))
     with pytest.raises(InputError, match="CUDA graph"):
@@ -266,7 +268,7 @@ def test_a_module_that_is_let_go_of_stops_its_lanes() -> None:
     gc.collect()  # those of earlier tests
     before = threading.active_count()
     it = case("opt", layers=1)
-    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
     assert threading.active_count() > before
     del module, it
     gc.collect()

@@ -28,6 +28,7 @@ from elixir.search.replan import Observation, calibrated
 from elixir.tracer import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.fused_adam import FusedAdam
+from tests.common import gpu
 from tests.common.parity import MODES, Case, case, make_plan, mixed
 from tests.common.samples import make_hardware
 
@@ -58,7 +59,7 @@ class Run:
 
     def __init__(self, it: Case, plan: Plan, make: Any = adamw, **options: Any) -> None:
         self.case = it
-        self.module = ElixirModule(it.model, plan, device="cpu", poison=True, **options)
+        self.module = ElixirModule(it.model, plan, device=gpu.DEVICE, poison=True, **options)
         self.optimizer = ElixirOptimizer(self.module, make(self.module.module))
 
     def train(self, steps: int) -> list[float]:
@@ -224,7 +225,7 @@ def test_an_optimizer_that_was_told_otherwise_is_refused() -> None:
 
     def wrapped(kind: str, make: Any) -> None:
         it = case("opt", layers=1)
-        module = ElixirModule(it.model, plans[kind], device="cpu")
+        module = ElixirModule(it.model, plans[kind], device=gpu.DEVICE)
         try:
             ElixirOptimizer(module, make(module.module))
         finally:

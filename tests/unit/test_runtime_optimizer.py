@@ -13,13 +13,14 @@ from torch import nn
 from elixir.errors import InputError, InputTypeError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.optimizer_class import check_elementwise
+from tests.common import gpu
 from tests.common.parity import Pair, case, hf_loss, make_plan
 
 
 @pytest.fixture
 def module() -> Iterator[ElixirModule]:
     it = case("opt", layers=1)
-    made = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    made = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
     yield made
     made.close()
 
@@ -130,7 +131,7 @@ def test_one_that_has_stepped_is_refused() -> None:
         hf_loss(it.model, it.inp).backward()
         optimizer.step()
         optimizer.zero_grad()
-        module = ElixirModule(copy.deepcopy(it.model), make_plan(it, "streamed"), device="cpu")
+        module = ElixirModule(copy.deepcopy(it.model), make_plan(it, "streamed"), device=gpu.DEVICE)
         with pytest.raises(InputError, match="stepped already"):
             ElixirOptimizer(module, optimizer)
         module.close()
@@ -147,15 +148,16 @@ def test_a_step_without_gradients_changes_nothing(module: ElixirModule) -> None:
 def test_a_closure_is_run_once_with_gradients_on() -> None:
     it = case("opt", layers=1)
     with Pair(it, make_plan(it, "mixed")) as pair:
+        inp = pair.case.inp
         for _ in range(3):
 
             def closure() -> torch.Tensor:
-                loss = hf_loss(pair.module, it.inp)
+                loss = hf_loss(pair.module, inp)
                 pair.optimizer.backward(loss)
                 return loss
 
             mine = pair.optimizer.step(closure)
-            plain = hf_loss(pair.plain, it.inp)
+            plain = hf_loss(pair.plain, inp)
             plain.backward()
             pair.plain_optimizer.step()
             assert torch.equal(mine, plain)
@@ -200,8 +202,8 @@ def test_states_are_not_saved_as_if_there_were_none(module: ElixirModule) -> Non
 def test_two_optimizers_share_a_model(mode: str) -> None:
     """Each steps its own parameters, also where they lie in one chunk."""
     it = case("gpt2")
-    plain = copy.deepcopy(it.model)
-    module = ElixirModule(it.model, make_plan(it, mode), device="cpu", poison=True)
+    plain, inp = copy.deepcopy(it.model).to(gpu.DEVICE), gpu.there(it.inp)
+    module = ElixirModule(it.model, make_plan(it, mode), device=gpu.DEVICE, poison=True)
 
     def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
         parameters = list(model.parameters())
@@ -210,13 +212,13 @@ def test_two_optimizers_share_a_model(mode: str) -> None:
     mine, theirs = [ElixirOptimizer(module, half) for half in halves(it.model)], halves(plain)
     for _ in range(4):
         for model, optimizers in ((module, mine), (plain, theirs)):
-            hf_loss(model, it.inp).backward()
+            hf_loss(model, inp).backward()
             for optimizer in optimizers:
                 optimizer.step()
             optimizers[0].zero_grad()
             optimizers[1].zero_grad()
     state = module.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert all(torch.equal(state[name], value.cpu()) for name, value in plain.state_dict().items())
     module.close()
 
 
@@ -226,7 +228,7 @@ def test_a_gradient_set_by_hand_is_not_passed_over(mode: str) -> None:
     with Pair(it, make_plan(it, mode)) as pair:
         pair.train(1)
         tracked = next(c for c in pair.module.chunks if not pair.module.is_ordinary(c)).slots[0]
-        tracked.parameter.grad = torch.ones(tracked.shape)
+        tracked.parameter.grad = torch.ones(tracked.shape, device=pair.module.device)
         with pytest.raises(InputError, match="set by hand"):
             pair.optimizer.step()
         pair.optimizer.zero_grad()

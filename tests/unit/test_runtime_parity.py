@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.common import gpu
 from tests.common.parity import ALL, MODES, Pair, case, make_plan
 from tests.common.tiny_models import FAMILIES
 
@@ -19,8 +18,6 @@ _REST = [combination for combination in _EVERY if combination not in _SAMPLE]
 
 
 def _check(name: str, checkpoint: str, mode: str, **options: bool) -> None:
-    if name == "recurrent" and gpu.pretended():
-        pytest.skip("the fused cells of CUDA have no kernel on the CPU")
     it = case(name, checkpoint)
     with Pair(it, make_plan(it, mode), **options) as pair:
         losses = pair.train(10)

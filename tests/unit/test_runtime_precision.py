@@ -11,6 +11,7 @@ from torch import nn
 
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.loss_scale import LossScale
+from tests.common import gpu
 from tests.common.parity import ALL, MODES, Case, LossFn, case, hf_loss, make_plan
 from tests.common.tiny_models import FAMILIES
 
@@ -29,6 +30,7 @@ class Reference:
     """Plain PyTorch with one float32 master per parameter."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, scale: float, max_norm: float) -> None:
+        model = model.to(gpu.DEVICE)
         self.masters = [p.detach().clone().requires_grad_(p.requires_grad) for p in model.parameters()]
         self.model, self.scale, self.max_norm = cast(model, dtype), scale, max_norm
         self.parameters = list(self.model.parameters())
@@ -36,7 +38,7 @@ class Reference:
 
     def step(self, *batches: dict[str, Any], loss: LossFn = hf_loss) -> torch.Tensor:
         for inp in batches:
-            found = loss(self.model, inp)
+            found = loss(self.model, gpu.there(inp))
             (found * self.scale).backward()
         factor = 1 / self.scale
         if self.max_norm:
@@ -53,7 +55,9 @@ class Reference:
 
 
 def wrapped(it: Case, mode: str, dtype: torch.dtype, **options: Any) -> tuple[ElixirModule, ElixirOptimizer]:
-    module = ElixirModule(it.model, make_plan(it, mode, unified_dtype=dtype), dtype=dtype, device="cpu", poison=True)
+    module = ElixirModule(
+        it.model, make_plan(it, mode, unified_dtype=dtype), dtype=dtype, device=gpu.DEVICE, poison=True
+    )
     return module, ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1), **options)
 
 
@@ -74,7 +78,7 @@ def test_same_bits_as_with_master_weights(mode: str, dtype: torch.dtype, max_nor
     assert optimizer.loss_scale == scale
     state = module.state_dict()
     for name, value in reference.model.state_dict().items():
-        assert torch.equal(state[name].to(dtype), value), name
+        assert torch.equal(state[name].to(dtype), value.cpu()), name
     module.close()
 
 
@@ -120,7 +124,7 @@ def _check(name: str, checkpoint: str, mode: str, dtype: torch.dtype) -> None:
     assert optimizer.loss_scale == scale
     state = module.state_dict()
     for key, value in reference.model.state_dict().items():
-        assert torch.equal(state[key].to(value.dtype), value), key
+        assert torch.equal(state[key].to(value.dtype), value.cpu()), key
     module.close()
 
 
@@ -198,7 +202,7 @@ class Halves(nn.Module):
 def _train_halves(*, overflows: bool, growth_interval: int) -> tuple[list[float], torch.Tensor, torch.Tensor]:
     """Loss scales after each step of both optimizers, the first of which has a learning rate of 0; final weights."""
     it = Case(Halves(), {"input": torch.ones(1, 8)}, lambda model, inp: model(**inp).sum())
-    module = ElixirModule(it.model, make_plan(it, "streamed", unified_dtype="float16"), device="cpu", poison=True)
+    module = ElixirModule(it.model, make_plan(it, "streamed", unified_dtype="float16"), device=gpu.DEVICE, poison=True)
     lower, upper = (
         ElixirOptimizer(
             module, torch.optim.SGD(half.parameters(), lr), initial_scale=64.0, growth_interval=growth_interval
@@ -281,7 +285,7 @@ def test_buffers_and_whole_numbers_keep_their_dtype() -> None:
 def test_outputs_are_cast_where_asked() -> None:
     it = case("opt", layers=1)
     plan = make_plan(it, "streamed", unified_dtype=torch.bfloat16)
-    module = ElixirModule(it.model, plan, device="cpu", output_fp32=True)
+    module = ElixirModule(it.model, plan, device=gpu.DEVICE, output_fp32=True)
     output = module(**it.inp)
     assert output.logits.dtype == output.loss.dtype == torch.float32
     output.loss.backward()
@@ -290,7 +294,7 @@ def test_outputs_are_cast_where_asked() -> None:
 
 def test_weights_loaded_before_the_optimizer_is_made_are_what_it_steps() -> None:
     it = case("opt")
-    module = ElixirModule(it.model, make_plan(it, "streamed", unified_dtype=torch.bfloat16), device="cpu")
+    module = ElixirModule(it.model, make_plan(it, "streamed", unified_dtype=torch.bfloat16), device=gpu.DEVICE)
     loaded = {name: value * 2 for name, value in module.state_dict().items()}
     module.load_state_dict(loaded)
     optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.0))

@@ -12,6 +12,7 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule
+from tests.common import gpu
 from tests.common.parity import MODES, Pair, adamw, case, make_plan
 
 
@@ -71,7 +72,7 @@ def test_the_inner_model_gives_full_values(pair: Pair) -> None:
         (inner[1].state_dict(prefix="a.b."), plain[1].state_dict(prefix="a.b.")),
     ):
         assert list(mine) == list(theirs)
-        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        assert all(torch.equal(mine[name].cpu(), theirs[name].cpu()) for name in theirs)
     pair.train(1)
     pair.assert_same_weights()
 
@@ -106,9 +107,9 @@ def test_low_precision_is_saved_and_loaded_as_its_masters(mode: str) -> None:
         state = pair.module.state_dict()
         inner = pair.module.module.state_dict()
         assert all(value.dtype == torch.float32 for value in state.values())
-        assert all(torch.equal(value.bfloat16(), inner[name]) for name, value in state.items())
-        assert any(not torch.equal(value, inner[name].float()) for name, value in state.items())
-    module = ElixirModule(it.model, plan, device="cpu")
+        assert all(torch.equal(value.bfloat16(), inner[name].cpu()) for name, value in state.items())
+        assert any(not torch.equal(value, inner[name].cpu().float()) for name, value in state.items())
+    module = ElixirModule(it.model, plan, device=gpu.DEVICE)
     module.load_state_dict(state)
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
     with module.gathered(write=True):  # what is not written keeps its precision
@@ -144,7 +145,7 @@ def test_save_pretrained_and_from_pretrained(family: str, mode: str, tmp_path: P
         loaded = type(pair.plain).from_pretrained(tmp_path)
         theirs = pair.plain.state_dict()
         assert list(theirs) == list(loaded.state_dict())
-        assert all(torch.equal(value, theirs[name]) for name, value in loaded.state_dict().items())
+        assert all(torch.equal(value, theirs[name].cpu()) for name, value in loaded.state_dict().items())
         pair.train(1)
         pair.assert_same_weights()
 
@@ -163,7 +164,7 @@ def test_weights_that_were_loaded_replace_masters() -> None:
 def test_names_are_those_of_the_model() -> None:
     it = case("t5")
     names, keys = [name for name, _ in it.model.named_parameters()], list(it.model.state_dict())
-    module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
     assert list(module.state_dict()) == keys
     assert [name.removeprefix("module.") for name, _ in module.named_parameters()] == names
     assert isinstance(adamw(module), torch.optim.AdamW)
@@ -184,19 +185,26 @@ def test_hooks_on_state_dicts_see_values(mode: str) -> None:
         expected = pair.plain.state_dict()
         for state in (pair.module.state_dict(), pair.module.module.state_dict()):
             assert list(state) == list(expected)
-            assert all(torch.equal(value, expected[name]) for name, value in state.items())
+            assert all(torch.equal(value.cpu(), expected[name].cpu()) for name, value in state.items())
 
 
 def test_as_a_part_of_another_module() -> None:
     it = case("cnn")
     outer = nn.Module()
-    outer.net = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+    outer.net = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
     state = {name: value + 1 for name, value in outer.state_dict().items()}
     assert "net.0.weight" in state
     result = outer.load_state_dict(state)
     assert not result.missing_keys
     assert all(torch.equal(value, state[name]) for name, value in outer.state_dict().items())
     outer.net.close()
-    for call in (outer.state_dict, lambda: outer.net(**it.inp)):
+
+
+@gpu.on_the_cpu("streams of CUDA go on after close()")
+def test_a_closed_module_is_refused() -> None:
+    it = case("cnn")
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
+    module.close()
+    for call in (module.state_dict, lambda: module(**it.inp)):
         with pytest.raises(InputError, match="closed"):
             call()

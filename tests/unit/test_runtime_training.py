@@ -11,6 +11,7 @@ from torch import nn
 from elixir.chunk.lanes import Emulation
 from elixir.default_step import default_input
 from elixir.wrapper.gradient_norm import PIECE_NUMEL, ROW_NUMEL, total_norm
+from tests.common import gpu
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan
 
 MODES = ("streamed", "mixed")
@@ -58,7 +59,7 @@ def test_evaluates_between_forward_and_backward(pair: Pair) -> None:
     for _ in range(3):
         mine, plain = (pair.case.loss(model, pair.case.inp) for model in (pair.module, pair.plain))
         with torch.no_grad():
-            other = default_input(pair.plain, batch=1, seq=7)
+            other = gpu.there(default_input(pair.plain, batch=1, seq=7))
             assert torch.equal(hf_loss(pair.module, other), hf_loss(pair.plain, other))
         pair.optimizer.backward(mine)
         plain.backward()
@@ -71,7 +72,7 @@ def test_takes_batches_of_other_shapes(pair: Pair) -> None:
 
 
 def test_runs_forward_twice_before_backward(pair: Pair) -> None:
-    other = default_input(pair.plain, batch=2, seq=11)
+    other = gpu.there(default_input(pair.plain, batch=2, seq=11))
     for _ in range(4):
         for model, backward in ((pair.module, pair.optimizer.backward), (pair.plain, torch.Tensor.backward)):
             first, second = model(**pair.case.inp).logits, model(**other).logits
@@ -195,7 +196,7 @@ OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, lr_decay=0.01),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3, foreach=False),  # which rounds otherwise
     "adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
     "own": lambda p: Lion(p, lr=1e-4),
 }

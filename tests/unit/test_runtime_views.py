@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir.access import TrackedView
 from elixir.errors import InputError
+from tests.common import gpu
 from tests.common.parity import Case, Pair, make_plan, square_loss
 
 WIDTH = 8
@@ -321,6 +322,7 @@ def test_views_are_not_written_to(write: Callable[[torch.Tensor], object]) -> No
         pair.assert_same_weights()
 
 
+@gpu.not_pretended("nothing is loaded onto it")
 def test_copies_of_views_are_ordinary_and_their_own() -> None:
     copies: list[torch.Tensor] = []
 
@@ -376,7 +378,9 @@ def sparse(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return layer.after(layer.weight @ x if x.is_meta else torch.sparse.mm(layer.weight.to_sparse(), x))
 
 
-@pytest.mark.parametrize("forward", [under_vmap, sparse])
+@pytest.mark.parametrize(
+    "forward", [under_vmap, pytest.param(sparse, marks=gpu.not_pretended("it has no sparse tensors"))]
+)
 def test_what_has_no_storage_is_no_view(forward: Forward) -> None:
     it = case_of(forward, layers=1)
     with Pair(it, make_plan(it, "streamed", split_number=4), optimizer=sgd) as pair:
@@ -387,7 +391,7 @@ def test_what_has_no_storage_is_no_view(forward: Forward) -> None:
 def test_backward_inside_gathered_reads_what_is_gathered() -> None:
     it = case_of(kept_by_a_context)
     with Pair(it, make_plan(it, "streamed", split_number=12), optimizer=sgd) as pair:
-        losses = [it.loss(model, it.inp) for model in (pair.module, pair.plain)]
+        losses = [it.loss(model, pair.case.inp) for model in (pair.module, pair.plain)]
         with pair.module.gathered():
             losses[0].backward()
         losses[1].backward()

@@ -19,6 +19,7 @@ from elixir.search.states import state_size
 from elixir.tracer import trace_step
 from elixir.tracer.step_trace import StepTrace
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common import gpu
 from tests.common.chains import NUMEL, Speeds
 from tests.common.parity import Case, case, hf_loss, make_plan
 from tests.common.samples import make_hardware
@@ -30,7 +31,7 @@ BF16 = torch.bfloat16
 
 
 def make_run(it: Case, plan: Plan, **options: Any) -> tuple[ElixirModule, ElixirOptimizer]:
-    module = ElixirModule(it.model, plan, dtype=BF16, device="cpu", poison=True, **options)
+    module = ElixirModule(it.model, plan, dtype=BF16, device=gpu.DEVICE, poison=True, **options)
     return module, ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1))
 
 
@@ -61,7 +62,7 @@ def test_weights_are_their_masters_rounded(fused: bool) -> None:
             assert chunk.masters is not None
             for slot in chunk.slots:
                 part = slice(slot.offset, slot.offset + slot.numel)
-                assert torch.equal(chunk.shard_weights[part], chunk.masters[part].to(BF16)), slot.name
+                assert torch.equal(chunk.shard_weights[part].cpu(), chunk.masters[part].to(BF16)), slot.name
     module.close()
 
 
@@ -94,6 +95,7 @@ def test_the_host_keeps_what_the_plan_says() -> None:
     module.close()
 
 
+@gpu.on_the_cpu("holds a lane's thread")
 def test_a_buffer_is_not_written_to_before_its_weights_have_left() -> None:
     it = case("opt", layers=1)
     module, optimizer = make_run(it, returning_plan(it))
