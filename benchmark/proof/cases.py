@@ -214,13 +214,15 @@ def _pair(
     first = [
         ours,
         elixir("elixir, more room", share=0.85, unless=(ours.id,)),
-        *(peers("fsdp2", "fsdp2", offload=False, keep=True) if fits else []),
+        # Without others to gather from, gathering again is a cast; keeping what was gathered may be too much.
+        *(peers("fsdp2", "fsdp2", offload=False, keep=False) if fits else []),
         *peers("fsdp2 offload", "fsdp2", offload=True, keep=False),
     ]
     second = [
         *(peers("zero-3 offload", "deepspeed", stage=3) if has_deepspeed else []),
         *(peers("zero-offload", "deepspeed", stage=2) if has_deepspeed else []),
         *(peers("plain", "plain") if fits else []),
+        *(peers("fsdp2 keep", "fsdp2", offload=False, keep=True) if fits else []),
         *peers("fsdp2 offload keep", "fsdp2", offload=True, keep=True),
     ]
     third = [elixir("elixir, plan corrected", wrap=True), elixir("elixir, torch's Adam", fused_kernels=False)]

@@ -15,7 +15,7 @@ CAPACITY_NUMEL, CAPACITY_DEVICE_BYTES, CAPACITY_HOST_BYTES = 15e9, 139 * 2**30, 
 LINKS_PERCENT = 10.0
 
 _OFFLOADING = ("fsdp2 offload", "zero")
-_FITTING = ("fsdp2, micro", "plain, micro")
+_FITTING = ("fsdp2, micro", "fsdp2 keep, micro", "plain, micro")
 
 
 @dataclasses.dataclass(frozen=True)

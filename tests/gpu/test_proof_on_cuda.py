@@ -28,6 +28,7 @@ CHOSEN = (
     "offload/gpt2-4b 16x1024 in 20 GB/elixir",
     "offload/gpt2-4b 16x1024 in 20 GB/fsdp2 offload, micro-batch 16",
     "offload/gpt2-4b 16x1024 in 80 GB/fsdp2, micro-batch 16",
+    "offload/gpt2-4b 16x1024 in 80 GB/fsdp2 keep, micro-batch 16",
     "offload/gpt2-4b 16x1024 in 80 GB/plain, micro-batch 16",
     "offload/gpt2-4b 16x1024/elixir, no budget",
     "capacity/",

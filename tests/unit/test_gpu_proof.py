@@ -444,6 +444,8 @@ def test_offload_is_held_against_the_best_peer_of_all() -> None:
     fits = speed_row("fsdp2, micro-batch 16", 140.0)
     assert judged([ours, slow, fits], "offload", "pair") is True, "1.0 where a peer fits"
     assert judged([{**ours, "tokens_per_s": 139.0}, slow, fits], "offload", "pair") is False
+    keeps = speed_row("fsdp2 keep, micro-batch 16", 160.0)
+    assert judged([ours, slow, fits, keeps], "offload", "pair") is False, "0.94 of the better of those that fit"
     assert judged([ours], "offload", "pair") is None
     assert judged([slow], "offload", "pair") is None
     corrected = speed_row("elixir, plan corrected", 900.0)
