@@ -142,7 +142,7 @@ class ChunkOptimizer:
     def step(
         self,
         arrived: Arrived,
-        factor: float,
+        factor: float | torch.Tensor,
         hyperparameters: list[dict[str, Any]],
         staged: torch.Tensor | None = None,
     ) -> None:
@@ -150,7 +150,7 @@ class ChunkOptimizer:
 
         Args:
             arrived: of `gradients`.
-            factor: gradients are multiplied by it.
+            factor: gradients are multiplied by it; a tensor on the device only where `follows_torch`.
             hyperparameters: by group.
             staged: takes the shard's new weights in their dtype, on their way to another memory.
         """
@@ -158,21 +158,30 @@ class ChunkOptimizer:
             group.update(values)
         if isinstance(self.optimizer, FusedAdam):
             out = self.chunk.shard_weights if self._writes_itself() else staged
-            self.optimizer.step(arrived, None if self._shard is None else self._shard.memory, factor, out)
+            self.optimizer.step(arrived, None if self._shard is None else self._shard.memory, float(factor), out)
         else:
             self._step_segments(self.optimizer, arrived, factor)
             if staged is not None:
                 self._copy(arrived, self._master, staged)
         self._count_states()
 
-    def _step_segments(self, optimizer: torch.optim.Optimizer, arrived: Arrived, factor: float) -> None:
+    @property
+    def follows_torch(self) -> bool:
+        """Whether autograd's own gradients are stepped by the user's class: all on the device, and nothing waits for it."""
+        return self._shard is None and not isinstance(self.optimizer, FusedAdam)
+
+    def _step_segments(self, optimizer: torch.optim.Optimizer, arrived: Arrived, factor: float | torch.Tensor) -> None:
         before = [segment.weights.grad for segment in self.segments]  # of ordinary parameters, which keep theirs
         for segment in self.segments:
             segment.weights.grad = None
         for segment, gradient in arrived:
             # In float32 without a factor the gradient itself is stepped with, as plain PyTorch would.
             value = gradient.to(segment.weights.dtype)
-            segment.weights.grad = (value * factor if factor != 1.0 else value).view_as(segment.weights)
+            if isinstance(factor, torch.Tensor) or factor != 1.0:
+                # In place in a copy, and in autograd's own as torch.nn.utils.clip_grad_norm_ does.
+                in_place = value is not gradient or self._shard is None
+                value = value.mul_(factor) if in_place else value * factor
+            segment.weights.grad = value.view_as(segment.weights)
         optimizer.step()
         for segment, kept in zip(self.segments, before, strict=True):
             segment.weights.grad = kept

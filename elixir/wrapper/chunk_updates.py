@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Ticket
 from elixir.wrapper.chunk_optimizer import Arrived, ChunkOptimizer
@@ -18,7 +20,7 @@ def update(
     module: ElixirModule,
     part: ChunkOptimizer,
     arrived: Arrived,
-    factor: float,
+    factor: float | torch.Tensor,
     hyperparameters: list[dict[str, Any]],
     behind: Sequence[Ticket] = (),
 ) -> None:

@@ -14,9 +14,10 @@ ROW_NUMEL = 2**14
 
 
 def total_norm(gradients: Sequence[torch.Tensor], threads: int) -> torch.Tensor:
-    """The 2-norm of all elements of all `gradients`, in float32, on the CPU; of none it is 0.
+    """The 2-norm of all elements of all `gradients`, in float32; of none it is 0.
 
-    In float32 it has the bits of `torch.nn.utils.get_total_norm`.
+    It is where the gradients are, which nobody waits for; on the CPU where they are on several devices. In float32 it has the
+    bits of `torch.nn.utils.get_total_norm`.
 
     Args:
         gradients: flat, of any floating dtype and device.
@@ -27,12 +28,15 @@ def total_norm(gradients: Sequence[torch.Tensor], threads: int) -> torch.Tensor:
     with _at_least(threads):
         devices = list(dict.fromkeys(gradient.device for gradient in gradients))
         if len(devices) == 1 and all(gradient.dtype == torch.float32 for gradient in gradients):
-            return torch.nn.utils.get_total_norm(gradients).cpu()
+            return torch.nn.utils.get_total_norm(gradients)
         # In float32: in float16 the norm of a large tensor overflows where none of its elements does.
-        norms = torch.empty(len(gradients), device="cpu")
-        for device in devices:  # each is waited for once
-            places = [place for place, gradient in enumerate(gradients) if gradient.device == device]
-            norms[places] = torch.stack([_wide_norm(gradients[place]) for place in places]).cpu()
+        if len(devices) == 1:
+            norms = torch.stack([_wide_norm(gradient) for gradient in gradients])
+        else:
+            norms = torch.empty(len(gradients), device="cpu")
+            for device in devices:  # each is waited for once
+                places = [place for place, gradient in enumerate(gradients) if gradient.device == device]
+                norms[places] = torch.stack([_wide_norm(gradients[place]) for place in places]).cpu()
         total: torch.Tensor = torch.linalg.vector_norm(norms)
         return total
 

@@ -279,7 +279,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         module.gradients.settle()
         self._agree_on_used(unscaled=self._unscaled())
         loss_scale, made_by = module.loss_scale, self._gradient_scale()
-        factor = 1.0 / made_by
+        factor: float | torch.Tensor = 1.0 / made_by
         limit = self.clip_limit
         if limit:
             self.in_backward.refuse("clipping", "leave it out")  # of what was asked for behind backward
@@ -292,7 +292,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 return result
             if limit:
                 # As torch.nn.utils.clip_grad_norm_: the same epsilon, in float32, and never a factor above 1.
-                factor *= float(torch.clamp(limit / (norm / made_by + 1e-6), max=1.0))
+                clip = torch.clamp(limit / (norm / made_by + 1e-6), max=1.0)
+                waits = loss_scale.used or not all(part.follows_torch for part in self._parts.values())
+                factor *= float(clip) if waits else clip
         hyperparameters = self.hyperparameters()
         module.cache.invalidate()  # before weights count as changed, which inside a block they must not
         begun = self.in_backward.finish(hyperparameters)
@@ -378,7 +380,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.used_parameters = arrived
 
     def _norm(self) -> torch.Tensor:
-        """Norm of all gradients over all ranks, loss scale included; float32, on the CPU."""
+        """Norm of all gradients over all ranks, loss scale included; float32."""
         module = self.module
         module.gradients.settle()
         found = [item for part in self._parts.values() for item in part.gradients(self.used_parameters)]
@@ -387,7 +389,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         norm = total_norm([gradient for _, gradient in found], self.host_threads)
         if module._group.size == 1:
             return norm
-        square = norm.double() ** 2
+        square = norm.cpu().double() ** 2
         module._lanes.network.submit(lambda: module._group.sum(square)).synchronize()
         return square.sqrt().float()
 
