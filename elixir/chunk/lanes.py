@@ -131,7 +131,7 @@ class ThreadLane:
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
         """See `Lane.submit`; compute on the CPU is done with what it was given when this is called."""
         if self._closed:
-            raise InputError("this ElixirModule was closed, and cannot run or give its weights any more")
+            raise _closed()
         ticket = _ThreadTicket(self)
         self._queue.put((work, tuple(after), nbytes, ticket))
         if self._emulation.blocking:
@@ -173,6 +173,10 @@ class ThreadLane:
                 error = raised
             ticket.finish(error)
             del item, work, after  # the queue is quiet for long; keep no tensor alive meanwhile
+
+
+def _closed() -> InputError:
+    return InputError("this ElixirModule was closed, and cannot run or give its weights any more")
 
 
 class _CudaTicket:
@@ -238,11 +242,14 @@ class StreamLane:
         self._stream = torch.cuda.Stream(device, priority=priority)
         self._issuer: ThreadLane | None = None
         self._last: _CudaTicket | None = None
+        self._closed = False
         self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_SPANS_KEPT)
         self.waited_s = 0.0
 
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
         """See `Lane.submit`."""
+        if self._closed:
+            raise _closed()
         # What compute has been given may still read the block that the work overwrites, or write what it reads.
         given = _recorded(torch.cuda.current_stream(self._device))
         behind = self._last is not None and not self._last.issued()
@@ -268,6 +275,7 @@ class StreamLane:
 
     def close(self) -> None:
         """Finish what was submitted."""
+        self._closed = True
         if self._issuer is not None:
             self._issuer.close()
         self._stream.synchronize()

@@ -200,7 +200,6 @@ def test_as_a_part_of_another_module() -> None:
     outer.net.close()
 
 
-@gpu.on_the_cpu("streams of CUDA go on after close()")
 def test_a_closed_module_is_refused() -> None:
     it = case("cnn")
     module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
