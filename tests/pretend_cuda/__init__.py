@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
+from tests.pretend_cuda import attention, norms
+
 DEVICE_NAME = "pretended device"
 TOTAL_BYTES = 16 * 2**30
 _DEVICE = Path(__file__).with_name("device.cpp")
@@ -39,6 +41,8 @@ def install() -> ModuleType:
             raise RuntimeError("this machine has a CUDA device, and needs to pretend none")
         _installed = _load(_compiled(_DEVICE))
         _patch(torch.cuda, _installed)
+        attention.implement()
+        norms.implement()
     return _installed
 
 
@@ -55,9 +59,10 @@ def install_nccl() -> None:
 
 
 def _compiled(source: Path) -> Path:
-    """The extension made of a C++ file; anew only where that file or PyTorch is another."""
+    """The extension made of a C++ file; anew only where that file, a header or PyTorch is another."""
     name = f"pretended_{source.stem}"
-    made_of = source.read_bytes() + torch.__version__.encode() + sysconfig.get_config_var("SOABI").encode()
+    sources = b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
+    made_of = sources + torch.__version__.encode() + sysconfig.get_config_var("SOABI").encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "elixir-tests"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{name}-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
@@ -199,7 +204,14 @@ def _patch(cuda: Any, device: ModuleType) -> None:
         "memory_reserved": lambda device=None: device_module.allocated_bytes(),
         "max_memory_reserved": lambda device=None: device_module.peak_bytes(),
         "reset_peak_memory_stats": lambda device=None: device_module.reset_peak(),
-        "memory_stats": lambda device=None: {},
+        "memory_stats": lambda device=None: {
+            "allocated_bytes.all.current": device_module.allocated_bytes(),
+            "allocated_bytes.all.peak": device_module.peak_bytes(),
+            "requested_bytes.all.current": device_module.requested_bytes(),
+            "requested_bytes.all.peak": device_module.requested_peak_bytes(),
+            "reserved_bytes.all.current": device_module.allocated_bytes(),
+            "reserved_bytes.all.peak": device_module.peak_bytes(),
+        },
         "empty_cache": lambda: None,
         "get_device_properties": lambda device=None: properties,
         "get_device_name": lambda device=None: DEVICE_NAME,

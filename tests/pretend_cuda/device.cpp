@@ -30,6 +30,8 @@
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include "attention_choice.h"
+
 namespace {
 
 using c10::Device;
@@ -97,11 +99,19 @@ void extend(std::vector<Range>& ranges, const at::Tensor& tensor) {
 
 // ---------------------------------------------------------------------------------------------------------- memory
 
+struct Block {
+  size_t nbytes;     // as rounded
+  size_t requested;  // as asked for
+  int64_t stream;    // it was made on
+};
+
 struct Memory {
   std::mutex mutex;
-  std::unordered_map<void*, std::pair<size_t, int64_t>> live;  // bytes as rounded, and the stream they were made on
+  std::unordered_map<void*, Block> live;
   size_t allocated = 0;
   size_t peak = 0;
+  size_t requested = 0;
+  size_t requested_peak = 0;
   std::map<uintptr_t, size_t> pinned;
 };
 
@@ -112,17 +122,17 @@ Memory& memory() {
 
 void free_device(void* pointer) {
   if (!pointer) return;
-  size_t nbytes;
-  int64_t stream;
+  Block block;
   {
     std::lock_guard<std::mutex> guard(memory().mutex);
-    std::tie(nbytes, stream) = memory().live.at(pointer);
+    block = memory().live.at(pointer);
     memory().live.erase(pointer);
-    memory().allocated -= nbytes;
+    memory().allocated -= block.nbytes;
+    memory().requested -= block.requested;
   }
   auto start = reinterpret_cast<uintptr_t>(pointer);
-  note("free", stream, -1, "", {}, {{start, start + nbytes}});
-  std::memset(pointer, 0xFF, nbytes);  // NaN in every floating dtype
+  note("free", block.stream, -1, "", {}, {{start, start + block.nbytes}});
+  std::memset(pointer, 0xFF, block.nbytes);  // NaN in every floating dtype
   std::free(pointer);
 }
 
@@ -136,9 +146,11 @@ struct DeviceAllocator final : c10::Allocator {
     std::memset(pointer, 0xFF, rounded);
     {
       std::lock_guard<std::mutex> guard(memory().mutex);
-      memory().live[pointer] = {rounded, current_stream};
+      memory().live[pointer] = {rounded, nbytes, current_stream};
       memory().allocated += rounded;
       memory().peak = std::max(memory().peak, memory().allocated);
+      memory().requested += nbytes;
+      memory().requested_peak = std::max(memory().requested_peak, memory().requested);
     }
     auto start = reinterpret_cast<uintptr_t>(pointer);
     note("allocate", current_stream, -1, "", {}, {{start, start + rounded}});
@@ -266,7 +278,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto found = memory().live.find(data.get());
     if (found == memory().live.end()) return;
     auto start = reinterpret_cast<uintptr_t>(data.get());
-    log().add({"record stream", "", this_thread(), stream.id(), -1, {}, {{start, start + found->second.first}}});
+    log().add({"record stream", "", this_thread(), stream.id(), -1, {}, {{start, start + found->second.nbytes}}});
   }
   double elapsedTime(void* from, void* to, const DeviceIndex) const override {
     return static_cast<Event*>(to)->at_ms - static_cast<Event*>(from)->at_ms;
@@ -411,9 +423,10 @@ at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min, co
   return found;
 }
 
-int64_t choose_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                         double, bool, std::optional<double>, bool) {
-  return 0;  // the composed form
+int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                         const std::optional<at::Tensor>& mask, double dropout, bool is_causal, std::optional<double>,
+                         bool enable_gqa) {
+  return static_cast<int64_t>(attention_choice::choose({query, key, value, mask, dropout, is_causal, enable_gqa}));
 }
 
 // Every other operator: the CPU's kernel on the same memory.
@@ -532,7 +545,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_pinned", [](uintptr_t pointer) { return is_pinned(reinterpret_cast<void*>(pointer)); });
   m.def("allocated_bytes", [] { return memory().allocated; });
   m.def("peak_bytes", [] { return memory().peak; });
-  m.def("reset_peak", [] { memory().peak = memory().allocated; });
+  m.def("requested_bytes", [] { return memory().requested; });
+  m.def("requested_peak_bytes", [] { return memory().requested_peak; });
+  m.def("reset_peak", [] {
+    memory().peak = memory().allocated;
+    memory().requested_peak = memory().requested;
+  });
   m.def("pinned", [] {
     std::lock_guard<std::mutex> guard(memory().mutex);
     return memory().pinned;

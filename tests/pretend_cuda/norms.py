@@ -1,0 +1,53 @@
+"""Layer norm of the pretended device: CUDA keeps its statistics in float32, the CPU in the dtype of input and weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_library: torch.library.Library | None = None
+
+
+def implement() -> None:
+    """Give the operators kernels for CUDA tensors."""
+    global _library
+    if _library is None:
+        _library = torch.library.Library("aten", "IMPL")
+        _library.impl("native_layer_norm", _layer_norm, "CUDA")
+        _library.impl("native_layer_norm_backward", _layer_norm_backward, "CUDA")
+
+
+def _layer_norm(
+    input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> Any:
+    found = aten.native_layer_norm(*_host(input), normalized_shape, *_host(weight, bias), eps)
+    accumulated = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
+    return tuple(
+        torch.empty(tensor.shape, dtype=dtype, device="cuda").copy_(tensor)
+        for tensor, dtype in zip(found, (input.dtype, accumulated, accumulated), strict=True)
+    )
+
+
+def _layer_norm_backward(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    output_mask: list[bool],
+) -> Any:
+    mixed = weight is not None and weight.dtype != input.dtype
+    statistics = [tensor if mixed else tensor.to(input.dtype) for tensor in _host(mean, rstd)]
+    found = aten.native_layer_norm_backward(
+        *_host(grad_out, input), normalized_shape, *statistics, *_host(weight, bias), output_mask
+    )
+    return tuple(None if tensor is None else tensor.contiguous().to("cuda") for tensor in found)
+
+
+def _host(*tensors: torch.Tensor | None) -> list[Any]:
+    return [None if tensor is None else tensor.cpu() for tensor in tensors]
