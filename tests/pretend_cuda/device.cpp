@@ -335,13 +335,13 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                          std::optional<at::Layout>, std::optional<Device>, std::optional<bool>) {
   return at::detail::empty_strided_generic(size, stride, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
-                                           dtype.value_or(at::ScalarType::Float));
+                                           dtype.value_or(c10::get_default_dtype_as_scalartype()));
 }
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                  std::optional<Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   return at::detail::empty_generic(size, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
-                                   dtype.value_or(at::ScalarType::Float), format);
+                                   dtype.value_or(c10::get_default_dtype_as_scalartype()), format);
 }
 
 at::Tensor to_device(const at::Tensor& result) {
