@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
-from tests.pretend_cuda import attention, norms
+from tests.pretend_cuda import attention, kernels
 
 DEVICE_NAME = "pretended device"
 TOTAL_BYTES = 16 * 2**30
@@ -42,7 +42,7 @@ def install() -> ModuleType:
         _installed = _load(_compiled(_DEVICE))
         _patch(torch.cuda, _installed)
         attention.implement()
-        norms.implement()
+        kernels.implement()
     return _installed
 
 

@@ -525,6 +525,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_local_scalar_dense", &item);
   m.impl("record_stream", &record_stream);
   m.impl("histc", &histc);
+  // On a build with CUDA these have kernels for it; without one they would be composed of others.
+  for (const char* name : {"silu_backward", "mish_backward", "native_channel_shuffle", "addr", "native_group_norm"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  }
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }

@@ -1,4 +1,8 @@
-"""Layer norm of the pretended device: CUDA keeps its statistics in float32, the CPU in the dtype of input and weight."""
+"""Kernels of the pretended device whose results are not of the CPU's shapes, dtypes or strides.
+
+Layer norm: CUDA keeps statistics in float32, the CPU in the dtype of input and weight. Grouped matrix products: the CPU
+has no kernel, and composes them of others.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ def implement() -> None:
         _library = torch.library.Library("aten", "IMPL")
         _library.impl("native_layer_norm", _layer_norm, "CUDA")
         _library.impl("native_layer_norm_backward", _layer_norm_backward, "CUDA")
+        _library.impl("_grouped_mm", _grouped_mm, "CUDA")
 
 
 def _layer_norm(
@@ -47,6 +52,20 @@ def _layer_norm_backward(
         *_host(grad_out, input), normalized_shape, *statistics, *_host(weight, bias), output_mask
     )
     return tuple(None if tensor is None else tensor.contiguous().to("cuda") for tensor in found)
+
+
+def _grouped_mm(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    found = aten._grouped_mm(*_host(first, second, offs, bias), out_dtype)
+    columns = found.shape[-1]
+    row = -(-columns * found.itemsize // 16) * 16 // found.itemsize  # rows begin at multiples of 16 bytes
+    padded = torch.empty(*found.shape[:-1], row, dtype=found.dtype, device="cuda")[..., :columns]
+    return padded.copy_(found)
 
 
 def _host(*tensors: torch.Tensor | None) -> list[Any]:
