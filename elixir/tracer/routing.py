@@ -83,12 +83,13 @@ def _attention(target: Target) -> Callable[..., torch.Tensor]:
             query_shape=tuple(query.shape),
             key_shape=tuple(key.shape),
             value_shape=tuple(value.shape),
-            has_mask=attn_mask is not None,
+            mask_shape=None if attn_mask is None else tuple(attn_mask.shape),
             mask_needs_grad=attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled(),
             dropout=dropout_p,
             is_causal=is_causal,
             enable_gqa=enable_gqa,
             last_dim_contiguous=query.stride(-1) == key.stride(-1) == value.stride(-1) == 1,
+            mask_last_dim_contiguous=attn_mask is None or attn_mask.stride(-1) == 1,
         )
         kernel = target.attention_kernel(call)
         bias = _additive(attn_mask, query.dtype)

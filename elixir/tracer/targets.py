@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from elixir.hardware import HardwareProfile
+from elixir.tracer.attention_buffers import held_in_backward
 from elixir.units import KIB, MIB
 
 aten = torch.ops.aten
@@ -50,6 +51,11 @@ _CONTIGUOUS_FIRST = frozenset(
 _HALF = (torch.float16, torch.bfloat16)
 _MAX_FLASH_HEAD_DIM = 256
 _MAX_CUDNN_HEAD_DIM = 128
+_CUDNN_WIDE_HEADS = (192, 128)
+"""Widths of queries and values beyond that which cuDNN takes as well."""
+_CUDNN_DROPOUT_STEPS = 16
+"""cuDNN drops by multiples of 1/16; from 2.12 on PyTorch sends it no other probability (pull request 174245)."""
+_ROUNDS_DROPOUT = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
 
 
 @dataclass(frozen=True)
@@ -60,12 +66,18 @@ class Attention:
     query_shape: tuple[int, ...]
     key_shape: tuple[int, ...]
     value_shape: tuple[int, ...]
-    has_mask: bool
+    mask_shape: tuple[int, ...] | None
     mask_needs_grad: bool
     dropout: float
     is_causal: bool
     enable_gqa: bool
     last_dim_contiguous: bool = True
+    mask_last_dim_contiguous: bool = True
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether there is a mask or an additive bias."""
+        return self.mask_shape is not None
 
     @property
     def broadcasts(self) -> bool:
@@ -165,15 +177,16 @@ class CudaTarget(Target):
         """
         if len(call.query_shape) != 4 or call.dtype is torch.float64 or not call.last_dim_contiguous:
             return "math"
-        if call.broadcasts:
+        if call.broadcasts or not call.mask_last_dim_contiguous:
+            return "math"
+        half = call.dtype in _HALF
+        if half and self._prefers_cudnn() and _cudnn_takes(call):
+            return "cudnn"
+        if call.key_shape[1] != call.value_shape[1]:
             return "math"
         head_dims = {call.query_shape[-1], call.key_shape[-1], call.value_shape[-1]}
         head_dim = call.query_shape[-1]
         square = call.query_shape[-2] == call.key_shape[-2]
-        half = call.dtype in _HALF
-        cudnn = self._prefers_cudnn() and half and not call.mask_needs_grad
-        if cudnn and len(head_dims) == 1 and head_dim % 8 == 0 and head_dim <= _MAX_CUDNN_HEAD_DIM:
-            return "cudnn"
         flash = half and self.capability >= (8, 0) and not call.has_mask and len(head_dims) == 1
         if (
             flash
@@ -209,12 +222,41 @@ class CudaTarget(Target):
         return CUBLAS_HOPPER_WORKSPACE_BYTES if self.capability >= (9, 0) else CUBLAS_WORKSPACE_BYTES
 
     def transient_bytes(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> int:
-        """Sorting of token ids in the gradient of an embedding (`EmbeddingBackwardKernel.cu`)."""
+        """Sorting of ids in the gradient of an embedding (`EmbeddingBackwardKernel.cu`), accumulators of attention."""
+        held = held_in_backward(func, args, self.round_bytes)
+        if held:
+            return held
         if func is aten.embedding_dense_backward.default:
             indices = int(args[1].numel())
             if indices > 3072:  # below, one kernel without temporaries
                 return 4 * indices * 8  # original and sorted ids, and as much again inside the sort
         return super().transient_bytes(func, args, outputs)
+
+    def results(self, func: Any, args: Any, result: Any) -> Any:
+        """The memory-efficient kernel leaves the seeds of its dropout on the host, unless a graph is being captured."""
+        if func is aten._scaled_dot_product_efficient_attention.default:
+            output, log_sum, *seeds = result
+            return (output, log_sum, *(torch.empty(0, dtype=seed.dtype, device=seed.device) for seed in seeds))
+        return super().results(func, args, result)
+
+
+def _cudnn_takes(call: Attention) -> bool:
+    """What cuDNN asks of a call in half precision (`can_use_cudnn_attention`)."""
+    *_, queries, width = call.query_shape
+    keys, value_width = call.key_shape[-2], call.value_shape[-1]
+    narrow = width <= _MAX_CUDNN_HEAD_DIM and value_width <= _MAX_CUDNN_HEAD_DIM
+    if width % 8 or value_width % 8 or not (narrow or (width, value_width) == _CUDNN_WIDE_HEADS):
+        return False
+    if keys == 1 or (call.dropout and queries == 1):
+        return False
+    if not (_ROUNDS_DROPOUT or call.dropout * _CUDNN_DROPOUT_STEPS % 1 == 0):
+        return False
+    mask = call.mask_shape
+    if mask is None:
+        return True
+    full = (*call.query_shape[:2], queries, keys)[-len(mask) :]
+    fits = len(mask) in (2, 4) and all(size in (1, whole) for size, whole in zip(mask, full, strict=True))
+    return fits and not call.mask_needs_grad
 
 
 class CpuTarget(Target):

@@ -2,8 +2,8 @@
 
 What they give, and what they save for backward, has the shapes, dtypes, strides and devices of PyTorch's CUDA kernels
 (`ATen/native/transformers/cuda`: `attention.cu`, `attention_backward.cu`, `flash_attn/flash_api.cpp`; `cudnn/MHA.cpp`);
-so have the buffers that flash and the memory-efficient kernel allocate for the time of their backward. cuDNN's workspace
-is not there: its size comes out of the library. The values come from the plain formula, in float32 on the host.
+so have the buffers that they allocate for the time of their backward, cuDNN's as far as its frontend asks for them (what
+its engines take beside is not public). The values come from the plain formula, in float32 on the host.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _flash_backward(
     contiguous = [tensor.transpose(1, 2).contiguous() for tensor in (grad_out, out)]
     grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
     row_sums = torch.empty(batch, heads, _rounded(rows, _FLASH_ROWS), device="cuda")
-    wide = _rounded(width, 32 if width <= 128 else 64)
+    wide = _rounded(width, 32) if width <= 192 else 256
     accumulated = torch.empty(batch, _rounded(rows, _FLASH_ROWS), heads, wide, device="cuda")
     shared = formula.groups[0] > 1
     per_head = [torch.empty(batch, key.shape[2], heads, width, dtype=key.dtype, device="cuda") for _ in range(2 * shared)]
@@ -196,7 +196,10 @@ def _efficient_backward(
         shape = (*attn_bias.shape[:-1], _rounded(columns, 16))
         grad_bias = torch.empty(shape, dtype=attn_bias.dtype, device="cuda")[..., :columns]
     if query.dtype is torch.float32:  # in half precision the kernel works them out
-        row_sums = (by_rows * out.transpose(1, 2)).sum(-1).transpose(-2, -1).contiguous()
+        products = by_rows * out.transpose(1, 2)
+        sums = products.sum(-1)
+        row_sums = sums.transpose(-2, -1).contiguous()
+        del products, sums
     else:
         row_sums = torch.empty(batch, heads, rows, device="cuda")
     workspace = torch.empty(_efficient_workspace_bytes(query, key, value, dropout_p > 0), dtype=torch.uint8, device="cuda")
@@ -216,9 +219,8 @@ def _efficient_workspace_bytes(query: torch.Tensor, key: torch.Tensor, value: to
     widest = max(width, value.shape[3])
     block_rows = 64 if widest <= 64 else 128
     block_columns = 128 if half and 64 < widest <= 128 else 64
-    tile = block_rows * 64 if widest <= 64 else block_rows * 128
-    tiles = -(-rows // block_rows) * -(-width // (tile // block_rows))
-    elements = tiles * (tile + 4)
+    tiles = -(-rows // block_rows) * -(-width // block_columns)
+    elements = tiles * (block_rows * block_columns + 4)  # each with a lock, a counter and padding
     if half and widest > block_rows:  # gradients of keys and values do not fit the registers
         splits = max(1, min(-(-key.shape[2] // block_columns), 200 // (batch * heads)))
         elements += splits * block_columns * sum(_rounded(t.shape[3], block_rows) for t in (query, value))
@@ -269,10 +271,9 @@ def _cudnn_backward(
 ) -> Any:
     formula = _Formula(query, key, value, attn_bias, dropout_p, is_causal, scale, int(philox_seed.cpu()))
     grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
-    if grad_out.stride() != out.stride():  # cuDNN wants one layout for both
-        same_layout = torch.empty_like(out)
+    same_layout = grad_out if grad_out.stride() == out.stride() else torch.empty_like(out)
+    workspace = torch.empty(_rounded(query[..., 0].numel() * 4, 16) + query.numel() * 4, dtype=torch.uint8, device="cuda")
     for grad, found in zip(grads, formula.gradients(grad_out), strict=False):
         grad.copy_(found)
-    if grad_out.stride() != out.stride():
-        del same_layout
+    del same_layout, workspace
     return tuple(grads)

@@ -16,12 +16,13 @@ from elixir.tracer.targets import Attention, target_for
 from elixir.units import KIB, MIB
 from tests.common.tracing import CPU, H200, cpu_trace, sum_step
 
+MASK = (2, 1, 128, 128)
 HALF = Attention(
     dtype=torch.bfloat16,
     query_shape=(2, 8, 128, 64),
     key_shape=(2, 8, 128, 64),
     value_shape=(2, 8, 128, 64),
-    has_mask=False,
+    mask_shape=None,
     mask_needs_grad=False,
     dropout=0.0,
     is_causal=True,
@@ -43,9 +44,19 @@ FEWER_KEY_HEADS: dict[str, Any] = {"key_shape": (2, 2, 128, 64), "value_shape": 
 ATTENTION = [
     # machine, call, kernel
     ("h200", HALF, "cudnn"),
-    ("h200", having(dropout=0.1), "cudnn"),
-    ("h200", having(has_mask=True), "cudnn"),
-    ("h200", having(has_mask=True, mask_needs_grad=True), "efficient"),
+    ("h200", having(dropout=0.125), "cudnn"),
+    ("h200", having(dropout=0.125, query_shape=(2, 8, 1, 64), is_causal=False), "flash"),
+    ("h200", having(key_shape=(2, 8, 1, 64), value_shape=(2, 8, 1, 64), is_causal=False), "flash"),
+    ("h200", having(mask_shape=(128, 1)), "cudnn"),
+    ("h200", having(mask_shape=(2, 128, 128)), "efficient"),
+    ("h200", having(mask_shape=MASK, mask_last_dim_contiguous=False), "math"),
+    ("h200", heads(64, 64, 32), "cudnn"),
+    ("h200", heads(192, 192, 128), "cudnn"),
+    ("h200", heads(192, 192), "flash"),
+    ("h200", having(enable_gqa=True, key_shape=(2, 2, 128, 64), value_shape=(2, 4, 128, 64)), "cudnn"),
+    ("a100", having(enable_gqa=True, key_shape=(2, 2, 128, 64), value_shape=(2, 4, 128, 64)), "math"),
+    ("h200", having(mask_shape=MASK), "cudnn"),
+    ("h200", having(mask_shape=MASK, mask_needs_grad=True), "efficient"),
     ("h200", having(dtype=torch.float32), "efficient"),
     ("h200", having(dtype=torch.float64), "math"),
     ("h200", heads(256, 256), "flash"),
@@ -57,7 +68,7 @@ ATTENTION = [
     ("h200", having(query_shape=(8, 128, 64), key_shape=(8, 128, 64), value_shape=(8, 128, 64)), "math"),
     ("a100", HALF, "flash"),
     ("a100", having(dtype=torch.float16), "flash"),
-    ("a100", having(has_mask=True), "efficient"),
+    ("a100", having(mask_shape=MASK), "efficient"),
     ("a100", having(query_shape=(2, 8, 16, 64)), "efficient"),
     ("a100", having(query_shape=(2, 8, 16, 64), is_causal=False), "flash"),
     ("a100", heads(64, 64, 32), "efficient"),
@@ -73,8 +84,8 @@ ATTENTION = [
     ("rtx4090", heads(224, 224), "efficient"),
     ("cpu", HALF, "cpu_flash"),
     ("cpu", having(dtype=torch.float64), "cpu_flash"),
-    ("cpu", having(has_mask=True), "cpu_flash"),
-    ("cpu", having(has_mask=True, mask_needs_grad=True), "math"),
+    ("cpu", having(mask_shape=MASK), "cpu_flash"),
+    ("cpu", having(mask_shape=MASK, mask_needs_grad=True), "math"),
     ("cpu", having(dropout=0.1), "math"),
     ("cpu", heads(64, 64, 32), "math"),
     ("cpu", having(**FEWER_KEY_HEADS), "math"),
