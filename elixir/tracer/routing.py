@@ -37,6 +37,9 @@ def routed(target: Target, count_host_tensor: Callable[[torch.Tensor], None]) ->
         _implement(library, "scaled_dot_product_attention", _attention(target))
         if target.native_dropout:
             _implement(library, "dropout", _dropout)
+        if target.softmax_reads_half:
+            _implement(library, "softmax.int", _softmax(torch._softmax))
+            _implement(library, "log_softmax.int", _softmax(torch._log_softmax))
     get_rng_state = torch.get_rng_state
 
     def counted_rng_state() -> torch.Tensor:
@@ -64,6 +67,17 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if p == 0 or not train or input.numel() == 0:
         return input
     return input * torch.zeros((), dtype=input.dtype, device=input.device)
+
+
+def _softmax(fused: Callable[[torch.Tensor, int, bool], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """As `at::softmax` on a device whose kernel reads float16 and writes float32."""
+
+    def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if input.dtype is torch.float16 and dtype is torch.float32:
+            return fused(input, dim, True)
+        return fused(input if dtype is None else input.to(dtype), dim, False)
+
+    return softmax
 
 
 def _attention(target: Target) -> Callable[..., torch.Tensor]:

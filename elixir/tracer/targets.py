@@ -97,6 +97,8 @@ class Target:
     kind: Literal["cuda", "cpu"]
     native_dropout = False
     """Whether dropout keeps a bool mask (True) or a noise tensor in the activation's dtype."""
+    softmax_reads_half = False
+    """Whether a softmax told to give float32 reads float16 as it is (True) or has it cast first."""
     counts_host_tensors = False
     """Whether tensors that the step makes on the CPU are in the memory that is being predicted."""
 
@@ -161,6 +163,7 @@ class CudaTarget(Target):
 
     kind = "cuda"
     native_dropout = True
+    softmax_reads_half = True
 
     def __init__(self, hardware: HardwareProfile) -> None:
         super().__init__(hardware)

@@ -344,10 +344,21 @@ at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std
                                    dtype.value_or(c10::get_default_dtype_as_scalartype()), format);
 }
 
+void resize_storage(const at::Storage& storage, size_t nbytes) {
+  auto other = device_allocator.allocate(nbytes);
+  if (auto kept = std::min(storage.nbytes(), nbytes)) std::memcpy(other.get(), storage.data(), kept);
+  storage.set_data_ptr_noswap(std::move(other));
+  storage.set_nbytes(nbytes);
+}
+
 at::Tensor to_device(const at::Tensor& result) {
   if (!result.defined() || result.is_cuda()) return result;
   auto moved = empty_strided(result.sizes(), result.strides(), result.scalar_type(), {}, {}, {});
   on_cpu(moved).copy_(result);
+  // A loss that was reduced in place of its terms, by kernels that CPU and CUDA share, keeps their storage.
+  if (result.dim() == 0 && result.storage().nbytes() > moved.storage().nbytes()) {
+    resize_storage(moved.storage(), result.storage().nbytes());
+  }
   return moved;
 }
 
@@ -378,13 +389,6 @@ at::Scalar item(const at::Tensor& self) {
 void record_stream(at::Tensor& self, Stream stream) {
   auto start = reinterpret_cast<uintptr_t>(self.storage().mutable_data());
   note("record stream", stream.id(), -1, "", {}, {{start, start + self.storage().nbytes()}});
-}
-
-void resize_storage(const at::Storage& storage, size_t nbytes) {
-  auto other = device_allocator.allocate(nbytes);
-  if (auto kept = std::min(storage.nbytes(), nbytes)) std::memcpy(other.get(), storage.data(), kept);
-  storage.set_data_ptr_noswap(std::move(other));
-  storage.set_nbytes(nbytes);
 }
 
 const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat> format) {
@@ -525,8 +529,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_local_scalar_dense", &item);
   m.impl("record_stream", &record_stream);
   m.impl("histc", &histc);
-  // On a build with CUDA these have kernels for it; without one they would be composed of others.
-  for (const char* name : {"silu_backward", "mish_backward", "native_channel_shuffle", "addr", "native_group_norm"}) {
+  // On a build with CUDA these have kernels for it; without one they would be composed of others, or call kernels that
+  // resize their result.
+  for (const char* name : {"silu_backward", "mish_backward", "native_channel_shuffle", "addr", "native_group_norm",
+                           "mse_loss", "smooth_l1_loss"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   }
 }

@@ -1,7 +1,7 @@
 """Kernels of the pretended device whose results are not of the CPU's shapes, dtypes or strides.
 
 Layer norm: CUDA keeps statistics in float32, the CPU in the dtype of input and weight. Grouped matrix products: the CPU
-has no kernel, and composes them of others.
+has no kernel, and composes them of others. Softmax: CUDA's reads half precision and writes float32.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ def implement() -> None:
         _library.impl("native_layer_norm", _layer_norm, "CUDA")
         _library.impl("native_layer_norm_backward", _layer_norm_backward, "CUDA")
         _library.impl("_grouped_mm", _grouped_mm, "CUDA")
+        for name in ("_softmax", "_log_softmax"):
+            _library.impl(name, _softmax(getattr(aten, name).default), "CUDA")
+            _library.impl(f"{name}_backward_data", _softmax_backward(getattr(aten, f"{name}_backward_data").default), "CUDA")
 
 
 def _layer_norm(
@@ -52,6 +55,23 @@ def _layer_norm_backward(
         *_host(grad_out, input), normalized_shape, *statistics, *_host(weight, bias), output_mask
     )
     return tuple(None if tensor is None else tensor.contiguous().to("cuda") for tensor in found)
+
+
+def _softmax(operator: Any) -> Any:
+    def softmax(input: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        (host,) = _host(input)
+        found = operator(host.float() if half_to_float else host, dim, False)
+        return torch.empty(found.shape, dtype=found.dtype, device="cuda").copy_(found)
+
+    return softmax
+
+
+def _softmax_backward(operator: Any) -> Any:
+    def backward(grad: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype) -> torch.Tensor:
+        found = operator(*_host(grad, output), dim, grad.dtype)
+        return torch.empty(found.shape, dtype=input_dtype, device="cuda").copy_(found)
+
+    return backward
 
 
 def _grouped_mm(
