@@ -45,9 +45,7 @@ def _flash(
     wide = _rounded(width, 32) if width <= 192 else 256
     held = [_copy_by_rows(grad_output), _copy_by_rows(output)]
     held += [batch * heads * rows * _FLOAT_BYTES, batch * heads * rows * wide * _FLOAT_BYTES]
-    if key.shape[1] != heads:  # gradients of shared keys and values come per head, and are summed afterwards
-        held += 2 * [batch * heads * key.shape[2] * width * key.itemsize]
-    return held
+    return held + _per_head(query, key, value)
 
 
 def _cudnn(grad_output: torch.Tensor, query: torch.Tensor, output: torch.Tensor) -> list[int]:
@@ -74,7 +72,17 @@ def _efficient(
     row_sums = batch * heads * rows * _FLOAT_BYTES
     copy = _copy_by_rows(grad_output)
     products = [] if half else [grad_output.numel() * _FLOAT_BYTES, row_sums]
-    return [copy, row_sums, *products], [copy, row_sums, batch * heads * _rounded(floats, 4) * _FLOAT_BYTES]
+    shared = _per_head(query, key, value)
+    workspace = batch * heads * _rounded(floats, 4) * _FLOAT_BYTES
+    return [copy, row_sums, *shared, *products], [copy, row_sums, *shared, workspace]
+
+
+def _per_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[int]:
+    """Gradients of keys and values that heads share: they come per head, and are summed afterwards."""
+    batch, heads = query.shape[:2]
+    if key.shape[1] == heads:
+        return []
+    return [batch * heads * tensor.shape[2] * tensor.shape[3] * tensor.itemsize for tensor in (key, value)]
 
 
 def _copy_by_rows(tensor: torch.Tensor) -> int:

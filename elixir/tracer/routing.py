@@ -20,7 +20,7 @@ from elixir.tracer.targets import Attention, Target
 aten = torch.ops.aten
 
 _PAD = {"flash": 8, "efficient": 1, "cudnn": 1, "cpu_flash": 1}
-_EFFICIENT_BIAS_ALIGNMENT = 16
+_EFFICIENT_BIAS_ALIGNMENT = 8
 
 
 @contextlib.contextmanager
@@ -133,9 +133,6 @@ def _attention(target: Target) -> Callable[..., torch.Tensor]:
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )[0]
             return output[..., :width] if padding else output
-        if enable_gqa:
-            groups = query.shape[-3] // key.shape[-3]
-            key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
         if bias is not None:
             bias = _aligned(bias).expand(*query.shape[:3], key.shape[-2])
         output = aten._scaled_dot_product_efficient_attention(
@@ -155,7 +152,7 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
 
 
 def _aligned(bias: torch.Tensor) -> torch.Tensor:
-    """The memory-efficient kernel wants rows whose length is a multiple of 16: padded, then cut, if they are not."""
+    """The memory-efficient kernel wants rows whose length is a multiple of 8: padded, then cut, if they are not."""
     length = bias.shape[-1]
     padding = -length % _EFFICIENT_BIAS_ALIGNMENT
     return F.pad(bias, (0, padding))[..., :length] if padding else bias

@@ -55,7 +55,10 @@ _CUDNN_WIDE_HEADS = (192, 128)
 """Widths of queries and values beyond that which cuDNN takes as well."""
 _CUDNN_DROPOUT_STEPS = 16
 """cuDNN drops by multiples of 1/16; from 2.12 on PyTorch sends it no other probability (pull request 174245)."""
-_ROUNDS_DROPOUT = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_ROUNDS_DROPOUT = _TORCH < (2, 12)
+_EFFICIENT_GROUPS_HEADS = _TORCH >= (2, 14)
+"""Whether the memory-efficient kernel takes keys and values that heads share (pull request 191085)."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,7 @@ class CudaTarget(Target):
             return "cudnn"
         if call.key_shape[1] != call.value_shape[1]:
             return "math"
+        grouped = call.key_shape[1] != call.query_shape[1]
         head_dims = {call.query_shape[-1], call.key_shape[-1], call.value_shape[-1]}
         head_dim = call.query_shape[-1]
         square = call.query_shape[-2] == call.key_shape[-2]
@@ -203,7 +207,8 @@ class CudaTarget(Target):
         known_dtype = half or call.dtype is torch.float32
         if call.dtype is torch.bfloat16 and self.capability < (8, 0):
             known_dtype = False
-        return "efficient" if aligned and known_dtype else "math"
+        takes_heads = _EFFICIENT_GROUPS_HEADS or not grouped
+        return "efficient" if aligned and known_dtype and takes_heads else "math"
 
     def _prefers_cudnn(self) -> bool:
         datacenter = self.capability in ((9, 0), (10, 0), (10, 3))

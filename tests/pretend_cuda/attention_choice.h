@@ -50,12 +50,18 @@ inline bool takes_flash(const sdp::sdp_params& call) {
   return width == call.key.size(3) && width == call.value.size(3) && width <= 256 && (square || !call.is_causal);
 }
 
+#if TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR >= 214
+constexpr bool kEfficientGroupsHeads = true;
+#else
+constexpr bool kEfficientGroupsHeads = false;
+#endif
+
 inline bool takes_efficient(const sdp::sdp_params& call) {
   constexpr auto dtypes = std::array<at::ScalarType, 3>{at::kHalf, at::kFloat, at::kBFloat16};
   if (!sdp::check_tensor_shapes(call, false) || !sdp::check_tensor_dtype(call, dtypes, false) ||
       !sdp::check_nonzero_sequence_lengths_dense(call, false) ||
       !sdp::check_last_dim_stride_equals_1_dense<false>(call, false) ||
-      !sdp::check_batch_size_and_num_heads_dense<true>(call, false)) {
+      !sdp::check_batch_size_and_num_heads_dense<kEfficientGroupsHeads>(call, false)) {
     return false;
   }
   auto alignment = call.query.scalar_type() == at::kFloat ? 4 : 8;

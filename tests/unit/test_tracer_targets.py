@@ -41,9 +41,12 @@ def having(**changes: Any) -> Attention:
 
 
 FEWER_KEY_HEADS: dict[str, Any] = {"key_shape": (2, 2, 128, 64), "value_shape": (2, 2, 128, 64)}
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+EFFICIENT_WITH_GROUPS = "efficient" if TORCH >= (2, 14) else "math"
 ATTENTION = [
     # machine, call, kernel
     ("h200", HALF, "cudnn"),
+    ("h200", having(dropout=0.1), "flash" if TORCH >= (2, 12) else "cudnn"),
     ("h200", having(dropout=0.125), "cudnn"),
     ("h200", having(dropout=0.125, query_shape=(2, 8, 1, 64), is_causal=False), "flash"),
     ("h200", having(key_shape=(2, 8, 1, 64), value_shape=(2, 8, 1, 64), is_causal=False), "flash"),
@@ -66,6 +69,8 @@ ATTENTION = [
     ("h200", having(key_shape=(1, 8, 128, 64)), "math"),
     ("h200", having(last_dim_contiguous=False), "math"),
     ("h200", having(query_shape=(8, 128, 64), key_shape=(8, 128, 64), value_shape=(8, 128, 64)), "math"),
+    ("h200", having(dtype=torch.float32, enable_gqa=True, **FEWER_KEY_HEADS), EFFICIENT_WITH_GROUPS),
+    ("a100", having(mask_shape=MASK, enable_gqa=True, **FEWER_KEY_HEADS), EFFICIENT_WITH_GROUPS),
     ("a100", HALF, "flash"),
     ("a100", having(dtype=torch.float16), "flash"),
     ("a100", having(mask_shape=MASK), "efficient"),
