@@ -140,7 +140,9 @@ def _flash_backward(
     wide = _rounded(width, 32) if width <= 192 else 256
     accumulated = torch.empty(batch, _rounded(rows, _FLASH_ROWS), heads, wide, device="cuda")
     shared = formula.groups[0] > 1
-    per_head = [torch.empty(batch, key.shape[2], heads, width, dtype=key.dtype, device="cuda") for _ in range(2 * shared)]
+    per_head = [
+        torch.empty(batch, key.shape[2], heads, width, dtype=key.dtype, device="cuda") for _ in range(2 * shared)
+    ]
     for grad, found in zip(grads, formula.gradients(grad_out), strict=False):
         grad.copy_(found)
     del contiguous, row_sums, accumulated, per_head
@@ -202,7 +204,9 @@ def _efficient_backward(
         del products, sums
     else:
         row_sums = torch.empty(batch, heads, rows, device="cuda")
-    workspace = torch.empty(_efficient_workspace_bytes(query, key, value, dropout_p > 0), dtype=torch.uint8, device="cuda")
+    workspace = torch.empty(
+        _efficient_workspace_bytes(query, key, value, dropout_p > 0), dtype=torch.uint8, device="cuda"
+    )
     *found, found_bias = formula.gradients(grad_out)
     for grad, values in zip(grads, found, strict=True):
         grad.copy_(values.transpose(1, 2))
@@ -272,7 +276,9 @@ def _cudnn_backward(
     formula = _Formula(query, key, value, attn_bias, dropout_p, is_causal, scale, int(philox_seed.cpu()))
     grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
     same_layout = grad_out if grad_out.stride() == out.stride() else torch.empty_like(out)
-    workspace = torch.empty(_rounded(query[..., 0].numel() * 4, 16) + query.numel() * 4, dtype=torch.uint8, device="cuda")
+    workspace = torch.empty(
+        _rounded(query[..., 0].numel() * 4, 16) + query.numel() * 4, dtype=torch.uint8, device="cuda"
+    )
     for grad, found in zip(grads, formula.gradients(grad_out), strict=False):
         grad.copy_(found)
     del same_layout, workspace

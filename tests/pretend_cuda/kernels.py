@@ -25,7 +25,9 @@ def implement() -> None:
         _library.impl("_grouped_mm", _grouped_mm, "CUDA")
         for name in ("_softmax", "_log_softmax"):
             _library.impl(name, _softmax(getattr(aten, name).default), "CUDA")
-            _library.impl(f"{name}_backward_data", _softmax_backward(getattr(aten, f"{name}_backward_data").default), "CUDA")
+            _library.impl(
+                f"{name}_backward_data", _softmax_backward(getattr(aten, f"{name}_backward_data").default), "CUDA"
+            )
 
 
 def _layer_norm(
