@@ -152,7 +152,12 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
 
 
 def _aligned(bias: torch.Tensor) -> torch.Tensor:
-    """The memory-efficient kernel wants rows whose length is a multiple of 8: padded, then cut, if they are not."""
+    """The memory-efficient kernel wants rows that begin at multiples of 8: padded, then cut, if they do not.
+
+    As PyTorch pads them: by a whole 8 where only the layout is in the way.
+    """
+    if all(stride % _EFFICIENT_BIAS_ALIGNMENT == 0 for stride in bias.stride()[:-1]):
+        return bias
     length = bias.shape[-1]
-    padding = -length % _EFFICIENT_BIAS_ALIGNMENT
-    return F.pad(bias, (0, padding))[..., :length] if padding else bias
+    padding = _EFFICIENT_BIAS_ALIGNMENT - length % _EFFICIENT_BIAS_ALIGNMENT
+    return F.pad(bias, (0, padding))[..., :length]

@@ -184,6 +184,8 @@ class Block(nn.Module):
             return torch.zeros(batch, 1, length, length, dtype=x.dtype, device=x.device)
         if self.mask == "three axes":
             return torch.zeros(1, length, length, dtype=x.dtype, device=x.device)
+        if self.mask == "cut":
+            return torch.zeros(1, length, length + 4, dtype=x.dtype, device=x.device)[..., :length]
         if self.mask == "keys":
             return torch.ones(batch, 1, 1, length, dtype=torch.bool, device=x.device)
         if self.mask == "whole rows":
@@ -222,9 +224,12 @@ def test_attention_takes_what_is_predicted(options: dict[str, Any], dtype: torch
     check(make, {"x": torch.randn(4, LENGTH, width).to(dtype)}, squares)
 
 
-@pytest.mark.parametrize("mask", ["causal", "additive", "three axes"])
-def test_masks_of_a_length_that_is_not_aligned_are_padded(mask: str) -> None:
-    check(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(mask=mask)), {"x": torch.randn(4, 100, WIDTH)}, squares)
+@pytest.mark.parametrize("mask", ["causal", "additive", "three axes", "learned", "cut"])
+@pytest.mark.parametrize("length", [LENGTH, LENGTH - 28])
+def test_masks_are_padded_where_their_layout_asks_for_it(mask: str, length: int) -> None:
+    """A part of a larger mask has rows that begin where the larger one's do."""
+    x = torch.randn(4, length, WIDTH)
+    check(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(mask=mask)), {"x": x}, squares)
 
 
 LOSSES: dict[str, Any] = {

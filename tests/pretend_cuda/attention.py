@@ -188,7 +188,7 @@ def _efficient_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    batch, heads, rows, width = query.shape
+    batch, heads, rows, _ = query.shape
     formula = _Formula(query, key, value, attn_bias, dropout_p, is_causal, scale, int(philox_seed))
     by_rows = grad_out.transpose(1, 2).contiguous()
     grads = [torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format) for t in (query, key, value)]
