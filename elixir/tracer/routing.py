@@ -37,6 +37,9 @@ def routed(target: Target, count_host_tensor: Callable[[torch.Tensor], None]) ->
         _implement(library, "scaled_dot_product_attention", _attention(target))
         if target.native_dropout:
             _implement(library, "dropout", _dropout)
+        _implement(library, "mish_backward", lambda grad_output, input: torch.empty_like(input))
+        if target.fused_rms_norm and hasattr(aten, "_fused_rms_norm"):
+            _implement(library, "_fused_rms_norm", _FusedRmsNorm.apply)
         if target.softmax_reads_half:
             _implement(library, "softmax.int", _softmax(torch._softmax))
             _implement(library, "log_softmax.int", _softmax(torch._log_softmax))
@@ -67,6 +70,36 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if p == 0 or not train or input.numel() == 0:
         return input
     return input * torch.zeros((), dtype=input.dtype, device=input.device)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What one kernel allocates and keeps: the input, and a factor per row, of half precision in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None, eps: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+        rows = input.shape[: input.dim() - len(normalized_shape)]
+        wide = torch.promote_types(input.dtype, torch.float32)
+        factor = torch.empty(rows + (1,) * len(normalized_shape), dtype=wide, device=input.device)
+        ctx.save_for_backward(input, weight, factor)
+        ctx.mark_non_differentiable(factor)
+        ctx.axes = tuple(range(-len(normalized_shape), 0))
+        return output, factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight, factor = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again: composed of others, as on the device
+            factor = (input.square().mean(ctx.axes, keepdim=True) + 1).rsqrt()
+            normed, scaled = input * factor, gradient if weight is None else gradient * weight
+            of_input = factor * (scaled - normed * (scaled * normed).mean(ctx.axes, keepdim=True))
+            of_weight = None if weight is None else (gradient * normed).sum_to_size(weight.shape)
+        else:
+            of_input = torch.empty_like(input)
+            of_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
+        return of_input, None, of_weight, None
 
 
 def _softmax(fused: Callable[[torch.Tensor, int, bool], torch.Tensor]) -> Callable[..., torch.Tensor]:

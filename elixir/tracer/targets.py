@@ -100,6 +100,8 @@ class Target:
     kind: Literal["cuda", "cpu"]
     native_dropout = False
     """Whether dropout keeps a bool mask (True) or a noise tensor in the activation's dtype."""
+    fused_rms_norm = False
+    """Whether `rms_norm` is one kernel (True) or composed of others."""
     softmax_reads_half = False
     """Whether a softmax told to give float32 reads float16 as it is (True) or has it cast first."""
     counts_host_tensors = False
@@ -166,6 +168,7 @@ class CudaTarget(Target):
 
     kind = "cuda"
     native_dropout = True
+    fused_rms_norm = True
     softmax_reads_half = True
 
     def __init__(self, hardware: HardwareProfile) -> None:

@@ -6,6 +6,7 @@ allocates. It does not see what kernels hold otherwise: `Seen` leaves that out o
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,17 @@ def test_losses_take_what_is_predicted(name: str, dtype: torch.dtype) -> None:
 
     inp = {"x": torch.randn(512, WIDTH).to(dtype), "wanted": torch.randn(512, WIDTH).to(dtype)}
     check(lambda: nn.Linear(WIDTH, WIDTH).to(dtype), inp, step)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize(
+    "layer", [nn.SiLU(), nn.Mish(), nn.RMSNorm(WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.1)], ids=str
+)
+def test_layers_take_what_is_predicted(layer: nn.Module, dtype: torch.dtype) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), copy.deepcopy(layer), nn.Linear(WIDTH, WIDTH)).to(dtype)
+
+    check(make, {"x": torch.randn(512, WIDTH).to(dtype)}, squares)
 
 
 def perceptron() -> nn.Module:

@@ -1,7 +1,7 @@
 """Kernels of the pretended device whose results are not of the CPU's shapes, dtypes or strides.
 
 Layer norm: CUDA keeps statistics in float32, the CPU in the dtype of input and weight. Grouped matrix products: the CPU
-has no kernel, and composes them of others. Softmax: CUDA's reads half precision and writes float32.
+has no kernel, and composes them of others. RMS norm: likewise. Softmax: CUDA's reads half precision and writes float32.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ def implement() -> None:
         _library.impl("native_layer_norm", _layer_norm, "CUDA")
         _library.impl("native_layer_norm_backward", _layer_norm_backward, "CUDA")
         _library.impl("_grouped_mm", _grouped_mm, "CUDA")
+        _library.impl("_fused_rms_norm", _rms_norm, "CUDA")
+        _library.impl("_fused_rms_norm_backward", _rms_norm_backward, "CUDA")
         for name in ("_softmax", "_log_softmax"):
             _library.impl(name, _softmax(getattr(aten, name).default), "CUDA")
             _library.impl(
@@ -57,6 +59,35 @@ def _layer_norm_backward(
         *_host(grad_out, input), normalized_shape, *statistics, *_host(weight, bias), output_mask
     )
     return tuple(None if tensor is None else tensor.contiguous().to("cuda") for tensor in found)
+
+
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None, eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    axes = tuple(range(-len(normalized_shape), 0))
+    accumulated = torch.promote_types(input.dtype, torch.float32)
+    x = input.cpu().to(accumulated)
+    factor = (x.square().mean(axes, keepdim=True) + (torch.finfo(input.dtype).eps if eps is None else eps)).rsqrt()
+    scaled = x * factor if weight is None else x * factor * weight.cpu()
+    return scaled.to(input.dtype).cuda(), factor.cuda()
+
+
+def _rms_norm_backward(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    output_mask: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    axes = tuple(range(-len(normalized_shape), 0))
+    grad, x, factor = (tensor.cpu().to(rstd.dtype) for tensor in (grad_out, input, rstd))
+    normed = x * factor
+    into = grad if weight is None else grad * weight.cpu()
+    grad_input = factor * (into - normed * (into * normed).mean(axes, keepdim=True))
+    rows = tuple(range(input.dim() - len(normalized_shape)))
+    grad_weight = None if weight is None else (grad * normed).sum(rows).to(weight.dtype).cuda()
+    return grad_input.to(input.dtype).cuda(), grad_weight
 
 
 def _softmax(operator: Any) -> Any:
