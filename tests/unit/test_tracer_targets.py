@@ -283,3 +283,45 @@ def test_private_functions_still_answer() -> None:
     assert "Backward" in seen[0][1]
     assert y.grad_fn is not None
     assert y.grad_fn._sequence_nr() < first  # type: ignore[attr-defined]
+
+
+def attending(heads: int, kv_heads: int) -> StepTrace:
+    """A step of attention alone over leaves, in bfloat16, 2 x 128 tokens, heads of 64, causal."""
+
+    class Leaves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"query": heads, "key": kv_heads, "value": kv_heads}
+            for name, count in sizes.items():
+                setattr(self, name, nn.Parameter(torch.zeros(2, 128, count, 64, dtype=torch.bfloat16)))
+
+        def forward(self) -> torch.Tensor:
+            query, key, value = (part.transpose(1, 2) for part in (self.query, self.key, self.value))
+            found: torch.Tensor = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=heads != kv_heads
+            )
+            return found
+
+    def step(module: nn.Module, inp: dict[str, torch.Tensor]) -> None:
+        module().sum().backward()
+
+    return trace_step(Leaves(), {}, step, hardware=H200, optimizer=None)
+
+
+QUERIES = 2 * 8 * 128 * 64  # elements
+ROWS = 2 * 8 * 128
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kv_heads", "per_head"),
+    [("cudnn", 8, 0), ("cudnn", 2, 0), ("flash", 8, 0), ("flash", 2, 2 * 2 * QUERIES)],
+)
+def test_attention_accumulates_in_float32_during_backward(
+    kernel: str, kv_heads: int, per_head: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries and a sum per row; a copy of the gradient, which a sum's expanded one is; for flash shared keys per head."""
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", str(int(kernel == "flash")))
+    trace = attending(8, kv_heads)
+    workspace = sum(part.bytes for part in trace.peak_contributors if part.kind == "workspace")
+    assert kernel in trace.peak_operator
+    assert workspace == 4 * (QUERIES + ROWS) + 2 * QUERIES + per_head
