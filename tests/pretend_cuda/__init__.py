@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
-from tests.pretend_cuda import attention, kernels
+from tests.pretend_cuda import attention, host, kernels
 
 DEVICE_NAME = "pretended device"
 TOTAL_BYTES = 16 * 2**30
 _DEVICE = Path(__file__).with_name("device.cpp")
 _GROUP = Path(__file__).with_name("group.cpp")
 _installed: ModuleType | None = None
+_libraries: list[torch.library.Library] = []
 
 
 def install() -> ModuleType:
@@ -41,8 +42,7 @@ def install() -> ModuleType:
             raise RuntimeError("this machine has a CUDA device, and needs to pretend none")
         _installed = _load(_compiled(_DEVICE))
         _patch(torch.cuda, _installed)
-        attention.implement()
-        kernels.implement()
+        _libraries.append(host.implement(_installed, {**attention.KERNELS, **kernels.KERNELS}))
     return _installed
 
 

@@ -13,21 +13,10 @@ from typing import Any
 
 import torch
 
-aten = torch.ops.aten
+from tests.pretend_cuda.host import host, on_device, write
 
 _FLASH_ROWS = 128  # sequences are rounded up to this in the buffers of flash attention's backward
 _EFFICIENT_LSE_ROWS = 32
-_library: torch.library.Library | None = None
-
-
-def implement() -> None:
-    """Give the operators kernels for CUDA tensors."""
-    global _library
-    if _library is None:
-        _library = torch.library.Library("aten", "IMPL")
-        for kernel in (_flash, _flash_backward, _efficient, _efficient_backward, _cudnn, _cudnn_backward):
-            name = f"_scaled_dot_product{kernel.__name__}".replace("_backward", "") + "_attention"
-            _library.impl(name + ("_backward" if "backward" in kernel.__name__ else ""), kernel, "CUDA")
 
 
 class _Formula:
@@ -44,16 +33,16 @@ class _Formula:
         scale: float | None,
         seed: int,
     ) -> None:
-        self.query = query.cpu().float()
+        self.query = host(query).float()
         self.groups = query.shape[1] // key.shape[1], query.shape[1] // value.shape[1]
         self.key, self.value = (
-            tensor.cpu().float().repeat_interleave(groups, 1)
+            host(tensor).float().repeat_interleave(groups, 1)
             for tensor, groups in zip((key, value), self.groups, strict=True)
         )
         self.scale = query.shape[-1] ** -0.5 if scale is None else scale
         scores = self.query @ self.key.mT * self.scale
         if bias is not None:
-            scores += bias.cpu().float()
+            scores += host(bias).float()
         if is_causal:
             scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
         self.log_sum = scores.logsumexp(-1)
@@ -68,7 +57,7 @@ class _Formula:
 
     def gradients(self, grad_output: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of query, key, value and scores."""
-        grad_output = grad_output.cpu().float()
+        grad_output = host(grad_output).float()
         grad_weights = grad_output @ self.value.mT * self.kept
         grad_scores = self.weights * (grad_weights - (grad_weights * self.weights).sum(-1, keepdim=True))
         grad_query = grad_scores @ self.key * self.scale
@@ -83,10 +72,6 @@ class _Formula:
 
 def _seed(dropout: float) -> int:
     return int(torch.randint(2**31, ())) if dropout else 0
-
-
-def _on_device(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=dtype, device="cuda").copy_(tensor)
 
 
 def _rounded(size: int, multiple: int) -> int:
@@ -106,10 +91,10 @@ def _flash(
     seed = _seed(dropout_p)
     formula = _Formula(query, key, value, None, dropout_p, is_causal, scale, seed)
     output = torch.empty_like(query)
-    log_sum = _on_device(formula.log_sum, torch.float32)
-    random_state = torch.empty(2, dtype=torch.uint64, device="cuda").copy_(torch.tensor([seed, 0], dtype=torch.uint64))
+    log_sum = on_device(formula.log_sum, torch.float32)
+    random_state = on_device(torch.tensor([seed, 0], dtype=torch.uint64))
     unused = torch.empty((), dtype=torch.uint64, device="cuda")
-    output.copy_(formula.output())
+    write(output, formula.output())
     no_mask = torch.empty(0, dtype=query.dtype, device="cuda")
     return output, log_sum, None, None, query.shape[2], key.shape[2], random_state, unused, no_mask
 
@@ -133,7 +118,7 @@ def _flash_backward(
     scale: float | None = None,
 ) -> Any:
     batch, heads, rows, width = query.shape
-    formula = _Formula(query, key, value, None, dropout_p, is_causal, scale, int(philox_seed.cpu()[0]))
+    formula = _Formula(query, key, value, None, dropout_p, is_causal, scale, int(host(philox_seed)[0]))
     contiguous = [tensor.transpose(1, 2).contiguous() for tensor in (grad_out, out)]
     grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
     row_sums = torch.empty(batch, heads, _rounded(rows, _FLASH_ROWS), device="cuda")
@@ -144,7 +129,7 @@ def _flash_backward(
         torch.empty(batch, key.shape[2], heads, width, dtype=key.dtype, device="cuda") for _ in range(2 * shared)
     ]
     for grad, found in zip(grads, formula.gradients(grad_out), strict=False):
-        grad.copy_(found)
+        write(grad, found)
     del contiguous, row_sums, accumulated, per_head
     return tuple(grads)
 
@@ -167,8 +152,8 @@ def _efficient(
     kept_rows = _rounded(rows, _EFFICIENT_LSE_ROWS) if compute_log_sumexp else 0
     log_sum = torch.empty(batch, heads, kept_rows, device="cuda")
     if compute_log_sumexp:
-        log_sum[..., :rows].copy_(formula.log_sum)
-    output.copy_(formula.output())
+        write(log_sum[..., :rows], formula.log_sum)
+    write(output, formula.output())
     return output, log_sum, torch.tensor(seed), torch.tensor(0)  # on the host, unless a graph is being captured
 
 
@@ -209,9 +194,9 @@ def _efficient_backward(
     )
     *found, found_bias = formula.gradients(grad_out)
     for grad, values in zip(grads, found, strict=True):
-        grad.copy_(values.transpose(1, 2))
+        write(grad, values.transpose(1, 2))
     if grad_bias is not None:
-        grad_bias.copy_(found_bias)
+        write(grad_bias, found_bias)
     del by_rows, row_sums, workspace
     return (*(grad.transpose(1, 2) for grad in grads), grad_bias)
 
@@ -245,12 +230,12 @@ def _cudnn(
 ) -> Any:
     seed = _seed(dropout_p)
     formula = _Formula(query, key, value, attn_bias, dropout_p, is_causal, scale, seed)
-    random_state = [_on_device(torch.tensor(number), torch.int64) for number in (seed, 0)]
-    log_sum = _on_device(formula.log_sum, torch.float32) if compute_log_sumexp else None
+    random_state = [on_device(torch.tensor(number), torch.int64) for number in (seed, 0)]
+    log_sum = on_device(formula.log_sum, torch.float32) if compute_log_sumexp else None
     shape = (*query.shape[:3], value.shape[3])
     inner_to_outer = sorted(range(4), key=lambda axis: query.stride(axis))
     output = torch.empty_permuted(shape, inner_to_outer[::-1], dtype=query.dtype, device="cuda")
-    output.copy_(formula.output())
+    write(output, formula.output())
     return output, log_sum, None, None, query.shape[2], key.shape[2], *random_state, None
 
 
@@ -273,13 +258,23 @@ def _cudnn_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    formula = _Formula(query, key, value, attn_bias, dropout_p, is_causal, scale, int(philox_seed.cpu()))
+    formula = _Formula(query, key, value, attn_bias, dropout_p, is_causal, scale, int(host(philox_seed)))
     grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
     same_layout = grad_out if grad_out.stride() == out.stride() else torch.empty_like(out)
     workspace = torch.empty(
         _rounded(query[..., 0].numel() * 4, 16) + query.numel() * 4, dtype=torch.uint8, device="cuda"
     )
     for grad, found in zip(grads, formula.gradients(grad_out), strict=False):
-        grad.copy_(found)
+        write(grad, found)
     del same_layout, workspace
     return tuple(grads)
+
+
+KERNELS = {
+    "_scaled_dot_product_flash_attention": _flash,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_efficient_attention": _efficient,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "_scaled_dot_product_cudnn_attention": _cudnn,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+}

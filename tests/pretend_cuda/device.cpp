@@ -549,6 +549,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("resize_storage", [](const pybind11::object& storage, size_t nbytes) {
     resize_storage(torch::createStorage(storage.ptr()), nbytes);
   });
+  m.def("on_cpu", &on_cpu);
+  m.def("ran", [](const std::string& name, const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& written) {
+    std::vector<Range> reads, writes;
+    for (auto& tensor : read) extend(reads, tensor);
+    for (auto& tensor : written) extend(writes, tensor);
+    note("operator", current_stream, -1, name, std::move(reads), std::move(writes));
+  });
   m.def("synchronize", [] { note("synchronize device", -1); });
   m.def("pin", &pin);
   m.def("unpin", &unpin);

@@ -10,26 +10,9 @@ from typing import Any
 
 import torch
 
+from tests.pretend_cuda.host import host, on_device, write
+
 aten = torch.ops.aten
-
-_library: torch.library.Library | None = None
-
-
-def implement() -> None:
-    """Give the operators kernels for CUDA tensors."""
-    global _library
-    if _library is None:
-        _library = torch.library.Library("aten", "IMPL")
-        _library.impl("native_layer_norm", _layer_norm, "CUDA")
-        _library.impl("native_layer_norm_backward", _layer_norm_backward, "CUDA")
-        _library.impl("_grouped_mm", _grouped_mm, "CUDA")
-        _library.impl("_fused_rms_norm", _rms_norm, "CUDA")
-        _library.impl("_fused_rms_norm_backward", _rms_norm_backward, "CUDA")
-        for name in ("_softmax", "_log_softmax"):
-            _library.impl(name, _softmax(getattr(aten, name).default), "CUDA")
-            _library.impl(
-                f"{name}_backward_data", _softmax_backward(getattr(aten, f"{name}_backward_data").default), "CUDA"
-            )
 
 
 def _layer_norm(
@@ -38,8 +21,7 @@ def _layer_norm(
     found = aten.native_layer_norm(*_host(input), normalized_shape, *_host(weight, bias), eps)
     accumulated = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
     return tuple(
-        torch.empty(tensor.shape, dtype=dtype, device="cuda").copy_(tensor)
-        for tensor, dtype in zip(found, (input.dtype, accumulated, accumulated), strict=True)
+        on_device(tensor, dtype) for tensor, dtype in zip(found, (input.dtype, accumulated, accumulated), strict=True)
     )
 
 
@@ -58,7 +40,7 @@ def _layer_norm_backward(
     found = aten.native_layer_norm_backward(
         *_host(grad_out, input), normalized_shape, *statistics, *_host(weight, bias), output_mask
     )
-    return tuple(None if tensor is None else tensor.contiguous().to("cuda") for tensor in found)
+    return tuple(None if tensor is None else on_device(tensor) for tensor in found)
 
 
 def _rms_norm(
@@ -66,10 +48,10 @@ def _rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     axes = tuple(range(-len(normalized_shape), 0))
     accumulated = torch.promote_types(input.dtype, torch.float32)
-    x = input.cpu().to(accumulated)
+    x = host(input).to(accumulated)
     factor = (x.square().mean(axes, keepdim=True) + (torch.finfo(input.dtype).eps if eps is None else eps)).rsqrt()
-    scaled = x * factor if weight is None else x * factor * weight.cpu()
-    return scaled.to(input.dtype).cuda(), factor.cuda()
+    scaled = x * factor if weight is None else x * factor * host(weight)
+    return on_device(scaled, input.dtype), on_device(factor)
 
 
 def _rms_norm_backward(
@@ -81,20 +63,20 @@ def _rms_norm_backward(
     output_mask: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     axes = tuple(range(-len(normalized_shape), 0))
-    grad, x, factor = (tensor.cpu().to(rstd.dtype) for tensor in (grad_out, input, rstd))
+    grad, x, factor = (host(tensor).to(rstd.dtype) for tensor in (grad_out, input, rstd))
     normed = x * factor
-    into = grad if weight is None else grad * weight.cpu()
+    into = grad if weight is None else grad * host(weight)
     grad_input = factor * (into - normed * (into * normed).mean(axes, keepdim=True))
     rows = tuple(range(input.dim() - len(normalized_shape)))
-    grad_weight = None if weight is None else (grad * normed).sum(rows).to(weight.dtype).cuda()
-    return grad_input.to(input.dtype).cuda(), grad_weight
+    grad_weight = None if weight is None else on_device((grad * normed).sum(rows), weight.dtype)
+    return on_device(grad_input, input.dtype), grad_weight
 
 
 def _softmax(operator: Any) -> Any:
     def softmax(input: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         (host,) = _host(input)
         found = operator(host.float() if half_to_float else host, dim, False)
-        return torch.empty(found.shape, dtype=found.dtype, device="cuda").copy_(found)
+        return on_device(found)
 
     return softmax
 
@@ -102,7 +84,7 @@ def _softmax(operator: Any) -> Any:
 def _softmax_backward(operator: Any) -> Any:
     def backward(grad: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype) -> torch.Tensor:
         found = operator(*_host(grad, output), dim, grad.dtype)
-        return torch.empty(found.shape, dtype=input_dtype, device="cuda").copy_(found)
+        return on_device(found, input_dtype)
 
     return backward
 
@@ -118,8 +100,21 @@ def _grouped_mm(
     columns = found.shape[-1]
     row = -(-columns * found.itemsize // 16) * 16 // found.itemsize  # rows begin at multiples of 16 bytes
     padded = torch.empty(*found.shape[:-1], row, dtype=found.dtype, device="cuda")[..., :columns]
-    return padded.copy_(found)
+    return write(padded, found)
 
 
 def _host(*tensors: torch.Tensor | None) -> list[Any]:
-    return [None if tensor is None else tensor.cpu() for tensor in tensors]
+    return [None if tensor is None else host(tensor) for tensor in tensors]
+
+
+KERNELS = {
+    "native_layer_norm": _layer_norm,
+    "native_layer_norm_backward": _layer_norm_backward,
+    "_fused_rms_norm": _rms_norm,
+    "_fused_rms_norm_backward": _rms_norm_backward,
+    "_grouped_mm": _grouped_mm,
+    "_softmax": _softmax(aten._softmax.default),
+    "_softmax_backward_data": _softmax_backward(aten._softmax_backward_data.default),
+    "_log_softmax": _softmax(aten._log_softmax.default),
+    "_log_softmax_backward_data": _softmax_backward(aten._log_softmax_backward_data.default),
+}
