@@ -24,6 +24,11 @@ pytestmark = needs_pretended_gpu
 
 CHOSEN = (
     "links/",
+    "memory/opt-125m-12-layers-8x1024-none-fused",
+    "memory/bert-large-24-layers-8x512-none-fused",
+    "memory/vit-large-24-layers-64-none-foreach",
+    "memory/mixtral-8x7b-6-layers-4x1024-none-fused",
+    "memory/opt-125m-12-layers-8x1024-none-foreach-float32-autocast-bf16",
     "resident/gpt2-medium bf16",
     "offload/gpt2-4b 16x1024 in 20 GB/elixir",
     "offload/gpt2-4b 16x1024 in 20 GB/fsdp2 offload, micro-batch 16",
@@ -33,7 +38,7 @@ CHOSEN = (
     "offload/gpt2-4b 16x1024/elixir, no budget",
     "capacity/",
 )
-"""How the jobs begin that are run: of every part and every contender."""
+"""How the jobs begin that are run: of every part and every contender; of peaks, of what differs most."""
 
 
 def test_every_part_runs_on_cuda(
@@ -61,5 +66,5 @@ def test_every_part_runs_on_cuda(
     assert HardwareProfile.load(tmp_path / HARDWARE_FILE).device_kind == "cuda"
     compared = rows["links/simulated against measured/elixir"]["cases"]
     assert {case["case"].split("/")[0] for case in compared} == {"resident", "offload"}
-    assert {path.name for path in tmp_path.glob("*.png")} == {"resident.png", "offload.png", "links.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == {"memory.png", "resident.png", "offload.png", "links.png"}
     assert "pretended device" in capsys.readouterr().out
