@@ -48,8 +48,8 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest -m 'not slow' --cuda $(ON_CUDA) $(MORE_ON_CUDA)
-	$(BIN)/python -m pytest -m slow --cuda tests/unit/test_runtime_parity.py
+	$(BIN)/python -m pytest --cuda $(ON_CUDA)
+	$(BIN)/python -m pytest -m 'not slow' --cuda $(MORE_ON_CUDA)
 
 # The stamps let a second run start at once; they are renewed when the requirements change.
 # requirements.txt goes first: it pins torch to a build that pip finds without the CUDA libraries, where one is offered.

@@ -20,7 +20,7 @@ from elixir.hardware import HardwareProfile
 from tests.common import toy_proof
 from tests.common.gpu import needs_pretended_gpu
 
-pytestmark = needs_pretended_gpu
+pytestmark = [needs_pretended_gpu, pytest.mark.slow]  # compiles a process group, too
 
 CHOSEN = (
     "links/",

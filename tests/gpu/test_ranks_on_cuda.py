@@ -18,7 +18,7 @@ from tests.common.spawn import run_ranks
 from tests.common.tiny_models import tiny
 from tests.pretend_cuda import install_nccl
 
-pytestmark = needs_pretended_gpu
+pytestmark = [needs_pretended_gpu, pytest.mark.slow]  # compiles a process group, too
 
 STEPS = 3
 
