@@ -35,9 +35,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy --strict elixir
 
 # What takes the paths of CUDA: on a GPU, or on a device that is pretended.
-ON_CUDA := tests/gpu tests/unit/test_runtime_parity.py
+ON_CUDA := tests/gpu
 # ... and what takes longer.
-RUNTIME := state optimizer rules views asked_gradients training gradients precision moments fused
+RUNTIME := parity state optimizer rules views asked_gradients training gradients precision moments fused
 MORE_ON_CUDA := $(RUNTIME:%=tests/unit/test_runtime_%.py) $(patsubst %,tests/unit/test_%.py,backward_steps_refused staging \
                 backward_steps building rehome wrap user_errors user_mistakes hybrid_adam fused_kernels cross_entropy \
                 kernels_adam)

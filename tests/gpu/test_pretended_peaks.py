@@ -102,7 +102,10 @@ MODELS = (
 )
 
 
-@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.label)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.label, marks=[pytest.mark.slow] if i % 4 else []) for i, case in enumerate(MODELS)],
+)
 def test_steps_of_models_take_what_is_predicted(case: MemoryCase, tmp_path: Path) -> None:
     place = Place(tmp_path)
     observed, choices = observe_cuda(case, place)
