@@ -37,7 +37,7 @@ lint: $(VENV)/.installed-test
 # What takes the paths of CUDA: on a GPU, or on a device that is pretended.
 ON_CUDA := tests/gpu
 # ... and what takes longer.
-RUNTIME := parity state optimizer rules views asked_gradients training gradients precision moments fused
+RUNTIME := state optimizer rules views asked_gradients training gradients precision moments fused
 MORE_ON_CUDA := $(RUNTIME:%=tests/unit/test_runtime_%.py) $(patsubst %,tests/unit/test_%.py,backward_steps_refused staging \
                 backward_steps building rehome wrap user_errors user_mistakes hybrid_adam fused_kernels cross_entropy \
                 kernels_adam)
@@ -48,7 +48,7 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --cuda $(ON_CUDA)
+	$(BIN)/python -m pytest --cuda $(ON_CUDA) tests/unit/test_runtime_parity.py
 	$(BIN)/python -m pytest -m 'not slow' --cuda $(MORE_ON_CUDA)
 
 # The stamps let a second run start at once; they are renewed when the requirements change.
