@@ -1,19 +1,23 @@
 # make quickstart   a fresh clone to a first plan and a first training under one, without a GPU
 # make test         lint, types and all CPU tests that are quick
 # make test-all     the slow ones as well
+# make pictures     the pictures of README and docs, made anew
+# make figures      the figures that README and docs quote, from the newest rows in benchmark/results
+# make test-oldest  unit tests and the rehearsed proof with the oldest torch that is supported, in an environment of its own
 PYTHON ?= python3
 VENV   ?= .venv
 OUT    ?= out
 BIN    := $(VENV)/bin
 
-STEP    := --dtype bf16 --checkpoint
-PROFILE := profile opt-175b --batch 8 --seq 2048 $(STEP) --brief --plot $(OUT)/memory.png
-PLAN    := plan opt-13b --hardware h200 --world-size 1 --host-memory 128GiB --batch 8 --seq 1024 $(STEP) \
-           --brief --out $(OUT)/plan.json --plot $(OUT)/plan.png
-TRAIN   := example/train.py --model opt-125m --batch 4 --seq 64 --checkpoint --device-memory 128MiB --steps 11
+STEP    := --dtype bf16 --activation-checkpointing
+TRACED  := profile opt-175b --batch 8 --seq 2048 $(STEP) --brief
+PLANNED := plan opt-13b --hardware h200 --world-size 1 --host-memory 128GiB --batch 8 --seq 1024 $(STEP) --brief
+PROFILE := $(TRACED) --plot $(OUT)/memory.png
+PLAN    := $(PLANNED) --out $(OUT)/plan.json --plot $(OUT)/plan.png
+TRAIN   := example/train.py --model opt-125m --batch 4 --seq 64 --activation-checkpointing --device-memory 128MiB --steps 11
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all lint clean
+.PHONY: help quickstart pictures figures test test-all test-oldest lint clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -29,6 +33,14 @@ quickstart: $(VENV)/.installed
 	@echo '$$ python $(TRAIN)'
 	@$(BIN)/python $(TRAIN)
 
+pictures: $(VENV)/.installed
+	@mkdir -p docs/images
+	$(BIN)/elixir $(TRACED) --plot docs/images/memory.png
+	$(BIN)/elixir $(PLANNED) --plot docs/images/plan.png
+
+figures: $(VENV)/.installed
+	$(BIN)/python -m benchmark.quoted --write
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,19 +49,36 @@ lint: $(VENV)/.installed-test
 # What takes the paths of CUDA: on a GPU, or on a device that is pretended.
 ON_CUDA := tests/gpu
 # ... and what takes longer.
-RUNTIME := state optimizer rules views asked_gradients training gradients precision moments fused
-MORE_ON_CUDA := $(RUNTIME:%=tests/unit/test_runtime_%.py) $(patsubst %,tests/unit/test_%.py,backward_steps_refused staging \
-                backward_steps building rehome wrap user_errors user_mistakes hybrid_adam fused_kernels cross_entropy \
-                kernels_adam)
+RUNTIME := backward_steps_refused staging backward_steps building rehome wrap user_errors user_mistakes \
+           $(addprefix runtime_,state optimizer rules views asked_gradients training gradients precision moments fused)
+KERNELS := hybrid_adam fused_kernels cross_entropy kernels_adam
+MORE_ON_CUDA := $(RUNTIME:%=tests/unit/runtime/test_%.py) $(KERNELS:%=tests/unit/kernels/test_%.py)
+
+# Test files that run at a time, each on one thread: as many as there are cores, at most 8, or what TEST_PROCESSES says.
+TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 test: lint
-	$(BIN)/python -m pytest -m 'not slow'
-	$(BIN)/python -m pytest -m 'not slow' --cuda $(ON_CUDA)
+	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow' --cuda $(ON_CUDA)
 
 test-all: lint
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --cuda $(ON_CUDA) tests/unit/test_runtime_parity.py
-	$(BIN)/python -m pytest -m 'not slow' --cuda $(MORE_ON_CUDA)
+	$(PYTEST)
+	$(PYTEST) --cuda $(ON_CUDA) tests/unit/runtime/test_runtime_parity.py
+	$(PYTEST) -m 'not slow' --cuda $(MORE_ON_CUDA)
+
+# The oldest versions that pyproject.toml allows, and the pair that a machine with a GPU is likely to have.
+OLDEST := .venv-oldest
+
+test-oldest: $(OLDEST)/.installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'not slow' tests/unit
+	$(OLDEST)/bin/python benchmark/gpu_proof.py --rehearse --minutes 30
+
+$(OLDEST)/.installed: requirements-oldest.txt pyproject.toml setup.py
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -qq 'setuptools>=68' wheel -r requirements-oldest.txt
+	$(OLDEST)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
+	@touch $@
 
 # The stamps let a second run start at once; they are renewed when the requirements change.
 # requirements.txt goes first: it pins torch to a build that pip finds without the CUDA libraries, where one is offered.
@@ -73,5 +102,5 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OUT) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(OUT) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""How fast one Adam step over a flat shard is on the CPU, beside what users would write with torch; what it costs to compile.
+"""How fast one Adam step over a flat shard is on the CPU, compared with torch's steps; and the cost of compiling.
 
     python benchmark/adam_speed.py [--quick] [--numel 100000000] [--threads 2] [--no-record]
 
@@ -14,12 +14,12 @@ shard in turn, round after round, so that a busy moment hits all alike:
 Bytes are those that cross the memory bus. A line that is written without being read before (the bfloat16 weights here,
 ``a`` of the second triad) is read first all the same, since neither torch nor our code uses streaming stores; a line
 updated in place is read and written once. So Adam moves 2 (gradient) + 3 * 8 (master, moments) + 4 (weights) = 30 bytes
-per element, ``a += s * b`` 12, ``a = b + s * c`` 16. The bar is held against the latter, STREAM's triad; the former, of whose
-traffic a third is writes where Adam's is half, stands beside it.
+per element, ``a += s * b`` 12, ``a = b + s * c`` 16. The bar compares with the latter, STREAM's triad; the former, of
+whose traffic a third is writes (Adam's: half), is shown next to it.
 
 Further: 100 steps on recorded gradients against float32 `torch.optim.AdamW`; bytes and speed with bfloat16 and 8-bit
-moments; and, in processes of their own with an empty cache, the first step and the mean of the first steps while the
-compiler runs in the background, beside eager.
+moments; and, in separate processes with an empty cache, the first step and the mean of the first steps while the
+compiler runs in the background, and of eager ones.
 
 Appends to ``results/adam_speed.csv``; fails if a bar of `BARS` is missed, except with ``--quick``.
 """
@@ -57,7 +57,7 @@ Run = Callable[[], object]
 
 
 class Shard:
-    """What all forms step."""
+    """The tensors that all forms update."""
 
     def __init__(self, numel: int, kind: str = "float32") -> None:
         generator = torch.Generator().manual_seed(0)
@@ -83,7 +83,7 @@ def with_mode(mode: str, run: Run) -> Run:
 
 
 def peers(shard: Shard) -> dict[str, Run]:
-    """torch's fused AdamW, and DeepSpeed's, with the casts they need; over states of their own."""
+    """torch's fused AdamW, and DeepSpeed's, with the casts they need; over separate states."""
     options: dict[str, Any] = {"lr": OPTIONS.lr, "weight_decay": OPTIONS.weight_decay}
     parameter = torch.nn.Parameter(shard.master.clone())
     fused = torch.optim.AdamW([parameter], fused=True, **options)
@@ -212,7 +212,7 @@ def accuracy(numel: int = 100_000, steps: int = 100) -> list[Row]:
 
 
 def work_first_steps(numel: str, mode: str, count: str) -> dict[str, list[float]]:
-    """In a process of its own: seconds of each of the first steps."""
+    """Seconds of each of the first steps; runs in a separate process."""
     os.environ["ELIXIR_COMPILE"] = mode
     shard = Shard(int(numel))
     seconds = []

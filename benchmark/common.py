@@ -1,4 +1,4 @@
-"""What every benchmark does alike: name the machine, summarise repeated runs, print a table, append rows to a CSV file.
+"""Common parts of all benchmarks: name the machine, summarise repeated runs, print a table, append rows to a CSV file.
 
 Rows are only ever appended, so that a file tells how figures moved; each row says when, where and with which versions
 it was measured.
@@ -70,7 +70,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def append_rows(name: str, rows: Iterable[Row]) -> Path:
-    """Append to ``results/<name>.csv``; all rows have the columns of the first, and of the file where there is one.
+    """Append to ``results/<name>.csv``; all rows have the columns of the first, and of the file if it exists.
 
     Raises:
         SystemExit: the file has other columns; the rows are printed, so that a long run is not lost.

@@ -29,12 +29,11 @@ import torch
 from torch import nn
 
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table, quiet_profiler
+from benchmark.observe import ObservedMemory, observe, observe_step
 from elixir.hardware import preset
-from elixir.model_shapes import ModelShape, describe
-from elixir.models import build_shape, default_input, default_step
+from elixir.models import ModelShape, build_shape, default_input, default_step, describe
 from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
-from elixir.tracer.observe import ObservedMemory, observe, observe_step
-from elixir.tracer.targets import OptimizerKernel
+from elixir.tracer.device import OptimizerKernel
 from elixir.units import dtype_name
 
 BAR_PERCENT = 0.2
@@ -42,12 +41,13 @@ BATCH, SEQUENCE = 4, 256
 CHECKPOINTS: tuple[str, ...] = ("none", "reentrant", "non-reentrant")
 DTYPES = (torch.float32, torch.bfloat16)
 VOCABULARY = 4096
-"""Of every model: real ones are larger, and nothing but the logits would be left of a model of this width."""
+"""Vocabulary of every model: real ones are larger, and nothing but the logits would be left of a model of this
+width."""
 
 OPTIMIZER_KERNELS: tuple[OptimizerKernel, ...] = ("for-loop", "foreach", "fused")
 OPTIMIZER_FAMILIES = ("opt", "llama")
 OPTIMIZER_TOKENS = 32
-"""So few that the optimizer's temporaries, not the activations, set the peak where there are any."""
+"""So few that the optimizer's temporaries, not the activations, set the peak if there are any."""
 
 PRODUCTS = ((1024, 256, 1024), (256, 1024, 1024), (1024, 1024, 256), (4096, 1024, 4096), (8192, 4096, 4096))
 """(rows, inner, columns) of the products whose scratchpads are listed."""
@@ -230,7 +230,7 @@ def optimizer_row(family: str, dtype: torch.dtype, kernel: OptimizerKernel) -> R
 
 
 def scratchpad_row(dtype: torch.dtype, sizes: tuple[int, int, int], transposed: bool) -> Row:
-    """What one matrix product allocates beside its result; `transposed` as in the gradient of a weight."""
+    """Bytes that one matrix product allocates apart from its result; `transposed` as in the gradient of a weight."""
     rows, inner, columns = sizes
     left = torch.zeros(inner, rows, dtype=dtype).t() if transposed else torch.zeros(rows, inner, dtype=dtype)
     right = torch.zeros(inner, columns, dtype=dtype)

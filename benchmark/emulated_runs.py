@@ -1,7 +1,8 @@
-"""What the benchmarks on emulated links share: small models, plans by hand, runs that are timed, and calibration.
+"""Common parts of the benchmarks on emulated links: small models, plans by hand, runs that are timed, and calibration.
 
 The runtime's CPU backend: one thread computes, one more works for each lane, and none of them has helpers, so that two
-cores are enough. Links are emulated; copies and steps on the host are real work on cores and memory that compute uses, too.
+cores are enough. Links are emulated; copies and steps on the host are real work on cores and memory that compute uses,
+too.
 """
 
 from __future__ import annotations
@@ -21,26 +22,24 @@ import torch
 
 from elixir.chunk.lanes import Emulation, ThreadLane
 from elixir.hardware import HardwareProfile
-from elixir.model_shapes import ModelShape, describe
-from elixir.models import build_shape
-from elixir.moments import MomentKind
-from elixir.plan import Plan
-from elixir.search.candidate import weigh
-from elixir.search.memory import Placement, Setting
+from elixir.models import ModelShape, build_shape, describe
+from elixir.optimizer_states import MomentKind, state_size
+from elixir.plan import Home, Plan
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
+from elixir.search.problem import Placement, Setting
+from elixir.search.propose import Budgets, SearchSpace, weigh
 from elixir.search.simulator import simulate_step
-from elixir.search.space import Budgets, SearchSpace
-from elixir.search.states import state_size
-from elixir.tracer.step_trace import StepTrace
+from elixir.step_trace import StepTrace
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.report import StepReport
+from elixir.wrapper.account import StepReport
+from elixir.wrapper.engine import engine_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MIXES = ("streamed", "half", "states on host")
 WARM, MEASURED = 1, 1
 """Steps of one turn: after a change of link the first still has updates that began before it."""
 BLOCK_SHARE = 0.25
-"""Of the streamed chunks, that have a block."""
+"""Share of the streamed chunks that have a block."""
 SHAPES: dict[str, tuple[ModelShape, int, int]] = {
     "opt": (dataclasses.replace(describe("opt-125m"), name="opt 4x768", layers=4, vocabulary=8192), 1, 160),
     "llama": (
@@ -59,9 +58,11 @@ SHAPES: dict[str, tuple[ModelShape, int, int]] = {
     ),
 }
 """Shape, batch, sequence: below a second of compute on one core. Heads, ffn and vocabulary differ on purpose."""
+KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(256 << 20)}
+"""For the environment: the C library keeps freed memory; see `run_apart`."""
 CHUNKS = 20
 CONTENTION_STEPS = 8
-"""Of an iteration that nears its end by a factor of a few each time."""
+"""Rounds of an iteration that nears its end by a factor of a few each time."""
 
 
 def planned(space: SearchSpace, placement: Placement, capacity: int) -> Plan:
@@ -78,23 +79,18 @@ def planned(space: SearchSpace, placement: Placement, capacity: int) -> Plan:
 
 def homes(mix: str, chunks: int) -> Placement:
     """Where weights and states live in a mix."""
-    everywhere, nowhere = (True,) * chunks, (False,) * chunks
-    if mix == "resident":
-        return Placement(everywhere, everywhere, everywhere)
-    if mix == "streamed":
-        return Placement(nowhere, nowhere, nowhere)
     if mix == "half":
-        every_other = tuple(bool(chunk % 2) for chunk in range(chunks))
-        return Placement(every_other, every_other, every_other)
-    return Placement(everywhere, everywhere, nowhere)
+        return Placement(tuple(Home.RESIDENT if chunk % 2 else Home.HOST for chunk in range(chunks)))
+    home = {"resident": Home.RESIDENT, "streamed": Home.HOST}.get(mix, Home.RESIDENT_HOST)
+    return Placement.everywhere(home, chunks)
 
 
 def make_space(
     trace: StepTrace, hardware: HardwareProfile, world_size: int = 1, moments: MomentKind = "float32", **setting: Any
 ) -> SearchSpace:
-    """What plans of a trace are made in; `setting` as of `Setting`."""
+    """The space in which plans of a trace are made; `setting` as in `Setting`."""
     states = state_size("AdamW", moments)
-    setting = {"moments": moments, "every_in_backward": True} | setting
+    setting = {"moments": moments, "every_in_backward": True, "clipping": False} | setting
     return SearchSpace(trace, hardware, Setting(world_size, world_size, states, True, **setting))
 
 
@@ -145,7 +141,7 @@ class Run:
 
     def link(self, to_device_bytes_per_s: float | None, to_host_bytes_per_s: float | None) -> None:
         """Emulate links of these speeds from now on. One module for all speeds spares the memory of five."""
-        lanes = self.module._lanes
+        lanes = engine_of(self.module).lanes
         for lane in lanes.all():
             if not isinstance(lane, ThreadLane):
                 raise SystemExit("only lanes of the CPU backend can be slowed")
@@ -174,7 +170,7 @@ class Run:
 
 
 def median(steps: Sequence[Timed], field: str) -> float:
-    """Of one of the fields of `Timed`."""
+    """The median of one of the fields of `Timed`."""
     return statistics.median(getattr(step, field) for step in steps)
 
 
@@ -205,7 +201,7 @@ def lane_rates(steps: Sequence[Timed], plan: Plan) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What the runs that are not judged have shown."""
+    """Results of the runs that are not judged."""
 
     machine: HardwareProfile
     trace: StepTrace
@@ -213,10 +209,10 @@ class Calibration:
     """Seconds of forward and of backward with everything resident, over those that the profile gives."""
     alone_s: tuple[float, float]
     contention: tuple[float, float]
-    """Seconds that compute loses in forward, and in backward, for each second in which lanes work beside it."""
+    """Seconds that compute loses in forward, and in backward, for each second in which lanes work at the same time."""
 
     def trace_for(self, plan: Plan) -> StepTrace:
-        """The step whose compute is as slow as beside the lanes of this plan."""
+        """The step whose compute is as slow as while the lanes of this plan work."""
         factors = [
             factor * (1 + lost * beside_s / alone_s)
             for factor, lost, beside_s, alone_s in zip(
@@ -227,7 +223,7 @@ class Calibration:
 
 
 def lane_work_s(plan: Plan, machine: HardwareProfile, trace: StepTrace) -> tuple[float, float]:
-    """Seconds of real work of the lanes beside forward and beside backward, whatever link they emulate."""
+    """Seconds of real work of the lanes during forward and during backward, whatever link they emulate."""
     copied = [0, 0]
     for position, chunk in plan.schedule().simulate(plan.block_count).timeline:
         copied[plan.order[position].phase != "forward"] += plan.chunks[chunk].weight_bytes
@@ -243,7 +239,8 @@ def lane_work_s(plan: Plan, machine: HardwareProfile, trace: StepTrace) -> tuple
 
 
 def _updates_beside_forward(plan: Plan, machine: HardwareProfile, trace: StepTrace) -> float:
-    """Share of the host's steps that the simulator sees there: all but those that begin in backward, and some of these."""
+    """Share of the host's steps that the simulator sees there: all but those that begin in backward, and some of
+    these."""
     if not plan.steps_in_backward:
         return 1.0
     step = simulate_step(plan, trace, machine)
@@ -293,11 +290,10 @@ def run_apart(script: str, *arguments: str, keep_freed: bool = True) -> Any:
             be given back and faulted in again, page by page: seconds of compute that come and go with what else is
             allocated, which no model of a device has. (glibc's variables; see mallopt(3).)
     """
-    keep = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(256 << 20)}
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, script, "--work", *arguments]
     done = subprocess.run(
-        command, env=environment | (keep if keep_freed else {}), stdout=subprocess.PIPE, text=True, check=False
+        command, env=environment | (KEEP_FREED if keep_freed else {}), stdout=subprocess.PIPE, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments)} failed")

@@ -3,9 +3,10 @@
     python benchmark/gpu_peaks.py [--quick] [--cases opt-1.3b t5] [--no-record]
 
 Every case is a named model with fewer layers, so that any device of 24 GiB will do. After two steps that do not count,
-one step is run; its peak is read once after backward and once after the optimizer. Appends to ``results/gpu_peaks.csv``.
-`requested` is what was asked of the allocator before it rounded: where it agrees and `allocated` does not, the rounding
-rule is what is wrong. Fails if a case misses `BAR_PERCENT`. Needs a GPU; `tests/gpu/test_peaks.py` runs the same cases.
+one step is run; its peak is read once after backward and once after the optimizer. Appends to
+``results/gpu_peaks.csv``. `requested` is what was asked of the allocator before it rounded: where it agrees and
+`allocated` does not, the rounding rule is what is wrong. Fails if a case misses `BAR_PERCENT`. Needs a GPU;
+`tests/gpu/test_peaks.py` runs the same cases.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ from torch import nn
 
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table
 from elixir.hardware import HardwareProfile, preset, preset_names
-from elixir.model_shapes import describe
-from elixir.models import build_shape, default_input, default_step
+from elixir.models import build_shape, default_input, default_step, describe
 from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
-from elixir.tracer.targets import OptimizerKernel
+from elixir.tracer.device import OptimizerKernel
 from elixir.units import dtype_name
 
 BAR_PERCENT = 1.0
@@ -72,13 +72,14 @@ CASES = (
     Case("vit-large", 6, "none", "fused", batch=32, seq=None),
     Case("mixtral-8x7b", 1, "none", "fused", batch=1, seq=512),
 )
-"""What each is for: every checkpointing and Adam, small batches at which Adam's temporaries are the peak, an fp32 model
+"""The cases: every checkpointing and Adam, small batches at which Adam's temporaries are the peak, an fp32 model
 (attention without flash), position tables, grouped heads, dropout in attention, a learned attention bias (which rules
 out flash), a convolution, experts."""
 
 
 def machine() -> HardwareProfile:
-    """The preset of the GPU at hand; of an unknown one, the H200's with its compute capability, all that counts here."""
+    """The preset of the GPU at hand; of an unknown one, the H200's with its compute capability, all that counts
+    here."""
     name = torch.cuda.get_device_name()
     for known in preset_names():
         if preset(known).device_name == name:
@@ -147,7 +148,7 @@ def measure(case: Case) -> Row:
     """Predicted and observed peaks of one case, in bytes, and their distances in percent of what was observed."""
     observed, choices = observe_case(case)
     trace = predict_case(case, machine(), choices)
-    # States are there from the first step on, and so are beside the activations in a real forward and backward.
+    # States are there from the first step on, and so they add to the activations in a real forward and backward.
     states = trace.curve[0].optimizer  # as the allocator rounds them
     backward = trace.backward_peak_bytes + states
     return {

@@ -2,15 +2,18 @@
 
     python benchmark/gpu_proof.py [--minutes 9] [--only memory,resident,offload,capacity,links] [--out DIR] [--again]
     python benchmark/gpu_proof.py --rehearse        # every path, toys on the CPU
+    python benchmark/gpu_proof.py --probe 16GiB     # what this machine is, and how fast it pins and copies
 
-Each case runs in a process of its own, so one that runs out of memory ends no other. After each a row is appended to
+``benchmark/gpu_hour.sh`` runs the parts in an order and within limits that suit a machine which is lent for an hour.
+
+Each case runs in a separate process, so one that runs out of memory ends no other. After each a row is appended to
 ``DIR/rows.jsonl`` and ``DIR/results.md`` is written anew; at the end come the plots. A case is begun only where it is
 expected to end in time; a further run with the same ``--out`` goes on with those that have no row. Needs torch 2.11 or
 newer and what Elixir needs; no network; DeepSpeed takes part where it can be imported.
 
-``links`` measures the machine first, so that plans are made for it, and ends by comparing simulated with measured steps.
-docs/results.md says what each bar is. Exits with 0 if no bar is missed, 1 if one is (or a rehearsed case fails), 2 without
-a CUDA device.
+``links`` measures the machine first, so that plans are made for it, and ends by comparing simulated with measured
+steps. docs/appendix/gpu_proof.md says what each bar is. Exits with 0 if no bar is missed, 1 if one is (or a rehearsed
+case fails), 2 without a CUDA device.
 """
 
 from __future__ import annotations
@@ -52,6 +55,20 @@ def minutes(text: str) -> float:
     return value
 
 
+def size(text: str) -> int:
+    """An amount of memory above 0, bytes."""
+    from elixir.errors import InputError
+    from elixir.units import parse_bytes
+
+    try:
+        value = parse_bytes(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"expected a size above 0 such as 106GiB, found {text!r}")
+    return value
+
+
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=minutes, default=MINUTES, help="for everything, report included")
@@ -59,7 +76,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder of rows, report and plots; out/gpu_proof by default")
     parser.add_argument("--again", action="store_true", help="also run what has a row in the folder already")
     parser.add_argument("--rehearse", action="store_true", help="every path, with toys on the CPU")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--host-memory", type=size, help="what jobs may plan with, such as 106GiB; free memory less 8 GiB"
+    )
+    parser.add_argument(
+        "--probe", type=size, metavar="SIZE", help="touch, pin and copy so much host memory, and say how"
+    )
+    parser.add_argument("--worker", nargs=2, metavar=("PARENT", "READY"), help=argparse.SUPPRESS)
     return parser.parse_args(given)
 
 
@@ -68,7 +91,7 @@ def _stopped(number: int, frame: Any) -> None:
 
 
 def why_not_here() -> str | None:
-    """What stands in the way of a real run; None if nothing does."""
+    """The reason why there can be no real run; None if there can."""
     import torch
 
     if torch.cuda.is_available():
@@ -82,25 +105,38 @@ def why_not_here() -> str | None:
 def main(given: list[str] | None = None) -> int:
     args = arguments(given)
     if args.worker:
+        from benchmark.proof.lifetime import end_with
+
+        end_with(int(args.worker[0]))  # before libraries are loaded, which takes seconds
         from benchmark.proof import worker
 
-        return worker.main()
-    # So that being ended by `timeout` or a scheduler leaves a report as well.
-    signal.signal(signal.SIGTERM, _stopped)
+        return worker.main(Path(args.worker[1]))
+    # So that being ended by `timeout`, `lifetime.py` or a scheduler leaves a report as well.
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, _stopped)
     deadline_s = time.monotonic() + 60 * args.minutes
     if not args.rehearse:
         problem = why_not_here()
         if problem is not None:
             print(problem, file=sys.stderr)
             return 2
-        return prove(args, args.out or Path("out/gpu_proof"), deadline_s)
+        return _probed(args) if args.probe else prove(args, args.out or Path("out/gpu_proof"), deadline_s)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing of a rehearsal may find a GPU
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other on busy cores cost seconds a step
+    if args.probe:
+        return _probed(args)
     if args.out is not None:
         return prove(args, args.out, deadline_s)
     with tempfile.TemporaryDirectory(prefix="elixir-rehearsal-") as folder:
         return prove(args, Path(folder), deadline_s)
+
+
+def _probed(args: argparse.Namespace) -> int:
+    from benchmark.proof.probe import probe
+
+    probe(args.probe, "cpu" if args.rehearse else "cuda")
+    return 0
 
 
 def prove(args: argparse.Namespace, folder: Path, deadline_s: float) -> int:
@@ -112,20 +148,21 @@ def prove(args: argparse.Namespace, folder: Path, deadline_s: float) -> int:
     from benchmark.proof.runner import REPORT_S, run_jobs
 
     folder.mkdir(parents=True, exist_ok=True)
-    place = Place(folder, args.rehearse)
+    place = Place(folder, args.rehearse, args.host_memory)
     other = [row for row in read_rows(place) if row.get("rehearsal", args.rehearse) != args.rehearse]
     if other:
         found = "a rehearsal" if args.rehearse is False else "a real run"
         print(f"{folder} has rows of {found}: choose another --out", file=sys.stderr)
         return 2
     left_out: list[str] = []
+    every = {part: jobs_of(part, rehearse=args.rehearse) for part in PARTS}
 
     def write() -> None:
-        (folder / "results.md").write_text(report.markdown(read_rows(place), left_out), encoding="utf-8")
+        (folder / "results.md").write_text(report.markdown(read_rows(place), left_out, every), encoding="utf-8")
 
     try:
         left_out += run_jobs(
-            {part: jobs_of(part, rehearse=args.rehearse) for part in args.only},
+            {part: every[part] for part in args.only},
             closing_jobs(rehearse=args.rehearse) if "links" in args.only else [],
             place,
             deadline_s - REPORT_S,

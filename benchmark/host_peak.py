@@ -1,19 +1,20 @@
-"""Predicted peaks of host and device memory, beside how much resident memory really grows.
+"""Predicted peaks of host and device memory, compared with the growth of resident memory.
 
     python benchmark/host_peak.py [--worlds 1 2] [--steps 3] [--no-record]
 
-On the CPU backend both homes are memory of the process, so what is compared is the sum: the plan's host peak (of the whole
-machine) and its device peak (of every rank), against the growth of the ranks' resident memory, as Linux counts it, from
-before the model is wrapped to the end of some training steps. The model is on meta before that, and few tokens make the
-host the larger part where most is streamed. ``sum_error`` is held against the bar; ``host_error`` puts the whole difference
-down to the host, which is harsher, and says little where the device has most. A model of 120 M parameters, float32,
-AdamW; three mixes of homes (`emulated_runs.homes`).
+On the CPU backend both homes are memory of the process, so what is compared is the sum: the plan's host peak (of the
+whole machine) and its device peak (of every rank), against the growth of the ranks' resident memory, as Linux counts
+it, from before the model is wrapped to the end of some training steps. The model is on meta before that, and few tokens
+make the host the larger part where most is streamed. ``sum_error`` is compared with the bar; ``host_error`` puts the
+whole difference down to the host, which is harsher, and says little where the device has most. A model of 120 M
+parameters, float32, AdamW; three mixes of homes (`emulated_runs.homes`).
 
-Not in any plan: with several ranks gloo copies the whole chunk for as long as a gather or a reduction lasts (24 MiB here).
+Not in any plan: with several ranks gloo copies the whole chunk for as long as a gather or a reduction lasts (24 MiB
+here).
 
 The C library maps large tensors one by one here, so that what is freed is no longer resident. Code of libraries becomes
-resident by its first use, so a small model trains before anything is counted. Appends to ``results/host_peak.csv``; fails
-where the error of a sum is above 5 %.
+resident by its first use, so a small model trains before anything is counted. Appends to ``results/host_peak.csv``;
+fails where the error of a sum is above 5 %.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ import torch.distributed as dist
 from benchmark.common import append_rows, conditions, print_table
 from benchmark.emulated_runs import MIXES, mixed_plans, run_apart
 from elixir.hardware import preset
-from elixir.model_shapes import ModelShape, describe
-from elixir.models import build_shape, default_input, default_step
+from elixir.models import ModelShape, build_shape, default_input, default_step, describe
 from elixir.plan import Plan
 from elixir.tracer import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer

@@ -1,12 +1,12 @@
 """The first Elixir's rule, written down as a peer: what it would choose, measured as our plans are.
 
-Chunk size and block count are those with the fewest moves times size. Then weights and states of each chunk, in order of
-use, get the device or the host together. Whether the rCache or the shards are served first follows from two benefits
+Chunk size and block count are those with the fewest moves times size. Then weights and states of each chunk, in order
+of use, get the device or the host together. Whether the rCache or the shards are served first follows from two benefits
 per byte, computed with its constants for one A100 machine. It is measured generously: our schedule (clean evictions
 cost nothing), our packing and our memory model (chunks that live on the device of a single rank need no block), and
 none of its safety margins unless asked for.
 
-Nothing here is shared with `elixir.search.classic`, so that one checks the other.
+Nothing here is shared with `elixir.search.propose.original_elixir`, so that one checks the other.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+from elixir.plan import Home
 from elixir.schedule import StepSchedule
-from elixir.search.candidate import Candidate, weigh
-from elixir.search.memory import MemoryModel, Placement, Setting
-from elixir.search.packing import Packing, ParamTable
-from elixir.search.space import SearchSpace
-from elixir.search.workload import StepFacts, Workload
-from elixir.tracer.step_trace import StepTrace
+from elixir.search.problem import MemoryModel, Packing, ParamTable, Placement, Setting, StepFacts, Workload
+from elixir.search.propose import Candidate, SearchSpace, weigh
+from elixir.step_trace import StepTrace
 
 MIB = 2**20
 TRIES = 4096
@@ -34,7 +32,7 @@ MARGIN_SHARE, MARGIN_BYTES, MARGIN_ACTIVATION = 0.95, 2 * 2**30, 1.25
 
 @dataclass(frozen=True)
 class Choice:
-    """What the rule chose and what that moves over the link in one step, per rank."""
+    """The rule's choice and the bytes that it moves over the link in one step, per rank."""
 
     chunk_bytes: int
     blocks: int
@@ -44,7 +42,7 @@ class Choice:
     placement: Placement
 
     def candidate(self, space: SearchSpace, prefetch_depth: int) -> Candidate:
-        """What our time model makes of it."""
+        """Its step by our time model."""
         blocks = min(self.blocks, self.placement.resident.count(False))
         return weigh(space.model(self.chunk_bytes), self.placement, blocks, prefetch_depth, space.cost)
 
@@ -115,9 +113,8 @@ class OriginalRule:
         return Choice(size, blocks, sum(flags), count, self._link_bytes(model, placement, blocks), placement)
 
     def _placement(self, flags: list[bool]) -> Placement:
-        homes = tuple(flags)
-        resident = homes if self.setting.world_size == 1 else (False,) * len(homes)
-        return Placement(resident, homes, homes)
+        there = Home.RESIDENT if self.setting.world_size == 1 else Home.DEVICE
+        return Placement(tuple(there if flag else Home.HOST for flag in flags))
 
     def _link_bytes(self, model: MemoryModel, placement: Placement, blocks: int) -> int:
         """Loads of chunks whose shard is on the host, and gradients that leave for states there."""

@@ -1,21 +1,21 @@
-"""What it is worth that the host's Adam runs beside compute: steps that do not wait for it, and steps that do.
+"""The gain of running the host's Adam during compute: steps that do not wait for it, and steps that do.
 
     python benchmark/overlap_speed.py [--rounds 15] [--no-record]
 
 One rank on the runtime's CPU backend: one thread computes, one steps on the host, links are emulated. All weights of an
 OPT-like model (8 layers of 768, float32) are resident, all states on the host, so every gradient goes down the link and
-every new weight comes up. Adam keeps its moments in bfloat16 and is compiled: what it computes takes long enough to be a
-third of a step that is more than copies, and it asks little of the memory that compute uses too, which on a machine with a
-GPU it would not share. *Not overlapped* waits behind `optimizer.step()` until all new weights are on the device;
-everything else is the same run of the same module. *Overlapped* is Adam beside the next forward where gradients are clipped,
-and where they are not, Adam from the arrival of a chunk's gradients on, under the same plan with ``step_in_backward``; how
-much of that the next forward alone would give stands beside it. The cases take turns, round after round. The ratio is the
-median over rounds of the seconds of a step that waits over those of one that does not.
+every new weight comes up. Adam keeps its moments in bfloat16 and is compiled: what it computes takes long enough to be
+a third of a step that is more than copies, and it asks little of the memory that compute uses too, which on a machine
+with a GPU it would not share. *Not overlapped* waits after `optimizer.step()` until all new weights are on the device;
+everything else is the same run of the same module. *Overlapped* is Adam during the next forward if gradients are
+clipped, and where they are not, Adam from the arrival of a chunk's gradients on, under the same plan with
+``step_in_backward``; how much of that the next forward alone would give is shown too. The cases take turns, round after
+round. The ratio is the median over rounds of the seconds of a step that waits over those of one that does not.
 
 Set by measurements in the same process, before anything is judged:
 
 * the batch, so that Adam is a third of the step that waits: compute is measured at two batches, Adam by the lane's busy
-  seconds, and compute shall take twice as long (what Adam's share then was stands in the rows);
+  seconds, and compute should take twice as long (the rows have Adam's share);
 * the link, so that gradients, and likewise new weights, take half as long as Adam.
 
 Appends to ``results/overlap_speed.csv``; fails where a bar is missed.
@@ -44,7 +44,7 @@ MOMENTS = "bfloat16"
 TRIED = (1, 9)
 """Batches at which compute is measured; seconds are taken to lie on a straight line."""
 ADAM_SHARE = 1 / 3
-"""Of the step that waits."""
+"""Share of the step that waits."""
 LINK_SHARE = 0.5
 """Seconds of the link, each way, over those of Adam."""
 MAX_NORM = 1.0
@@ -85,7 +85,7 @@ def made(batch: int, *, step_in_backward: bool = False) -> Run:
 
 
 def seconds(batch: int) -> tuple[float, float]:
-    """Of compute and of Adam in a step that waits, without a link."""
+    """Seconds of compute and of Adam in a step that waits, without a link."""
     run = made(batch)
     steps = [run.step(settle=True) for _ in range(WARM + TRIES)][WARM:]
     run.module.close()
@@ -107,7 +107,7 @@ def chosen_batch() -> tuple[int, float]:
 def work(rounds: int) -> dict[str, Any]:
     """Seconds of a step by way of running it, in every round."""
     batch, adam_s = chosen_batch()
-    print(f"batch of {batch} x {SEQUENCE} tokens beside {adam_s:.3f} s of Adam", file=sys.stderr)
+    print(f"batch of {batch} x {SEQUENCE} tokens, {adam_s:.3f} s of Adam", file=sys.stderr)
     runs = {early: made(batch, step_in_backward=early) for early in (False, True)}
     speed = sum(chunk.weight_bytes for chunk in runs[False].plan.chunks) / (LINK_SHARE * adam_s)
     for run in runs.values():
@@ -130,7 +130,7 @@ def work(rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run, record, and hold against the bars; 1 where one is missed."""
+    """Run, record, and compare with the bars; 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-record", action="store_true")
@@ -141,7 +141,7 @@ def main() -> int:
         print(json.dumps(work(args.work_rounds)))
         return 0
     before = conditions() | {"threads": 1}
-    os.environ["ELIXIR_COMPILE"] = "wait"  # no step shall differ by when the compiler was done
+    os.environ["ELIXIR_COMPILE"] = "wait"  # no step may differ by when the compiler was done
     answer = run_apart(__file__, str(args.rounds))
     rows, missed = [], []
     for case, (overlapped, waiting) in answer["cases"].items():

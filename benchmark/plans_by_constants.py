@@ -1,15 +1,16 @@
-"""A plan by the machine's own speeds, beside plans by the first Elixir's constants: both run on an emulated machine.
+"""A plan by the machine's own speeds against plans by the first Elixir's constants: both run on an emulated machine.
 
     python benchmark/plans_by_constants.py [--rounds 9] [--no-record]
 
-The first Elixir knew one machine: 16.3 n + 8.7 GB/s to the device, 15.8 n + 2.3 GB/s back, Adam at 50 n G elements/s on the
-GPU and at 1.66 ln n + 5.15 on the host, n = 1 here. **Scaling**: a parameter's transfer and its update on the host take, here
-and there, the same share of the compute that a step spends on it. There: 8 FLOPs per parameter and token (2 forward, 4
-backward, 2 recompute), `A100_TOKENS`, `A100_FLOPS`, and 2 bytes per parameter. Here: what forward and backward were measured
-to take with everything resident, and 4 bytes. Adam on the device is what it is here.
+The first Elixir knew one machine: 16.3 n + 8.7 GB/s to the device, 15.8 n + 2.3 GB/s back, Adam at 50 n G elements/s on
+the GPU and at 1.66 ln n + 5.15 on the host, n = 1 here. **Scaling**: a parameter's transfer and its update on the host
+take, here and there, the same share of the compute that a step spends on it. There: 8 FLOPs per parameter and token (2
+forward, 4 backward, 2 recompute), `A100_TOKENS`, `A100_FLOPS`, and 2 bytes per parameter. Here: what forward and
+backward were measured to take with everything resident, and 4 bytes. Adam on the device is what it is here.
 
-The machines are that one with links four times slower, with Adam on the host four times slower, and with both. Links are
-emulated by the lanes of the CPU backend, Adam by `SlowAdamW`, which takes its time only on the lane of the host's Adam.
+The machines are that one with links four times slower, with Adam on the host four times slower, and with both. Links
+are emulated by the lanes of the CPU backend, Adam by `SlowAdamW`, which takes its time only on the lane of the host's
+Adam.
 
 Plans, each for the same device budget (shares of what everything resident takes):
 
@@ -17,9 +18,9 @@ Plans, each for the same device budget (shares of what everything resident takes
 * ``constants``: the same search, with the constants scaled as above, but neither link nor Adam slowed;
 * ``rule``: what the first Elixir's own rule chooses (`original_rule`), its smallest chunk scaled to the model.
 
-Where `simulate_step`, calibrated as in `simulated_vs_measured`, says that ours is at least 1.3 times as fast as another,
-both are measured, in turns. Fails where the median of the measured ratios is not what was said within 10 %, or where there
-was nothing to measure. Appends to ``results/plans_by_constants.csv``.
+Where `simulate_step`, calibrated as in `simulated_vs_measured`, says that ours is at least 1.3 times as fast as
+another, both are measured, in turns. Fails where the median of the measured ratios is not what was said within 10 %, or
+where there was nothing to measure. Appends to ``results/plans_by_constants.csv``.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ from elixir.hardware import HardwareProfile
 from elixir.models import build_shape, default_input, default_step
 from elixir.plan import Plan
 from elixir.search.planner import PREFETCH_DEPTH, plan_from_trace, to_plan
+from elixir.search.propose import Budgets, SearchSpace
 from elixir.search.simulator import simulate_step
-from elixir.search.space import Budgets, SearchSpace
 from elixir.tracer import trace_step
 
 MODEL = "opt"
@@ -221,7 +222,7 @@ def _case(ours: str, other: str, said_s: dict[str, float], seconds: dict[str, li
 
 
 def main() -> int:
-    """Run, record, and hold against the bar."""
+    """Run, record, and compare with the bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-record", action="store_true")

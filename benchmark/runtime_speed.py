@@ -1,21 +1,22 @@
-"""How long a step takes under a plan, beside plain PyTorch, beside itself without overlap, and beside FSDP2.
+"""How long a step takes under a plan, compared with plain PyTorch, with itself without overlap, and with FSDP2.
 
     python benchmark/runtime_speed.py [--only resident streamed link ranks access] [--rounds 15] [--no-record]
 
-Each part runs in a process of its own and compares runs that take turns, so that a slow minute of the machine meets all
+Each part runs in a separate process and compares runs that take turns, so that a slow minute of the machine meets all
 of them; the ratio is the median of the ratios of neighbours. OPT-125m with 4 x 256 tokens in float32 and
 `AdamW(fused=True)` on all sides, but for `ranks`, where each of two ranks has 2 x 256:
 
 * ``resident``: everything on the device of one rank, over plain PyTorch;
 * ``streamed``: every chunk and state on the host, few blocks, no emulated link, over plain PyTorch;
-* ``link``: the same behind emulated links on which all transfers of a step take 0.8 of its compute time, over everything
-  resident without links, and over the same run without prefetch, every transfer and host step waited for. The vocabulary is
-  that of bytes: in 50,272 words the embedding is a third of the weights, and no chunk can be smaller than it;
+* ``link``: the same with emulated links on which all transfers of a step take 0.8 of its compute time, over
+  everything resident without links, and over the same run without prefetch, every transfer and host step waited for.
+  The vocabulary is that of bytes: in 50,272 words the embedding is a third of the weights, and no chunk can be smaller
+  than it;
 * ``ranks``: two ranks over gloo, weights sharded, over FSDP2 with `fully_shard` on every layer; once keeping gathered
   weights from forward to backward (`reshard_after_forward=False` there), once gathering them again;
-* ``access``: what one access to a parameter costs beside what is done with it: forward and backward of a chain of tiny
-  layers whose chunks are all in blocks, less plain PyTorch's, over the number of parameters that functions read in forward
-  and nodes in backward. Gradients, which are no access, are sent home in that time, too.
+* ``access``: what one access to a parameter costs apart from its use: forward and backward of a chain of tiny layers
+  whose chunks are all in blocks, less plain PyTorch's, over the number of parameters that functions read in forward and
+  nodes in backward. Gradients, which are no access, are sent home in that time, too.
 
 Appends to ``results/runtime_speed.csv``; fails where a bar of `BARS` is missed.
 """
@@ -35,6 +36,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from elixir.wrapper import Debug
+from elixir.wrapper.engine import engine_of
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -42,7 +46,7 @@ MODEL, BATCH, SEQUENCE = "opt-125m", 4, 256
 BYTES = 256
 """Vocabulary in `link`."""
 TRANSFER_SHARE = 0.8
-"""Of compute time, that all transfers of a step take together in `link`."""
+"""Share of compute time that all transfers of a step take together in `link`."""
 WARM_UP = 2
 BARS = {
     "resident over plain": 1.02,
@@ -58,7 +62,7 @@ Result = dict[str, list[float]]
 Step = Callable[[], float]
 
 
-# Workers: each runs in a process of its own and prints one JSON object as its last line ---------------------------
+# Workers: each runs in a separate process and prints one JSON object as its last line ---------------------------
 
 
 def _case(batch: int = BATCH, vocabulary: int | None = None) -> tuple[Any, Any]:
@@ -160,7 +164,7 @@ def work_streamed(rounds: int) -> Result:
 
 
 def work_link(rounds: int) -> Result:
-    """Resident without links; streamed behind links; the same without overlap."""
+    """Resident without links; streamed over links; the same without overlap."""
     from elixir.chunk.lanes import Emulation
 
     model, inp = _case(vocabulary=BYTES)
@@ -178,11 +182,11 @@ def work_link(rounds: int) -> Result:
     module.zero_grad()
     moved = plan.predicted.moved_bytes
     speed = (moved["host_to_device"] + moved["device_to_host"]) / (TRANSFER_SHARE * compute_s)
-    overlapped, second = _planned(copy.deepcopy(model), inp, plan, emulation=Emulation(speed))
-    waiting, third = _planned(model, inp, plan, prefetch=False, emulation=Emulation(speed, blocking=True))
+    overlapped, second = _planned(copy.deepcopy(model), inp, plan, debug=Debug(emulation=Emulation(speed)))
+    waiting, third = _planned(model, inp, plan, prefetch=False, debug=Debug(emulation=Emulation(speed, blocking=True)))
     names = ("resident", "overlapped", "waiting")
     seconds = _take_turns((resident, overlapped, waiting), rounds)
-    print(f"link of {speed / 1e9:.3f} GB/s beside {compute_s:.2f} s of compute", file=sys.stderr)
+    print(f"link of {speed / 1e9:.3f} GB/s, {compute_s:.2f} s of compute", file=sys.stderr)
     print(second.last_report, file=sys.stderr)
     for wrapped in (module, second, third):
         wrapped.close()
@@ -190,7 +194,7 @@ def work_link(rounds: int) -> Result:
 
 
 def work_access(rounds: int) -> Result:
-    """Microseconds of one use of a parameter, beside the use itself."""
+    """Microseconds of one use of a parameter, without the use itself."""
     import torch
     from torch import nn
 
@@ -209,16 +213,16 @@ def work_access(rounds: int) -> Result:
     module = ElixirModule(model, plan, device="cpu")
     uses = [0]
     for name in ("used", "unpack"):
-        called = getattr(module.uses, name)
+        called = getattr(engine_of(module).uses, name)
 
         def count(*args: Any, called: Any = called) -> Any:
             uses[0] += len(args[0]) if isinstance(args[0], list) else 1
             return called(*args)
 
-        setattr(module.uses, name, count)
+        setattr(engine_of(module).uses, name, count)
     run(module, {"input": x})
     for name in ("used", "unpack"):
-        delattr(module.uses, name)
+        delattr(engine_of(module).uses, name)
     per_step = uses[0]
 
     def timed(model: Any) -> Step:
@@ -321,7 +325,7 @@ def run_apart(part: str, rounds: int) -> Result:
 
 
 def figures(part: str, seconds: Result) -> dict[str, list[float]]:
-    """What is held against a bar: ratios of neighbours, or microseconds."""
+    """Figures that are compared with a bar: ratios of neighbours, or microseconds."""
 
     def over(mine: str, other: str) -> list[float]:
         return [a / b for a, b in zip(seconds[mine], seconds[other], strict=True)]

@@ -6,9 +6,9 @@ Two parts:
 
 * ``exhaustive``: random instances of at most 8 chunks, one rank and two. All homes, block counts and prefetch depths of
   all packings that the search looks at are simulated, but for homes whose floor is above the best so far (floors are
-  held against simulations by tests). `ratio` is the chosen plan's step over the best one's.
+  compared with simulations by tests). `ratio` is the chosen plan's step over the best one's.
 * ``bound``: OPT models under five device and three host budgets on the H200 preset. `ratio` is the chosen plan's step
-  over `elixir.search.lower_bound`.
+  over `benchmark.certificate.lower_bound`.
 
 Appends to ``results/search_optimality.csv``. Fails if fewer than 95 % of the instances are equal to the best (to a
 nanosecond), any is more than 1 % worse, or any plan is below its bound.
@@ -25,16 +25,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmark.certificate.lower_bound import lower_bound
 from benchmark.common import Row, append_rows, conditions, percentiles
 from benchmark.search_vs_original import trace
 from elixir.errors import PlanError
 from elixir.hardware import HardwareProfile, preset
-from elixir.moments import StateSize
+from elixir.optimizer_states import StateSize
 from elixir.search import plan_from_trace
-from elixir.search.lower_bound import lower_bound
-from elixir.search.memory import Setting
-from elixir.search.optimal import find_best
-from elixir.search.space import Budgets, SearchSpace
+from elixir.search.problem import Setting
+from elixir.search.propose import Budgets, SearchSpace, find_best
 from elixir.tracer import StepTrace
 from elixir.units import GIB
 from tests.common.small_searches import best_of_all, small_search
@@ -45,7 +44,8 @@ GAP_BAR = 1.05
 MODELS = ("opt-1.3b", "opt-2.7b", "opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "opt-175b")
 DEVICE_GIB = (16, 24, 40, 80, 140)
 HOST_SHARES = (0.7, 0.9, 10.0)
-"""Of what weights, gradients, master weights and Adam's states take together, which is `HOST_BYTES_PER_NUMEL`."""
+"""Shares of what weights, gradients, master weights and Adam's states take together, which is
+`HOST_BYTES_PER_NUMEL`."""
 HOST_BYTES_PER_NUMEL = 2 + 2 + 4 + 8
 WORLD_SIZES = (1, 8)
 
@@ -104,7 +104,8 @@ def exhaustive(instances: int) -> Iterator[Row]:
 
 
 def bound(models: Sequence[str]) -> Iterator[Row]:
-    """All cases of the models that have a plan; one without a plan that the bound does not rule out is a row as well."""
+    """All cases of the models that have a plan; one without a plan that the bound does not rule out is a row as
+    well."""
     hardware = preset("h200")
     for name in models:
         step = trace(name)
@@ -153,7 +154,7 @@ def _against_bound(
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """What misses its bar."""
+    """The rows that miss their bar."""
     found = []
     instances = [line for line in rows if line["part"] == "exhaustive"]
     equal = sum(line["note"] == "equal" for line in instances)

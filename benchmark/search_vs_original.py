@@ -3,8 +3,8 @@
     python benchmark/search_vs_original.py [--models opt-13b opt-175b] [--dry]
 
 Every case is one model, device budget and world size, on the H200 preset with host memory enough for any plan. Rows are
-appended to `results/search_vs_original.csv`. Fails if any step of ours takes longer than the rule's would at the same device budget,
-both simulated; but for plans that keep everything on the device, which go first.
+appended to `results/search_vs_original.csv`. Fails if any step of ours takes longer than the rule's would at the same
+device budget, both simulated; but for plans that keep everything on the device, which go first.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ import torch
 
 from benchmark.common import Row, append_rows, conditions, percentiles
 from benchmark.original_rule import OriginalRule
-from elixir.default_step import default_input, default_step
 from elixir.errors import PlanError
 from elixir.hardware import preset
-from elixir.models import build
-from elixir.moments import StateSize
+from elixir.models import build, default_input, default_step
+from elixir.optimizer_states import StateSize
 from elixir.search import plan_from_trace
-from elixir.search.memory import Setting
 from elixir.search.planner import PREFETCH_DEPTH
-from elixir.search.space import SearchSpace
+from elixir.search.problem import Setting
+from elixir.search.propose import SearchSpace
 from elixir.tracer import StepTrace, trace_step
 
 MODELS = (
@@ -139,7 +138,8 @@ def main() -> int:
     for name in arguments.models:
         print(f"slowest search, {name}: {max(row['our_search_s'] for row in table if row['model'] == name):.2f} s")
     print(
-        f"{len(compared)} cases compared, {len(table) - len(compared)} where only ours finds a plan, {len(worse)} slower, "
+        f"{len(compared)} cases compared, {len(table) - len(compared)} where only ours finds a plan, {len(worse)} "
+        "slower, "
         f"{len(more)} that move more"
     )
     return 1 if worse else 0

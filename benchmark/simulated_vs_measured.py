@@ -1,8 +1,8 @@
-"""Seconds of a step as simulated, beside seconds as measured: two models, five mixes of homes, five link speeds.
+"""Seconds of a step as simulated, compared with seconds as measured: two models, five mixes of homes, five link speeds.
 
     python benchmark/simulated_vs_measured.py [--models opt llama] [--rounds 8] [--parts] [--no-record]
 
-The runtime's CPU backend, links emulated (`emulated_runs`). Each model has a process of its own, in which all runs take
+The runtime's CPU backend, links emulated (`emulated_runs`). Each model has a separate process, in which all runs take
 turns: a slow minute of the machine meets those that calibrate and those that are judged.
 
 Calibrated, on runs that are not judged:
@@ -11,13 +11,15 @@ Calibrated, on runs that are not judged:
 * forward's and backward's seconds, and Adam's rate on the device, by a run with everything resident;
 * the rates of copies and of the host's Adam, by a run with everything streamed and no link emulated: bytes or elements
   over the busy seconds of each lane;
-* contention, by the same run: what compute loses, in forward and in backward, for each second in which lanes work beside
-  it. Lanes copy and step on the cores, and in the memory, that compute uses; a link with an engine of its own does not.
+* contention, by the same run: what compute loses, in forward and in backward, for each second in which lanes work at
+  the same time. Lanes copy and step on the cores, and in the memory, that compute uses; a link with a copy engine does
+  not.
 
 Judged are three mixes of homes (all chunks streamed; every other chunk resident with its states; all weights resident
-and all states on the host), and the first and the last of them with all chunks stepped in backward, each at five link speeds, at which all transfers of everything streamed would take 0.2 to 2.0 of
-forward's and backward's seconds. The error is simulated over measured seconds, less 1; a measured step is a median.
-Appends to ``results/simulated_vs_measured.csv``; fails where a bar is missed.
+and all states on the host), and the first and the last of them with all chunks stepped in backward, each at five link
+speeds, at which all transfers of everything streamed would take 0.2 to 2.0 of forward's and backward's seconds. The
+error is simulated over measured seconds, less 1; a measured step is a median. Appends to
+``results/simulated_vs_measured.csv``; fails where a bar is missed.
 """
 
 from __future__ import annotations
@@ -37,8 +39,7 @@ import torch
 from benchmark.common import append_rows, conditions, percentiles, print_table
 from benchmark.emulated_runs import MIXES, SHAPES, Run, Timed, calibrate, median, mixed_plans, run_apart
 from elixir.models import build_shape, default_input, default_step
-from elixir.search.rates import with_link_speed
-from elixir.search.simulator import Simulation, simulate_step
+from elixir.search.simulator import Simulation, simulate_step, with_link_speed
 from elixir.tracer import trace_step
 
 SHARES = (0.2, 0.5, 0.9, 1.4, 2.0)
@@ -87,7 +88,8 @@ def work(model: str, rounds: int) -> dict[str, Any]:
         trace, hardware, plans["resident"], seen["resident", None], plans["streamed"], seen["streamed", None]
     )
     print(
-        f"{shape.name}: compute x {known.compute[0]:.3f} forward, {known.compute[1]:.3f} backward; lost per second of lanes "
+        f"{shape.name}: compute x {known.compute[0]:.3f} forward, {known.compute[1]:.3f} backward; lost per second of "
+        "lanes "
         f"{known.contention[0]:.2f}, {known.contention[1]:.2f}; {known.machine.host_adam_numel_per_s / 1e9:.2f} G "
         f"elements/s on the host, {known.machine.device_adam_numel_per_s / 1e9:.2f} on the device",
         file=sys.stderr,
@@ -131,7 +133,7 @@ def _lane(steps: Sequence[Timed], field: str, lane: str) -> float:
 
 
 def main() -> int:
-    """Run, record, and hold against the bars; 1 where one is missed."""
+    """Run, record, and compare with the bars; 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=8)

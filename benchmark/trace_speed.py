@@ -1,13 +1,14 @@
-"""How long a trace takes, beside torch's MemTracker; what `elixir profile` costs as a process; how long planning takes.
+"""How long a trace takes, compared with torch's MemTracker; what `elixir profile` costs as a process; how long planning
+takes.
 
     python benchmark/trace_speed.py [--quick] [--only trace peer profile plan import] [--peer-limit 300] [--no-record]
 
-Five parts, each in processes of its own, nothing else being loaded there:
+Five parts, each in separate processes, nothing else being loaded there:
 
 * ``trace``: `trace_step` of one step (forward, recompute, backward, AdamW) after imports, with the operator cache and
   without;
-* ``peer``: `torch.distributed._tools.mem_tracker.MemTracker` over the same forward and backward on fake tensors, without
-  an optimizer, and the peak of either. Fake tensors on a GPU need a build for one, so both pretend to be a CPU;
+* ``peer``: `torch.distributed._tools.mem_tracker.MemTracker` over the same forward and backward on fake tensors,
+  without an optimizer, and the peak of either. Fake tensors on a GPU need a build for one, so both pretend to be a CPU;
 * ``profile``: the whole command ``elixir profile opt-175b ...``, imports included, and its peak resident memory;
 * ``plan``: `plan_from_trace` once the trace is there, and whether the plan's JSON is the same under three hash seeds;
 * ``import``: importing torch, and in turn importing elixir with all its public names.
@@ -40,7 +41,7 @@ PEER_MODELS = {"opt-1.3b": 3, "opt-175b": 1}
 """Model -> runs of the peer, which takes minutes for the largest."""
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
 HOST_MEMORY = "64TiB"
-"""Of one machine: enough for the states of any of the plans, which are about time and not about fitting."""
+"""Host memory of one machine: enough for the states of any of the plans, which are about time and not about fitting."""
 HASH_SEEDS = ("0", "1", "31337")
 BARS = {"trace": 0.5, "profile": 8.0, "plan": 2.0}
 """Seconds, for OPT-175B."""
@@ -51,7 +52,7 @@ PROFILE_RESIDENT_BAR_BYTES = int(0.6 * 2**30)
 Result = dict[str, Any]
 
 
-# Workers: each runs in a process of its own and prints one JSON object as its last line ---------------------------
+# Workers: each runs in a separate process and prints one JSON object as its last line ---------------------------
 
 
 def _model(name: str, device: str = "meta") -> Any:
@@ -173,7 +174,7 @@ WORKERS = {"trace": work_trace, "peer": work_peer, "plan": work_plan}
 
 
 def in_process(worker: str, *arguments: str, limit_s: float = 600, **environment: str) -> Result | None:
-    """What a worker prints; None if it takes longer than `limit_s`, which is shown while it runs."""
+    """The output of a worker; None if it takes longer than `limit_s`, which is shown while it runs."""
     command = [sys.executable, str(Path(__file__).resolve()), "--worker", worker, *arguments]
     started = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
@@ -323,7 +324,7 @@ def timed_command(command: list[str]) -> tuple[list[float], int, str]:
 
 
 def failures(rows: list[Result]) -> list[str]:
-    """What misses its bar or is not as it must be."""
+    """The rows that miss their bar or are not as they must be."""
     found = []
     for line in rows:
         label = f"{line['part']} {line['model']} {line['what']}"

@@ -11,41 +11,59 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elixir.api import wrap
+    from elixir.checkpoint import Checkpoints, Loaded, PerRank, Saving, load_checkpoint, save_checkpoint
+    from elixir.checkpoint_format import export_hf, open_checkpoint
     from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError, PlanError, StateError, TraceError
     from elixir.hardware import HardwareProfile
     from elixir.plan import ChunkPlan, Plan
-    from elixir.tracer.step_trace import StepTrace
+    from elixir.step_trace import StepTrace
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArtifactError",
+    "Checkpoints",
     "ChunkPlan",
     "ElixirError",
     "HardwareProfile",
     "InputError",
     "InputTypeError",
+    "Loaded",
+    "PerRank",
     "Plan",
     "PlanError",
+    "Saving",
     "StateError",
     "StepTrace",
     "TraceError",
     "__version__",
+    "export_hf",
+    "load_checkpoint",
+    "open_checkpoint",
+    "save_checkpoint",
     "wrap",
 ]
 
 _HOMES = {
     "ArtifactError": "elixir.errors",
+    "Checkpoints": "elixir.checkpoint",
     "ChunkPlan": "elixir.plan",
     "ElixirError": "elixir.errors",
-    "HardwareProfile": "elixir.hardware",
+    "HardwareProfile": "elixir.hardware.profile",
     "InputError": "elixir.errors",
     "InputTypeError": "elixir.errors",
+    "Loaded": "elixir.checkpoint",
+    "PerRank": "elixir.checkpoint",
     "Plan": "elixir.plan",
     "PlanError": "elixir.errors",
+    "Saving": "elixir.checkpoint",
     "StateError": "elixir.errors",
-    "StepTrace": "elixir.tracer.step_trace",
+    "StepTrace": "elixir.step_trace",
     "TraceError": "elixir.errors",
+    "export_hf": "elixir.checkpoint_format",
+    "load_checkpoint": "elixir.checkpoint",
+    "open_checkpoint": "elixir.checkpoint_format",
+    "save_checkpoint": "elixir.checkpoint",
     "wrap": "elixir.api",
 }
 

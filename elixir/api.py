@@ -6,6 +6,7 @@ what they took with what was predicted, and where that pays moves the chunks onc
 
 from __future__ import annotations
 
+import inspect
 import logging
 import statistics
 from collections.abc import Callable, Mapping
@@ -16,23 +17,19 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir.chunk.group import Group
-from elixir.default_step import default_input, default_step
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
-from elixir.hardware import HardwareProfile, warn_if_doubtful, warn_if_other_device
-from elixir.host_threads import check_host_threads
+from elixir.hardware import HardwareProfile, check_host_threads
+from elixir.optimizer_states import family_of, moments_of
 from elixir.plan import Plan
-from elixir.search.budgets import host_memory_here
-from elixir.search.planner import HomeChoice, plan_from_trace
 from elixir.search.replan import Observation, correct
-from elixir.search.searches import profile_for
-from elixir.search.states import family_of, moments_of
-from elixir.tracer import trace_step
-from elixir.tracer.step_trace import StepTrace
-from elixir.units import parse_dtype
+from elixir.search.request import Function, SearchRequest, check_options, options_of, takes
+from elixir.search.searches import Traced, profile_for
+from elixir.step_trace import StepTrace
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.backward_steps import clips_in_backward
+from elixir.wrapper.account import StepReport
 from elixir.wrapper.build import compute_device
-from elixir.wrapper.report import StepReport
+from elixir.wrapper.engine import engine_of
+from elixir.wrapper.step import clips_in_backward
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +40,26 @@ MOST_REFUSALS = 5
 """Steps after which chunks are left where they are, since gradients have been there whenever a forward began."""
 
 
-def wrap(
+_SETTLED = ("world_size", "optimizer_type", "clipping")
+"""Options of a search that the process group, the optimizer and `max_norm` settle."""
+_OPTIONS = options_of(SearchRequest, without=_SETTLED)
+_OPTIONS["moments"] = _OPTIONS["moments"].replace(default=None)
+_MODULE_OPTIONS = {
+    name: parameter
+    for name, parameter in inspect.signature(ElixirModule).parameters.items()
+    if name not in ("module", "plan", "group", "dtype")
+}
+
+
+def _with_options(function: Function) -> Function:
+    """`help` and `inspect.signature` show all options instead of ``**options``."""
+    own = list(inspect.signature(function).parameters.values())[:-1]
+    more = _OPTIONS | _MODULE_OPTIONS
+    return takes([*own, *(parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in more.values())])(function)
+
+
+@_with_options
+def wrap(  # noqa: PLR0913 - a public entry point
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
@@ -52,16 +68,10 @@ def wrap(
     group: dist.ProcessGroup | None = None,
     dtype: str | torch.dtype | None = None,
     hardware: HardwareProfile | str | None = None,
-    device_memory: str | int | None = None,
-    host_memory: str | int | None = None,
-    placement: HomeChoice = "auto",
     max_norm: float | None = None,
     initial_scale: float = 2.0**16,
     host_threads: int | None = None,
     replan: bool = True,
-    moments: str | None = None,
-    accumulation: int = 1,
-    step_in_backward: bool = False,
     **options: Any,
 ) -> tuple[ElixirModule, ElixirOptimizer]:
     """Trace, search and wrap; the numbers are those of plain PyTorch, whatever is planned.
@@ -73,27 +83,23 @@ def wrap(
         optimizer: over the model's parameters, not stepped yet.
         inp: one rank's batch, as a dict; None takes a documented default (Hugging Face models only).
         step_fn: ``step_fn(model, inp)`` runs forward, loss and backward; None takes ``model(**inp).loss``.
-        group: process group; None means the default one, or a single rank where there is none.
+        group: process group; None means the default one, or a single rank without one.
         dtype: parameters and floating inputs are cast to it; None leaves them.
         hardware: a profile, a preset's name or a file; None for the machine at hand, without a GPU its CPU.
-        device_memory: budget of one device, bytes or text such as ``"20GiB"``; None for what is free.
-        host_memory: budget of one machine, all its ranks together; None for what is free.
-        placement: ``auto``, or ``cuda`` / ``cpu`` to keep everything there.
-        max_norm: clip the global gradient norm.
+        max_norm: clip the global gradient norm; the plan counts what that takes.
         initial_scale: of the loss, with float16.
-        host_threads: of this rank's Adam on the host; None for its part of the cores, less what computes beside it.
-        replan: compare the first steps with the plan, and move chunks once where a better one is found.
-        moments: how Adam's are kept: ``float32``, ``bfloat16`` or ``8bit``; None: as a `HybridAdam` says, else float32.
-        accumulation: batches like `inp` per optimizer step.
-        step_in_backward: the host updates chunks while backward still runs; for steps of one backward, without `max_norm`
-            and not in float16. Nothing may look at weights or go back between backward and `step`.
-        options: further arguments of `ElixirModule`, such as ``weights``.
+        host_threads: of this rank's Adam on the host; None for its part of the cores, less what computes meanwhile.
+        replan: compare the first steps with the plan, and move chunks once if a better one is found.
+        options: fields of `elixir.search.request.SearchRequest`, such as ``device_memory`` or ``accumulation``, and
+            further arguments of `ElixirModule`, such as ``weights``. ``moments=None`` keeps them as a `HybridAdam`
+            says, otherwise in float32.
 
     Raises:
         PlanError: nothing fits; says what is needed and what would help.
-        TraceError, InputError, InputTypeError: see `trace_step`, `plan_from_trace`, `ElixirModule`, `ElixirOptimizer`.
+        TraceError, InputError, InputTypeError: see `trace_step`, `SearchRequest`, `ElixirModule`, `ElixirOptimizer`.
         RankError: another rank could not plan.
     """
+    check_options("argument of wrap", options, {*_OPTIONS, *_MODULE_OPTIONS})
     if not isinstance(model, nn.Module) or isinstance(model, ElixirModule):
         raise InputTypeError(f"model must be a plain nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -102,99 +108,49 @@ def wrap(
     foreign = sum(parameter not in own for group in optimizer.param_groups for parameter in group["params"])
     if foreign:
         raise InputError(
-            f"{foreign} parameters of the optimizer are not the model's; make it over model.parameters() of this very model"
+            f"{foreign} parameters of the optimizer are not the model's; make it over model.parameters() of this very "
+            "model"
         )
     check_host_threads(host_threads)
-    if step_in_backward and max_norm:
+    if options.get("step_in_backward") and max_norm:
         raise clips_in_backward()
     if hardware is None and compute_device(options.get("device")).type == "cpu":
         hardware = "cpu"  # this is a run, so what is planned for is where it runs
     profile = profile_for(hardware)
+    fused = options.get("use_fused_kernels", False)
+    how = Traced(unified_dtype=dtype, inp=inp, step_fn=step_fn, hardware=hardware, use_fused_kernels=fused)
+    asked = {name: options[name] for name in _OPTIONS if name in options}
+
+    def make_plan(world_size: int) -> tuple[Plan, StepTrace]:
+        family, moments = family_of(optimizer), moments_of(optimizer, asked.get("moments"))
+        settled = {"optimizer_type": family, "moments": moments, "clipping": bool(max_norm)}
+        return how.plan(model, profile, SearchRequest(**{**asked, **settled, "world_size": world_size}))
+
     planning = Group(group)
     try:
-        plan, trace = _planned(
-            planning,
-            model,
-            optimizer,
-            inp,
-            step_fn,
-            dtype,
-            profile,
-            device_memory,
-            host_memory,
-            placement,
-            known=hardware is not None,
-            use_fused_kernels=options.get("use_fused_kernels", False),
-            moments=moments,
-            accumulation=accumulation,
-            step_in_backward=step_in_backward,
-        )
+        plan, trace = _planned(planning, make_plan)
     finally:
         planning.close()
+    for_module = {name: value for name, value in options.items() if name in _MODULE_OPTIONS}
     if profile.device_kind == "cpu":
-        options.setdefault("device", "cpu")
-    module = ElixirModule(model, plan, group, **options)
+        for_module.setdefault("device", "cpu")
+    module = ElixirModule(model, plan, group, **for_module)
     wrapped = ElixirOptimizer(
         module, optimizer, initial_scale=initial_scale, max_norm=max_norm, host_threads=host_threads
     )
-    if replan and placement == "auto":
-        module.before_forward = _Replanning(module, wrapped, trace, profile)
+    if replan and plan.placement == "auto":
+        engine_of(module).before_forward = _Replanning(module, trace, profile)
     return module, wrapped
 
 
-def _planned(
-    group: Group,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    inp: Mapping[str, Any] | None,
-    step_fn: Callable[[nn.Module, Any], Any] | None,
-    dtype: str | torch.dtype | None,
-    profile: HardwareProfile,
-    device_memory: str | int | None,
-    host_memory: str | int | None,
-    placement: HomeChoice,
-    *,
-    known: bool,
-    use_fused_kernels: bool | Mapping[str, str],
-    moments: str | None,
-    accumulation: int,
-    step_in_backward: bool,
-) -> tuple[Plan, StepTrace | None]:
+def _planned(group: Group, make_plan: Callable[[int], tuple[Plan, StepTrace]]) -> tuple[Plan, StepTrace | None]:
     """Rank 0's plan on every rank; the trace stays on rank 0, the only one that may plan again."""
     trace: StepTrace | None = None
     answer: tuple[str | None, str | None] = (None, None)
     problem: Exception | None = None
     if group.rank == 0:
         try:
-            warn_if_other_device(profile)
-            warn_if_doubtful(profile)
-            if not known and host_memory is None:
-                host_memory = host_memory_here(profile)
-            if inp is not None and not isinstance(inp, Mapping):
-                raise InputTypeError(f"inp must be a dict of the model's inputs, got {type(inp).__name__}")
-            batch = default_input(model) if inp is None else dict(inp)
-            wanted = None if dtype is None else parse_dtype(dtype)
-            trace = trace_step(
-                model,
-                batch,
-                step_fn or default_step,
-                dtype=wanted,
-                hardware=profile,
-                optimizer=None,
-                use_fused_kernels=use_fused_kernels,
-            )
-            plan = plan_from_trace(
-                trace,
-                profile,
-                group.size,
-                optimizer_type=family_of(optimizer),
-                device_memory=device_memory,
-                host_memory=host_memory,
-                placement=placement,
-                moments=moments_of(optimizer, moments),
-                accumulation=accumulation,
-                step_in_backward=step_in_backward,
-            )
+            plan, trace = make_plan(group.size)
             answer = (plan.to_json(), None)
         except Exception as error:  # the others must hear of it, whatever it is
             problem, answer = error, (None, str(error))
@@ -209,10 +165,8 @@ def _planned(
 class _Replanning:
     """Watches the first steps from the beginnings of forwards, and corrects the plan once."""
 
-    def __init__(
-        self, module: ElixirModule, optimizer: ElixirOptimizer, trace: StepTrace | None, hardware: HardwareProfile
-    ) -> None:
-        self._module, self._optimizer, self._trace, self._hardware = module, optimizer, trace, hardware
+    def __init__(self, module: ElixirModule, trace: StepTrace | None, hardware: HardwareProfile) -> None:
+        self._module, self._trace, self._hardware = module, trace, hardware
         self._seen: StepReport | None = None
         self._reports: list[StepReport] = []
         self._batches: list[int] = []  # forwards of each step
@@ -223,6 +177,7 @@ class _Replanning:
         module = self._module
         if not torch.is_grad_enabled():
             return
+        engine = engine_of(module)
         report = module.last_report
         if report is not None and report is not self._seen and report.span is not None:
             self._seen = report
@@ -235,19 +190,19 @@ class _Replanning:
         if len(self._reports) < WARM_UP_STEPS + MEASURED_STEPS:
             return
         if len(self._reports) > WARM_UP_STEPS + MEASURED_STEPS + MOST_REFUSALS:
-            module.before_forward = None
+            engine.before_forward = None
             logger.info(
                 "the plan stays: gradients of the step before are held at every forward; call zero_grad() before it"
             )
             return
-        answers = module.exchange("observations", (module.holds_gradients(), self._observation()))
+        answers = engine.exchange("observations", (engine.holds_gradients(), self._observation()))
         if any(holds for holds, _ in answers):
             return  # between two micro-batches; the next forward asks again
-        module.before_forward = None
+        engine.before_forward = None
         text: str | None = None
         if self._trace is not None:
             text = self._corrected(self._trace, [seen for _, seen in answers])
-        text = module.exchange("second plan", text)[0]
+        text = engine.exchange("second plan", text)[0]
         if text is not None:
             module.rehome(Plan.from_json(text))
 
@@ -256,7 +211,8 @@ class _Replanning:
         try:
             correction = correct(trace, self._hardware, plan, observations, plan.optimizer)
             if correction.plan is not None:
-                self._optimizer.check_plan(correction.plan)
+                for stepper in engine_of(self._module).steppers:
+                    stepper.check_plan(correction.plan)
         except ElixirError as error:  # a training that runs is not ended by a plan that cannot be bettered
             logger.warning("the plan could not be compared with the first steps: %s", error)
             return None

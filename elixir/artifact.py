@@ -1,4 +1,4 @@
-"""Frozen dataclasses that go to JSON and come back the same, or say which field stands in the way.
+"""Frozen dataclasses that go to JSON and come back the same, or name the field that is wrong.
 
 `StepTrace`, `HardwareProfile` and `Plan` are artifacts. A file is one JSON object with ``artifact`` (which of the
 three), ``schema_version`` and the fields. Reading is strict: a missing, unknown or mistyped field is an
@@ -14,13 +14,14 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from elixir.errors import ArtifactError, InputError
+from elixir.files import FILES, Files, temporary_name
 
 T = TypeVar("T", bound="Artifact")
 
@@ -31,6 +32,8 @@ class Artifact:
 
     artifact: ClassVar[str]
     schema_version: ClassVar[int]
+    anew: ClassVar[str] = "make the file anew"
+    """How a user replaces a file of another schema version."""
 
     def to_dict(self) -> dict[str, Any]:
         """The artifact as plain lists, dicts, strings and numbers."""
@@ -55,14 +58,15 @@ class Artifact:
             raise ArtifactError(f"{source}: expected a JSON object, found {type(data).__name__}")
         for key, expected in (("artifact", cls.artifact), ("schema_version", cls.schema_version)):
             if key not in data:
-                raise ArtifactError(f"{source}: field '{key}' is missing; this is no {cls.artifact} file")
+                raise ArtifactError(f"{source}: field '{key}' is missing; this is no {cls.artifact} file", field=key)
             if key == "artifact" and data[key] != expected:
                 wanted = cls.artifact.replace("_", " ")
-                raise ArtifactError(f"{source}: expected a {wanted}, but field 'artifact' is {data[key]!r}")
+                raise ArtifactError(f"{source}: expected a {wanted}, but field 'artifact' is {data[key]!r}", field=key)
             # True == 1 and 1.0 == 1, but neither is what `save` writes.
             if data[key] != expected or type(data[key]) is not type(expected):
                 raise ArtifactError(
-                    f"{source}: field '{key}' is {data[key]!r}, this version of Elixir reads {expected!r}"
+                    f"{source}: field '{key}' is {data[key]!r}, this version of Elixir reads {expected!r}; {cls.anew}",
+                    field=key,
                 )
         body = {key: value for key, value in data.items() if key not in ("artifact", "schema_version")}
         decoded: T = _decode(cls, body, "", source)
@@ -98,40 +102,28 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_writable(path: str | os.PathLike[str]) -> Path:
+def check_writable(path: str | os.PathLike[str], *, files: Files = FILES) -> Path:
     """`path`, after making sure that a file can be written there; `InputError` otherwise. Leaves no file behind."""
-    handle, name, _ = _open_beside(path)
-    os.close(handle)
-    os.unlink(name)
+    with _writing(path) as target:
+        name = temporary_name(target)
+        files.create(name).close()
+        files.remove(name)
     return Path(path)
 
 
-def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> Path:
-    """Write `content` beside `path`, then rename it there; `InputError` where that cannot be done.
+def write_atomically(path: str | os.PathLike[str], content: str | bytes, *, files: Files = FILES) -> Path:
+    """Write `content` next to `path`, then rename it there; `InputError` where that cannot be done.
 
     Whatever is killed when, `path` holds the old content or the new one. A link stays a link, to a new file.
     """
-    handle, name, target = _open_beside(path)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            # Without this a crash of the machine could leave the new name over an empty file.
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, target)
-    except BaseException as error:
-        os.unlink(name)
-        if isinstance(error, OSError):
-            raise InputError(f"cannot write {path}: {error.strerror}") from None
-        raise
+    with _writing(path) as target:
+        files.write_whole(target, content.encode() if isinstance(content, str) else content)
     return Path(path)
 
 
-def _open_beside(path: str | os.PathLike[str]) -> tuple[int, str, Path]:
-    """A new file in the folder of `path`: its handle, its name, and the file that `path` stands for."""
+@contextlib.contextmanager
+def _writing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """The file that `path` leads to. What cannot be written is an `InputError`."""
     try:
         target = Path(os.path.realpath(path))
         if target.is_dir():
@@ -141,14 +133,13 @@ def _open_beside(path: str | os.PathLike[str]) -> tuple[int, str, Path]:
             raise InputError(f"cannot write {path}: it is no regular file")
         with contextlib.suppress(FileNotFoundError):
             os.lstat(target)  # the name itself may be impossible, such as too long
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:60]}.")
+        yield target
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
     except ValueError as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"cannot write {path!r}: {error}") from None
-    return handle, name, target
 
 
 def _encode(value: Any) -> Any:
@@ -181,23 +172,35 @@ def _decode(expected: Any, value: Any, path: str, source: str) -> Any:
             return None
         (inner,) = (arg for arg in args if arg is not type(None))
         return _decode(inner, value, path, source)
+    if expected is Any:
+        return value  # plain JSON, which the class itself checks
     if origin is Literal:
         if value not in args:
-            raise ArtifactError(f"{source}: field '{path}' must be one of {list(args)}, found {value!r}")
+            raise ArtifactError(
+                f"{source}: field '{path}' must be one of {list(args)}, found {value!r:.60}", field=path
+            )
         return value
     if origin is tuple:
-        if not isinstance(value, list):
-            raise _mistyped(source, path, "a list", value)
-        if len(args) == 2 and args[1] is Ellipsis:
-            return tuple(_decode(args[0], item, f"{path}[{i}]", source) for i, item in enumerate(value))
-        if len(args) != len(value):
-            raise _mistyped(source, path, f"a list of {len(args)}", value)
-        pairs = zip(args, value, strict=True)
-        return tuple(_decode(arg, item, f"{path}[{i}]", source) for i, (arg, item) in enumerate(pairs))
+        return _decode_tuple(args, value, path, source)
     if origin is dict:
         if not isinstance(value, dict):
             raise _mistyped(source, path, "an object", value)
         return {key: _decode(args[1], item, f"{path}.{key}", source) for key, item in value.items()}
+    return _decode_plain(expected, value, path, source)
+
+
+def _decode_tuple(args: tuple[Any, ...], value: Any, path: str, source: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _mistyped(source, path, "a list", value)
+    if len(args) == 2 and args[1] is Ellipsis:
+        return tuple(_decode(args[0], item, f"{path}[{i}]", source) for i, item in enumerate(value))
+    if len(args) != len(value):
+        raise _mistyped(source, path, f"a list of {len(args)}", value)
+    pairs = zip(args, value, strict=True)
+    return tuple(_decode(arg, item, f"{path}[{i}]", source) for i, (arg, item) in enumerate(pairs))
+
+
+def _decode_plain(expected: Any, value: Any, path: str, source: str) -> Any:
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
@@ -217,17 +220,20 @@ def _decode_dataclass(cls: type, value: Any, path: str, source: str) -> Any:
     fields = _field_types(cls)
     for name in fields:
         if name not in value:
-            raise ArtifactError(f"{source}: field '{prefix}{name}' is missing")
+            raise ArtifactError(f"{source}: field '{prefix}{name}' is missing", field=prefix + name)
     for name in value:
         if name not in fields:
-            raise ArtifactError(f"{source}: field '{prefix}{name}' is unknown to this version of Elixir")
+            raise ArtifactError(
+                f"{source}: field '{prefix}{name}' is unknown to this version of Elixir", field=prefix + name
+            )
     decoded = {name: _decode(hint, value[name], prefix + name, source) for name, hint in fields.items()}
     try:
         return cls(**decoded)
     except (ValueError, OverflowError) as error:
         where = f"{source}: field '{path}'" if path else source
-        raise ArtifactError(f"{where}: {error}") from None
+        inner = error.field if isinstance(error, ArtifactError) else ""
+        raise ArtifactError(f"{where}: {error}", field=prefix + inner if inner else path) from None
 
 
 def _mistyped(source: str, path: str, expected: str, value: Any) -> ArtifactError:
-    return ArtifactError(f"{source}: field '{path}' must be {expected}, found {value!r:.60}")
+    return ArtifactError(f"{source}: field '{path}' must be {expected}, found {value!r:.60}", field=path)

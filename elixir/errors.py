@@ -1,14 +1,17 @@
-"""What Elixir raises.
+"""The exceptions that Elixir raises.
 
-A caller's mistake is an `InputError` (also a `ValueError`) or an `InputTypeError` (also a `TypeError`).
-What cannot fit is a `PlanError`, what cannot be traced a `TraceError`, a file that cannot be read back an
-`ArtifactError`, ranks that fall apart a `RankError`, a broken invariant of ours a `StateError`. All are `ElixirError`, so one `except` catches them.
+A caller's mistake is an `InputError` (also a `ValueError`) or an `InputTypeError` (also a `TypeError`). What cannot fit
+is a `PlanError`, what cannot be traced a `TraceError`, a file that cannot be read back an `ArtifactError`, a file
+operation that fails a `FileError` (also an `OSError`), a checkpoint that cannot be saved or loaded a `CheckpointError`,
+ranks that fall apart a `RankError`, a broken invariant of ours a `StateError`. All are `ElixirError`, so one `except`
+catches them.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,19 +29,99 @@ class InputTypeError(ElixirError, TypeError):
 
 
 class ArtifactError(ElixirError, ValueError):
-    """A trace, profile or plan file is truncated, of another version, of another model, or lacks a field."""
+    """A trace, profile or plan file is truncated, of another version, of another model, or lacks a field.
+
+    Args:
+        message: says what was found and what was expected.
+        field: path of the field in question, such as ``chunks[3].weight_home``; empty if it is not one field.
+    """
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class FileError(ElixirError, OSError):
+    """A file operation failed: `errno`, `strerror` and `filename` as in any `OSError`, and which `operation` it was."""
+
+    def __init__(self, errno: int, reason: str, path: str | os.PathLike[str], operation: str) -> None:
+        super().__init__(errno, reason, os.fspath(path))
+        self.operation = operation
+
+    def __str__(self) -> str:
+        return f"cannot {self.operation} {self.filename}: {self.strerror} (errno {self.errno})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.errno, self.strerror, self.filename, self.operation)
+
+
+class CheckpointError(ElixirError, RuntimeError):
+    """A checkpoint cannot be saved, read or loaded."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """The folder holds no checkpoint that was ever committed."""
+
+
+class CheckpointCorrupt(CheckpointError, ValueError):
+    """A file of a checkpoint is missing, damaged, or is not what the index says.
+
+    Args:
+        message: says what was found and what was expected.
+        path: the file.
+        key: the tensor, value or field of the index in it; empty if it is about the file as a whole.
+    """
+
+    def __init__(self, message: str, *, path: str | os.PathLike[str], key: str = "") -> None:
+        where = f"{os.fspath(path)}: {key}" if key else os.fspath(path)
+        super().__init__(f"{where}: {message}")
+        self.path, self.key, self._message = os.fspath(path), key, message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _corrupt, (self._message, self.path, self.key)
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """A checkpoint is whole, but not of what it is loaded into.
+
+    Args:
+        message: says what differs and what to do.
+        missing: names that were expected and that the checkpoint lacks.
+        unexpected: names that only the checkpoint has.
+        shapes: name -> (shape in the checkpoint, shape expected), of those that differ.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Iterable[str] = (),
+        unexpected: Iterable[str] = (),
+        shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.missing, self.unexpected, self.shapes = tuple(missing), tuple(unexpected), dict(shapes or {})
 
 
 class TraceError(ElixirError, RuntimeError):
-    """The training step cannot be traced; the message names the file and line that stands in the way."""
+    """The training step cannot be traced; the message names the file and the line that prevents it."""
 
 
 class RankError(ElixirError, RuntimeError):
     """The ranks no longer do the same: one died, raised an error, or left the order of collectives they share."""
 
 
+class StepError(ElixirError, RuntimeError):
+    """An optimizer has raised while it stepped weights on a lane; the message names them, the cause is what it
+    raised."""
+
+
 class StateError(ElixirError, RuntimeError):
     """An invariant of Elixir itself broke. Always a defect of ours, never of the caller."""
+
+
+class UserInterruptError(KeyboardInterrupt):
+    """A `KeyboardInterrupt` on its way out of code of the user's, which may have raised it without any signal."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +129,15 @@ class Lever:
     """One thing the user can change to make a plan feasible."""
 
     action: str
-    """What to do, in the imperative."""
+    """The thing to do, in the imperative."""
     saves_bytes: int
     """By how much this alone would lower the need, or raise what is available; 0 where it is not known."""
     effect: Literal["saves", "adds"] = "saves"
     """Which of the two `saves_bytes` is."""
     argument: str = ""
-    """Of a search, or of the step that is traced, through which that is done; empty where there is none."""
+    """The argument of a search, or of the traced step, that does it; may be empty."""
     value: str = ""
-    """What to give for it; empty where that is the user's choice."""
+    """The value for it; empty if that is the user's choice."""
 
 
 class PlanError(ElixirError, RuntimeError):
@@ -75,7 +158,8 @@ class PlanError(ElixirError, RuntimeError):
         super().__init__(self.in_words(lambda lever: lever.action))
 
     def in_words(self, action: Callable[[Lever], str]) -> str:
-        """The whole message: what is short and by how much, then one line for each lever, which `action` puts into words."""
+        """The whole message: what is short and by how much, then one line for each lever, which `action` puts into
+        words."""
         lines = [f"{self._message} ({_how_far(self.needed_bytes, self.available_bytes)})"]
         for lever in self.levers:
             effect = f" ({lever.effect} {readable_bytes(lever.saves_bytes)})" if lever.saves_bytes else ""
@@ -83,12 +167,28 @@ class PlanError(ElixirError, RuntimeError):
         return "\n".join(lines)
 
 
+LONGEST_VALUE = 60
+"""Characters of a value that an error repeats."""
+
+
+def shortened(text: str, most: int = LONGEST_VALUE) -> str:
+    """A value for an error: as it is, or its beginning and its end where it is longer than `most` characters."""
+    if len(text) <= most:
+        return text
+    tail = most // 4
+    return f"{text[: most - tail]}...{text[-tail:]} ({len(text):,} characters)"
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     """An `InputError` for a name that is not known, with the nearest names that are."""
     choices = sorted(known)
-    near = difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.4)
+    near = difflib.get_close_matches(name[:LONGEST_VALUE].lower(), choices, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(choices)}"
-    return InputError(f"unknown {kind} {name!r}; {hint}")
+    return InputError(f"unknown {kind} {shortened(name)!r}; {hint}")
+
+
+def _corrupt(message: str, path: str, key: str) -> CheckpointCorrupt:
+    return CheckpointCorrupt(message, path=path, key=key)
 
 
 def _how_far(needed_bytes: int, available_bytes: int) -> str:
@@ -98,7 +198,7 @@ def _how_far(needed_bytes: int, available_bytes: int) -> str:
 
 
 def readable_bytes(amount_bytes: int, *, up: bool = False) -> str:
-    """In a unit that leaves digits to read. What is needed is rounded up: whoever gives what he reads has enough."""
+    """Bytes as text, in a unit that leaves digits to read. A need is rounded up, so that the number shown is enough."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if amount_bytes >= size:
             hundredths = amount_bytes * 100 // size if not up else -(-amount_bytes * 100 // size)

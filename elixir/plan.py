@@ -3,161 +3,67 @@
 A plan packs parameters into chunks, gives each chunk a home for its weights and one for its gradients and optimizer
 states, and says how many rCache blocks the streamed chunks share. All bytes are per rank unless a name says otherwise.
 
-Every class here checks its values: what exists can be run. An `InputError` names the field that stands in the way.
+Every class here checks its values: what exists can be run. An `InputError` names the field that is wrong.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 from elixir.artifact import Artifact, digest
+from elixir.chunk_plan import (
+    PARAM_ALIGNMENT_BYTES,
+    ChunkPlan,
+    ChunkUse,
+    Home,
+    Memory,
+    ParamSlot,
+    Phase,
+    check_at_least,
+    itemsize_of,
+)
 from elixir.errors import ArtifactError, InputError
-from elixir.moments import MomentKind, StateSize, moments_size
-from elixir.plan_versions import DISK_LINKS, upgraded
+from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, check_adam, moments_size
 from elixir.schedule import StepSchedule, required_chunks
-from elixir.units import dtype_bytes, format_bytes, format_seconds
+from elixir.step_traffic import Backwards, ChunkRoute, step_traffic
+from elixir.units import format_bytes, format_seconds
 
-Home = Literal["device", "host"]
-StateHome = Literal["device", "host", "disk"]
-Phase = Literal["forward", "recompute", "backward"]
+__all__ = [
+    "PARAM_ALIGNMENT_BYTES",
+    "ChunkPlan",
+    "ChunkUse",
+    "Home",
+    "Memory",
+    "ParamSlot",
+    "Phase",
+    "Plan",
+    "PlanPrediction",
+]
 
-PARAM_ALIGNMENT_BYTES = 512
-"""Parameters start at multiples of this inside a chunk: other offsets change the bits some kernels give."""
+DISK_LINKS = ("disk_read", "disk_write")
 LINKS = ("host_to_device", "device_to_host", "network", *DISK_LINKS)
-ADAM_FAMILIES = ("Adam", "AdamW")
-"""Optimizers whose states are the two moments that `elixir.moments` knows in several kinds."""
-
-
-@dataclass(frozen=True)
-class ParamSlot:
-    """Where one parameter lies inside its chunk."""
-
-    name: str
-    offset: int
-    """In elements from the start of the chunk."""
-    numel: int
-
-    def __post_init__(self) -> None:
-        _check_at_least(0, "offset", self.offset)
-        _check_at_least(0, "numel", self.numel)
-
-
-@dataclass(frozen=True)
-class ChunkPlan:
-    """Parameters that travel together in one flat buffer, sharded evenly over the ranks."""
-
-    dtype: str
-    """Torch name of the dtype of its weights and gradients, such as ``bfloat16``."""
-    trainable: bool
-    """False for a chunk of frozen parameters, which has no gradients and no states."""
-    numel: int
-    """Elements of the buffer, padding included; a multiple of the world size."""
-    parameters: tuple[ParamSlot, ...]
-    weight_home: Home
-    """Where the rank's shard of the weights lives."""
-    state_home: StateHome
-    """Where the shard of gradients, master weights and optimizer states lives; for a frozen chunk, its weight home. With
-    ``disk``, master weights and states are read from there for their update and written back; gradients wait on the host.
-    """
-    resident: bool
-    """True: gathered on the device for the whole step, in memory of its own. False: gathered into rCache blocks."""
-    grad_rank: int | None = None
-    """Its place among the chunks in the order in which their gradients are complete; None where it gets none. Ranks
-    reduce gradients in this order, whatever their data does."""
-    grad_entry: int | None = None
-    """Index of the entry of `Plan.order` during which its last gradient arrives; None where it gets none. Between the
-    gathers of this entry and those of the next is the place of its reduction, the same on all ranks."""
-    steps_in_backward: bool = False
-    """Whether the host updates it as soon as its gradients are there, beside the rest of backward; else with
-    `ElixirOptimizer.step`."""
-
-    def __post_init__(self) -> None:
-        _check_at_least(1, "numel", self.numel)
-        itemsize, end = _itemsize(self.dtype), 0
-        for index, slot in enumerate(self.parameters):
-            field = f"parameters[{index}].offset"
-            if slot.offset * itemsize % PARAM_ALIGNMENT_BYTES:
-                raise InputError(
-                    f"field '{field}': {slot.name!r} starts at byte {slot.offset * itemsize} of its chunk, which is no "
-                    f"multiple of {PARAM_ALIGNMENT_BYTES}"
-                )
-            if slot.offset < end:
-                raise InputError(f"field '{field}': {slot.name!r} starts at {slot.offset}, inside what ends at {end}")
-            end = slot.offset + slot.numel
-            if end > self.numel:
-                raise InputError(
-                    f"field '{field}': {slot.name!r} ends at element {end} of a chunk that has {self.numel}"
-                )
-        self._check_homes()
-
-    def _check_homes(self) -> None:
-        if self.resident and self.weight_home != "device":
-            raise InputError("field 'weight_home' must be 'device' for a chunk that is resident there, found 'host'")
-        if not self.trainable and self.state_home != self.weight_home:
-            raise InputError(
-                f"field 'state_home' must be the weight home {self.weight_home!r} for a frozen chunk, which has no "
-                f"states, found {self.state_home!r}"
-            )
-        if self.state_home == "device" and self.weight_home == "host":
-            raise InputError("field 'weight_home' must be 'device' where the states are updated there, found 'host'")
-        if self.steps_in_backward and (not self.trainable or self.state_home != "host" or self.grad_entry is None):
-            raise InputError(
-                "field 'steps_in_backward' is for trainable chunks with gradients whose states live on the host, found "
-                f"state_home {self.state_home!r}, trainable {self.trainable}, grad_entry {self.grad_entry}"
-            )
-
-    @property
-    def update_home(self) -> Home:
-        """The memory in which its gradients wait and its shard is updated: `state_home`; for the disk, the host."""
-        return "host" if self.state_home == "disk" else self.state_home
-
-    @property
-    def returns_rounded(self) -> bool:
-        """Whether the host steps float32 masters of weights that live on the device in fewer bits."""
-        low_precision = dtype_bytes(self.dtype) < MASTER_BYTES
-        return self.trainable and low_precision and self.weight_home == "device" and self.update_home == "host"
-
-    @property
-    def used_numel(self) -> int:
-        """Elements that are parameters, padding and alignment gaps not counted."""
-        return sum(slot.numel for slot in self.parameters)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the gathered weights."""
-        return self.numel * dtype_bytes(self.dtype)
-
-
-@dataclass(frozen=True)
-class ChunkUse:
-    """One entry of the recorded order: chunks used together, as often in a row as nothing else is."""
-
-    phase: Phase
-    chunks: tuple[int, ...]
-    """Indices into `Plan.chunks`, resident ones included."""
-    pin_until: int
-    """Index of the last entry during which these may not be evicted."""
 
 
 @dataclass(frozen=True)
 class PlanPrediction:
-    """What the planner expects of one steady training step, for a run to compare itself with.
+    """The expectation of the planner for one steady optimizer step, with which a run compares itself.
 
-    Where a step has several batches, `moved_bytes`, `loads` and `hits` are of the first, which finds the rCache empty.
+    All counts and times are of all `Plan.accumulation` micro-batches of the step together, each of which reduces its
+    gradients.
     """
 
     device_peak_bytes: int
     device_parts: dict[str, int]
     """The device peak by what holds it; sums to `device_peak_bytes`."""
     host_peak_bytes: int
-    """Of all ranks of one machine together."""
+    """Bytes of all ranks of one machine together."""
     host_parts: dict[str, int]
     """The host peak by what holds it; sums to `host_peak_bytes`."""
     moved_bytes: dict[str, int]
-    """Bytes per rank and step over each of `LINKS`."""
+    """Bytes per rank and optimizer step over each of `LINKS`."""
     loads: int
-    """Gathers into rCache blocks per step."""
+    """Gathers into rCache blocks per optimizer step."""
     hits: int
     """Uses of streamed chunks that found them in a block already."""
     seconds: dict[str, float]
@@ -171,19 +77,19 @@ class PlanPrediction:
             ("host_parts", self.host_parts, self.host_peak_bytes),
         ):
             for part, amount in parts.items():
-                _check_at_least(0, f"{name}.{part}", amount)
+                check_at_least(0, f"{name}.{part}", amount)
             if sum(parts.values()) != peak:
                 raise InputError(f"field '{name}' must sum to the peak of {peak} bytes, found {sum(parts.values())}")
         if sorted(self.moved_bytes) != sorted(LINKS):
             raise InputError(f"field 'moved_bytes' must have the links {list(LINKS)}, found {sorted(self.moved_bytes)}")
         for link, amount in self.moved_bytes.items():
-            _check_at_least(0, f"moved_bytes.{link}", amount)
+            check_at_least(0, f"moved_bytes.{link}", amount)
         for name in ("loads", "hits", "disk_peak_bytes"):
-            _check_at_least(0, name, getattr(self, name))
+            check_at_least(0, name, getattr(self, name))
         if "total" not in self.seconds:
             raise InputError(f"field 'seconds' must have the step's 'total', found {sorted(self.seconds)}")
         for part, seconds in self.seconds.items():
-            _check_at_least(0, f"seconds.{part}", seconds)
+            check_at_least(0, f"seconds.{part}", seconds)
 
 
 @dataclass(frozen=True)
@@ -191,7 +97,8 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 6
+    schema_version: ClassVar[int] = 9
+    anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
     model_name: str
     model_fingerprint: str
@@ -205,12 +112,12 @@ class Plan(Artifact):
     state_size: StateSize
     """Bytes of optimizer states of a trainable chunk's shard, master weights not included."""
     overlap: bool
-    """Whether transfers run beside compute, with prefetch."""
+    """Whether transfers run while compute does, with prefetch."""
     placement: Literal["auto", "cuda", "cpu"]
     block_numel: int
     """`block_bytes` in elements of the most common dtype."""
     block_bytes: int
-    """Size of one rCache or gradient block, the same for all; 0 where there is neither."""
+    """Size of one rCache or gradient block, the same for all; 0 without blocks."""
     block_count: int
     prefetch_depth: int
     """How many chunks ahead of their use are fetched."""
@@ -222,22 +129,30 @@ class Plan(Artifact):
     host_budget_bytes: int
     predicted: PlanPrediction
     accumulation: int = 1
-    """Batches per optimizer step that it was searched for; it runs with any number, but memory and time are of this."""
+    """Micro-batches per optimizer step that it was searched for; it runs with any number, but what it predicts is of
+    this."""
     disk_budget_bytes: int = 0
-    """Of the disk of one machine; 0: the plan may not use it."""
+    """Budget of the disk of one machine; 0: the plan may not use it."""
     moments: MomentKind = "float32"
     """How Adam's moments are kept; ``float32`` for every other optimizer, as their states are."""
     may_step_in_backward: bool = False
-    """Whether the search might let chunks be updated while backward still runs; `ChunkPlan.steps_in_backward` says which are."""
-
-    @classmethod
-    def from_dict(cls, data: Any, *, source: str = "input") -> Plan:
-        """Build a plan from what `to_dict` gave, now or by one of the schema versions that `upgraded` knows."""
-        if isinstance(data, dict) and data.get("artifact") == cls.artifact:
-            version = data.get("schema_version")
-            if type(version) is int:
-                data = upgraded(data, version, source)
-        return super().from_dict(data, source=source)
+    """Whether the search might let chunks be updated while backward still runs; `ChunkPlan.steps_in_backward` says
+    which are."""
+    clipping: bool = False
+    """Whether its seconds have the norm of all gradients in them, which clipping needs, and loss scaling in float16. It
+    runs with clipping and without, whatever this says."""
+    device_reserve_bytes: int = 0
+    """Memory of one device, kept back of its budget for what no plan counts; 0 where the budget was given."""
+    host_reserve_bytes: int = 0
+    """Memory of one machine, likewise."""
+    start_up_s: float = 0.0
+    """Until the host memory that the plan takes is ready, once; 0 where the machine was not measured."""
+    host_threads: int | None = None
+    """Threads of one rank's Adam on the host with which its time was predicted, where the machine was measured: the
+    fewest that reach nearly its best rate. A run takes no more, unless told to; None: as many as
+    `elixir.hardware.threads` gives."""
+    device_name: str = ""
+    """Name of the device it was made for, as its hardware profile has it."""
 
     @property
     def uses_disk(self) -> bool:
@@ -250,12 +165,15 @@ class Plan(Artifact):
         return any(chunk.steps_in_backward for chunk in self.chunks)
 
     def __post_init__(self) -> None:
-        _check_at_least(1, "world_size", self.world_size)
-        _check_at_least(1, "accumulation", self.accumulation)
+        check_at_least(1, "world_size", self.world_size)
+        check_at_least(1, "accumulation", self.accumulation)
+        check_at_least(0, "start_up_s", self.start_up_s)
+        if self.host_threads is not None:
+            check_at_least(1, "host_threads", self.host_threads)
         for name in _COUNTS:
-            _check_at_least(0, name, getattr(self, name))
+            check_at_least(0, name, getattr(self, name))
         if self.dtype != "as built":
-            _itemsize(self.dtype)
+            itemsize_of(self.dtype)
         if self.moments != "float32":
             self._check_moments()
         if self.steps_in_backward and not self.may_step_in_backward:
@@ -273,7 +191,7 @@ class Plan(Artifact):
                 f"field 'state_size' must be {expected} for moments in {self.moments}, found {self.state_size}"
             )
         for index, chunk in enumerate(self.chunks):
-            if chunk.trainable and _itemsize(chunk.dtype) > MASTER_BYTES:
+            if chunk.trainable and itemsize_of(chunk.dtype) > MASTER_BYTES:
                 raise InputError(
                     f"field 'chunks[{index}].dtype': moments in {self.moments} go with float32 master weights, found "
                     f"{chunk.dtype}; plan with moments='float32'"
@@ -323,7 +241,8 @@ class Plan(Artifact):
         needed = self.schedule().min_blocks
         if self.block_count < needed:
             raise InputError(
-                f"field 'block_count' must be {needed} or larger, so that all chunks that the order needs at once, with "
+                f"field 'block_count' must be {needed} or larger, so that all chunks that the order needs at once, "
+                "with "
                 f"{self.prefetch_depth} fetched ahead, lie in blocks; found {self.block_count}"
             )
 
@@ -333,13 +252,47 @@ class Plan(Artifact):
         required = required_chunks(((use.chunks, use.pin_until) for use in self.order), residents)
         return StepSchedule(required, self.prefetch_depth)
 
+    def routes(self, rank: int = 0) -> tuple[ChunkRoute, ...]:
+        """Where the bytes of each chunk go in a step of `rank`."""
+        return tuple(
+            ChunkRoute(
+                weight_bytes=chunk.weight_bytes,
+                shard_bytes=chunk.weight_bytes // self.world_size,
+                resident=chunk.resident,
+                weight_on_device=chunk.weight_home == "device",
+                state_on_device=chunk.state_home == "device",
+                trainable=chunk.trainable,
+                gradient=chunk.grad_rank is not None,
+                stepped=chunk.has_parameters_on(rank, self.world_size),
+            )
+            for chunk in self.chunks
+        )
+
+    def prediction_for(self, micro_batches: int) -> PlanPrediction:
+        """The prediction with the loads, hits and bytes of a step of so many micro-batches; memory and times stay."""
+        loads = self.schedule().step(self.block_count, micro_batches)
+        several = self.world_size > 1
+        moved = step_traffic(self.routes(), loads.by_chunk, Backwards(micro_batches), several_ranks=several)
+        return replace(
+            self.predicted,
+            loads=loads.loads,
+            hits=loads.hits,
+            moved_bytes=self.predicted.moved_bytes
+            | {
+                "host_to_device": moved.host_to_device_bytes,
+                "device_to_host": moved.device_to_host_bytes,
+                "network": moved.network_bytes,
+            },
+        )
+
     @property
     def fingerprint(self) -> str:
         """Identifies the plan: same digits, same plan."""
         return digest(self.to_dict())
 
     def check(self, model_fingerprint: str, world_size: int) -> None:
-        """Make sure that the plan was made for this model (`elixir.fingerprint.fingerprint`) and world size.
+        """Make sure that the plan was made for this model (`elixir.models.model_fingerprint.fingerprint`) and world
+        size.
 
         Raises:
             ArtifactError: it was made for another; names the field and what to do.
@@ -355,80 +308,51 @@ class Plan(Artifact):
                 )
 
     def __str__(self) -> str:
-        streamed = [chunk for chunk in self.chunks if not chunk.resident]
+        streamed = sum(not chunk.resident for chunk in self.chunks)
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
-        states = {home: sum(chunk.state_home == home for chunk in trainable) for home in ("host", "disk")}
-        in_backward = sum(chunk.steps_in_backward for chunk in trainable)
-        moved, seconds = self.predicted.moved_bytes, self.predicted.seconds
+        host, disk = (sum(chunk.state_home == home for chunk in trainable) for home in ("host", "disk"))
+        predicted, moved = self.predicted, self.predicted.moved_bytes
         shown = [link for link in LINKS if link not in DISK_LINKS or self.uses_disk]
         links = ", ".join(f"{link.replace('_', ' ')} {format_bytes(moved[link])}" for link in shown)
-        cache = "none: every chunk is resident"
-        if streamed:
-            blocks = "block" if self.block_count == 1 else "blocks"
-            cache = (
-                f"{self.block_count} {blocks} of {format_bytes(self.block_bytes)}, prefetch {self.prefetch_depth} ahead"
-            )
-        return "\n".join(
-            (
-                f"plan {self.fingerprint}: {self.model_name} ({self.dtype}) on {self.world_size} x {self.hardware_name}",
-                f"  chunks        {len(self.chunks)}, {len(self.chunks) - len(streamed)} resident on the device",
-                f"  states        {states['host']} of {len(trainable)} trainable chunks on the host"
-                + (f", {states['disk']} on the disk" if self.uses_disk else "")
-                + (f", moments in {self.moments}" if self.moments != "float32" else "")
-                + (f", {in_backward} stepped in backward" if self.may_step_in_backward else ""),
-                f"  rCache        {cache}",
-                f"  device peak   {format_bytes(self.predicted.device_peak_bytes)} "
-                f"of {format_bytes(self.device_budget_bytes)}",
-                f"  host peak     {format_bytes(self.predicted.host_peak_bytes)} "
-                f"of {format_bytes(self.host_budget_bytes)}",
-                *(
-                    [
-                        f"  disk          {format_bytes(self.predicted.disk_peak_bytes)} "
-                        f"of {format_bytes(self.disk_budget_bytes)}"
-                    ]
-                    if self.uses_disk
-                    else []
-                ),
-                f"  moved a step  {links}",
-                f"  step          {format_seconds(seconds.get('total', 0.0))} predicted"
-                + (f", of {self.accumulation} batches" if self.accumulation > 1 else ""),
-            )
+        of_several = f", per optimizer step of {self.accumulation} micro-batches" if self.accumulation > 1 else ""
+        blocks = (
+            f"{self.block_count} {'block' if self.block_count == 1 else 'blocks'} of {format_bytes(self.block_bytes)}"
         )
+        early = sum(chunk.steps_in_backward for chunk in trainable)
+        lines = {
+            "chunks": f"{len(self.chunks)}, {len(self.chunks) - streamed} resident on the device",
+            "states": f"{host} of {len(trainable)} trainable chunks on the host"
+            + (f", {disk} on the disk" if self.uses_disk else "")
+            + (f", moments in {self.moments}" if self.moments != "float32" else "")
+            + (f", {early} stepped in backward" if self.may_step_in_backward else ""),
+            "rCache": f"{blocks}, prefetch {self.prefetch_depth} ahead"
+            if streamed
+            else "none: every chunk is resident",
+            "device peak": _peak(predicted.device_peak_bytes, self.device_budget_bytes, self.device_reserve_bytes),
+            "host peak": _peak(predicted.host_peak_bytes, self.host_budget_bytes, self.host_reserve_bytes),
+            "disk": _peak(predicted.disk_peak_bytes, self.disk_budget_bytes, 0) if self.uses_disk else "",
+            "moved a step": f"{links}{of_several}",
+            "step": f"{format_seconds(predicted.seconds['total'])} predicted{of_several}"
+            + ("" if self.clipping else ", without clipping"),
+            "start-up": f"{format_seconds(self.start_up_s)} until host memory is ready"
+            if self.start_up_s >= NOTICEABLE_S
+            else "",
+        }
+        head = f"plan {self.fingerprint}: {self.model_name} ({self.dtype}) on {self.world_size} x {self.hardware_name}"
+        return "\n".join((head, *(f"  {label:14}{text}" for label, text in lines.items() if text)))
 
 
-MASTER_BYTES = 4
-"""Of one element of a master weight, kept where the weight itself has fewer bits or lies elsewhere than its states: float32, or as
-wide as the weight where that is wider (`master_bytes`)."""
+NOTICEABLE_S = 1.0
+"""Start-up from which on a plan says how long it takes."""
 STAGING_BUFFERS = 2
 """In host memory, through which new weights of such chunks return to the device."""
+PASSAGE_BUFFERS = 2
+"""In host memory, through which gradients pass that are added to those of earlier batches: while one is added, the next
+comes."""
 _COUNTS = (
-    "block_numel",
-    "block_bytes",
-    "block_count",
-    "prefetch_depth",
-    "grad_block_count",
-    "device_budget_bytes",
-    "host_budget_bytes",
-    "disk_budget_bytes",
-)
-
-
-def master_bytes(weight_bytes: int) -> int:
-    """Of one element of a master weight, by those of the weight."""
-    return max(weight_bytes, MASTER_BYTES)
-
-
-def check_adam(optimizer: str, moments: MomentKind) -> None:
-    """Refuse moments in fewer bits for an optimizer that is no Adam.
-
-    Raises:
-        InputError: it is none.
-    """
-    if moments != "float32" and optimizer not in ADAM_FAMILIES:
-        raise InputError(
-            f"moments in {moments} are there for {' and '.join(ADAM_FAMILIES)}, found the optimizer {optimizer}; leave "
-            "moments at 'float32', or train with Adam"
-        )
+    "block_numel", "block_bytes", "block_count", "prefetch_depth", "grad_block_count", "device_budget_bytes",
+    "host_budget_bytes", "disk_budget_bytes", "device_reserve_bytes", "host_reserve_bytes",
+)  # fmt: skip
 
 
 def check_step_in_backward(dtype: str, accumulation: int) -> None:
@@ -448,21 +372,15 @@ def check_step_in_backward(dtype: str, accumulation: int) -> None:
         )
     if dtype == "float16":
         raise InputError(
-            "a step with float16 gradients is left out if any of them overflowed, which is known after backward only; plan "
+            "a step with float16 gradients is left out if any of them overflowed, which is known after backward only; "
+            "plan "
             "with step_in_backward=False, or in bfloat16"
         )
 
 
-def _check_at_least(least: int, name: str, value: float) -> None:
-    if value < least:
-        raise InputError(f"field '{name}' must be {least} or larger, found {value}")
-
-
-def _itemsize(dtype: str) -> int:
-    try:
-        return dtype_bytes(dtype)
-    except InputError as error:
-        raise InputError(f"field 'dtype': {error}") from None
+def _peak(peak_bytes: int, budget_bytes: int, reserve_bytes: int) -> str:
+    kept = f", {format_bytes(reserve_bytes)} kept back" if reserve_bytes else ""
+    return f"{format_bytes(peak_bytes)} of {format_bytes(budget_bytes)}{kept}"
 
 
 def same_packing(plan: Plan, other: Plan) -> bool:

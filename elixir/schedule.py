@@ -12,7 +12,8 @@ those used at `t` and those still pinned.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elixir.errors import InputError, PlanError, StateError
@@ -22,7 +23,7 @@ class TooFewBlocksError(PlanError):
     """A position of the order requires more chunks at once than there are blocks.
 
     `needed` and `available` count blocks; `position` is the first position that requires `needed`. The schedule knows
-    no sizes, so `needed_bytes` and `available_bytes` are 0; whoever knows the block size reports bytes.
+    no sizes, so `needed_bytes` and `available_bytes` are 0; callers that know the block size report bytes.
     """
 
     def __init__(self, *, needed: int, available: int, position: int, prefetch_depth: int) -> None:
@@ -38,7 +39,7 @@ class TooFewBlocksError(PlanError):
 
 @dataclass(frozen=True)
 class ScheduleResult:
-    """What a block count costs over one step, the cache empty at its start."""
+    """The cost of a block count over one walk of the order."""
 
     blocks: int
     prefetch_depth: int
@@ -46,7 +47,9 @@ class ScheduleResult:
     hits: int
     """Requirements that were met by what was there: neither loaded for it, nor fetched ahead for it."""
     timeline: tuple[tuple[int, int], ...]
-    """(position, chunk) of every load, in order; a prefetched chunk carries the position it is fetched beside."""
+    """(position, chunk) of every load, in order; a prefetched chunk carries the position during which it is fetched."""
+    left: tuple[int, ...] = ()
+    """Chunks that lie in the blocks at the end, in order of id."""
 
     @property
     def loads_by_chunk(self) -> dict[int, int]:
@@ -57,6 +60,20 @@ class ScheduleResult:
         return dict(sorted(counts.items()))
 
 
+@dataclass(frozen=True)
+class StepLoads:
+    """Loads of the blocks over all micro-batches of one optimizer step."""
+
+    hits: int
+    by_chunk: Mapping[int, int]
+    """Loads per chunk."""
+
+    @property
+    def loads(self) -> int:
+        """Loads of all chunks together."""
+        return sum(self.by_chunk.values())
+
+
 class EvictionPolicy:
     """Names the victim: the chunk whose next use lies furthest away.
 
@@ -64,7 +81,7 @@ class EvictionPolicy:
     follows residents step by step and answers in constant time; both give the same answer.
 
     Every request of the order gets a *slot*, counted through all positions; a chunk that is never used again has a
-    slot behind the end, so that of those the one with the highest id leaves first. Slots are unique, so no ties are
+    slot after the end, so that of those the one with the highest id leaves first. Slots are unique, so no ties are
     left, and chunks required at the same position leave in falling order of id.
 
     Args:
@@ -80,42 +97,42 @@ class EvictionPolicy:
         )
         if any(chunks and chunks[0] < 0 for chunks in self.required):
             raise InputError("chunk ids must be 0 or larger")
-        self._slot_chunk: list[int] = []
-        self._first_slot: list[int] = []
-        self._slots_of: dict[int, list[int]] = {}
+        self.slot_chunk: list[int] = []
+        self.first_slot: list[int] = []
+        self.slots_of: dict[int, list[int]] = {}
         for chunks in self.required:
-            self._first_slot.append(len(self._slot_chunk))
+            self.first_slot.append(len(self.slot_chunk))
             for chunk in chunks:
-                self._slots_of.setdefault(chunk, []).append(len(self._slot_chunk))
-                self._slot_chunk.append(chunk)
-        self._end = len(self._slot_chunk)
-        self._first_slot.append(self._end)
-        self._slot_chunk.extend(range(max(self._slots_of, default=-1) + 1))
-        after = dict.fromkeys(self._slots_of, 0)
+                self.slots_of.setdefault(chunk, []).append(len(self.slot_chunk))
+                self.slot_chunk.append(chunk)
+        self.end = len(self.slot_chunk)
+        self.first_slot.append(self.end)
+        self.slot_chunk.extend(range(max(self.slots_of, default=-1) + 1))
+        after = dict.fromkeys(self.slots_of, 0)
         reversed_uses: list[tuple[tuple[int, int], ...]] = []
         for position in range(len(self.required) - 1, -1, -1):
-            chunks, first = self.required[position], self._first_slot[position]
-            reversed_uses.append(tuple((chunk, after[chunk] or self._end + chunk) for chunk in chunks))
+            chunks, first = self.required[position], self.first_slot[position]
+            reversed_uses.append(tuple((chunk, after[chunk] or self.end + chunk) for chunk in chunks))
             for offset, chunk in enumerate(chunks):
                 after[chunk] = first + offset
-        self._next_slots = reversed_uses[::-1]
+        self.next_slots = reversed_uses[::-1]
         """Per position: (chunk, slot of its next use after this position)."""
 
     def next_use(self, chunk: int, position: int) -> int | None:
-        """First position from `position` on that requires `chunk`; None where there is none."""
+        """First position from `position` on that requires `chunk`; None if no position does."""
         slot = self._slot(chunk, position)
-        if slot >= self._end:
+        if slot >= self.end:
             return None
-        return bisect_left(self._first_slot, slot + 1) - 1
+        return bisect_left(self.first_slot, slot + 1) - 1
 
     def upcoming(self, position: int, depth: int) -> tuple[int, ...]:
         """The next `depth` distinct chunks needed after `position` that `position` itself does not require."""
         found: dict[int, None] = {}
         here = self.required[position]
-        for slot in range(self._first_slot[position + 1], self._end):
+        for slot in range(self.first_slot[position + 1], self.end):
             if len(found) == depth:
                 break
-            chunk = self._slot_chunk[slot]
+            chunk = self.slot_chunk[slot]
             if chunk not in here:
                 found[chunk] = None
         return tuple(found)
@@ -137,11 +154,11 @@ class EvictionPolicy:
         return CacheView(self)
 
     def _slot(self, chunk: int, position: int) -> int:
-        slots = self._slots_of.get(chunk)
+        slots = self.slots_of.get(chunk)
         if slots is None:
-            return self._end + len(self._slot_chunk) + chunk
-        index = bisect_left(slots, self._first_slot[min(position, len(self.required))])
-        return slots[index] if index < len(slots) else self._end + chunk
+            return self.end + len(self.slot_chunk) + chunk
+        index = bisect_left(slots, self.first_slot[min(position, len(self.required))])
+        return slots[index] if index < len(slots) else self.end + chunk
 
 
 class CacheView:
@@ -153,7 +170,7 @@ class CacheView:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._next: dict[int, int] = {chunk: slots[0] for chunk, slots in policy._slots_of.items()}
+        self._next: dict[int, int] = {chunk: slots[0] for chunk, slots in policy.slots_of.items()}
         self._mask = 0
         self.residents: set[int] = set()
 
@@ -173,11 +190,11 @@ class CacheView:
         for chunk in pinned:
             if chunk in self.residents:
                 mask ^= 1 << self._next[chunk]
-        return self._policy._slot_chunk[mask.bit_length() - 1] if mask else None
+        return self._policy.slot_chunk[mask.bit_length() - 1] if mask else None
 
     def passed(self, position: int) -> None:
-        """`position` is behind: what it required is next used later."""
-        for chunk, slot in self._policy._next_slots[position]:
+        """`position` is over: what it required is next used later."""
+        for chunk, slot in self._policy.next_slots[position]:
             if chunk in self.residents:
                 self._mask ^= (1 << self._next[chunk]) | (1 << slot)
             self._next[chunk] = slot
@@ -201,7 +218,7 @@ class StepSchedule:
         self.windows = self._windows()
         self.min_blocks = max(map(len, self.windows), default=0)
         """Fewest blocks with which every window fits."""
-        self._results: dict[int, ScheduleResult] = {}
+        self._results: dict[tuple[int, tuple[int, ...]], ScheduleResult] = {}
 
     def _windows(self) -> tuple[tuple[int, ...], ...]:
         policy, depth = self.policy, self.prefetch_depth
@@ -211,14 +228,18 @@ class StepSchedule:
             return tuple(here + policy.upcoming(position, depth) for position, here in enumerate(policy.required))
         windows = []  # the usual depth, without a call per position
         for position, here in enumerate(policy.required):
-            slot = policy._first_slot[position + 1]
-            while slot < policy._end and policy._slot_chunk[slot] in here:
+            slot = policy.first_slot[position + 1]
+            while slot < policy.end and policy.slot_chunk[slot] in here:
                 slot += 1
-            windows.append((*here, policy._slot_chunk[slot]) if slot < policy._end else here)
+            windows.append((*here, policy.slot_chunk[slot]) if slot < policy.end else here)
         return tuple(windows)
 
-    def simulate(self, blocks: int) -> ScheduleResult:
-        """Walk the order with `blocks` blocks; an answer given once is remembered.
+    def simulate(self, blocks: int, held: tuple[int, ...] = ()) -> ScheduleResult:
+        """Walk the order once with `blocks` blocks; an answer given once is remembered.
+
+        Args:
+            blocks: how many there are.
+            held: chunks that lie in blocks when the walk begins.
 
         Raises:
             TooFewBlocksError: some window does not fit.
@@ -228,12 +249,42 @@ class StepSchedule:
             raise TooFewBlocksError(
                 needed=self.min_blocks, available=blocks, position=position, prefetch_depth=self.prefetch_depth
             )
-        if blocks not in self._results:
-            self._results[blocks] = self._walk(blocks)
-        return self._results[blocks]
+        key = (blocks, held)
+        if key not in self._results:
+            self._results[key] = self._walk(blocks, held)
+        return self._results[key]
 
-    def _walk(self, blocks: int) -> ScheduleResult:
+    def step(self, blocks: int, micro_batches: int, held: tuple[int, ...] = ()) -> StepLoads:
+        """All walks of an optimizer step together; each finds in the blocks what the one before has left there.
+
+        Args:
+            blocks: how many there are.
+            micro_batches: walks of the order.
+            held: chunks that lie in blocks when the first walk begins; none do after weights have changed.
+
+        Raises:
+            TooFewBlocksError: some window does not fit.
+        """
+        walks: list[ScheduleResult] = []
+        begun: dict[tuple[int, ...], int] = {}
+        while len(walks) < micro_batches and held not in begun:
+            begun[held] = len(walks)
+            walks.append(self.simulate(blocks, held))
+            held = walks[-1].left
+        # A walk that begins as an earlier one did goes on as that one did, so the rest goes round in a circle.
+        first = begun.get(held, 0)
+        by_chunk, hits = Counter[int](), 0
+        for index, walk in enumerate(walks):
+            times = 1 if index < first else (micro_batches - index - 1) // (len(walks) - first) + 1
+            hits += times * walk.hits
+            for chunk, loads in walk.loads_by_chunk.items():
+                by_chunk[chunk] += times * loads
+        return StepLoads(hits, dict(sorted(by_chunk.items())))
+
+    def _walk(self, blocks: int, held: Sequence[int]) -> ScheduleResult:
         cache = self.policy.start()
+        for chunk in held:
+            cache.admit(chunk)
         residents = cache.residents
         timeline: list[tuple[int, int]] = []
         fresh: set[int] = set()
@@ -258,7 +309,8 @@ class StepSchedule:
                 else:
                     hits += 1
             cache.passed(position)
-        return ScheduleResult(blocks, self.prefetch_depth, len(timeline), hits, tuple(timeline))
+        left = tuple(sorted(residents))
+        return ScheduleResult(blocks, self.prefetch_depth, len(timeline), hits, tuple(timeline), left)
 
 
 def required_chunks(

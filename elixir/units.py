@@ -7,9 +7,11 @@ from fractions import Fraction
 
 import torch
 
-from elixir.errors import InputError, unknown_name
+from elixir.errors import InputError, shortened, unknown_name
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+LARGEST_BYTES = 2**60
+"""Sums of a few of these still fit 64-bit integers, with which plans are computed."""
 
 _SUFFIX_BYTES = {
     "": 1, "b": 1,
@@ -31,19 +33,27 @@ def parse_bytes(text: str | int) -> int:
     """Bytes of ``128GiB``, ``80GB``, ``512M`` (binary) or a plain number of bytes.
 
     Raises:
-        InputError: the text is no size, or the size is negative.
+        InputError: the text is no size, or the size is negative or above `LARGEST_BYTES`.
     """
     if isinstance(text, bool) or not isinstance(text, (str, int)):
         raise InputError(f"a size is a number of bytes or text such as '128GiB', got {text!r}")
     if isinstance(text, int):
         if text < 0:
             raise InputError(f"a size cannot be negative, got {text}")
-        return text
+        return _bounded(text, str(text))
     match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _SUFFIX_BYTES:
-        raise InputError(f"{text!r} is no size; write a number and a unit, such as 128GiB, 80GB or 512MiB")
+        raise InputError(
+            f"{shortened(repr(text))} is no size; write a number and a unit, such as 128GiB, 80GB or 512MiB"
+        )
     # Not by way of float, which is exact only up to 2**53.
-    return int(Fraction(match[1]) * _SUFFIX_BYTES[match[2].lower()])
+    return _bounded(int(Fraction(match[1]) * _SUFFIX_BYTES[match[2].lower()]), text)
+
+
+def _bounded(size: int, text: str) -> int:
+    if size > LARGEST_BYTES:
+        raise InputError(f"a size is at most 1 EiB, got {shortened(text)}")
+    return size
 
 
 def format_bytes(amount_bytes: float) -> str:

@@ -18,7 +18,7 @@ from elixir.artifact import check_writable
 from elixir.errors import ElixirError
 from elixir.hardware import HardwareProfile, preset
 from elixir.models import build, default_input, default_step
-from elixir.search.plots import picture_format, plot_activations
+from elixir.show import picture_format, plot_activations
 from elixir.tracer import StepTrace, trace_step
 from elixir.units import GIB, parse_dtype
 

@@ -17,7 +17,7 @@ from elixir import Plan
 from elixir.hardware import preset
 from elixir.models import build, default_input
 from elixir.search import optimal_search
-from elixir.search.plots import plot_plan
+from elixir.show import plot_plan
 from elixir.units import GIB
 
 WORLD_SIZE = 1

@@ -2,6 +2,7 @@
 
     python example/train.py --model opt-125m --layers 2 --device-memory 300MiB
     torchrun --nproc-per-node 2 example/train.py --model opt-125m --layers 2
+    python example/train.py --model opt-125m --layers 2 --checkpoint-folder run --resume
 
 Runs on the CPU over gloo and, unchanged, on GPUs over NCCL. Rank 0 plans, all ranks run its plan.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
 import sys
 import sysconfig
 from pathlib import Path
@@ -18,7 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from elixir.hardware import preset
+import elixir
+from elixir.microbench import measure_briefly
 from elixir.models import build_shape, default_step, describe
 from elixir.plan import Plan
 from elixir.search import optimal_search
@@ -39,13 +42,21 @@ def library_text(limit: int = 4_000_000) -> torch.Tensor:
     return torch.frombuffer(text, dtype=torch.uint8).long()
 
 
-def batches(text: torch.Tensor, batch: int, seq: int, seed: int):  # type: ignore[no-untyped-def]
-    """Endless random stretches of `text`, each its own label."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(0, len(text) - seq, (batch,), generator=generator)
-        ids = torch.stack([text[start : start + seq] for start in starts])
-        yield {"input_ids": ids, "labels": ids}
+def batch_of(text: torch.Tensor, batch: int, seq: int, rank: int, step: int) -> dict[str, torch.Tensor]:
+    """Random stretches of `text`, each its own label: a step has the same ones in every run."""
+    generator = torch.Generator().manual_seed(step * 65536 + rank)
+    starts = torch.randint(0, len(text) - seq, (batch,), generator=generator)
+    ids = torch.stack([text[start : start + seq] for start in starts])
+    return {"input_ids": ids, "labels": ids}
+
+
+def any_rank(value: bool) -> bool:
+    """Whether it is true on any rank: signals reach ranks at different moments, and all must save the same step."""
+    if not dist.is_initialized():
+        return value
+    flag = torch.tensor(float(value), device="cuda" if torch.cuda.is_available() else "cpu")
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def arguments() -> argparse.Namespace:
@@ -57,14 +68,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--dtype", default="fp32", help="fp32, bf16 or fp16")
-    parser.add_argument("--checkpoint", action="store_true", help="recompute activations in backward")
+    parser.add_argument("--activation-checkpointing", action="store_true", help="recompute activations in backward")
+    parser.add_argument("--checkpoint", dest="activation_checkpointing", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--device-memory", help="budget of one device, such as 300MiB; what is free by default")
     parser.add_argument("--host-memory", help="budget of the machine; what is free by default")
     parser.add_argument(
         "--weights-on-meta", action="store_true", help="build on the meta device; no rank ever holds the whole model"
     )
     parser.add_argument("--max-norm", type=float, default=1.0, help="clip the gradients' global norm")
-    return parser.parse_args()
+    parser.add_argument(
+        "--checkpoint-folder", help="save checkpoints here; also when the process is told to end (SIGTERM)"
+    )
+    parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    args = parser.parse_args()
+    if args.resume and not args.checkpoint_folder:
+        parser.error("--resume needs --checkpoint-folder")
+    return args
 
 
 def main() -> None:
@@ -81,19 +101,27 @@ def main() -> None:
     shape = dataclasses.replace(describe(args.model), vocabulary=BYTES)
     if args.layers:
         shape = dataclasses.replace(shape, layers=args.layers)
-    checkpoint = "non-reentrant" if args.checkpoint else "none"
+    checkpoint = "non-reentrant" if args.activation_checkpointing else "none"
     model = build_shape(shape, checkpoint=checkpoint, device="meta" if args.weights_on_meta else "cpu")
-    data = batches(library_text(), args.batch, args.seq, seed=rank)
+    dtype = parse_dtype(args.dtype)
+    text = library_text()
+    folder = args.checkpoint_folder
+    newest = elixir.Checkpoints(folder).latest() if args.resume else None
 
     plans = [None]
-    if rank == 0:
+    if rank == 0 and newest is not None:
+        # The same plan, although measuring anew might give another: then all numbers go on to the bit.
+        with elixir.open_checkpoint(newest) as saved:
+            plans = [saved.value("plan")]
+    elif rank == 0:
         plan = optimal_search(
             model,
             ranks,
-            unified_dtype=parse_dtype(args.dtype),
-            inp=next(data),
+            unified_dtype=dtype,
+            inp=batch_of(text, args.batch, args.seq, rank, step=0),
             step_fn=default_step,
-            hardware=None if cuda else preset("cpu"),
+            # Two seconds of measuring, so that the predicted seconds are those of this machine.
+            hardware=None if cuda else measure_briefly(2.0, dtype=dtype, tokens=args.batch * args.seq),
             device_memory=args.device_memory,
             host_memory=args.host_memory,
         )
@@ -106,7 +134,15 @@ def main() -> None:
     model = ElixirModule(model, plan)
     optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=args.lr), max_norm=args.max_norm)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    for step, batch in zip(range(args.steps), data, strict=False):
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "plan": plans[0]}
+    checkpoints = elixir.Checkpoints(folder) if folder else None
+    if checkpoints is not None and newest is not None:
+        checkpoints.load(state)
+    told_to_end = []
+    signal.signal(signal.SIGTERM, lambda *_: told_to_end.append(True))
+    loss = torch.zeros(())
+    for step in range(state["step"], args.steps):
+        batch = batch_of(text, args.batch, args.seq, rank, step)
         loss = model(**batch).loss
         optimizer.backward(loss)
         optimizer.step()
@@ -114,7 +150,18 @@ def main() -> None:
         optimizer.zero_grad()
         if rank == 0 and (step % 5 == 0 or step == args.steps - 1):
             print(f"step {step:4}  loss {loss.item():.3f}", flush=True)
-    if rank == 0:
+        if checkpoints is not None:
+            state["step"] = step + 1
+            ends = any_rank(bool(told_to_end))
+            if ends or (step + 1) % args.every == 0 or step + 1 == args.steps:
+                checkpoints.save(step + 1, state)
+            if ends:
+                break
+        elif told_to_end:
+            sys.exit("told to end")
+    if checkpoints is not None:
+        checkpoints.close()
+    if rank == 0 and model.last_report is not None:
         print(model.last_report)
     model.close()
     if ranks > 1:

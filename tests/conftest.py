@@ -17,7 +17,7 @@ settings.register_profile(
 settings.load_profile("elixir")
 
 # Tests share the machine with each other; more threads than cores make them slower, not faster.
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--cuda"):
         return
     if not torch.cuda.is_available() and shutil.which("g++"):
-        from tests.pretend_cuda import install
+        from tests.cuda_emulator import install
 
         install()
         torch.set_num_threads(1)  # what a GPU would do runs on autograd's thread as well as on this one
@@ -41,10 +41,22 @@ def pytest_configure(config: pytest.Config) -> None:
     gpu.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow every case but the first of each test that starts ranks or carries the marker `sampled`."""
+    seen = set()
+    for item in items:
+        if "distributed" in item.path.parts or item.get_closest_marker("sampled"):
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(test)
+
+
 @pytest.fixture
 def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing loaded yet, no wish in the environment, 48 classes per slice, so that a tiny vocabulary takes several."""
-    from elixir.kernels import cross_entropy, libraries, registry
+    from elixir.kernels.model import cross_entropy, libraries, registry
 
     monkeypatch.setattr(registry, "_loaded", {})
     monkeypatch.setattr(libraries, "_reported", set())

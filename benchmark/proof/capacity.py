@@ -14,7 +14,7 @@ from benchmark.proof.jobs import NotRun, Row
 from benchmark.proof.place import Place
 from benchmark.proof.speed import saved_at
 from elixir.errors import PlanError
-from elixir.model_shapes import ModelShape, describe
+from elixir.models import ModelShape, describe
 
 STEPS = 3
 LADDER = ("opt-125m", "opt-1.3b", "opt-2.7b", "opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "opt-175b")
@@ -40,7 +40,8 @@ def largest(
     Args:
         ladder: from small to large.
         fits: None for what does not; takes its time.
-        may_fit: False where arithmetic says that it cannot. What may, most often does, so the largest such is tried first.
+        may_fit: False where arithmetic says that it cannot. What may, most often does, so the largest such is tried
+            first.
     """
 
     def last(count: int, at: Callable[[int], ModelShape]) -> tuple[int, ModelShape, T] | None:
@@ -108,7 +109,7 @@ def work(options: dict[str, Any], place: Place) -> Row:
     shape, choice = found
     running = ours.run(
         # Host and device are those that were searched with, not what is free after the search.
-        {**asked(shape), "micros": [choice.micro], "host_bytes": host_bytes, "planned_device_bytes": device_bytes},
+        {**asked(shape), "host_bytes": host_bytes, "planned_device_bytes": device_bytes},
         place,
         saved_at(place, options["part"], options["case"], options["contender"]),
         choice,
@@ -121,7 +122,7 @@ def work(options: dict[str, Any], place: Place) -> Row:
         losses.append(float(running.step()))
         seconds.append(place.between_s(start, place.mark()))
     peaks = place.peaks()
-    running.close()
+    running.keep()
     if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"losses are {losses}: that is no training")
     if len(set(losses)) == 1:

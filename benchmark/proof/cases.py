@@ -13,12 +13,15 @@ from benchmark.proof.contenders import BYTES_PER_NUMEL
 from benchmark.proof.jobs import PARTS, Job
 from benchmark.proof.memory import memory_cases, rehearsal_memory_cases
 from benchmark.proof.models import shape_of
+from benchmark.proof.ours import PLAIN_LOSS, RESERVE_SHARE
+from benchmark.proof.place import Place
+from elixir.units import format_bytes
 
 GB = 10**9
 
 _TOY = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "vocabulary": 512, "positions": 64}
 _TOY_BUDGET_BYTES = 2_600_000
-"""Of the toy's 4 MB with states, so that some of them have to live on the host."""
+"""Budget for the toy's 4 MB with states, so that some of them have to live on the host."""
 _TOY_LADDER = [{**_TOY, "hidden": hidden, "ffn": 4 * hidden, "layers": 2} for hidden in (32, 64, 128)]
 
 _BUDGETS_GB = (20, 80, 40)
@@ -27,14 +30,19 @@ _OFFLOAD = (
     ("opt-6.7b", 16, 1024),
     ("gpt2-10b", 16, 1024),
 )
-"""Model, samples per optimizer step, tokens per sample: the largest batch and the sequence of the original's grid."""
+"""Model, samples per optimizer step, tokens per sample: the largest batch and the sequence of the original's grid.
+
+What is out of the question on the machine at hand, such as 160 GB of GPT-2 10B in 40 GB and 106 GiB, costs no process:
+see `impossible`. """
+_UNCLIPPED = ("gpt2-4b", 20)
+"""Model and budget in GB of the pair that does not clip, so that the host may update while backward runs."""
 
 _START_S = 30.0
-"""Of a timed job: libraries, tracing, planning, a few steps."""
+"""Time of a timed job: libraries, tracing, planning, a few steps."""
 _HOST_S_PER_GB = 0.6
 """For host memory that a job fills, pins and gives back, and for the steps that go with it. A guess."""
 _CAPACITY_HOST_BYTES = 120 * GB
-"""What part `capacity` is expected to fill."""
+"""Memory that part `capacity` is expected to fill."""
 _LIMIT = 3.0
 """A job is ended after so many times what was expected."""
 
@@ -68,7 +76,7 @@ def jobs_of(part: str, *, rehearse: bool) -> list[Job]:
 
 
 def closing_jobs(*, rehearse: bool) -> list[Job]:
-    """What is done last, whatever time is left: it needs little."""
+    """Jobs that are done last, whatever time is left: they need little."""
     return [
         Job(
             part="links",
@@ -127,14 +135,16 @@ def _resident(rehearse: bool) -> list[Job]:
         if rehearse:
             shared["budget_bytes"], shared["host_bytes"] = 10**9, 10**9
         for kind in ("elixir", "plain", "ddp", *(("plain-bf16",) if precision == "bf16" else ())):
-            micros = {"micros": [batch]} if kind == "elixir" else {}
+            # With room for all logits, making them twice would only cost time; the peers keep them, too.
+            micros: dict[str, Any] = {"micros": [batch], "fused_kernels": PLAIN_LOSS} if kind == "elixir" else {}
             options = {key: value for key, value in shared.items() if kind != "elixir" or key != "micro"}
             jobs.append(_speed("resident", case, kind, kind, options, expected_s=20.0, **micros))
     return sorted(jobs, key=lambda job: job.contender == "plain-bf16")  # which is shown and not judged
 
 
 def _offload(rehearse: bool) -> list[Job]:
-    """First what every pair needs for an answer, small models before large ones; then what may make either side better."""
+    """First what every pair needs for an answer, small models before large ones; then what may make either side
+    better."""
     grid: Any = (("opt-125m", 4, 32),) if rehearse else _OFFLOAD
     budgets = (_TOY_BUDGET_BYTES,) if rehearse else tuple(size * GB for size in _BUDGETS_GB)
     rounds: list[list[Job]] = [[], [], []]
@@ -156,6 +166,8 @@ def _offload(rehearse: bool) -> list[Job]:
             smaller = [cases[other] for other in budgets[:index] if other < budget]
             for number, jobs in enumerate(_pair(case, {**shared, "budget_bytes": budget}, smaller, rehearse)):
                 rounds[number] += jobs
+            if rehearse or (model, budget) == (_UNCLIPPED[0], _UNCLIPPED[1] * GB):
+                rounds[1] += _unclipped_pair(f"{case}, no clipping", {**shared, "budget_bytes": budget}, rehearse)
         free = {**shared, "micros": [batch, max(batch // 2, 1)], **({"budget_bytes": 10**9} if rehearse else {})}
         times = _times(_states_bytes(shared) - max(budgets))
         rounds[0].append(_speed("offload", name, "elixir, no budget", "elixir", free, **times))
@@ -168,15 +180,13 @@ def _states_bytes(options: dict[str, Any]) -> int:
 
 
 def _times(host_bytes: float) -> dict[str, float]:
-    """Of a job that fills so much host memory."""
+    """Time of a job that fills so much host memory."""
     expected_s = _START_S + _HOST_S_PER_GB * max(host_bytes, 0) / GB
     return {"expected_s": expected_s, "limit_s": _LIMIT * expected_s}
 
 
-def _pair(
-    case: str, shared: dict[str, Any], smaller: list[str], rehearse: bool
-) -> tuple[list[Job], list[Job], list[Job]]:
-    """Jobs of one model in one budget, by how soon they are wanted.
+class _Pair:
+    """Jobs of one model in one budget.
 
     Args:
         case: what they are called.
@@ -184,62 +194,142 @@ def _pair(
         smaller: cases of the model that come before, in smaller budgets.
         rehearse: of toys.
     """
-    batch = shared["batch"]
-    micros = [batch, batch // 2, batch // 4]
-    states_bytes = _states_bytes(shared)
-    # A rehearsal lists them all the same, and sees them leave themselves out.
-    fits = rehearse or states_bytes <= shared["budget_bytes"]
-    has_deepspeed = rehearse or importlib.util.find_spec("deepspeed") is not None
 
-    def elixir(contender: str, **more: Any) -> Job:
-        times = _times(states_bytes - shared["budget_bytes"])
-        return _speed("offload", case, contender, "elixir", {**shared, "micros": micros}, **times, **more)
+    def __init__(self, case: str, shared: dict[str, Any], smaller: list[str], rehearse: bool) -> None:
+        self._case, self._shared, self._smaller, self._rehearse = case, shared, smaller, rehearse
+        self._states_bytes = _states_bytes(shared)
+        batch = shared["batch"]
+        self._micros = [batch, batch // 2, batch // 4]
+        # A rehearsal lists them all the same, and sees them leave themselves out.
+        self.fits = rehearse or self._states_bytes <= shared["budget_bytes"]
 
-    def peers(name: str, kind: str, **options: Any) -> list[Job]:
-        """With the largest micro-batch that fits; with less, weights travel more often.
+    def elixir(self, contender: str, **more: Any) -> Job:
+        """A run of ours."""
+        times = _times(self._states_bytes - self._shared["budget_bytes"])
+        options = {**self._shared, "micros": self._micros}
+        return _speed("offload", self._case, contender, "elixir", options, **times, **more)
 
-        Whoever offloads everything does in a larger budget what it does in a smaller one, once the batch is whole.
-        """
-        offloads = kind == "deepspeed" or bool(options.get("offload"))
-        times = _times(states_bytes if offloads else 0)
-        whole = [f"offload/{other}/{name}, micro-batch {batch}" for other in smaller] if offloads else []
+    def resident(self, name: str, kind: str, **options: Any) -> list[Job]:
+        """A peer that keeps everything, with the largest micro-batch that fits; once more with the chunked loss."""
         found: list[Job] = []
-        for micro in micros[:1] if rehearse else micros:
-            before = (*whole, *(job.id for job in found))
-            called = f"{name}, micro-batch {micro}"
-            found.append(_speed("offload", case, called, kind, shared, micro=micro, unless=before, **times, **options))
+        for micro in self._micros[: 1 if self._rehearse else None]:
+            found.append(self._peer(name, kind, micro, found, **options))
+        return [*found, self._peer(f"{name} chunked-loss", kind, self._micros[0], found[:1], loss="chunked", **options)]
+
+    def offloading(self, name: str, kind: str, **options: Any) -> list[Job]:
+        """A peer that offloads everything, with the largest micro-batch that fits: with less, weights travel more
+        often.
+
+        The chunked loss comes before a smaller micro-batch, since it costs less. A peer that took the whole batch in a
+        smaller budget does the same in a larger one, unless that has room for the plain loss at last. FSDP2 moves and
+        adds gradients after every part, or keeps them on the device until the last.
+        """
+        found: list[Job] = []
+        times = _times(self._states_bytes)
+        keeping = [False, True] if kind == "fsdp2" else [False]
+        # Of a rehearsal one peer goes through all settings; the others go the same ways.
+        whole = not self._rehearse or (name == "fsdp2 offload" and self._shared.get("clip", True))
+        for micro in self._micros[: (2 if whole else 1) if self._rehearse else None]:
+            for loss in ("plain", "chunked") if whole else ("plain",):
+                for sync_last in keeping if micro < self._shared["batch"] else [False]:
+                    called = f"{name}{' chunked-loss' * (loss == 'chunked')}{' sync-last' * sync_last}"
+                    more = {**options, **({"loss": loss} if loss == "chunked" else {})}
+                    # The two ways to treat gradients are tried alike, so that the better one counts.
+                    before = [
+                        job
+                        for job in found
+                        if job.options["micro"] > micro or job.options.get("loss") != more.get("loss")
+                    ]
+                    more |= {"sync_last": True} if sync_last else {}
+                    found.append(self._peer(called, kind, micro, before, wholes=True, **more, **times))
         return found
 
-    ours = elixir("elixir")
+    def _peer(
+        self, called: str, kind: str, micro: int, before: list[Job], *, wholes: bool = False, **options: Any
+    ) -> Job:
+        """One setting of a peer, needless if one of those before had room."""
+        whole = [*dict.fromkeys(job.contender for job in before if job.options["micro"] == self._shared["batch"])]
+        contender = f"{called}, micro-batch {micro}"
+        whole += [contender] if micro == self._shared["batch"] else []
+        elsewhere = [f"offload/{other}/{name}" for other in self._smaller for name in whole] if wholes else []
+        unless = () if self._rehearse else (*elsewhere, *(job.id for job in before))
+        more = {**_times(0), **options}
+        return _speed("offload", self._case, contender, kind, self._shared, micro=micro, unless=unless, **more)
+
+
+def _pair(
+    case: str, shared: dict[str, Any], smaller: list[str], rehearse: bool
+) -> tuple[list[Job], list[Job], list[Job]]:
+    """Jobs of one model in one budget, by how soon they are wanted; the arguments are those of `_Pair`."""
+    pair = _Pair(case, shared, smaller, rehearse)
+    has_deepspeed = rehearse or importlib.util.find_spec("deepspeed") is not None
+    ours = pair.elixir("elixir")
     first = [
         ours,
-        elixir("elixir, more room", share=0.85, unless=(ours.id,)),
+        pair.elixir("elixir, more room", share=0.85, unless=(ours.id,)),
         # Without others to gather from, gathering again is a cast; keeping what was gathered may be too much.
-        *(peers("fsdp2", "fsdp2", offload=False, keep=False) if fits else []),
-        *peers("fsdp2 offload", "fsdp2", offload=True, keep=False),
+        *(pair.resident("fsdp2", "fsdp2", offload=False, keep=False) if pair.fits else []),
+        *pair.offloading("fsdp2 offload", "fsdp2", offload=True, keep=False),
     ]
     second = [
-        *(peers("zero-3 offload", "deepspeed", stage=3) if has_deepspeed else []),
-        *(peers("zero-offload", "deepspeed", stage=2) if has_deepspeed else []),
-        *(peers("plain", "plain") if fits else []),
-        *(peers("fsdp2 keep", "fsdp2", offload=False, keep=True) if fits else []),
-        *peers("fsdp2 offload keep", "fsdp2", offload=True, keep=True),
+        *(pair.offloading("zero-3 offload", "deepspeed", stage=3) if has_deepspeed else []),
+        *(pair.offloading("zero-offload", "deepspeed", stage=2) if has_deepspeed else []),
+        *(pair.resident("plain", "plain") if pair.fits else []),
+        *(pair.resident("fsdp2 keep", "fsdp2", offload=False, keep=True) if pair.fits else []),
+        *pair.offloading("fsdp2 offload keep", "fsdp2", offload=True, keep=True),
     ]
-    third = [elixir("elixir, plan corrected", wrap=True), elixir("elixir, torch's Adam", fused_kernels=False)]
+    third = [
+        pair.elixir("elixir, plan corrected", wrap=True),
+        pair.elixir("elixir, torch's Adam", fused_kernels=False),
+    ]
     return first, second, third
+
+
+def _unclipped_pair(case: str, shared: dict[str, Any], rehearse: bool) -> list[Job]:
+    """Ours and the peer that offloads everything, neither with a norm to wait for."""
+    pair = _Pair(case, {**shared, "clip": False}, [], rehearse)
+    return [pair.elixir("elixir"), *pair.offloading("fsdp2 offload", "fsdp2", offload=True, keep=False)]
+
+
+def impossible(job: Job, place: Place) -> str | None:
+    """Why a job cannot fit by arithmetic, so that no process is started for it; None if it may.
+
+    States alone are counted here. A job counts better, once it has the model and the device.
+    """
+    options = job.options
+    if job.work != "speed" or "model" not in options:
+        return None
+    numel, budget = shape_of(options).parameters, options.get("budget_bytes")
+    kind = options["kind"]
+    per_numel = BYTES_PER_NUMEL // 2 if kind == "plain-bf16" else BYTES_PER_NUMEL
+    host = options.get("host_bytes") or place.free_host_bytes()
+    if kind == "elixir":
+        if budget is None:
+            return None
+        room, where = int(budget * options.get("share", RESERVE_SHARE)) + host, "device and host"
+    elif kind == "deepspeed" or options.get("offload"):
+        room, where = host, "the host"
+    elif budget is not None:
+        room, where = budget, "the budget"
+    else:
+        return None
+    if numel * per_numel <= room:
+        return None
+    taken = f"{numel:,} parameters at {per_numel} bytes each are {format_bytes(numel * per_numel)}"
+    return f"{taken}, {where} may take {format_bytes(room)}"
 
 
 def _capacity(rehearse: bool) -> list[Job]:
     shared: dict[str, Any] = {
         "part": "capacity", "batch": 1, "seq": 32 if rehearse else 1024, "micros": [1], "checkpoint": "non-reentrant",
-        "precision": "bf16", "ladder": _TOY_LADDER if rehearse else [],
+        "precision": "bf16", "ladder": _TOY_LADDER if rehearse else [], "fused_kernels": True,
     }  # fmt: skip
     if rehearse:
         shared |= {"budget_bytes": 3_000_000, "host_bytes": 3_000_000}
     jobs: list[Job] = []
     # Less room only where more of it was too much, which the row of the first then says.
     for name, share, host_share in (
-        ("elixir", 0.95, 0.96),
+        ("elixir", 0.96, 0.96),
         ("elixir, more room", 0.92, 0.93),
         ("elixir, much more room", 0.85, 0.85),
     ):

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,13 +19,14 @@ from torch import nn
 from benchmark.proof.jobs import NotRun
 from benchmark.proof.models import Filling, blocks, micro_batches, on_meta
 from benchmark.proof.place import Place
+from elixir.kernels.model import KINDS, PLAIN, FusedKernels
 from elixir.units import format_bytes
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-4
 BYTES_PER_NUMEL = 16
-"""Of a contender with float32 weights, gradients and two moments; with bf16 weights and gradients and float32 masters it
-is the same sum."""
+"""Bytes per parameter of a contender with float32 weights, gradients and two moments; with bf16 weights and gradients
+and float32 masters it is the same sum."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Running:
 
     step: Callable[[], torch.Tensor]
     """One optimizer step over the whole batch; gives the loss of its last part, on the device."""
-    close: Callable[[], None] = lambda: None
+    keep: Callable[[], None] = lambda: None
+    """Write what stays of the run. Nothing is taken down: the process ends once its row is written."""
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -48,19 +49,40 @@ def _precision(options: dict[str, Any]) -> torch.dtype:
     return torch.bfloat16 if options["precision"] == "bf16" else torch.float32
 
 
-def _stepper(model: nn.Module, batches: list[dict[str, torch.Tensor]], cast: Callable[[], Any]) -> Running:
+def max_norm(options: dict[str, Any]) -> float | None:
+    """The norm to which all contenders clip gradients; None for a pair that does not clip."""
+    return MAX_NORM if options.get("clip", True) else None
+
+
+def _stepper(
+    model: nn.Module, batches: list[dict[str, torch.Tensor]], cast: Callable[[], Any], options: dict[str, Any]
+) -> Running:
+    """
+    Args:
+        model: built, on its device.
+        batches: the parts of an optimizer step.
+        cast: autocast around forward, or nothing.
+        options: ``loss`` may be ``chunked``; ``sync_last`` has FSDP2 keep whole gradients on the device until the last
+    part.
+    """
     optimizer = adamw(model.parameters())
+    limit = max_norm(options)
+    if options.get("loss", PLAIN) == "chunked":
+        chunk_the_loss(model, batches[0]["input_ids"].device.type)
 
     def step() -> torch.Tensor:
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
+            if options.get("sync_last"):
+                model.set_requires_gradient_sync(last)
             # DDP would reduce after every part; all but the last leave it out, as one does.
             quiet = contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
             with quiet:
                 with cast():
                     loss = model(**batch).loss / len(batches)
                 loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -79,13 +101,38 @@ def _needs_device(model: nn.Module, options: dict[str, Any], bytes_per_numel: in
         )
 
 
-def _needs_host(model: nn.Module, place: Place, bytes_per_numel: int = BYTES_PER_NUMEL) -> None:
-    numel = sum(parameter.numel() for parameter in model.parameters())
+def chunk_the_loss(model: nn.Module, device_type: str) -> None:
+    """The loss of Elixir, which never holds all logits, in a peer's model, and none of its other kernels.
+
+    Raises:
+        NotRun: the model's last layer and loss are none that it knows.
+    """
+    fused = FusedKernels(model, {**dict.fromkeys(KINDS, PLAIN), "cross_entropy": "elixir"}, device_type)
+    if "cross_entropy" not in fused.counts:
+        raise NotRun(f"{type(model).__name__} has no loss that can be taken in parts of the vocabulary")
+
+
+def pinned_bytes(numel: int, itemsize: int = 4) -> int:
+    """Host memory that PyTorch takes to pin so many elements: its cache rounds to a power of two."""
+    return 1 << (numel * itemsize - 1).bit_length()
+
+
+def _needs_host(model: nn.Module, place: Place, *, pins_each: bool) -> None:
+    """Leave out what the host cannot hold.
+
+    Args:
+        model: its parameters are counted.
+        place: has the host.
+        pins_each: weights and gradients, float32, are pinned parameter by parameter, and moments are not pinned.
+    """
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    taken = sum(sizes) * BYTES_PER_NUMEL
+    if pins_each and place.cuda:
+        taken = sum(2 * pinned_bytes(numel) + 8 * numel for numel in sizes)
     free = place.free_host_bytes()
-    if numel * bytes_per_numel > free:
+    if taken > free:
         raise NotRun(
-            f"{numel:,} parameters take {format_bytes(numel * bytes_per_numel)} of host memory at {bytes_per_numel} bytes "
-            f"each, {format_bytes(free)} may be used"
+            f"{sum(sizes):,} parameters take {format_bytes(taken)} of host memory, {format_bytes(free)} may be used"
         )
 
 
@@ -105,39 +152,46 @@ def _autocast(options: dict[str, Any], place: Place) -> Callable[[], Any]:
 def plain(options: dict[str, Any], place: Place) -> Running:
     """float32 weights; in bf16 under autocast."""
     model = _plain_model(options, place, torch.float32)
-    return _stepper(model, micro_batches(model, options, options["micro"], place.device), _autocast(options, place))
+    return _stepper(
+        model, micro_batches(model, options, options["micro"], place.device), _autocast(options, place), options
+    )
 
 
 def plain_bf16(options: dict[str, Any], place: Place) -> Running:
     """Weights, gradients and moments in bf16, no masters: half the memory, and other numbers."""
     model = _plain_model(options, place, torch.bfloat16)
     batches = micro_batches(model, options, options["micro"], place.device)
-    return _stepper(model, batches, contextlib.nullcontext)
+    return _stepper(model, batches, contextlib.nullcontext, options)
 
 
 def ddp(options: dict[str, Any], place: Place) -> Running:
     """`plain` in DistributedDataParallel with one rank."""
     from torch.nn.parallel import DistributedDataParallel
 
-    opened = _process_group(place)
+    _join_group(place)
     inner = _plain_model(options, place, torch.float32)
     batches = micro_batches(inner, options, options["micro"], place.device)
     model = DistributedDataParallel(inner, device_ids=[0] if place.cuda else None, gradient_as_bucket_view=True)
-    running = _stepper(model, batches, _autocast(options, place))
-    return dataclasses.replace(running, close=opened.close)
+    return _stepper(model, batches, _autocast(options, place), options)
 
 
 def fsdp2(options: dict[str, Any], place: Place) -> Running:
-    """`fully_shard` on every block; options ``offload`` and ``keep`` (weights from forward to backward)."""
+    """`fully_shard` on every block; options ``offload``, ``keep`` (weights from forward to backward), and `_stepper`'s.
+
+    Raises:
+        NotRun: the host, or the budget, cannot hold what it needs.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     model = on_meta(options)
     if options["offload"]:
-        _needs_host(model, place)
+        _needs_host(model, place, pins_each=True)
+        if options.get("sync_last"):  # gradients wait on the device, whole and in the dtype of compute
+            _needs_device(model, options, 4 if options["precision"] == "fp32" else 2)
     else:
         _needs_device(model, options)
-    opened = _process_group(place)
+    _join_group(place)
     batches = micro_batches(model, options, options["micro"], place.device)
     offload = CPUOffloadPolicy(pin_memory=place.cuda) if options["offload"] else OffloadPolicy()
     common: dict[str, Any] = {
@@ -154,8 +208,7 @@ def fsdp2(options: dict[str, Any], place: Place) -> Running:
     filling.fill(model, place.device)
     del filling
     fully_shard(model, **common)
-    running = _stepper(model, batches, contextlib.nullcontext)
-    return dataclasses.replace(running, close=opened.close)
+    return _stepper(model, batches, contextlib.nullcontext, options)
 
 
 def deepspeed(options: dict[str, Any], place: Place) -> Running:
@@ -167,10 +220,12 @@ def deepspeed(options: dict[str, Any], place: Place) -> Running:
     import deepspeed as ds
 
     model = on_meta(options)
-    _needs_host(model, place)
-    opened = _process_group(place)
+    _needs_host(model, place, pins_each=False)
+    _join_group(place)
     batches = micro_batches(model, options, options["micro"], place.device)
     Filling(model, "cpu", torch.bfloat16).fill(model, "cpu")
+    if options.get("loss", PLAIN) == "chunked":
+        chunk_the_loss(model, place.device.type)
     zero: dict[str, Any] = {
         "stage": options["stage"],
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
@@ -182,7 +237,7 @@ def deepspeed(options: dict[str, Any], place: Place) -> Running:
     config = {
         "train_micro_batch_size_per_gpu": options["micro"],
         "gradient_accumulation_steps": len(batches),
-        "gradient_clipping": MAX_NORM,
+        "gradient_clipping": max_norm(options) or 0.0,
         "bf16": {"enabled": options["precision"] == "bf16"},
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
@@ -196,25 +251,16 @@ def deepspeed(options: dict[str, Any], place: Place) -> Running:
             engine.step()  # acts after the last part only
         return loss.detach()
 
-    return Running(step, opened.close, {"deepspeed": ds.__version__})
+    return Running(step, facts={"deepspeed": ds.__version__})
 
 
-def _process_group(place: Place) -> contextlib.ExitStack:
-    """One rank; the host's tensors go over gloo, since FSDP2 with offload sums norms there."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(_joined(place))
-    return stack
+def _join_group(place: Place) -> None:
+    """One rank; the host's tensors go over gloo, since FSDP2 with offload sums norms there.
 
-
-@contextlib.contextmanager
-def _joined(place: Place) -> Iterator[None]:
+    It needs no address and no file, and lasts as long as the process, which has one job.
+    """
     backend = "cpu:gloo,cuda:nccl" if place.cuda else "gloo"
-    with tempfile.TemporaryDirectory(prefix="elixir-proof-") as folder:
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 PEERS: dict[str, Callable[[dict[str, Any], Place], Running]] = {

@@ -10,7 +10,7 @@ from benchmark.proof.jobs import Row
 from benchmark.proof.report import LINKS_PERCENT, MEMORY_WORST_PERCENT
 
 OURS, THEIRS, BAR = "#0072B2", "#999999", "#D55E00"
-"""Of Okabe and Ito's palette, told apart by people who see few colours."""
+"""Colours of Okabe and Ito's palette, told apart by people who see few colours."""
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What is run: a `Job` is one process, one row."""
+"""The jobs: a `Job` is one process, one row."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ PARTS = ("links", "memory", "resident", "offload", "capacity")
 """In the order in which they run: what is measured of the links serves the plans of those after."""
 
 SHARES = {"links": 3.0, "memory": 2.5, "resident": 2.0, "offload": 4.5, "capacity": 5.0}
-"""Of the time that is left when a part begins, among it and those after it: so that each gives an answer within nine minutes
-if jobs take as long as they are expected to."""
+"""Shares of the time that is left when a part begins, among it and those after it: so that each gives an answer within
+nine minutes if jobs take as long as they are expected to."""
 
 AT_ONCE = {"memory": 4}
-"""Jobs of a part that run side by side. What one of them allocates does not depend on the others as long as all find memory;
-one that did not is run again alone. What is timed has the machine to itself."""
+"""Jobs of a part that run side by side. What one of them allocates does not depend on the others as long as all find
+memory; one that did not is run again alone. What is timed has the machine to itself."""
+
+PRELOAD = (
+    "torch.distributed.fsdp",
+    "transformers.models.opt.modeling_opt",
+    "transformers.models.gpt2.modeling_gpt2",
+)
+"""Libraries of the timed parts, which a worker loads before it has a job."""
 
 Row = dict[str, Any]
 
@@ -29,7 +36,7 @@ class Job:
 
     part: str
     case: str
-    """What several contenders do alike."""
+    """Settings that several contenders have in common."""
     contender: str
     """Who does it, and in which setting."""
     work: str

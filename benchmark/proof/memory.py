@@ -11,12 +11,11 @@ from torch import nn
 
 from benchmark.common import quiet_profiler
 from benchmark.gpu_peaks import CASES, Case, seeded_step
+from benchmark.observe import observe
 from benchmark.proof.jobs import Row
 from benchmark.proof.place import Place
-from elixir.model_shapes import ModelShape, describe
-from elixir.models import build_shape, default_input
+from elixir.models import ModelShape, build_shape, default_input, describe
 from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
-from elixir.tracer.observe import observe
 from elixir.units import parse_dtype
 
 _DROPOUTS = {
@@ -40,7 +39,7 @@ class MemoryCase(Case):
     """A step to predict and to run, with what `benchmark.gpu_peaks.Case` leaves out."""
 
     changes: tuple[tuple[str, int], ...] = ()
-    """Fields of the named shape that are other than its own, besides the layers."""
+    """Fields that differ from the named shape, apart from the layers."""
     autocast: str | None = None
     """Dtype of `torch.autocast` around forward."""
     mask: bool = False
@@ -59,7 +58,7 @@ class MemoryCase(Case):
 
     @property
     def shape(self) -> ModelShape:
-        """What is built."""
+        """The model that is built."""
         return dataclasses.replace(describe(self.model), layers=self.layers, **dict(self.changes))
 
 
@@ -79,7 +78,8 @@ def _case(
 
 
 def memory_cases() -> tuple[MemoryCase, ...]:
-    """Whole models first, so that a run cut short has seen every family, dtype and option; then those of `gpu_peaks`."""
+    """Whole models first, so that a run cut short has seen every family, dtype and option; then those of
+    `gpu_peaks`."""
     named = (
         _case("opt-125m", 12),
         _case("gpt2-medium", 24, "non-reentrant", "foreach"),
@@ -223,7 +223,7 @@ def work(options: dict[str, Any], place: Place) -> Row:
     case = next(case for case in cases if case.label == options["label"])
     observed, choices = observe_cuda(case, place) if place.cuda else observe_cpu(case)
     trace = predict(case, place, choices)
-    # States are there from the first step on, and so are beside the activations in a real forward and backward.
+    # States are there from the first step on, and so they add to the activations in a real forward and backward.
     backward = trace.backward_peak_bytes + trace.curve[0].optimizer
     return {
         "predicted_backward_bytes": backward,

@@ -1,4 +1,4 @@
-"""Models for the timed parts: built in a moment, with random weights that take next to no memory of their own.
+"""Models for the timed parts: built in a moment, with random weights that take next to no memory.
 
 Drawing billions of normal numbers on the host would take longer than what is to be timed. All weights are therefore
 views of one random buffer as large as the largest; matrix products take as long as on any random weights.
@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.model_shapes import ModelShape, describe
-from elixir.models import build_shape, default_input
-from elixir.wrapper.initialise import OwnInitialisation
+from elixir.models import ModelShape, build_shape, default_input, describe
+from elixir.wrapper.build import OwnInitialisation
 
 INITIAL_STD = 0.02
-"""Of GPT-2 and OPT (Radford et al. 2019; Zhang et al. 2022)."""
+"""Vocabulary sizes of GPT-2 and OPT (Radford et al. 2019; Zhang et al. 2022)."""
 
 Batch = dict[str, torch.Tensor]
 

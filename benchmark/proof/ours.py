@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 import elixir
-from benchmark.proof.contenders import BYTES_PER_NUMEL, MAX_NORM, Running, adamw
+from benchmark.proof.contenders import BYTES_PER_NUMEL, Running, adamw, max_norm
 from benchmark.proof.jobs import NotRun
 from benchmark.proof.models import micro_batches, on_meta, random_weights
 from benchmark.proof.place import Place
@@ -23,8 +23,15 @@ from elixir.units import format_bytes, parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 
 RESERVE_SHARE = 0.95
-"""Of a budget of reserved memory that is planned with. Plans count what is allocated; how much more the caching allocator
-reserves has not been measured, and `benchmark.proof.cases` tries again with less where this was too much."""
+"""Share of a budget of reserved memory that is planned with. Plans count what is allocated; how much more the caching
+allocator reserves has not been measured, and `benchmark.proof.cases` tries again with less where this was too much."""
+
+
+Kernels = bool | dict[str, str]
+"""The ``use_fused_kernels`` of `ElixirModule` and of `trace_step`: the same for both, or the plan is another step's."""
+
+PLAIN_LOSS: Kernels = {"cross_entropy": "plain"}
+"""All other fused kernels; the model's own loss holds all logits, and computes them once rather than twice."""
 
 
 class Choice(NamedTuple):
@@ -33,8 +40,9 @@ class Choice(NamedTuple):
     plan: Plan
     trace: StepTrace
     micro: int
-    tried: dict[int, str]
-    """Micro-batch -> predicted seconds of an optimizer step, or that nothing fits."""
+    kernels: Kernels
+    tried: dict[str, str]
+    """Micro-batch and loss -> predicted seconds of an optimizer step, or that nothing fits."""
 
 
 def budgets(options: dict[str, Any], place: Place) -> tuple[int, int]:
@@ -56,34 +64,71 @@ def budgets(options: dict[str, Any], place: Place) -> tuple[int, int]:
     return device, host
 
 
-def trace_of(options: dict[str, Any], micro: int, hardware: HardwareProfile) -> StepTrace:
-    """One micro-batch of the job's model."""
+def trace_of(options: dict[str, Any], micro: int, hardware: HardwareProfile, kernels: Kernels) -> StepTrace:
+    """One micro-batch of the job's model, with the kernels that it will run with."""
     model = on_meta(options)
     batch = micro_batches(model, options, micro, "cpu")[0]
     dtype = parse_dtype(options["precision"])
-    return trace_step(model, batch, default_step, dtype=dtype, hardware=hardware, optimizer=None)
+    common: dict[str, Any] = {"dtype": dtype, "hardware": hardware, "optimizer": None}
+    return trace_step(model, batch, default_step, use_fused_kernels=kernels, **common)
+
+
+def kernels_of(options: dict[str, Any]) -> list[Kernels]:
+    """The kernels to choose among: those of option ``fused_kernels``, or all of them with either loss."""
+    asked = options.get("fused_kernels")
+    return [True, PLAIN_LOSS] if asked is None else [asked]
+
+
+def in_backward(options: dict[str, Any], micro: int) -> bool:
+    """Whether the host may update what backward is done with: in steps of one backward without clipping or loss
+    scale."""
+    return max_norm(options) is None and micro == options["batch"] and options["precision"] != "fp16"
 
 
 def choose(options: dict[str, Any], hardware: HardwareProfile, device_bytes: int, host_bytes: int) -> Choice:
-    """The micro-batch whose plan takes the fewest predicted seconds per optimizer step.
+    """The micro-batch and the loss whose plan takes the fewest predicted seconds per optimizer step.
+
+    A plan of billions of parameters takes seconds to find, so micro-batches are tried from large to small until one is
+    no better than those before; and of the losses that had room with a larger one, the better only.
 
     Raises:
         PlanError: none fits; the one of the smallest micro-batch.
     """
     best: Choice | None = None
-    best_s, tried, problem = float("inf"), {}, None
-    for micro in options["micros"]:
-        trace = trace_of(options, micro, hardware)
-        try:
-            memory: dict[str, Any] = {"device_memory": device_bytes, "host_memory": host_bytes}
-            plan = plan_from_trace(trace, hardware, 1, accumulation=options["batch"] // micro, **memory)
-        except PlanError as error:
-            tried[micro], problem = "does not fit", error
-            continue
-        step_s = simulate_step(plan, trace, hardware).step_s
-        tried[micro] = f"{step_s:.4g} s"
-        if step_s < best_s:
-            best, best_s = Choice(plan, trace, micro, tried), step_s
+    best_s, problem = float("inf"), None
+    tried: dict[str, str] = {}
+    candidates = kernels_of(options)
+    for micro in sorted(options["micros"], reverse=True):
+        before_s, slower = best_s, []
+        for kernels in candidates:
+            called = f"{micro}, {'plain' if kernels in (False, PLAIN_LOSS) else 'chunked'} loss"
+            trace = trace_of(options, micro, hardware, kernels)
+            try:
+                plan = plan_from_trace(
+                    trace,
+                    hardware,
+                    1,
+                    accumulation=options["batch"] // micro,
+                    device_memory=device_bytes,
+                    host_memory=host_bytes,
+                    step_in_backward=in_backward(options, micro),
+                    clipping=bool(max_norm(options)),
+                )
+            except PlanError as error:
+                tried[called], problem = "does not fit", error
+                continue
+            step_s = simulate_step(plan, trace, hardware).step_s
+            tried[called] = f"{step_s:.4g} s"
+            if step_s < best_s:
+                slower += [] if best is None else [best.kernels]
+                best, best_s = Choice(plan, trace, micro, kernels, tried), step_s
+            else:
+                slower.append(kernels)
+        if best is not None and best_s == before_s:
+            break
+        candidates = [
+            kernels for kernels in candidates if best is None or kernels == best.kernels or kernels not in slower
+        ]
     if best is None:
         raise problem or NotRun("no micro-batch to try")
     return best
@@ -101,10 +146,10 @@ def needs(trace: StepTrace, options: dict[str, Any]) -> dict[str, int]:
 
 
 def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None = None) -> Running:
-    """Elixir under a plan of its own; with ``wrap`` by `elixir.wrap`, which corrects the plan after the first steps.
+    """Elixir under its plan; with ``wrap`` by `elixir.wrap`, which corrects the plan after the first steps.
 
     Args:
-        saved: where the plan and the trace go, with `.plan.json` and `.trace.json` behind it.
+        saved: where the plan and the trace go, with `.plan.json` and `.trace.json` after it.
         known: a choice that was made already.
     """
     hardware = place.hardware()
@@ -113,7 +158,8 @@ def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None
     model = on_meta(options)
     batches = micro_batches(model, options, choice.micro, place.device)
     weights = random_weights(model)
-    fused = {"use_fused_kernels": bool(options.get("fused_kernels", True)), "device": place.device}
+    fused: dict[str, Any] = {"use_fused_kernels": choice.kernels, "device": place.device}
+    limit = max_norm(options)
     if options.get("wrap"):
         first = {key: value.cpu() for key, value in batches[0].items()}
         module, optimizer = elixir.wrap(
@@ -125,14 +171,15 @@ def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None
             hardware=hardware,
             device_memory=device_bytes,
             host_memory=host_bytes,
-            max_norm=MAX_NORM,
+            max_norm=limit,
             accumulation=len(batches),
+            step_in_backward=in_backward(options, choice.micro),
             weights=weights,
             **fused,
         )
     else:
-        module = ElixirModule(model, choice.plan, weights=weights, **fused)  # type: ignore[arg-type]
-        optimizer = ElixirOptimizer(module, adamw(model.parameters()), max_norm=MAX_NORM)
+        module = ElixirModule(model, choice.plan, weights=weights, **fused)
+        optimizer = ElixirOptimizer(module, adamw(model.parameters()), max_norm=limit)
     del weights
 
     def step() -> torch.Tensor:
@@ -143,16 +190,17 @@ def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None
         optimizer.zero_grad()
         return loss.detach()
 
-    def close() -> None:
+    def keep() -> None:
         saved.parent.mkdir(parents=True, exist_ok=True)
         module.plan.save(saved.with_name(f"{saved.name}.plan.json"))
         choice.trace.save(saved.with_name(f"{saved.name}.trace.json"))
-        module.close()
 
     predicted = choice.plan.predicted  # with `wrap` that of the first plan: it may be corrected later
     facts = {
         "micro": choice.micro,
-        "tried_micros": {str(micro): outcome for micro, outcome in choice.tried.items()},
+        "tried_micros": choice.tried,
+        "fused_kernels": choice.kernels,
+        "step_in_backward": choice.plan.may_step_in_backward,
         "planned_device_bytes": device_bytes,
         "planned_host_bytes": host_bytes,
         "predicted_device_bytes": predicted.device_peak_bytes,
@@ -163,4 +211,4 @@ def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None
         "hardware": hardware.name,
         **needs(choice.trace, options),
     }
-    return Running(step, close, facts)
+    return Running(step, keep, facts)

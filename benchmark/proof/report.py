@@ -1,12 +1,12 @@
-"""What came of it: each promise beside its bar, and a table of all rows, as Markdown."""
+"""The report: each promise with its bar, and a table of all rows, as Markdown."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmark.proof.jobs import PARTS, Row
+from benchmark.proof.jobs import PARTS, Job, Row
 
 MEMORY_WORST_PERCENT, MEMORY_MEAN_PERCENT, MEMORY_CASES = 2.0, 0.5, 16
 RESIDENT_RATIO = 0.98
@@ -14,8 +14,12 @@ OFFLOAD_RATIO, OFFLOAD_BEST_RATIO, FITS_RATIO, STATES_ONLY_RATIO = 1.5, 3.0, 1.0
 CAPACITY_NUMEL, CAPACITY_DEVICE_BYTES, CAPACITY_HOST_BYTES = 15e9, 139 * 2**30, 128 * 2**30
 LINKS_PERCENT = 10.0
 
+HOST_SHARE = 0.8
+"""Least share of a machine's host memory that is left to a process. A machine of 128 GiB may give 106."""
+SHOWN = "shown, not judged"
+
 _OFFLOADING = ("fsdp2 offload", "zero")
-_FITTING = ("fsdp2, micro", "fsdp2 keep, micro", "plain, micro")
+_FITTING = ("fsdp2, ", "fsdp2 chunked", "fsdp2 keep", "plain, ", "plain chunked")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Verdict:
     bar: str
     measured: str
     met: bool | None
-    """None where there is not enough to say."""
+    """None without enough rows to say."""
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
@@ -92,7 +96,7 @@ def _best(rows: Sequence[Row], names: tuple[str, ...]) -> Row | None:
 
 def _ratio(mine: Row, other: Row) -> float:
     if mine["tokens_per_step"] != other["tokens_per_step"]:
-        raise ValueError(f"{mine['case']}: {mine['tokens_per_step']} tokens a step beside {other['tokens_per_step']}")
+        raise ValueError(f"{mine['case']}: {mine['tokens_per_step']} tokens a step, not {other['tokens_per_step']}")
     return float(mine["tokens_per_s"] / other["tokens_per_s"])
 
 
@@ -127,6 +131,9 @@ def _offload(ok: Sequence[Row]) -> list[Verdict]:
         if any(row["contender"] == "elixir, no budget" for row in rows):
             continue
         mine, fitting = _ours(rows), _best(rows, _FITTING)
+        if not _clips(rows[0]):
+            found.append(_unclipped(case, mine, _best(rows, (*_FITTING, *_OFFLOADING))))
+            continue
         offloading = _best([*rows, *_in_smaller_budgets(rows[0], ok)], _OFFLOADING)
         other = fitting or offloading
         if mine is None or other is None:
@@ -150,14 +157,28 @@ def _offload(ok: Sequence[Row]) -> list[Verdict]:
     return [*found, Verdict("offload", "somewhere", f"{OFFLOAD_BEST_RATIO:g} of the best peer", shown, met)]
 
 
+def _clips(row: Row) -> bool:
+    return bool(row.get("clip", True))
+
+
+def _unclipped(case: str, mine: Row | None, other: Row | None) -> Verdict:
+    """No bar was set for steps without clipping, which suit us better."""
+    if mine is None or other is None:
+        return Verdict("offload", case, SHOWN, "no run of ours" if mine is None else "no peer ran", None)
+    ratio = f"{_ratio(mine, other):.2f} of {other['contender']} ({_tokens(mine)} over {_tokens(other)})"
+    return Verdict("offload", case, SHOWN, ratio, None)
+
+
 def _in_smaller_budgets(row: Row, ok: Sequence[Row]) -> list[Row]:
-    """Runs of a case's model with a whole batch at once in less memory: who offloads everything can do no more in more."""
+    """Runs of a case's model with a whole batch at once in less memory: who offloads everything can do no more in
+    more."""
     budget = row["budget_bytes"]
     return [
         other
         for other in ok
         if other["part"] == "offload"
         and other.get("model") == row["model"]
+        and _clips(other) == _clips(row)
         and other.get("micro") == other.get("batch")
         and other.get("tokens_per_step") == row["tokens_per_step"]
         and budget is not None
@@ -183,9 +204,10 @@ def _capacity(ok: Sequence[Row]) -> list[Verdict]:
     if not rows:
         return [Verdict("capacity", "largest model that trains", bar, "no rows", None)]
     row = max(rows, key=lambda row: row["parameters"])
+    # Where the user has said what may be planned with, the system says too little.
+    host_bytes = row.get("host_given_bytes") or row["host_total_bytes"]
     small = (
-        row.get("device_total_bytes", 0) < 0.99 * CAPACITY_DEVICE_BYTES
-        or row["host_total_bytes"] < 0.99 * CAPACITY_HOST_BYTES
+        row.get("device_total_bytes", 0) < 0.99 * CAPACITY_DEVICE_BYTES or host_bytes < HOST_SHARE * CAPACITY_HOST_BYTES
     )
     reached = row["parameters"] >= CAPACITY_NUMEL
     shown = f"{row['parameters'] / 1e9:.4g} B ({row['layers']} layers of {row['hidden']})"
@@ -207,8 +229,78 @@ def _tokens(row: Row) -> str:
     return f"{row['tokens_per_s']:,.0f} tokens/s"
 
 
-def markdown(rows: Sequence[Row], left_out: Sequence[str] = ()) -> str:
-    """The whole report."""
+def missing(rows: Sequence[Row], jobs: Mapping[str, Sequence[Job]]) -> dict[str, list[str]]:
+    """The answers that each part lacks, and why as far as rows tell; nothing for a part that has all its answers.
+
+    Args:
+        rows: of all runs in a folder.
+        jobs: of every part.
+    """
+    judged = {(verdict.part, verdict.promise): verdict for verdict in verdicts(rows)}
+    by_id = {f"{row['part']}/{row['case']}/{row['contender']}": row for row in rows}
+    found: dict[str, list[str]] = {}
+    for part in PARTS:
+        lines: list[str] = []
+        if part == "memory":
+            count = sum(row["part"] == part and row["status"] == "ok" for row in rows)
+            if count < MEMORY_CASES:
+                lines = [
+                    f"{MEMORY_CASES - count} more cases, {count} of {MEMORY_CASES} are there",
+                    *_troubles(jobs.get(part, ()), by_id),
+                ]
+        elif part == "links":
+            measured = any(row["part"] == part and row.get("kind") == "measure" for row in rows)
+            lines += [] if measured else ["this machine's measurement", *_troubles(jobs.get(part, ()), by_id)]
+            if judged.get((part, "simulated step time"), _NOT_JUDGED).met is None:
+                lines.append("a comparison: it needs the measurement, and a run of ours in resident or offload")
+        else:
+            cases: dict[str, list[Job]] = {}
+            for job in jobs.get(part, ()):
+                cases.setdefault(job.case, []).append(job)
+            for case, its in cases.items():
+                lines += _missing_in(part, case, its, judged, by_id)
+        found[part] = lines
+    return found
+
+
+def _missing_in(
+    part: str, case: str, jobs: Sequence[Job], judged: Mapping[tuple[str, str], Verdict], by_id: Mapping[str, Row]
+) -> list[str]:
+    """The gap of one case: which side has no time, and what became of its jobs."""
+    ran = [job for job in jobs if by_id.get(job.id, {}).get("status") == "ok"]
+    mine = [job for job in jobs if job.contender.startswith("elixir")]
+    if part == "capacity" or len(mine) == len(jobs):  # no pair
+        lacks = {} if ran else {"no run of ours": mine}
+    else:
+        verdict = judged.get((part, case))
+        if verdict is not None and (verdict.met is not None or (verdict.bar == SHOWN and "over" in verdict.measured)):
+            return []
+        peers = [job for job in jobs if job not in mine and job.contender != "plain-bf16"]
+        lacks = {
+            side: its
+            for side, its in (("no run of ours", mine), ("no run of a peer", peers))
+            if not any(job in ran for job in its)
+        }
+    return [f"{case}: {side}; {'; '.join(_troubles(its, by_id)) or 'not begun'}" for side, its in lacks.items()]
+
+
+_NOT_JUDGED = Verdict("", "", "", "", None)
+
+
+def _troubles(jobs: Sequence[Job], by_id: Mapping[str, Row]) -> list[str]:
+    """Outcomes of jobs that have a row and no result."""
+    rows = [by_id[job.id] for job in jobs if job.id in by_id and by_id[job.id]["status"] != "ok"]
+    return [f"{row['contender']}: {row['status']} ({row.get('why', 'no reason given')})" for row in rows]
+
+
+def markdown(rows: Sequence[Row], left_out: Sequence[str] = (), jobs: Mapping[str, Sequence[Job]] | None = None) -> str:
+    """The whole report.
+
+    Args:
+        rows: of all runs in a folder.
+        left_out: ids of jobs that this run had no time for.
+        jobs: of every part, so that the report says what each lacks.
+    """
     lines = ["# What one run of `benchmark/gpu_proof.py` showed", ""]
     first = next((row for row in rows if "device" in row), None)
     if first is None:
@@ -221,14 +313,24 @@ def markdown(rows: Sequence[Row], left_out: Sequence[str] = ()) -> str:
         ]
         if first.get("rehearsal"):
             lines += [
-                "**A rehearsal: toys on the CPU, to see that everything runs. No figure in it says anything about a GPU,"
-                " and no bar is held against one.**",
+                "**A rehearsal: toys on the CPU, to see that everything runs. No figure in it says anything about a "
+                "GPU,"
+                " and none is compared with a bar.**",
                 "",
             ]
     word = {True: "met", False: "MISSED", None: "open"}
     rehearsed = first is not None and bool(first.get("rehearsal"))
-    table = [[v.part, v.promise, v.bar, v.measured, "rehearsed" if rehearsed else word[v.met]] for v in verdicts(rows)]
+
+    def result(verdict: Verdict) -> str:
+        shown = verdict.bar == SHOWN
+        return "rehearsed" if rehearsed else "shown" if shown else word[verdict.met]
+
+    table = [[v.part, v.promise, v.bar, v.measured, result(v)] for v in verdicts(rows)]
     lines += _table(("part", "promise or case", "bar", "measured", "result"), table)
+    if jobs is not None:
+        lines += ["", "What is missing for an answer, part by part:", ""]
+        for part, lacks in missing(rows, jobs).items():
+            lines += [f"* {part}: nothing"] if not lacks else [f"* {part}:", *(f"    * {lack}" for lack in lacks)]
     details = [
         [row["part"], row["case"], row["contender"], row["status"], _outcome(row), f"{row.get('wall_s', 0):.0f}"]
         for row in rows
@@ -251,8 +353,9 @@ def _outcome(row: Row) -> str:
         return f"{row['parameters'] / 1e9:.4g} B parameters, losses {', '.join(f'{x:.3f}' for x in row['losses'])}"
     if "tokens_per_s" in row:
         text = f"{_tokens(row)}, step {row['p50_s']:.4g} s ({row['p20_s']:.4g} to {row['p80_s']:.4g})"
-        reserved = row.get("max_reserved_bytes")
-        return text + (f", reserved {_gib(reserved)}" if reserved else "")
+        reserved, short = row.get("max_reserved_bytes"), row.get("num_alloc_retries")
+        text += f", reserved {_gib(reserved)}" if reserved else ""
+        return text + (f", the allocator was short {short} times" if short else "")
     if row.get("kind") == "compare":
         return f"mean {row['mean_percent']:.1f} %, worst {row['worst_percent']:.1f} %"
     return f"{row['hardware']}"

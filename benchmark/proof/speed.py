@@ -18,7 +18,8 @@ from benchmark.proof.place import Place
 WARM_UP_STEPS = 2
 """The first allocates, the second is the first with states."""
 CORRECTION_STEPS = 6
-"""Beside them, of a contender that corrects its plan: `elixir.api.WARM_UP_STEPS` and `MEASURED_STEPS`, and the move."""
+"""Further steps of a contender that corrects its plan: `elixir.api.WARM_UP_STEPS` and `MEASURED_STEPS`, and the
+move."""
 LEAST_STEPS, MOST_STEPS = 3, 20
 
 
@@ -36,6 +37,7 @@ def timed(running: Running, place: Place, *, warm_up: int, measure_s: float) -> 
     """
     for _ in range(warm_up - 1):
         running.step()
+    place.wait_until_quiet()
     place.sync()
     before = place.mark()
     running.step()
@@ -68,7 +70,7 @@ def work(options: dict[str, Any], place: Place) -> Row:
     running = ours.run(options, place, saved) if kind == "elixir" else PEERS[kind](options, place)
     warm_up = WARM_UP_STEPS + (CORRECTION_STEPS if options.get("wrap") else 0)
     found = timed(running, place, warm_up=warm_up, measure_s=options["measure_s"])
-    running.close()
+    running.keep()
     tokens = options["batch"] * options["seq"]
     return {
         "kind": kind,
@@ -81,7 +83,8 @@ def work(options: dict[str, Any], place: Place) -> Row:
         # From the mean: steps of a contender that works ahead are not alike, and what counts is all of them.
         "tokens_per_s": tokens / found["mean_s"],
         "tokens_per_step": tokens,
-        **{key: options[key] for key in ("micro", "keep", "stage") if key in options},
+        **{key: options[key] for key in ("micro", "keep", "stage", "sync_last", "clip") if key in options},
+        **({"loss_form": options["loss"]} if "loss" in options else {}),  # "loss" is what was measured
         **found,
         **running.facts,
     }

@@ -1,19 +1,22 @@
 """Memory that chunks live in, and the count of it.
 
-Every buffer of the runtime is made by an `Arena`, so what the plan predicted can be held against what was taken.
+Every buffer of the runtime is made by an `Arena`, so what was taken can be compared with what the plan predicted.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from elixir.access import storage_of
-from elixir.chunk.pinned import pinned_zeros
+from elixir.access import storage_of, unmarked
+from elixir.access.placeholders import marked
+from elixir.chunk.pinned import host_zeros, pinned_zeros
 from elixir.errors import StateError
-from elixir.plan import Home
+from elixir.plan import Memory
 
 
 class Arena:
@@ -26,20 +29,25 @@ class Arena:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._live: dict[Home, Counter[str]] = {"device": Counter(), "host": Counter()}
-        self.peak_bytes: dict[Home, int] = {"device": 0, "host": 0}
+        self._live: dict[Memory, Counter[str]] = {"device": Counter(), "host": Counter()}
+        self.peak_bytes: dict[Memory, int] = {"device": 0, "host": 0}
         self._lock = threading.Lock()  # the lane of the host's Adam counts states while backward counts gradients
 
-    def make(self, numel: int, dtype: torch.dtype, home: Home, kind: str) -> torch.Tensor:
-        """A flat zeroed buffer of exactly `numel` elements; pinned where it is host memory beside a CUDA device."""
+    def make(self, numel: int, dtype: torch.dtype, home: Memory, kind: str, *, pin: bool = True) -> torch.Tensor:
+        """A flat zeroed buffer of exactly `numel` elements.
+
+        Host memory next to a CUDA device is in pages that no child process gets. It is pinned, unless `pin` says that
+        nothing is copied between it and the device.
+        """
         if home == "host" and self.device.type == "cuda" and numel:
-            buffer = pinned_zeros(numel * dtype.itemsize).view(dtype)
+            memory: Callable[[int], torch.Tensor] = partial(pinned_zeros, device=self.device) if pin else host_zeros
+            buffer = memory(numel * dtype.itemsize).view(dtype)
         else:
             buffer = torch.zeros(numel, dtype=dtype, device=self.device if home == "device" else "cpu")
         self.count(buffer.nbytes, home, kind)
         return buffer
 
-    def count(self, nbytes: int, home: Home, kind: str) -> None:
+    def count(self, nbytes: int, home: Memory, kind: str) -> None:
         """So many more bytes (fewer, if negative) are in use."""
         with self._lock:
             live = self._live[home]
@@ -48,12 +56,12 @@ class Arena:
                 raise StateError(f"{kind} on the {home}: {-live[kind]} bytes more were freed than were ever taken")
             self.peak_bytes[home] = max(self.peak_bytes[home], sum(live.values()))
 
-    def live_bytes(self, home: Home) -> int:
+    def live_bytes(self, home: Memory) -> int:
         """Bytes in use now."""
         with self._lock:
             return sum(self._live[home].values())
 
-    def parts(self, home: Home) -> dict[str, int]:
+    def parts(self, home: Memory) -> dict[str, int]:
         """Bytes in use now, by kind."""
         with self._lock:
             return {kind: nbytes for kind, nbytes in sorted(self._live[home].items()) if nbytes}
@@ -74,6 +82,7 @@ class BlockPool:
         self.count = count
         self._poison = poison
         self._memory = arena.make(count * block_bytes, torch.uint8, "device", "rcache")
+        self._marked = marked(self._memory)
         self._free = list(range(count - 1, -1, -1))
         self._storage = self._memory.untyped_storage()._cdata if count else -1
 
@@ -98,6 +107,12 @@ class BlockPool:
         """The first `numel` elements of a block."""
         start = block * self.block_bytes
         return self._memory[start : start + numel * dtype.itemsize].view(dtype)
+
+    def marked_view(self, block: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same, marked (`elixir.access.placeholders`)."""
+        start = block * self.block_bytes
+        with unmarked():
+            return self._marked[start : start + numel * dtype.itemsize].view(dtype)
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """(block, offset in elements inside it) of a tensor that lies in the pool, else None."""

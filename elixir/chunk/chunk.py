@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from elixir.chunk.lanes import Ticket
+from elixir.access import absent, unmarked
+from elixir.chunk.lanes import Ticket, failure
 from elixir.errors import InputError, StateError
 from elixir.plan import ChunkPlan
+from elixir.torch_private import DisableTorchFunctionSubclass
 
 
 class ChunkState(enum.Enum):
     """Who holds a chunk's weights, and what its parameters point to."""
 
     HOME = "home"
-    """Only the shards hold weights. Parameters are placeholders: right shape, NaN, no memory to speak of."""
+    """Only the shards hold weights.
+
+    Parameters are placeholders: right shape, no memory, marked (`elixir.access.placeholders`).
+    """
     FETCHING = "fetching"
-    """A block is taken and being filled beside compute. Parameters are still placeholders."""
+    """A block is taken and being filled while compute goes on. Parameters are still placeholders."""
     CACHED = "cached"
-    """A block holds the gathered weights, and parameters are views of it."""
+    """A block holds the gathered weights, and parameters are marked views of it."""
     RESIDENT = "resident"
-    """The chunk's own device buffer holds the gathered weights for good, and parameters are views of it."""
+    """The chunk's own device buffer holds the gathered weights for good, and parameters are views of it; but
+    placeholders from the optimizer's step until a use waits for the new weights."""
 
 
 _ALLOWED = {
@@ -46,7 +52,8 @@ class Slot:
     offset: int
     shape: torch.Size
     placeholder: torch.Tensor
-    """What the parameter points to while the chunk is at home: right shape and dtype, NaN, one element of memory."""
+    """The placeholder of a parameter while its chunk is at home: right shape, dtype and device, marked, without memory.
+    """
 
     @cached_property
     def numel(self) -> int:
@@ -89,7 +96,7 @@ class Chunk:
         self.rank = rank
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
         self.slots = tuple(
-            Slot(parameter, slot.name, slot.offset, parameter.shape, _placeholder(parameter.shape, self.dtype, device))
+            Slot(parameter, slot.name, slot.offset, parameter.shape, absent(parameter.shape, self.dtype, device))
             for parameter, slot in zip(parameters, plan.parameters, strict=True)
         )
         self.shard_numel = plan.numel // world_size
@@ -99,12 +106,14 @@ class Chunk:
         self.block: int | None = None
         self.memory: torch.Tensor | None = None
         """As much of the block as the chunk fills."""
+        self.marked: torch.Tensor | None = None
+        """The same memory, marked: what parameters and tracked views point into."""
         self.filled: Ticket | None = None
-        """Of the transfer into the block, or of the update of a resident chunk's weights."""
+        """The transfer into the block, or the update of a resident chunk's weights."""
         self.fetched: Ticket | None = None
-        """Of what last read the shard into a block."""
+        """The last transfer of the shard into a block."""
         self.updated: Ticket | None = None
-        """Of the optimizer step that last wrote the shard."""
+        """The optimizer step that last wrote the shard."""
         self.stepping = False
         """Its step has begun while backward runs: until the optimizer's own step nobody may read its weights anew."""
         self.shard: torch.Tensor | None = None
@@ -112,10 +121,15 @@ class Chunk:
         self.whole: torch.Tensor | None = None
         """The gathered weights of a resident chunk."""
         self.gathered: torch.Tensor | None = None
-        """Memory of its own that the parameters point to, whatever the state, while they are shown outside of a step."""
+        """Separate memory that the parameters point to, whatever the state, while they are shown outside of a step."""
         self.masters: torch.Tensor | None = None
-        """What the optimizer steps in place of the weights: this rank's shard, at the home of the states, in float32 or
-        wider. None where the weights themselves are there and no less precise."""
+        """Master weights, which the optimizer steps instead of the weights: this rank's shard, at the home of the
+        states, in float32 or wider. None where the weights themselves are there and no less precise."""
+        self.before_write: Callable[[], None] | None = None
+        """Set while a checkpoint reads this rank's shard, masters and states.
+
+        A step calls it before it writes to them.
+        """
         self._offsets = [slot.offset for slot in self.slots]
         self._versions: list[int] = []  # of the parameters when they came into the block
 
@@ -146,7 +160,7 @@ class Chunk:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the gathered weights."""
+        """Bytes of the gathered weights."""
         return self.plan.numel * self.dtype.itemsize
 
     def to(self, state: ChunkState, memory: torch.Tensor | None = None) -> None:
@@ -162,25 +176,25 @@ class Chunk:
                 f"rank {self.rank}: chunk {self.index} ({names}{more}) cannot go from {self.state.value} to "
                 f"{state.value} with {self.pins} pins"
             )
-        with torch._C.DisableTorchFunctionSubclass():  # nobody is to be told that parameters move, and it is faster
+        with DisableTorchFunctionSubclass():  # nobody is to be told that parameters move, and it is faster
             if self.state is ChunkState.CACHED:
                 self._check_unwritten()
             self.state = state
             if memory is not None:
-                self.point_into(memory)
+                self.point_into(memory if self.marked is None else self.marked)
                 self._versions = self._versions_now()
             elif state is ChunkState.HOME and self.gathered is None:
                 self.hold_placeholders()
 
     def point_into(self, memory: torch.Tensor) -> None:
         """Parameters become views of `memory`, which holds the gathered weights."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass(), unmarked():
             for slot in self.slots:
                 slot.parameter.data = slot.part_of(memory)
 
     def hold_placeholders(self) -> None:
-        """Parameters give up the memory they came with; they must have been copied into the shard."""
-        with torch._C.DisableTorchFunctionSubclass():
+        """Parameters give up the memory they point to; nobody may read it unannounced from here on."""
+        with DisableTorchFunctionSubclass():
             for slot in self.slots:
                 slot.parameter.data = slot.placeholder
 
@@ -189,8 +203,14 @@ class Chunk:
         start, end = self.shard_start, self.shard_start + self.shard_numel
         return self.whole is not None or (slot.offset < end and slot.offset + slot.numel > start)
 
+    def about_to_write(self) -> None:
+        """Wait until no checkpoint reads this rank's shard, masters and states from where they lie."""
+        if self.before_write is not None:
+            self.before_write()
+
     def write(self, slot: Slot, values: torch.Tensor) -> None:
         """Take `values` for one parameter's weights, in its shape and any floating dtype: masters are not rounded."""
+        self.about_to_write()
         flat, start = values.reshape(-1), self.shard_start
         if self.whole is not None:
             self.whole[slot.offset : slot.offset + slot.numel].copy_(flat)
@@ -202,14 +222,61 @@ class Chunk:
     def follow_writes(self) -> None:
         """Where weights are no longer what their masters round to they were written to, and masters take that value."""
         if self.masters is not None:
+            self.about_to_write()
             weights = self.shard_weights.to(self.masters.device)
             written = self.masters.to(weights.dtype) != weights
             self.masters.copy_(torch.where(written, weights.to(self.masters.dtype), self.masters))
 
+    def take(self, memory: torch.Tensor, slots: Sequence[Slot]) -> None:
+        """Writes the gathered weights of some parameters from `memory` into their home."""
+        self.about_to_write()
+        start, end = self.shard_start, self.shard_start + self.shard_numel
+        for slot in slots:
+            begin, stop = slot.offset, slot.offset + slot.numel
+            if self.whole is not None:
+                self.whole[begin:stop].copy_(memory[begin:stop])
+            begin, stop = max(begin, start), min(stop, end)
+            if self.shard is not None and begin < stop:
+                self.shard[begin - start : stop - start].copy_(memory[begin:stop])
+        self.follow_writes()
+
+    def take_back(self, memory: torch.Tensor, slots: Sequence[Slot]) -> None:
+        """Where a parameter that is a view of `memory` was given other memory, have its values there, and the view
+        again.
+
+        Raises:
+            InputError: it was given another shape or dtype.
+        """
+        with DisableTorchFunctionSubclass(), torch.no_grad():
+            for slot in slots:
+                parameter, part = slot.parameter, slot.part_of(memory)
+                if parameter.data_ptr() == part.data_ptr() and parameter.stride() == part.stride():
+                    continue
+                if parameter.shape != slot.shape or parameter.dtype != self.dtype:
+                    raise InputError(
+                        f"{slot.name} was given {list(parameter.shape)} values of {parameter.dtype}, its weights are "
+                        f"{list(slot.shape)} of {self.dtype}: copy values with parameter.copy_(tensor)"
+                    )
+                self.about_to_write()
+                part.copy_(parameter.data)
+                parameter.data = part
+
     def show(self, slot: Slot) -> None:
         """The parameter points to where it does while no block holds the chunk."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             slot.parameter.data = slot.placeholder if self.whole is None else slot.part_of(self.whole)
+
+    def failures(self) -> list[Exception]:
+        """Errors of the work on its weights, once that is over; nothing waits for it any more."""
+        found = []
+        for name in ("updated", "fetched", "filled"):
+            error = failure(getattr(self, name))
+            if error is not None:
+                setattr(self, name, None)
+                found.append(error)
+        if found and self.whole is not None and self.gathered is None:
+            self.point_into(self.whole)  # its parameters were to show it once it is updated, which is over
+        return found
 
     def refuse_stepping(self, what: str) -> None:
         """Raise where its step has begun in this backward.
@@ -226,7 +293,8 @@ class Chunk:
     def stepped_without(self, what: str) -> InputError:
         """For `what`, which comes after its step has begun."""
         return InputError(
-            f"rank {self.rank}: {what} after the step of chunk {self.index} ({self.slots[0].name}, ...) had begun, which this "
+            f"rank {self.rank}: {what} after the step of chunk {self.index} ({self.slots[0].name}, ...) had begun, "
+            "which this "
             "plan lets begin in backward; in the traced step that was not so. Plan again with this step, or with "
             "step_in_backward=False. What has begun is finished by step()"
         )
@@ -248,9 +316,3 @@ class Chunk:
 
     def _versions_now(self) -> list[int]:
         return [slot.parameter._version for slot in self.slots]
-
-
-def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Right shape and dtype, NaN, and storage for one element of its own."""
-    value = torch.full((1,), float("nan"), dtype=dtype, device=device)
-    return value.expand(shape) if len(shape) else value[0]

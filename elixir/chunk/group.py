@@ -3,13 +3,24 @@
 All ranks must issue the same collectives in the same order, or what arrives is another chunk's. Every rank keeps a
 digest of what it has issued; whenever values are exchanged, and at least once before every optimizer step, the digests
 are compared, so that ranks that went different ways stop with an error instead of training on.
+
+Ranks that went different ways may also wait for each other: one in a gather, the other in an exchange. So a rank that
+has been blocked on the host for a second writes what it has issued since the last exchange to the store of the group,
+and reads what other blocked ranks wrote. If two ranks have issued different collectives at the same place, they have
+parted, however long they would wait. A rank that is only slow has issued the same as the others, or nothing yet.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
+import pickle
+import secrets
+import threading
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,36 +36,59 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _PIECE_BYTES = 2**28
 """Sent at once from rank 0, so that no backend has to take a whole embedding table in one message."""
 
+_LOOK_S = 1.0
+"""How long a rank is blocked before it looks where the others are, and between two looks."""
+_RANKS_PER_LOOK = 64
+"""Larger groups look less often in proportion: all ranks together ask one store."""
+_PARTED = "parted"
+
 
 class Group:
     """A process group, seen by chunks.
 
-    Its collectives run beside compute, so they have groups of their own: on the caller's group they would come between
-    the caller's own collectives, in an order that differs from rank to rank. Chunks travel in one that is like the
-    caller's; small values on the host in a second one, over gloo. Both have the timeout of the caller's.
+    Its collectives run while compute goes on, so they have separate groups: on the caller's group they would come
+    between the caller's own collectives, in an order that differs from rank to rank. Chunks travel in one that is like
+    the caller's; small values on the host in a second one, over gloo. Both have the timeout of the caller's.
 
     Args:
         process_group: None means the default group where one is initialised, else a single rank.
+        data: whether chunks travel in it; without, it has `exchange` and `note` only.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, data: bool = True) -> None:
         if process_group is None and dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
+        self._given = process_group
         self.size: int = 1 if process_group is None else dist.get_world_size(process_group)
         self.rank: int = 0 if process_group is None else dist.get_rank(process_group)
         self._data: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
+        self.timeout_s: float | None = None
+        """After which a collective fails; None for the backend's default."""
         self._issued = 0
         self._digest = 0
+        self._since: list[str] = []  # issued since all ranks last had the same digest
         self._broken: RankError | None = None
+        self._parted: str | None = None
+        self._store: Any = None  # of c10d; torch exports no type of it
         if process_group is not None and self.size > 1:
             ranks = dist.get_process_group_ranks(process_group)
             # The ranks outside of a smaller group do not get here, so those inside agree among themselves.
             local = len(ranks) < dist.get_world_size()
             timeout = _timeout(process_group)
-            backend = dist.get_backend_config(process_group)  # a new group would otherwise have the default group's
-            self._data = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=local)
+            self.timeout_s = None if timeout is None else timeout.total_seconds()
+            if data:
+                backend = dist.get_backend_config(process_group)  # a new group would otherwise have the default group's
+                self._data = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=local)
             self._control = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
+            self._store = self._private_store(dist.get_global_rank(process_group, 0))
+
+    def for_values(self) -> Group:
+        """A second group of the same ranks, for values of a thread that does not keep this group's order.
+
+        All ranks call this.
+        """
+        return Group(self._given, data=False)
 
     def close(self) -> None:
         """Give the groups back."""
@@ -71,7 +105,7 @@ class Group:
         """
         if self.size > 1:
             with self._issuing(f"gather {what}"):
-                _all_gather(whole, shard, group=self._data)
+                self._wait(_all_gather(whole, shard, group=self._data, async_op=_on_host(whole)))
         elif whole.data_ptr() != shard.data_ptr():
             whole.copy_(shard, non_blocking=True)
 
@@ -84,7 +118,7 @@ class Group:
         if self.size > 1:
             with self._issuing(f"reduce {what}"):
                 whole.div_(self.size)
-                _reduce_scatter(shard, whole, group=self._data)
+                self._wait(_reduce_scatter(shard, whole, group=self._data, async_op=_on_host(whole)))
         elif whole.data_ptr() != shard.data_ptr():
             shard.copy_(whole, non_blocking=True)
 
@@ -100,17 +134,15 @@ class Group:
         if self.size == 1:
             return [value]
         mine = (what, self._issued, self._digest)
-        gathered: list[Any] = [None] * self.size
         with self._issuing(what):
-            dist.all_gather_object(gathered, (mine, value), group=self._control)
+            gathered = self._gather_objects((mine, value))
             for rank, (theirs, _) in enumerate(gathered):
                 if theirs != mine:
                     raise RankError(
                         f"rank {self.rank} is at {what!r} after {mine[1]} collectives, rank {rank} at {theirs[0]!r} "
-                        f"after {theirs[1]}{' others' if theirs[1] == mine[1] else ''}: the ranks no longer do the "
-                        "same; every rank must call forward, backward and step equally often, and use what the plan "
-                        "does not foresee on all ranks alike or inside `model.gathered()`"
+                        f"after {theirs[1]}{' others' if theirs[1] == mine[1] else ''}: {_ADVICE}"
                     )
+            self._since.clear()
         return [value for _, value in gathered]
 
     def note(self, what: str) -> None:
@@ -119,32 +151,18 @@ class Group:
             pass
 
     def send_from_rank_0(self, value: torch.Tensor) -> None:
-        """Give every rank rank 0's `value`, a contiguous one on the CPU, in place and in pieces.
+        """Give every rank rank 0's `value`, a contiguous one, in place and in pieces.
 
         Raises:
             RankError: another rank is gone, or does something else.
         """
         if self.size > 1:
-            source = dist.get_global_rank(self._control, 0) if self._control is not None else 0
+            group = self._control if value.device.type == "cpu" else self._data
+            source = dist.get_global_rank(group, 0) if group is not None else 0
             with self._issuing("send from rank 0"):
                 # As bytes: what a backend can send does not depend on the dtype then.
                 for piece in value.view(-1).view(torch.uint8).split(_PIECE_BYTES):
-                    dist.broadcast(piece, source, group=self._control)
-
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place, added up in order of rank."""
-        if self.size > 1:
-            total = torch.zeros_like(value)
-            for theirs in self.exchange("sum", value.cpu()):
-                total.add_(theirs)
-            value.copy_(total)
-        return value
-
-    def largest(self, value: torch.Tensor) -> torch.Tensor:
-        """The maximum over all ranks, in place; NaN where any rank has it."""
-        if self.size > 1:
-            value.copy_(torch.stack(self.exchange("largest", value.cpu())).amax(0))
-        return value
+                    self._wait(dist.broadcast(piece, source, group=group, async_op=_on_host(piece)))
 
     @contextlib.contextmanager
     def _issuing(self, what: str) -> Iterator[None]:
@@ -152,6 +170,8 @@ class Group:
             raise self._broken  # the others are gone: no second timeout
         self._issued += 1
         self._digest = zlib.crc32(what.encode(), self._digest)
+        if self.size > 1:
+            self._since.append(what)
         try:
             yield
         except RankError as error:
@@ -163,6 +183,108 @@ class Group:
                 f"raised an error, or does something else; see the messages of the others. From torch: {error}"
             )
             raise self._broken from error
+
+    def _gather_objects(self, mine: Any) -> list[Any]:
+        """Every rank's object, by rank. As `all_gather_object`, which cannot be waited for with `_wait`."""
+        sent = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        self._wait(_all_gather(sizes, torch.tensor([len(sent)]), group=self._control, async_op=True))
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(sent)] = sent
+        received = torch.empty(self.size, len(padded), dtype=torch.uint8)
+        self._wait(_all_gather(received.view(-1), padded, group=self._control, async_op=True))
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(received, sizes.tolist(), strict=True)]
+
+    def _wait(self, work: dist.Work | None) -> None:
+        """Block until `work` on the host is over, and look where the others are while that takes long.
+
+        None is work on a stream of the device, for which the host does not wait.
+
+        Raises:
+            RankError: the ranks have parted, so it will never be over.
+        """
+        look: threading.Thread | None = None
+        period = timedelta(seconds=_LOOK_S * max(1.0, self.size / _RANKS_PER_LOOK))
+        while work is not None:
+            failed: RuntimeError | None = None
+            began = time.monotonic()
+            try:
+                work.wait(timeout=period)  # other ranks still fill the buffers of the collective, or read them
+                return
+            except RuntimeError as error:
+                # Not `is_completed`: gloo's reductions never say so. What has failed raises again at once.
+                if time.monotonic() - began < period.total_seconds() / 2:
+                    failed = error
+            # A store may hang with the host that keeps it. The timeout of the group must hold all the same.
+            if self._store is not None and (look is None or not look.is_alive()):
+                first = self._issued - len(self._since)
+                look = threading.Thread(target=self._look, args=(first, list(self._since)), daemon=True)
+                look.start()
+                look.join(_LOOK_S)
+            if self._parted is not None:
+                self._abandon()
+                raise RankError(self._parted)
+            if failed is not None:
+                raise failed
+
+    def _look(self, first: int, mine: Sequence[str]) -> None:
+        """Publish that this rank has issued `mine` after `first` others, and compare it with what others published."""
+        store = self._store
+        if store is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the store is gone: the group's timeout must do
+            store.set(str(self.rank), json.dumps([first, mine]))
+            if store.check([_PARTED]):
+                self._parted = store.get(_PARTED).decode()
+                return
+            for step in range(1, self.size):
+                rank = (self.rank + step) % self.size
+                if not store.check([str(rank)]):
+                    continue
+                others_first, others = json.loads(store.get(str(rank)))
+                # All ranks did the same up to the last exchange of either.
+                begin, end = max(first, others_first), min(first + len(mine), others_first + len(others))
+                for number in range(begin, end):
+                    here, there = mine[number - first], others[number - others_first]
+                    if here != there:
+                        self._parted = (
+                            f"rank {self.rank} went on with {here!r} after {number} collectives, rank {rank} with "
+                            f"{there!r}: {_ADVICE}"
+                        )
+                        store.set(_PARTED, self._parted)
+                        return
+                if end == first + len(mine):
+                    return  # that rank has come as far as this one, and compares itself with those after it
+
+    def _private_store(self, source: int) -> Any:
+        """The store of the control group, under a name of rank 0's.
+
+        Torch gives a group the name of an earlier one, where the default group was made anew or ranks share a part of
+        it; what was published there counts no more.
+        """
+        if self._control is None or not hasattr(self._control, "get_group_store"):
+            return None
+        name = torch.tensor([secrets.randbits(62)])
+        dist.broadcast(name, source, group=self._control)
+        store = self._control.get_group_store()
+        return dist.PrefixStore(f"elixir-{name.item()}", store)  # type: ignore[attr-defined]
+
+    def _abandon(self) -> None:
+        """Keep the groups for good: gloo cannot abort, so to free a group with pending work waits for its timeout."""
+        for group in (self._data, self._control):
+            if group is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+_ADVICE = (
+    "the ranks no longer do the same; every rank must call forward, backward and step equally often, and use what the "
+    "plan does not foresee on all ranks alike or inside `model.gathered()`"
+)
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    """Whether the host waits for collectives of this tensor. Those of a device wait in its stream instead."""
+    return tensor.device.type == "cpu"
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -1,10 +1,10 @@
-"""Lanes: where work runs beside compute, one lane per resource.
+"""Lanes: where work runs while compute goes on, one lane per resource.
 
-A lane takes work in order and runs it beside the caller. `submit` gives a `Ticket`; `Ticket.wait` makes the *compute*
-that follows wait, `Ticket.synchronize` makes the *calling thread* wait. On CUDA a lane is a stream and a ticket an
-event, so neither compute nor the host stops where it need not. On the CPU a lane is a worker thread, with an optional
-emulated link (so many bytes per second) and random delays, so that overlap can be measured and races shaken out
-without a GPU.
+A lane takes work in order and runs it while the caller goes on. `submit` gives a `Ticket`; `Ticket.wait` makes the
+*compute* that follows wait, `Ticket.synchronize` makes the *calling thread* wait. On CUDA a lane is a stream and a
+ticket an event, so neither compute nor the host stops where it need not. On the CPU a lane is a worker thread, with an
+optional emulated link (so many bytes per second) and random delays, so that overlap can be measured and races shaken
+out without a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Ticket(Protocol):
     """Work that was submitted."""
 
     def wait(self) -> None:
-        """What compute does from here on comes after the work. Raises what the work raised."""
+        """Have compute that is submitted from here on come after the work. Raises what the work raised."""
 
     def synchronize(self) -> None:
         """Block this thread until the work is done. Raises what the work raised."""
@@ -38,14 +38,29 @@ class Ticket(Protocol):
         """Whether the work is done."""
 
 
+def failure(ticket: Ticket | None) -> Exception | None:
+    """The error of the work, if there was one, once it is over."""
+    try:
+        if ticket is not None:
+            ticket.synchronize()  # its work still uses buffers that the caller frees, or fills anew
+    except Exception as error:
+        return error
+    return None
+
+
+def known(*tickets: Ticket | None) -> list[Ticket]:
+    """The tickets that there are."""
+    return [ticket for ticket in tickets if ticket is not None]
+
+
 class Lane(Protocol):
-    """One resource that works beside compute."""
+    """One resource that works while compute goes on."""
 
     waited_s: float
     """How long compute stood still for this lane; on CUDA, where only work of the host makes it, next to nothing."""
 
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
-        """Run `work` behind all earlier work of this lane, behind `after`, and behind compute submitted so far.
+        """Run `work` after all earlier work of this lane, after `after`, and after compute submitted so far.
 
         Args:
             work: issues copies or collectives; must not touch what compute may still change.
@@ -62,13 +77,13 @@ class Lane(Protocol):
 
 @dataclass(frozen=True)
 class Emulation:
-    """What a CPU lane pretends.
+    """The link that a CPU lane imitates.
 
     Attributes:
         bytes_per_s: speed of the link; None for as fast as memory.
         delay_s: work is held back for a random time up to this; for tests.
         seed: of the delays.
-        blocking: whoever submits work waits for it, so that nothing overlaps; to see what overlap is worth.
+        blocking: the thread that submits work waits for it, so that nothing overlaps; to see what overlap is worth.
     """
 
     bytes_per_s: float | None = None
@@ -101,7 +116,7 @@ class _ThreadTicket:
     def synchronize(self) -> None:
         if not self._event.is_set():
             started = time.perf_counter()
-            self._event.wait()
+            self._event.wait()  # the lane's thread still reads or writes the buffers of the work
             if not _WORKER.running:
                 self._lane.waited_s += time.perf_counter() - started
         if self._error is not None:
@@ -131,11 +146,11 @@ class ThreadLane:
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
         """See `Lane.submit`; compute on the CPU is done with what it was given when this is called."""
         if self._closed:
-            raise _closed()
+            raise closed()
         ticket = _ThreadTicket(self)
         self._queue.put((work, tuple(after), nbytes, ticket))
         if self._emulation.blocking:
-            ticket.synchronize()
+            ticket.synchronize()  # protects nothing: the link is to look as if it could not overlap
         return ticket
 
     def take_busy_s(self) -> float:
@@ -158,7 +173,7 @@ class ThreadLane:
             error: BaseException | None = None
             try:
                 for earlier in after:
-                    earlier.synchronize()
+                    earlier.synchronize()  # the work reads what `earlier` writes, or writes what it reads
                 started = time.perf_counter()
                 if self._emulation.delay_s:
                     time.sleep(self._random.uniform(0, self._emulation.delay_s))
@@ -169,14 +184,19 @@ class ThreadLane:
                     if left > 0:
                         time.sleep(left)
                 self._busy_s += time.perf_counter() - started
-            except BaseException as raised:  # handed to whoever waits for the ticket
+            except BaseException as raised:  # handed to the thread that waits for the ticket
                 error = raised
             ticket.finish(error)
             del item, work, after  # the queue is quiet for long; keep no tensor alive meanwhile
 
 
-def _closed() -> InputError:
-    return InputError("this ElixirModule was closed, and cannot run or give its weights any more")
+def closed() -> InputError:
+    """The error of using a module that was closed."""
+    return InputError(
+        "this ElixirModule was closed, and cannot run or give its weights any more; its model, module.module, is an "
+        "ordinary "
+        "one again, which can"
+    )
 
 
 class _CudaTicket:
@@ -195,6 +215,10 @@ class _CudaTicket:
     def issued(self) -> bool:
         return self._issued.is_set()
 
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
     def done(self) -> bool:
         return self._issued.is_set() and (self._event is None or bool(self._event.query()))
 
@@ -203,20 +227,21 @@ class _CudaTicket:
         self.order(torch.cuda.current_stream(self._device))
 
     def synchronize(self) -> None:
-        self._until_issued().synchronize()
+        self._until_issued().synchronize()  # the calling thread reads on the host what the stream writes, or frees it
 
     def order(self, stream: torch.cuda.Stream) -> None:
+        # What `stream` is given next uses the buffers of the work.
         stream.wait_event(self._until_issued())
 
     def _until_issued(self) -> torch.cuda.Event:
-        self._issued.wait()
+        self._issued.wait()  # no event exists before: to go on without would leave the buffers unprotected
         if self._event is None:
             raise self._error or StateError("work of a lane was issued without an event")
         return self._event
 
 
 _SPANS_KEPT = 4096
-"""Of work whose time nobody has asked for, as where a model only generates."""
+"""How many spans of work are kept whose time nobody has asked for, as where a model only generates."""
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -229,7 +254,7 @@ class StreamLane:
     """A lane of the CUDA backend: one stream.
 
     Work is issued at once, by the caller. Only what builds on work of the host, such as its Adam, is issued later, by a
-    thread of the lane's own: the caller, who has compute to submit, must not wait for it. What comes behind it in this
+    thread of the lane's own: the caller, who has compute to submit, must not wait for it. What comes after it in this
     lane then goes the same way.
 
     Args:
@@ -249,7 +274,7 @@ class StreamLane:
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
         """See `Lane.submit`."""
         if self._closed:
-            raise _closed()
+            raise closed()
         # What compute has been given may still read the block that the work overwrites, or write what it reads.
         given = _recorded(torch.cuda.current_stream(self._device))
         behind = self._last is not None and not self._last.issued()
@@ -258,8 +283,7 @@ class StreamLane:
             earlier.issued() if isinstance(earlier, _CudaTicket) else earlier.done() for earlier in after
         ):
             self._issue(work, given, after, ticket)
-            if ticket._error is not None:
-                raise ticket._error
+            ticket.raise_error()
         else:
             self._issuer = self._issuer or ThreadLane("issuer")
             self._issuer.submit(lambda: self._issue(work, given, after, ticket))
@@ -278,15 +302,17 @@ class StreamLane:
         self._closed = True
         if self._issuer is not None:
             self._issuer.close()
-        self._stream.synchronize()
+        self._stream.synchronize()  # the caller frees the blocks that the stream still uses
 
     def _issue(self, work: Work, given: torch.cuda.Event, after: Sequence[Ticket], ticket: _CudaTicket) -> None:
         try:
+            # Compute may still read the block that the work overwrites, or write the gradient that it reads.
             self._stream.wait_event(given)
             for earlier in after:
                 if isinstance(earlier, _CudaTicket):
                     earlier.order(self._stream)
                 else:
+                    # Work of the host, such as its Adam: the stream would copy weights that are half new.
                     earlier.synchronize()
             started, event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             started.record(self._stream)
@@ -311,10 +337,10 @@ class Lanes:
     offload: Lane
     """Gradients, device to host."""
     host_adam: Lane
-    """Optimizer steps on the host. They touch host memory only, so they need not come behind compute of the device."""
+    """Optimizer steps on the host. They touch host memory only, so they need not come after compute of the device."""
     refresh: Lane
-    """New weights of the host's Adam to where they live on the device, beside the step of the next chunk. Not in `fetch`:
-    what is fetched for the next forward would wait there behind every update that is still to come."""
+    """New weights of the host's Adam to where they live on the device, while the next chunk is stepped. Not in `fetch`:
+    what is fetched for the next forward would wait there for every update that is still to come."""
 
     def by_name(self) -> dict[str, Lane]:
         """The lanes by what they are for."""
@@ -336,7 +362,9 @@ _NAMES = tuple(field.name for field in fields(Lanes))
 def make_lanes(device: torch.device, emulation: Emulation | None = None) -> Lanes:
     """Lanes for compute on `device`; `emulation` is for the CPU's links."""
     if device.type == "cuda":
-        # Gathers go before reductions: compute waits for the former.
+        # Lower runs first. Compute waits for what is fetched, gathered and refreshed; for what is offloaded it waits
+        # only when it runs out of gradient blocks. Gathers and reductions are both on `network`, in the order of their
+        # submission.
         fetch, network, offload = StreamLane(device, -1), StreamLane(device, -1), StreamLane(device)
         return Lanes(fetch, network, offload, ThreadLane("host adam"), StreamLane(device, -1))
     return Lanes(*(ThreadLane(name.replace("_", " "), emulation) for name in _NAMES))

@@ -1,18 +1,22 @@
-"""``elixir profile | hardware | plan | show | compare | models | sweep | fit | explain | timeline``.
+"""``elixir profile | hardware | plan | show | compare | models | sweep | fit | explain | timeline |
+checkpoint``.
 
-Only argparse and the parser are imported up front, so that ``elixir --help`` answers at once; each command imports
-what it needs. Results go to standard output, everything else to standard error.
+Nothing but `os`, `signal` and `sys` is imported up front, and everything else inside of `main`, so that a user who
+interrupts an import gets an answer. ``elixir --help`` imports no torch. Results go to standard output, everything else
+to standard error.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from argparse import Namespace
-from collections.abc import Sequence
 
-from elixir.cli.parser import build_parser, normalise
-from elixir.errors import ElixirError, PlanError, StateError
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Sequence
+    from types import FrameType
 
 __all__ = ["main"]
 
@@ -24,53 +28,125 @@ INTERRUPTED_STATUS = 130  # 128 + SIGINT, as shells report it
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status.
 
-    0: done. 2: the caller's mistake, or a plan that cannot fit, explained on standard error. 1: a defect of ours.
-    130: interrupted. With ``--debug`` an error is raised instead of explained.
+    0: done. 2: the caller's mistake, a plan that cannot fit, or results that cannot be written, explained on standard
+    error. 1: a defect of ours. 130: interrupted. With ``--debug`` an error is raised instead of explained.
+
+    Args:
+        argv: the words after the program's name; None: those of this process, which ends after the command.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     if sys.stdout is None:  # closed by the caller, as `elixir ... >&-` does
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    interrupts = _Interrupts()
+    command = ""
     try:
-        args = build_parser().parse_args(normalise(words))
-        if args.command is None:
-            build_parser().print_help()
-            return BAD_INPUT_STATUS
-        from elixir.cli import commands, questions
+        with interrupts:
+            args = _parsed(words)
+            if args is None:
+                return BAD_INPUT_STATUS
+            command = f" {args.command}"
+            return _run(args, for_good=argv is None)
+    except KeyboardInterrupt as error:
+        from elixir.errors import UserInterruptError
 
-        name = f"run_{args.command}"
-        status: int = getattr(commands if hasattr(commands, name) else questions, name)(args)
-        sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
         if debug:
             raise
-        print("elixir: interrupted", file=sys.stderr)
+        if isinstance(error, UserInterruptError) and not interrupts.came:
+            _complain(f"elixir{command}: error: {error} raised KeyboardInterrupt")
+            return BAD_INPUT_STATUS
+        _complain("elixir: interrupted")
         return INTERRUPTED_STATUS
     except BrokenPipeError:
-        # The reader (head, less) has seen enough. What is left in the buffer must not be flushed at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 0  # the reader (head, less) has seen enough
     except Exception as error:
         if debug:
             raise
-        return _explain(args, error)
+        return _explain(args if command else None, command, error)
 
 
-def _explain(args: Namespace, error: Exception) -> int:
+class _Interrupts:
+    """Knows whether an interrupt has come from outside: code of the user's may raise `KeyboardInterrupt` by itself."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self._replaced = False
+
+    def __enter__(self) -> None:
+        try:
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._handle)
+                self._replaced = True
+        except ValueError:
+            self.came = True  # not in the main thread, which alone may set a handler: nothing is known
+
+    def __exit__(self, *_: object) -> None:
+        if self._replaced:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        signal.default_int_handler(number, frame)
+
+
+def _parsed(words: list[str]) -> Namespace | None:
+    """The arguments; None without a command, after help has been printed."""
+    from elixir.cli import output
+    from elixir.cli.options import build_parser, normalise
+
+    parser = build_parser()
+    try:
+        args: Namespace = parser.parse_args(normalise(words))
+    except SystemExit:
+        output.flush()  # help, which may have nowhere to go
+        raise
+    if args.command is not None:
+        return args
+    parser.print_help()
+    output.flush()
+    return None
+
+
+def _run(args: Namespace, *, for_good: bool) -> int:
+    from elixir.cli import output
+
+    with output.results_apart(for_good=for_good):
+        from elixir.cli import checkpoints, commands, hardware, questions
+
+        name = f"run_{args.command}"
+        module = next(module for module in (commands, hardware, questions, checkpoints) if hasattr(module, name))
+        run: Callable[[Namespace], int] = getattr(module, name)
+        return run(args)
+
+
+def _explain(args: Namespace | None, command: str, error: Exception) -> int:
     """Say what went wrong in one line (a `PlanError` adds its levers), and give the exit status for it."""
-    command, message = args.command, str(error) or type(error).__name__
-    if isinstance(error, PlanError):
-        from elixir.cli.levers import in_flags
+    from elixir.cli.options import LONGEST_MESSAGE
+    from elixir.errors import ElixirError, PlanError, StateError, shortened
+
+    message = str(error) or type(error).__name__
+    if args is not None and isinstance(error, PlanError):
+        from elixir.cli.step import in_flags
 
         message = in_flags(error, args)
     if isinstance(error, OSError) and error.filename is not None:
-        message = f"{error.filename}: {error.strerror}"
+        message = f"{shortened(str(error.filename), 200)}: {error.strerror}"
     if isinstance(error, (ElixirError, ValueError, OSError)) and not isinstance(error, StateError):
-        print(f"elixir {command}: error: {message}", file=sys.stderr)
+        _complain(f"elixir{command}: error: {shortened(message, LONGEST_MESSAGE)}")
         return BAD_INPUT_STATUS
     first_line = message.splitlines()[0]
-    print(
-        f"elixir {command}: internal error: {type(error).__name__}: {first_line} (--debug shows where)", file=sys.stderr
+    _complain(
+        f"elixir{command}: internal error: {type(error).__name__}: {shortened(first_line, LONGEST_MESSAGE)} "
+        "(--debug shows where)"
     )
     return DEFECT_STATUS
+
+
+def _complain(text: str) -> None:
+    """Say it on standard error, if that can still be written to."""
+    try:
+        print(text, file=sys.stderr)
+    except (OSError, ValueError):
+        return

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ from elixir.artifact import Artifact, check_writable
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
-from elixir.tracer.step_trace import StepTrace
+from elixir.step_trace import StepTrace
 
 _KINDS: dict[str, type[Artifact]] = {kind.artifact: kind for kind in (StepTrace, HardwareProfile, Plan)}
 
@@ -25,7 +22,7 @@ def check_outputs(*, pictures: Sequence[str | None] = (), data: Sequence[str | N
     Raises:
         InputError: a folder is missing or closed, a picture's ending is no format, or two outputs are one file.
     """
-    from elixir.search.look import picture_format
+    from elixir.show import picture_format
 
     seen: list[Path] = []
     for picture in pictures:
@@ -36,7 +33,7 @@ def check_outputs(*, pictures: Sequence[str | None] = (), data: Sequence[str | N
             continue
         target = check_writable(path).resolve()
         if target in seen:
-            raise InputError(f"{path} is named for two outputs; give each a file of its own")
+            raise InputError(f"{path} is named for two outputs; give each a separate file")
         seen.append(target)
 
 
@@ -105,31 +102,6 @@ def find_timed_hardware(text: str) -> HardwareProfile:
     profile = find_hardware(text)
     warn_if_doubtful(profile)
     return profile
-
-
-def load_function(text: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names; modules in the working folder are found as well.
-
-    Raises:
-        InputError: the text is of another form, or there is no such module or function.
-    """
-    module_name, colon, function_name = text.partition(":")
-    if not (module_name and colon and function_name):
-        raise InputError(f"expected module:function, found {text!r}")
-    folder = os.getcwd()
-    sys.path.insert(0, folder)  # a console script does not look there of itself
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # an import runs the caller's code, which may raise anything
-        raise InputError(f"{text}: cannot import {module_name}: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(folder)
-    for part in function_name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
-        raise InputError(f"{text}: {module_name} has no function {function_name}")
-    function: Callable[..., Any] = found
-    return function
 
 
 def _read_json(path: str) -> Any:

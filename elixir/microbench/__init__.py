@@ -1,11 +1,12 @@
 """Measures what this machine can do: memory, links, Adam, compute, collectives.
 
-`measure` gives a whole `HardwareProfile`. What it is made of are jobs, which give `Series` of (amount, seconds), and
-`fit_points`, which turns a series into latency and rate; the scripts in ``profile/`` run the same jobs alone. All of them
-leave torch's thread count and random state as they were.
+`measure` gives a whole `HardwareProfile`, `measure_briefly` the rates of a CPU in two seconds. `measure` runs jobs,
+which give `Series` of (amount, seconds); `fit_points` turns a series into latency and rate. The scripts in ``profile/``
+run the same jobs alone. All of them leave torch's thread count and random state as they were.
 """
 
 from elixir.microbench.adam import adam_jobs, adam_series, all_threads_jobs
+from elixir.microbench.brief import measure_briefly
 from elixir.microbench.collectives import collective_jobs, collective_series
 from elixir.microbench.compute import attention_series, compute_jobs, matmul_series
 from elixir.microbench.disk import disk_jobs
@@ -39,6 +40,7 @@ __all__ = [
     "link_jobs",
     "matmul_series",
     "measure",
+    "measure_briefly",
     "plot_fits",
     "plot_profile",
     "transfer_jobs",

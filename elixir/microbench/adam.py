@@ -9,10 +9,9 @@ from functools import partial
 
 import torch
 
-from elixir.host_threads import host_share, host_view, rank_threads
+from elixir.hardware import host_share, host_view, rank_threads, use_threads
 from elixir.microbench.fitting import Job, Series, geometric, sweep, windows
 from elixir.microbench.measurement import Bench, threads_text
-from elixir.own_threads import use_threads
 from elixir.units import dtype_name
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -45,7 +44,8 @@ def device_adam_jobs(bench: Bench) -> list[Job]:
 
 
 def all_threads_jobs(bench: Bench) -> list[Job]:
-    """Adam as several ranks at once run it in training: on the host each with its part of the cores, and on its device."""
+    """Adam as several ranks at once run it in training: on the host each with its part of the cores, and on its
+    device."""
     share = host_share(bench.ranks.exchange(host_view()), bench.ranks.rank)
     threads, cores = rank_threads(share, torch.get_num_threads() if bench.device.type == "cpu" else 0)
     # On machines that differ all measure what the smallest rank has: they share one key.
@@ -60,14 +60,15 @@ def all_threads_jobs(bench: Bench) -> list[Job]:
 def thread_counts() -> list[int]:
     """1, 2, 4, ... up to the cores that this process may use, which are always among them; and torch's number.
 
-    The most are not what ``OMP_NUM_THREADS`` says, which torchrun sets to 1: the runtime's Adam does not follow that either.
+    The most are not what ``OMP_NUM_THREADS`` says, which torchrun sets to 1: the runtime's Adam does not follow that
+    either.
     """
     most = host_share([host_view()], 0).all_cores
     return sorted({2**power for power in range(most.bit_length()) if 2**power < most} | {most, compute_threads()})
 
 
 def compute_threads() -> int:
-    """Of those the one at which a CPU that is the device steps: torch's number, as far as there are cores."""
+    """The one of those that updates use if the CPU is the device: torch's number, but no more than there are cores."""
     return min(torch.get_num_threads(), host_share([host_view()], 0).all_cores)
 
 
@@ -107,7 +108,7 @@ def _host_case(
     key = _key(f"host_adam.{threads}", dtype, bench)
 
     def run() -> list[Series]:
-        # As in training: on a thread of its own, which torch's number for others does not reach.
+        # As in training: on a separate thread, which torch's number for others does not reach.
         with ThreadPoolExecutor(1, "elixir adam") as worker:
             worker.submit(use_threads, threads, cores).result()
             return [worker.submit(adam_series, bench, dtype, key).result()]

@@ -14,7 +14,7 @@ from elixir.microbench.measurement import Bench
 from elixir.units import MIB
 
 SMALLEST_BYTES = MIB
-"""Of a whole chunk; what is smaller waits for the other ranks more than for the link."""
+"""Smallest whole chunk; anything smaller waits for the other ranks more than for the link."""
 _DTYPE = torch.bfloat16
 # torch 2.13 has new names for these and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,7 +36,8 @@ def collective_jobs(bench: Bench) -> list[Job]:
 
 
 def collective_series(bench: Bench, kind: str) -> Series:
-    """``all_gather`` or ``reduce_scatter`` of growing bf16 buffers; the amount is the whole buffer, not one rank's part.
+    """``all_gather`` or ``reduce_scatter`` of growing bf16 buffers; the amount is the whole buffer, not one rank's
+    part.
 
     Raises:
         InputError: one rank alone, or another kind.

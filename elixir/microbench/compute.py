@@ -17,7 +17,7 @@ from elixir.units import MIB, dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GROWTH = 1.5
-"""Of a matrix's or a sequence's length from one amount to the next."""
+"""Growth of a matrix's or a sequence's length from one amount to the next."""
 _ROUND = 32
 _FEW_TOKENS = 16
 _MOST_WEIGHTS = 64

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import mmap
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from elixir.errors import InputError
+from elixir.files import DIRECT_BYTES, FILES, File, aligned_buffer, unnamed_file
 from elixir.microbench.fitting import Job, Series, geometric, sweep
 from elixir.microbench.measurement import Bench
 from elixir.units import MIB, format_bytes
@@ -22,14 +22,13 @@ from elixir.units import MIB, format_bytes
 logger = logging.getLogger(__name__)
 
 FILE_BYTES = {False: 512 * MIB, True: 32 * MIB}
-"""Of the one file, by whether it is quick. Each amount walks through all of it, so that a drive's cache does not answer."""
+"""Size of the one file, by whether it is quick. Each amount walks through all of it, so that no drive's cache
+answers."""
 LARGEST_SHARE = 4
 """The largest amount is this part of the file."""
 SMALLEST_BYTES = MIB // 4
-BLOCK_BYTES = 4096
-"""Direct transfers start and end at multiples of this: the logical block of drives and file systems is no larger."""
 REQUEST_BYTES = 8 * MIB
-"""Of one call; the kernel cuts it into what the drive takes at once."""
+"""Bytes of one call; the kernel cuts it into requests of the drive."""
 LONGEST_S = 1.0
 """No amount that would take longer is tried, once there are enough for a fit."""
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -51,14 +50,15 @@ def check_folder(folder: str | os.PathLike[str], *, quick: bool = False) -> Path
     if not path.is_dir():
         raise InputError(f"disk folder {os.fspath(folder)!r} is no folder; name one on the disk to be measured")
     try:
-        with tempfile.TemporaryFile(dir=path):
+        with unnamed_file(FILES, path):
             pass
-        free = shutil.disk_usage(path).free
+        free = FILES.free_bytes(path)
     except OSError as error:
         raise InputError(f"disk folder {os.fspath(folder)!r} cannot be written: {error.strerror}") from None
     if free < 2 * needed:
         raise InputError(
-            f"disk folder {os.fspath(folder)!r} has {format_bytes(free)} free; {format_bytes(2 * needed)} are wanted to "
+            f"disk folder {os.fspath(folder)!r} has {format_bytes(free)} free; {format_bytes(2 * needed)} are wanted "
+            "to "
             "measure it: name another, or measure quickly"
         )
     kind = file_system(path)
@@ -68,8 +68,8 @@ def check_folder(folder: str | os.PathLike[str], *, quick: bool = False) -> Path
 
 
 def free_disk_bytes(folder: str | os.PathLike[str]) -> int:
-    """What is free to this user on the disk that `folder` is on."""
-    return shutil.disk_usage(folder).free
+    """Bytes that are free to this user on the disk of `folder`."""
+    return FILES.free_bytes(folder)
 
 
 def file_system(folder: Path) -> str:
@@ -94,13 +94,14 @@ def disk_series(bench: Bench, folder: Path) -> list[Series]:
         InputError: the disk failed, or nothing gets past the page cache here.
     """
     size, plan = FILE_BYTES[bench.quick], bench.on("cpu").effort()
-    sizes = geometric(SMALLEST_BYTES, size // LARGEST_SHARE, plan.amounts, BLOCK_BYTES)
+    sizes = geometric(SMALLEST_BYTES, size // LARGEST_SHARE, plan.amounts, DIRECT_BYTES)
     found = []
     try:
         with _file(folder, size) as file:
             for key, move in (("disk_write", file.write), ("disk_read", file.read)):
                 how = (
-                    f"{key.removeprefix('disk_')} of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, one thread, one "
+                    f"{key.removeprefix('disk_')} of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, one "
+                    "thread, one "
                     f"file on {file_system(folder)}, {file.how}"
                 )
                 cases = [(float(amount), partial(_in_turn, move, amount, size)) for amount in sizes]
@@ -118,72 +119,45 @@ def _in_turn(move: Callable[[int, int], None], amount: int, file_bytes: int) -> 
 
 
 @dataclass(frozen=True)
-class _File:
-    handle: int
+class _MeasuredFile:
+    file: File
     buffer: mmap.mmap
-    direct: bool
 
     @property
     def how(self) -> str:
-        return "direct" if self.direct else "synchronised, pages dropped"
+        return "direct" if self.file.is_direct else "synchronised, pages dropped"
 
     def write(self, start: int, amount: int) -> None:
         """Until the drive has it. A direct write may still be in the drive's own cache, hence the sync."""
         with memoryview(self.buffer) as view:
-            done = 0
-            while done < amount:
-                count = min(REQUEST_BYTES, amount - done)
-                done += _moved(os.pwrite(self.handle, view[:count], start + done))
-        os.fdatasync(self.handle)
+            for done in range(0, amount, REQUEST_BYTES):
+                with view[: min(REQUEST_BYTES, amount - done)] as part:
+                    self.file.write(part, start + done)
+        self.file.sync(sizes=False)
         self._drop()
 
     def read(self, start: int, amount: int) -> None:
         with memoryview(self.buffer) as view:
-            done = 0
-            while done < amount:
-                count = min(REQUEST_BYTES, amount - done)
-                done += _moved(os.preadv(self.handle, [view[:count]], start + done))
+            for done in range(0, amount, REQUEST_BYTES):
+                with view[: min(REQUEST_BYTES, amount - done)] as part:
+                    if self.file.read_into(part, start + done) < len(part):
+                        raise OSError(errno.EIO, "the file ended early")
         self._drop()
 
     def _drop(self) -> None:
-        if not self.direct:
-            os.posix_fadvise(self.handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        if not self.file.is_direct:
+            self.file.drop_cache()
 
 
 @contextlib.contextmanager
-def _file(folder: Path, size: int) -> Iterator[_File]:
+def _file(folder: Path, size: int) -> Iterator[_MeasuredFile]:
     """A file full of bytes that no drive can compress. It has no name any more, so it is gone whatever happens."""
     if not hasattr(os, "posix_fadvise"):
-        raise InputError("this system gives no way past the page cache, so a disk cannot be measured on it")
-    handle, direct = _opened(folder)
-    buffer = mmap.mmap(-1, REQUEST_BYTES)  # anonymous maps begin at a page, as direct transfers want
-    try:
+        raise InputError("this system has no way past the page cache, so its disks cannot be measured")
+    with unnamed_file(FILES, folder, direct=True) as opened:
+        # Not closed: where a transfer failed, the error's traceback still holds a view of it.
+        buffer = aligned_buffer(REQUEST_BYTES)
         buffer[:] = os.urandom(REQUEST_BYTES)
-        file = _File(handle, buffer, direct)
+        file = _MeasuredFile(opened, buffer)
         file.write(0, size)
         yield file
-    finally:
-        # Not the buffer: where a transfer failed, the error's traceback still holds a view of it.
-        os.close(handle)
-
-
-def _opened(folder: Path) -> tuple[int, bool]:
-    """A new file without a name, and whether it is read and written directly."""
-    handle, name = tempfile.mkstemp(dir=folder, prefix=".elixir-disk-")
-    try:
-        direct = os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
-    except OSError:  # the file system knows no direct transfers
-        return handle, False
-    finally:
-        os.unlink(name)
-    if not hasattr(os, "O_DIRECT"):
-        os.close(direct)
-        return handle, False
-    os.close(handle)
-    return direct, True
-
-
-def _moved(count: int) -> int:
-    if not count:
-        raise OSError(5, "the file ended early")
-    return count

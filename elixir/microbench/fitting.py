@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 
 from elixir.errors import ElixirError, InputError, RankError
+from elixir.hardware import LARGEST_ALONE, RateFit
 from elixir.microbench.measurement import Bench, Effort, median_seconds
-from elixir.rate_fit import LARGEST_ALONE, RateFit
 
 ERROR_LIMIT = 0.5
 """A fit that is off by more than this share at any point is left out."""
 MIN_POINTS = 3
 """Two points fit any line."""
 MIN_RATE_SHARE = 0.6
-"""Of the time of the largest amount. With less, either the amounts were too small to tell a rate, or something else kept
-the cores busy: threads that wait for a core wait for milliseconds, whatever the amount."""
+"""Least share of the rate in the time of the largest amount. With less, either the amounts were too small to tell a
+rate, or something else kept the cores busy: threads that wait for a core wait for milliseconds, whatever the amount."""
 
 MAX_LATENCY_S = 5e-3
 """Nothing that is measured here takes so long to start; a thread that waits for its turn on a core does."""
@@ -34,13 +34,13 @@ class Series:
 
     key: str
     unit: str
-    """What amounts count: ``bytes``, ``elements`` or ``FLOP``."""
+    """The unit of amounts: ``bytes``, ``elements`` or ``FLOP``."""
     points: tuple[tuple[float, float], ...]
     """(amount, median seconds), amounts rising."""
     repeats: int
     """The fewest runs that any of the medians is of."""
     how: str
-    """What ran."""
+    """A description of the work that ran."""
     ranks: int = 1
     """How many ranks did so at once."""
 
@@ -85,7 +85,7 @@ class Job:
 
     title: str
     keys: tuple[str, ...]
-    """What it gives series for."""
+    """The keys for which it gives series."""
     run: Callable[[], Sequence[Series]]
 
     def measured(self) -> list[Measured]:
@@ -140,13 +140,14 @@ def fit_points(points: Sequence[tuple[float, float]]) -> RateFit:
         raise InputError(f"the fit failed: {solved.message}")
     if inverse < MIN_RATE_SHARE * (latency + inverse):
         raise InputError(
-            f"seconds hardly grow with the amount: of the largest, {latency / (latency + inverse):.0%} would be "
-            f"latency; measure larger amounts, on a quieter machine"
+            f"seconds hardly grow with the amount: {latency / (latency + inverse):.0%} of the largest amount's time "
+            "would "
+            f"be latency; measure larger amounts, on a quieter machine"
         )
     if latency * seconds_unit > MAX_LATENCY_S:
         raise InputError(
-            f"a latency of {latency * seconds_unit * 1e3:.1f} ms is no latency: at most {MAX_LATENCY_S * 1e3:g} ms is "
-            f"accepted; something else keeps the cores busy, so measure again on a quieter machine"
+            f"a latency of {latency * seconds_unit * 1e3:.1f} ms is too long, at most {MAX_LATENCY_S * 1e3:g} ms is "
+            f"accepted: other programs keep the cores busy; measure again on a quieter machine"
         )
     errors = np.abs(rows @ solved.x - 1)
     worst = int(errors.argmax())

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from elixir.errors import RankError
-from elixir.free_memory import cpu_name, total_host_bytes
-from elixir.hardware import HardwareProfile
+from elixir.hardware import HardwareProfile, cpu_name, total_host_bytes
 from elixir.microbench.adam import adam_jobs, all_threads_jobs, compute_threads, thread_counts
 from elixir.microbench.collectives import collective_jobs
 from elixir.microbench.compute import DTYPES, compute_jobs
@@ -20,7 +19,7 @@ from elixir.microbench.disk import disk_jobs, free_disk_bytes
 from elixir.microbench.fitting import Job, Measured
 from elixir.microbench.measurement import Bench, default_device, threads_text, today
 from elixir.microbench.ranks import Ranks, spawn
-from elixir.microbench.transfers import link_jobs, transfer_jobs
+from elixir.microbench.transfers import link_jobs, pinning_rate, transfer_jobs
 from elixir.units import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -40,11 +39,12 @@ def measure(
     start_ranks: bool = False,
     disk_folder: str | os.PathLike[str] | None = None,
 ) -> HardwareProfile:
-    """Measure this machine: its first CUDA device where there is one, else its CPU as the device.
+    """Measure this machine: its first CUDA device, or its CPU as the device if it has none.
 
     Takes about a minute on two cores (`quick`: several seconds) and at most 1 GiB of host memory. `flops_per_s` holds
-    reached rates, so `matmul_efficiency` is 1. With one device, the rate between devices cannot be measured: it is given
-    as the slower direction of the host link, which is what such a copy would have to go through without a direct link.
+    reached rates, so `matmul_efficiency` is 1. With one device, the rate between devices cannot be measured: it is
+    given as the slower direction of the host link, which is what such a copy would have to go through without a direct
+    link.
 
     A fit that failed is logged by name and left out of `fits`; the plain field then has the rate of the largest amount.
 
@@ -55,8 +55,8 @@ def measure(
             them measure links, Adam and collectives at once. All get the same profile.
         start_ranks: without `ranks`, on a machine without CUDA, start two processes for that. They import the caller's
             main module, which must be safe to import.
-        disk_folder: also measure the disk that this folder is on, past the page cache, with a file of half a GiB (`quick`:
-            32 MiB) that is gone afterwards. None: the profile knows no disk.
+        disk_folder: also measure the disk that this folder is on, past the page cache, with a file of half a GiB
+            (`quick`: 32 MiB) that is gone afterwards. None: the profile knows no disk.
 
     Raises:
         InputError: something a profile cannot do without could not be measured, or the folder cannot be used.
@@ -85,7 +85,7 @@ def measure(
         for result in results:
             if result.fit is None:
                 logger.warning("no fit for %s, left out of the profile: %s", result.key, result.problem)
-    profile: HardwareProfile = together.share(_profile(device, results, disk_folder) if first else None)
+    profile: HardwareProfile = together.share(_profile(device, results, disk_folder, quick) if first else None)
     return profile
 
 
@@ -104,7 +104,8 @@ def rank_jobs(bench: Bench) -> list[Job]:
 def run_jobs(
     jobs: Sequence[Job], progress: Progress | None = None, counted: tuple[int, int] | None = None
 ) -> list[Measured]:
-    """What `jobs` give, run in order; `counted` is how many are done before them, and how many there are in all."""
+    """The results of `jobs`, run in order; `counted` is how many are done before them, and how many there are in
+    all."""
     done, count = (0, len(jobs)) if counted is None else counted
     results: list[Measured] = []
     for index, job in enumerate(jobs):
@@ -117,12 +118,12 @@ def run_jobs(
 
 
 def measured_by_ranks(ranks: Ranks, device: torch.device, quick: bool) -> list[Measured]:
-    """What `rank_jobs` gives; the whole work of a process that was started for it."""
+    """The results of `rank_jobs`; the whole work of a process that was started for it."""
     return run_jobs(rank_jobs(Bench(device, quick, ranks)))
 
 
 def _profile(
-    device: torch.device, results: Sequence[Measured], disk_folder: str | os.PathLike[str] | None
+    device: torch.device, results: Sequence[Measured], disk_folder: str | os.PathLike[str] | None, quick: bool
 ) -> HardwareProfile:
     found = {result.key: result for result in results}
     if device.type == "cpu":
@@ -146,6 +147,8 @@ def _profile(
     values: dict[str, Any] = {name: result.per_s for name, result in rates.items()}
     sources = {name: result.source for name, result in rates.items()}
     values["device_to_device_bytes_per_s"], sources["device_to_device_bytes_per_s"] = _peer_rate(device, found)
+    pin_per_s, sources["host_pin_bytes_per_s"] = pinning_rate(Bench(device, quick))
+    values["host_pin_bytes_per_s"] = pin_per_s
     if disk_folder is not None:
         values["disk_free_bytes"] = free_disk_bytes(disk_folder)
         sources["disk_free_bytes"] = "read from the operating system"
@@ -161,7 +164,7 @@ def _profile(
             "flops_per_s": "; ".join(result.source for result in squares.values()),
             "matmul_efficiency": _REACHED,
             "host_memory_bytes": "read from the operating system and its control groups",
-            "fits": "measured: latency and rate with the least squared relative error; each has a line of its own",
+            "fits": "measured: latency and rate with the least squared relative error; each has a separate line",
         }
         | {f"fits.{key}": found[key].source for key in fits},
         measured_at=today(),
@@ -172,7 +175,7 @@ def _profile(
 
 
 def _facts(device: torch.device) -> tuple[dict[str, Any], dict[str, str]]:
-    """What is read rather than measured, and where."""
+    """Fields that are read rather than measured, and their sources."""
     if device.type == "cpu":
         name = f"{cpu_name()}, {threads_text()}"
         return (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elixir.errors import InputError
-from elixir.free_memory import free_device_bytes
+from elixir.hardware import free_device_bytes
 from elixir.microbench.ranks import Ranks
 from elixir.units import MIB
 
@@ -28,11 +28,11 @@ class Effort:
     min_repeats: int
     max_repeats: int
     budget_s: float
-    """Of one amount: stop repeating after this long, once `min_repeats` are done."""
+    """Time for one amount: stop repeating after this long, once `min_repeats` are done."""
     amounts: int
     """How many amounts a sweep over sizes takes."""
     buffer_bytes: int
-    """Of one buffer; at most three are alive at a time."""
+    """Size of one buffer; at most three are alive at a time."""
     adam_numel: int
     """Elements of the largest Adam step, 16 bytes each."""
     longest_s: float
@@ -50,14 +50,14 @@ _EFFORTS = {
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured, how thoroughly, and by how many ranks at once."""
+    """The device to measure, how thoroughly, and by how many ranks at once."""
 
     device: torch.device
     quick: bool = False
     ranks: Ranks = dataclasses.field(default_factory=Ranks)
 
     def effort(self, device: torch.device | None = None) -> Effort:
-        """What to spend on `device` (default: the one that is measured), the same on all ranks."""
+        """Effort for `device` (default: the one that is measured), the same on all ranks."""
         plan = effort(self.device if device is None else device, self.quick, sharers=self.ranks.local_size)
         if self.ranks.size == 1:
             return plan
@@ -79,7 +79,7 @@ class Bench:
 
 
 def effort(device: torch.device, quick: bool, sharers: int = 1) -> Effort:
-    """What to spend on a measurement of `device`, never more than half of the memory that is free there.
+    """Effort for a measurement of `device`, never more than half of the memory that is free there.
 
     `quick` uses small buffers, so a large cache shows as too much bandwidth. `sharers` processes measure at once; on a
     host they share what is free.
@@ -161,7 +161,7 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 def default_device(ranks: Ranks) -> torch.device:
-    """Each rank's own CUDA device where there is one, else the CPU."""
+    """Each rank's own CUDA device, or the CPU on a machine without one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return check_device(f"cuda:{ranks.local_rank}")

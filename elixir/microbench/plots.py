@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from elixir.artifact import write_atomically
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile
+from elixir.hardware import HardwareProfile, RateFit, fit_unit
 from elixir.microbench.fitting import Measured
-from elixir.rate_fit import RateFit, fit_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -32,7 +32,7 @@ class Ranks:
     size: int = 1
     rank: int = 0
     local_size: int = 1
-    """Of them on this machine."""
+    """How many of them are on this machine."""
     local_rank: int = 0
     control: Any = None
     """gloo group for small values on the host; None for one rank."""
@@ -50,7 +50,7 @@ class Ranks:
         return self._reduce(value, dist.ReduceOp.MIN)
 
     def share(self, value: Any) -> Any:
-        """What rank 0 passed."""
+        """The value that rank 0 passed."""
         if self.size == 1:
             return value
         box = [value]
@@ -93,7 +93,8 @@ def joined() -> Iterator[Ranks]:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     except (KeyError, ValueError) as error:
         raise InputError(
-            f"WORLD_SIZE is set, but not all that goes with it is a number ({error}): start with torchrun, or unset it"
+            f"WORLD_SIZE is set, but RANK or its companions are missing or no numbers ({error}): start with torchrun, "
+            "or unset it"
         ) from None
     with _group("env://", rank, size, local_rank) as control:
         yield Ranks(size, rank, local_size, local_rank, control)
@@ -135,7 +136,7 @@ def spawn(world_size: int, run: Callable[..., Any], *args: Any) -> Any:
 
 
 def _answer(answers: Any, processes: list[Any]) -> Any:
-    """What rank 0 sent; the first error otherwise."""
+    """The value that rank 0 sent; the first error otherwise."""
     deadline = time.monotonic() + SPAWNED_WAIT_S
     while not answers.poll(0.1):
         if any(process.exitcode not in (None, 0) for process in processes) and not answers.poll(0.5):
@@ -167,7 +168,7 @@ def _spawned(
 
 @contextlib.contextmanager
 def _group(url: str, rank: int, size: int, local_rank: int) -> Iterator[Any]:
-    """The default group, over NCCL too where every rank has a device of its own; gives a gloo group for small values."""
+    """The default group, over NCCL too if every rank has its own device; gives a gloo group for small values."""
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     if cuda:
         torch.cuda.set_device(local_rank)

@@ -1,4 +1,4 @@
-"""What was measured, for people and for programs."""
+"""Measurements as tables for people and as JSON for programs."""
 
 from __future__ import annotations
 

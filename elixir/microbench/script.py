@@ -1,4 +1,4 @@
-"""What the scripts in ``profile/`` share: arguments, ranks, table, JSON, picture."""
+"""The frame of the scripts in ``profile/``: arguments, ranks, table, JSON, picture."""
 
 from __future__ import annotations
 
@@ -40,24 +40,12 @@ def run_script(
         needs_folder: ``--disk-folder`` must be given and is the second argument of `jobs`.
         needs_ranks: one rank alone has nothing to measure, so two are started unless ``--no-spawn`` is given.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", help="cuda:0, cpu, ... (default: each rank's CUDA device, else cpu)")
-    parser.add_argument("--quick", action="store_true", help="smaller buffers, fewer amounts and repetitions")
-    parser.add_argument("--out", type=Path, help="write points and fits to this JSON file")
-    parser.add_argument("--plot", type=Path, help="draw points and fits (.pdf, .png or .svg)")
-    if needs_ranks:
-        parser.add_argument("--no-spawn", action="store_true", help="without torchrun, start no second rank")
-    if needs_folder:
-        parser.add_argument("--disk-folder", required=True, help="a folder on the disk to be measured")
+    parser = _parser(description, needs_ranks=needs_ranks, needs_folder=needs_folder)
     options = parser.parse_args(arguments)
     if needs_folder:
         jobs = partial(_in_folder, jobs, options.disk_folder)
     try:
-        for path in (options.out, options.plot):
-            if path is not None:
-                check_writable(path)
-        if options.plot is not None:
-            check_picture(options.plot)
+        _check_outputs(options)
         with joined() as ranks:
             device = check_device(options.device) if options.device else default_device(ranks)
             if needs_ranks and ranks.size == 1:
@@ -75,6 +63,28 @@ def run_script(
     except ElixirError as error:
         parser.error(str(error))
     return as_table(results) + "\n"
+
+
+def _parser(description: str | None, *, needs_ranks: bool, needs_folder: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="cuda:0, cpu, ... (default: each rank's CUDA device, else cpu)")
+    parser.add_argument("--quick", action="store_true", help="smaller buffers, fewer amounts and repetitions")
+    parser.add_argument("--out", type=Path, help="write points and fits to this JSON file")
+    parser.add_argument("--plot", type=Path, help="draw points and fits (.pdf, .png or .svg)")
+    if needs_ranks:
+        parser.add_argument("--no-spawn", action="store_true", help="without torchrun, start no second rank")
+    if needs_folder:
+        parser.add_argument("--disk-folder", required=True, help="a folder on the disk to be measured")
+    return parser
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Raise an `ElixirError` before anything is measured if what was asked for cannot be written."""
+    for path in (options.out, options.plot):
+        if path is not None:
+            check_writable(path)
+    if options.plot is not None:
+        check_picture(options.plot)
 
 
 def _in_folder(jobs: Callable[..., list[Job]], folder: str, bench: Bench) -> list[Job]:

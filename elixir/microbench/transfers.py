@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import mmap
+import os
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -15,13 +19,14 @@ import torch
 from elixir.errors import InputError
 from elixir.microbench.fitting import Job, Series, geometric, sweep, windows
 from elixir.microbench.measurement import Bench, Effort, check_device, repeat
-from elixir.units import MIB
+from elixir.units import MIB, format_bytes
 
 SMALLEST_BYTES = 256 * 1024
 """A chunk is rarely smaller, and what is may sit in a cache."""
 SMALLEST_BOTH_BYTES = 4 * MIB
 """Two threads start some ten microseconds apart, in which a smaller copy would be half done."""
 _TITLES = {True: "host to {}", False: "{} to host"}
+PINNING_RUNS = 3
 _FAMILIES = {True: "host_to_device", False: "device_to_host"}
 
 
@@ -43,8 +48,36 @@ def transfer_jobs(bench: Bench) -> list[Job]:
     return jobs
 
 
+def pinning_rate(bench: Bench) -> tuple[float, str]:
+    """Bytes a second at which host memory is touched for the first time and, where the device is CUDA, registered; and
+    how.
+
+    As the runtime does it: private pages, huge ones if the kernel has them.
+    """
+    nbytes, cuda = bench.on("cpu").effort().buffer_bytes, bench.device.type == "cuda"
+    times = []
+    for _ in range(PINNING_RUNS):
+        # Private: shared memory, which Python makes otherwise, has huge pages by another setting.
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+        memory = mmap.mmap(-1, nbytes, **private)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        began_s = time.perf_counter()
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        buffer.zero_()
+        if cuda:
+            torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
+        times.append(time.perf_counter() - began_s)
+        if cuda:
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+    what = "touched and registered" if cuda else "touched"
+    how = f"measured: {format_bytes(nbytes)} of host memory {what}, median of {PINNING_RUNS}"
+    return nbytes / statistics.median(times), bench.on("cpu").text(how)
+
+
 def link_jobs(bench: Bench) -> list[Job]:
-    """The link from pinned memory, one way and both ways at once; by all ranks at once where there are several."""
+    """The link from pinned memory, one way and both ways at once; by all ranks at once if there are several."""
     ways = (True, False) if bench.device.type == "cuda" else (True,)
     suffix = _suffix(bench)
     jobs = [

@@ -1,8 +1,8 @@
 """From what a step needs and what a machine can do to what goes where, and when.
 
-A chain without cycles: states, packing -> workload -> memory -> homes, cost -> candidate, rates -> work_times -> floors,
-replay -> simulator -> space -> classic, variants -> polish -> optimal -> budgets, shortage -> planner -> searches, batches.
-`lower_bound` beside it bounds all plans. `docs/search.md` says what it does and by which formulas.
+`request` says what is asked. From there up: `problem` (pure data and bytes) < `simulator` (seconds) < `propose`
+(candidates) < `planner` (candidate to plan) < `searches`, `batches`, `replan` and `whatif` (questions asked of a
+planner). `docs/design/search.md` says what it does and by which formulas.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
 from elixir.search.planner import plan_from_trace
-from elixir.search.rates import Rates, main_dtype
-from elixir.tracer.step_trace import StepTrace
+from elixir.search.request import SearchRequest, check_count
+from elixir.search.simulator import Rates, main_dtype
+from elixir.step_trace import StepTrace
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +33,14 @@ class BatchOption:
     accumulation: int
     """Batches per optimizer step."""
     checkpoint: str
-    """What was given to the tracer."""
+    """Form of activation checkpointing, as the tracer gets it."""
     reason: str = ""
-    """Why it was not taken further, in one sentence; empty where there is a plan."""
+    """Why it was not taken further, in one sentence; empty if there is a plan."""
     step_s: float | None = None
-    """Of the optimizer step, all its batches together."""
+    """Seconds of the optimizer step, all its batches together."""
     device_peak_bytes: int | None = None
     host_peak_bytes: int | None = None
-    """Of one machine."""
+    """Peak of one machine."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class BatchChoice:
 def search_batches(
     trace_of: TraceOf,
     hardware: HardwareProfile,
-    world_size: int,
+    asked: SearchRequest | int,
     *,
     samples: int,
     checkpoints: Sequence[str] = ("none",),
@@ -65,35 +66,42 @@ def search_batches(
 ) -> BatchChoice:
     """The fastest plan for `samples` samples of a rank per optimizer step.
 
-    A step's samples are one batch, or 2, 4, 8, ... as long as they can be halved, whose gradients are added up. Of plans
-    that take equally long the first is chosen: the one with fewer batches, then what comes first in `checkpoints`.
+    A step's samples are one batch, or 2, 4, 8, ... as long as they can be halved, whose gradients are added up. Of
+    plans that take equally long the first is chosen: the one with fewer batches, then what comes first in
+    `checkpoints`.
 
-    Checkpointing fewer layers takes less compute and more memory. Where `layers` says how many there are, numbers between
-    none and all are tried for the two batches whose steps were the fastest: from the better end in steps of a half, a
-    quarter, ... of all, for as long as that helps. The best number need not be found where time falls and rises twice.
+    Checkpointing fewer layers takes less compute and more memory. Where `layers` says how many there are, numbers
+    between none and all are tried for the two batches whose steps were the fastest: from the better end in steps of a
+    half, a quarter, ... of all, for as long as that helps. The best number need not be found where time falls and rises
+    twice.
 
     Args:
         trace_of: called at most once per batch and entry of `checkpoints`.
         hardware: the machine.
-        world_size: number of ranks.
+        asked: a request, or the number of ranks.
         samples: of one rank, per optimizer step.
         checkpoints: forms of activation checkpointing to choose from, as `trace_of` knows them.
         micro_batches: False: one batch only.
-        layers: how many can be checkpointed one by one (`elixir.checkpointing.checkpointable_layers`), of which
-            `trace_of` checkpoints the first 12 where it is given ``"non-reentrant:12"``; 0: all or none.
-        options: those of `plan_from_trace`, such as ``device_memory`` and ``host_memory``.
+        layers: how many can be checkpointed one by one
+            (`elixir.models.activation_checkpointing.checkpointable_layers`), of which `trace_of` checkpoints the first
+            12 where it is given ``"non-reentrant:12"``; 0: all or none.
+        options: fields of `SearchRequest`, such as ``device_memory`` and ``host_memory``.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense.
         PlanError: no way fits; of the one that was nearest.
     """
-    _check(samples, checkpoints, layers, options)
-    if options.get("step_in_backward") and micro_batches:
+    _check(samples, checkpoints, layers)
+    request = SearchRequest.of(asked, **options)
+    if "accumulation" in options or request.accumulation != 1:
+        raise InputError("accumulation follows from samples and the batch; leave it out")
+    if request.step_in_backward and micro_batches:
         raise InputError(
-            "step_in_backward is for steps of one batch, and a search over batches tries several; leave it out, or search with "
+            "step_in_backward is for steps of one batch, and a search over batches tries several; leave it out, or "
+            "search with "
             "micro_batches=False"
         )
-    trials = _Trials(trace_of, hardware, world_size, samples, options)
+    trials = _Trials(trace_of, hardware, request, samples)
     for batch, checkpoint in _ways(samples, checkpoints, micro_batches=micro_batches):
         trials.step_s(batch, checkpoint)
     forms = [checkpoint for checkpoint in checkpoints if checkpoint != "none"]
@@ -106,17 +114,14 @@ def search_batches(
 class _Trials:
     """Ways that were tried."""
 
-    def __init__(
-        self, trace_of: TraceOf, hardware: HardwareProfile, world_size: int, samples: int, options: dict[str, Any]
-    ) -> None:
-        self._trace_of, self._hardware, self._world_size = trace_of, hardware, world_size
-        self._samples, self._options = samples, options
+    def __init__(self, trace_of: TraceOf, hardware: HardwareProfile, request: SearchRequest, samples: int) -> None:
+        self._trace_of, self._hardware, self._request, self._samples = trace_of, hardware, request, samples
         self._tried: dict[tuple[int, str], BatchOption] = {}
         self._best: tuple[float, Plan, BatchOption] | None = None
         self._nearest: PlanError | None = None
 
     def step_s(self, batch: int, checkpoint: str) -> float:
-        """Seconds of one way; infinite where there is no plan, or none that could win."""
+        """Seconds of one way; infinite without a plan, or without one that could win."""
         key = (batch, checkpoint)
         if key not in self._tried:
             self._tried[key] = self._try(BatchOption(batch, self._samples // batch, checkpoint))
@@ -155,13 +160,11 @@ class _Trials:
 
     def _try(self, option: BatchOption) -> BatchOption:
         trace = self._trace_of(option.batch, option.checkpoint)
-        least_s = option.accumulation * _compute_s(trace, self._hardware, self._world_size)
+        least_s = option.accumulation * _compute_s(trace, self._hardware, self._request.world_size)
         if self._best is not None and least_s > self._best[0]:
             return replace(option, reason=f"compute alone takes {least_s:.4g} s, longer than another way's step")
         try:
-            plan = plan_from_trace(
-                trace, self._hardware, self._world_size, accumulation=option.accumulation, **self._options
-            )
+            plan = plan_from_trace(trace, self._hardware, self._request, accumulation=option.accumulation)
         except PlanError as error:
             self._nearest = min((known for known in (self._nearest, error) if known is not None), key=_lacking)
             return replace(option, reason=str(error).splitlines()[0])
@@ -199,18 +202,13 @@ def _lacking(error: PlanError) -> int:
     return error.needed_bytes - error.available_bytes
 
 
-def _check(samples: object, checkpoints: object, layers: object, options: dict[str, Any]) -> None:
+def _check(samples: object, checkpoints: object, layers: object) -> None:
     if isinstance(layers, bool) or not isinstance(layers, int):
         raise InputTypeError(f"layers must be a whole number, got {layers!r}")
     if layers < 0:
         raise InputError(f"layers must be 0 or larger, got {layers}")
-    if isinstance(samples, bool) or not isinstance(samples, int):
-        raise InputTypeError(f"samples must be a whole number, got {samples!r}")
-    if samples < 1:
-        raise InputError(f"samples must be 1 or larger, got {samples}")
+    check_count("samples", samples)
     if isinstance(checkpoints, str) or not isinstance(checkpoints, Sequence) or not checkpoints:
         raise InputTypeError(
             f"checkpoints must be a list of forms such as ['none', 'non-reentrant'], got {checkpoints!r}"
         )
-    if "accumulation" in options:
-        raise InputError("accumulation follows from samples and the batch; leave it out")

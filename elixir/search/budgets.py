@@ -7,56 +7,141 @@ import logging
 import torch
 
 from elixir.errors import InputError
-from elixir.free_memory import free_device_bytes, free_host_bytes
-from elixir.hardware import HardwareProfile
-from elixir.search.space import Budgets
+from elixir.hardware import HardwareProfile, free_device_bytes, free_host_bytes
+from elixir.search.propose import Budgets
+from elixir.search.request import FREE_HERE, SearchRequest, Size
 from elixir.units import MIB, format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
 CUDA_CONTEXT_BYTES = 1343 * MIB
-"""Device memory that a process holds besides its tensors: the CUDA context and loaded kernels.
+"""Device memory that a process holds in addition to its tensors: the CUDA context and loaded kernels.
 
 Source: Hugging Face, "Model training anatomy" (transformers documentation), which reads it off a data-center GPU right
 after the first tensor. Subtracted from a profile's memory only; free memory of a real machine is measured.
 """
 
+# Reserves: what is kept back of memory whose size nobody gave. A plan fills its budget, and all of this comes on top.
+LATE_KERNELS_BYTES = 640 * MIB
+"""Bytes of one device: modules that CUDA loads in the first real step (cuBLAS, attention, Triton), and their
+workspaces.
+
+Source: an estimate. CUDA loads modules when they are first used (``CUDA_MODULE_LOADING=LAZY``, the default since 11.7),
+so free memory that is read before the first step does not know of them."""
+SEGMENT_SLACK_BYTES = 5 * (20 + 2) * MIB
+"""Bytes of one device: the unused rest of a large and a small segment for each of five streams: compute, fetches,
+gathers, gradients that leave, and new weights that return.
+
+Source: PyTorch's caching allocator, which keeps a pool for each stream and asks the driver for 20 MiB
+(``kLargeBuffer``) or 2 MiB (``kSmallBuffer``) at a time."""
+FRAGMENTATION_SHARE = 0.05
+"""Share of one device's memory that the caching allocator reserves above what is allocated, which is all that a plan
+counts.
+
+Source: an estimate; ``benchmark/gpu_proof.py`` plans with the same share."""
+NCCL_BYTES = 512 * MIB
+"""Bytes of one device, with several ranks: buffers of NCCL's communicators.
+
+Source: an estimate, from 4 MiB (``NCCL_BUFFSIZE``) and the smaller buffers of the other protocols, for 32 channels and
+both directions of a ring."""
+PAGE_TABLE_SHARE = 2 * 8 / 4096
+"""Share of one device's memory: page table entries through which it reaches registered host memory of twice its size.
+
+Source: arithmetic, 8 bytes for each page of 4 KiB."""
+HOST_PROCESS_BYTES = 2048 * MIB
+"""Bytes of the host, for each rank and once for the operating system: Python, PyTorch's and CUDA's libraries,
+DataLoader workers.
+
+Source: an estimate."""
+PAGE_CACHE_SHARE = 0.05
+"""Share of the host's memory, if that is more: the page cache, through which data and checkpoints pass, and page
+tables.
+
+Source: an estimate. A host that runs out of memory ends the process, without an error."""
+MOST_RESERVED_SHARE = 0.25
+"""Largest share of memory, so that a small machine can still plan."""
+
 
 def resolve_budgets(
     hardware: HardwareProfile,
-    ranks_per_host: int,
-    device_memory: str | int | None,
-    host_memory: str | int | None,
+    request: SearchRequest,
+    *,
+    unknown_host_bytes: int | None = None,
+    on_paper: bool = False,
 ) -> Budgets:
-    """Budgets in bytes.
+    """Budgets in bytes. A size that is given is taken as given; of memory whose size is not given a reserve is kept
+    back.
+
+    Without a size of device memory it is what is free, if the profile is of this machine, and otherwise what the
+    profile says less `CUDA_CONTEXT_BYTES`. Host memory likewise, without a context. On a ``cpu`` profile devices and
+    host share one memory: what is not given is split evenly between them, and no device reserve is kept back unless it
+    is given.
 
     Args:
         hardware: the machine planned for.
-        ranks_per_host: ranks that share it.
-        device_memory: of one device, such as ``"80GiB"``. None: what is free, where this is the machine; else what the
-            profile says less `CUDA_CONTEXT_BYTES`.
-        host_memory: of the whole machine, all its ranks together. None: likewise, nothing subtracted. On a ``cpu``
-            profile devices and host share one memory: what is not given is split evenly between them.
+        request: its memory, its reserves and its number of ranks count here.
+        unknown_host_bytes: the host memory of a machine whose profile knows none; None: that is an error.
+        on_paper: no machine is taken for this one.
 
     Raises:
-        InputError: a size that is none; or no size is given and the profile knows none.
+        InputError: no size is given and the profile knows none.
     """
+    world_size, host_memory, host_reserve = request.world_size, request.host_memory, request.host_reserve
+    device_memory, device_reserve = request.device_memory, request.device_reserve
+    ranks = hardware.ranks_per_host(world_size)
+    on_cpu = hardware.device_kind == "cpu"
     device = None if device_memory is None else parse_bytes(device_memory)
-    host = None if host_memory is None else parse_bytes(host_memory)
-    here = is_this_machine(hardware)
-    if hardware.device_kind == "cpu":
-        return _shared(hardware, ranks_per_host, device, host, here)
-    if device is None:
-        if here:
-            device = free_device_bytes("cuda")
+    host = None if host_memory is None or host_memory == FREE_HERE else parse_bytes(host_memory)
+    kept_of_device = 0 if device_reserve is None else parse_bytes(device_reserve)
+    kept_of_host = 0 if host_reserve is None else parse_bytes(host_reserve)
+    here = not on_paper and is_this_machine(hardware)
+    left = 0  # of the host's memory, without its reserve
+    if host is None or (on_cpu and device is None):
+        if here or host_memory == FREE_HERE:
+            whole = free_host_bytes()
+        elif hardware.host_memory_bytes is None and unknown_host_bytes is not None:
+            whole = unknown_host_bytes
         else:
-            device = max(hardware.device_memory_bytes - CUDA_CONTEXT_BYTES, 0)
-    if host is None:
-        host = free_host_bytes() if here else _profile_host(hardware)
-    return Budgets(device, host)
+            whole = _profile_host(hardware)
+        if host_reserve is None:
+            kept_of_host = default_host_reserve(whole, ranks)
+        left = max(whole - kept_of_host, 0)
+    if on_cpu:
+        device, host = _shared(left, ranks, device, host, kept_of_device)
+        return Budgets(device, host, device_reserve_bytes=kept_of_device, host_reserve_bytes=kept_of_host)
+    host = left if host is None else host
+    if device is None:
+        whole = free_device_bytes("cuda") if here else max(hardware.device_memory_bytes - CUDA_CONTEXT_BYTES, 0)
+        if device_reserve is None:
+            kept_of_device = default_device_reserve(whole, world_size)
+        device = max(whole - kept_of_device, 0)
+    return Budgets(device, host, device_reserve_bytes=kept_of_device, host_reserve_bytes=kept_of_host)
 
 
-def disk_budget(hardware: HardwareProfile, disk_memory: str | int | None) -> int:
+def default_device_reserve(device_bytes: int, world_size: int) -> int:
+    """Bytes that are kept back of one CUDA device unless the user says otherwise.
+
+    Args:
+        device_bytes: free there, before anything is kept back.
+        world_size: number of ranks.
+    """
+    kept = LATE_KERNELS_BYTES + SEGMENT_SLACK_BYTES + (NCCL_BYTES if world_size > 1 else 0)
+    kept += int((FRAGMENTATION_SHARE + PAGE_TABLE_SHARE) * device_bytes)
+    return min(kept, int(MOST_RESERVED_SHARE * device_bytes))
+
+
+def default_host_reserve(host_bytes: int, ranks: int) -> int:
+    """Bytes that are kept back of one host unless the user says otherwise.
+
+    Args:
+        host_bytes: free there, before anything is kept back.
+        ranks: that share it.
+    """
+    kept = max((ranks + 1) * HOST_PROCESS_BYTES, int(PAGE_CACHE_SHARE * host_bytes))
+    return min(kept, int(MOST_RESERVED_SHARE * host_bytes))
+
+
+def disk_budget(hardware: HardwareProfile, disk_memory: Size) -> int:
     """Bytes of the disk of one machine that a plan may use; 0 for None.
 
     Raises:
@@ -69,7 +154,7 @@ def disk_budget(hardware: HardwareProfile, disk_memory: str | int | None) -> int
     return budget
 
 
-def warn_if_disk_full(hardware: HardwareProfile, disk_memory: str | int | None) -> bool:
+def warn_if_disk_full(hardware: HardwareProfile, disk_memory: Size) -> bool:
     """Log a warning where less than that was free when the disk was measured; True if it did."""
     budget, free = 0 if disk_memory is None else parse_bytes(disk_memory), hardware.disk_free_bytes
     if free is None or budget <= free:
@@ -83,20 +168,19 @@ def warn_if_disk_full(hardware: HardwareProfile, disk_memory: str | int | None) 
     return True
 
 
-def host_memory_here(hardware: HardwareProfile) -> int | None:
-    """The host budget in bytes where neither a machine nor its host memory was named: what is free on this one.
+def host_memory_here(hardware: HardwareProfile) -> str | None:
+    """The host budget where neither a machine nor its host memory was named: `FREE_HERE`, which is logged.
 
     None where `resolve_budgets` finds one itself. A machine that was named gets no memory from here: its plan must not
     depend on where it was made.
     """
     if hardware.device_kind == "cpu" or hardware.host_memory_bytes is not None or is_this_machine(hardware):
         return None
-    free_bytes = free_host_bytes()
     logger.warning(
-        "no host memory given: planning with the %s that are free on this machine (host_memory=, --host-memory)",
-        format_bytes(free_bytes),
+        "no host memory given: planning with what is free of the %s on this machine (host_memory=, --host-memory)",
+        format_bytes(free_host_bytes()),
     )
-    return free_bytes
+    return FREE_HERE
 
 
 def is_this_machine(hardware: HardwareProfile) -> bool:
@@ -115,16 +199,10 @@ def _profile_host(hardware: HardwareProfile) -> int:
     return hardware.host_memory_bytes
 
 
-def _shared(
-    hardware: HardwareProfile, ranks_per_host: int, device: int | None, host: int | None, here: bool
-) -> Budgets:
-    if device is not None and host is not None:
-        return Budgets(device, host)
-    everything = free_host_bytes() if here else _profile_host(hardware)
-    if device is None and host is None:
-        host = everything // 2
-    if device is None:
-        device = max(everything - (host or 0), 0) // ranks_per_host
+def _shared(left: int, ranks: int, device: int | None, host: int | None, kept_of_device: int) -> tuple[int, int]:
+    """Budgets of one device and of the host, which have one memory."""
     if host is None:
-        host = max(everything - device * ranks_per_host, 0)
-    return Budgets(device, host)
+        host = left // 2 if device is None else max(left - device * ranks, 0)
+    if device is None:
+        device = max((left - host) // ranks - kept_of_device, 0)
+    return device, host

@@ -5,150 +5,100 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError
 from elixir.hardware import HardwareProfile
-from elixir.moments import check_kind
-from elixir.plan import MASTER_BYTES, ChunkPlan, Home, ParamSlot, Plan, PlanPrediction, check_step_in_backward
+from elixir.optimizer_states import MASTER_BYTES, check_kind, optimizer_name, state_size
+from elixir.plan import ChunkPlan, ParamSlot, Plan, PlanPrediction, check_step_in_backward
 from elixir.search.budgets import disk_budget, resolve_budgets
-from elixir.search.candidate import Candidate, everything_resident, settle, weigh
-from elixir.search.homes import PlacementBuilder
-from elixir.search.memory import MemoryModel, Setting, Spill
-from elixir.search.optimal import Outcome, find_best
-from elixir.search.rates import say_if_network_unknown
-from elixir.search.shortage import Case, shortage
-from elixir.search.space import Budgets, SearchSpace
-from elixir.search.states import optimizer_name, state_size
-from elixir.tracer.step_trace import StepTrace
-from elixir.units import dtype_bytes
+from elixir.search.infeasible import Case, shortage
+from elixir.search.problem import MemoryModel, Setting, Spill
+from elixir.search.propose import (
+    Budgets,
+    Candidate,
+    Outcome,
+    PlacementBuilder,
+    SearchSpace,
+    everything_resident,
+    find_best,
+    settle,
+    weigh,
+)
+from elixir.search.request import HomeChoice, SearchRequest, check_count
+from elixir.search.simulator import Rates, main_dtype, say_if_network_unknown
+from elixir.step_trace import StepTrace
+from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 
 logger = logging.getLogger(__name__)
 
-HomeChoice = Literal["auto", "cuda", "cpu"]
-SearchName = Literal["optimal", "minimum_waste"]
-UNLIMITED_BYTES = 1 << 62
-MOST_RANKS = 1 << 20
-"""More than any machine has; with more, the padding that makes shards equal would outgrow the models."""
 PREFETCH_DEPTH = 1
-"""Chunks fetched ahead with overlap: one hides a transfer behind the use before it, and each takes a block."""
+"""Chunks fetched ahead with overlap: one lets a transfer run during the use before it, and each takes a block."""
 
 
-def plan_from_trace(
-    trace: StepTrace,
-    hardware: HardwareProfile,
-    world_size: int,
-    *,
-    optimizer_type: str = "Adam",
-    overlap: bool = True,
-    device_memory: str | int | None = None,
-    host_memory: str | int | None = None,
-    placement: HomeChoice = "auto",
-    search: SearchName = "optimal",
-    accumulation: int = 1,
-    disk_memory: str | int | None = None,
-    moments: str = "float32",
-    step_in_backward: bool = False,
-) -> Plan:
+def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRequest | int, **options: Any) -> Plan:
     """The fastest plan within the budgets, by the time model; the same plan in every process.
 
     Args:
         trace: what one step of one rank needs.
         hardware: the machine, by whose rates candidates are compared.
-        world_size: number of ranks, one device each; `hardware.devices_per_host` of them share a machine.
-        optimizer_type: family whose states are counted, such as ``Adam`` or ``SGD``.
-        overlap: transfers run beside compute, with prefetch. Where only that makes it too large, the plan does without.
-        device_memory: budget of one device in bytes or as text such as ``"80GiB"``; see `resolve_budgets` for None.
-        host_memory: budget of one machine, all its ranks together.
-        placement: ``cuda`` keeps weights and states of every chunk on the device, ``cpu`` all of them on the host.
-        search: ``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least.
-        accumulation: batches per optimizer step, each as large as the trace's.
-        disk_memory: of the disk of one machine, bytes or text. Where nothing fits device and host, as many states go there
-            as the host lacks room for; None: none do. `ElixirModule` does not run such a plan yet.
-        moments: how Adam's are kept: ``float32``, ``bfloat16`` or ``8bit`` (`elixir.kernels.moments`).
-        step_in_backward: the host updates chunks while backward still runs. For steps of one backward, without clipping
-            and without loss scaling; docs/runtime.md says what else cannot be done between backward and step.
+        asked: a request, or the number of ranks.
+        options: fields of `SearchRequest`, such as ``device_memory="80GiB"``.
 
     Raises:
-        InputError, InputTypeError: an argument makes no sense, the model has no trainable parameters, or the machine's
+        InputError, InputTypeError: an argument makes no sense, or the machine's
             disk is unknown and `disk_memory` is given.
         PlanError: nothing fits; carries what would, and what to change.
     """
-    setting, budgets = _prepare(
-        trace, hardware, world_size, optimizer_type, moments, overlap, device_memory, host_memory, placement
-    )
-    _check_count("accumulation", accumulation)
-    if step_in_backward:
-        _check_step_in_backward(trace, accumulation)
-    setting = replace(setting, accumulation=accumulation, step_in_backward=bool(step_in_backward))
-    if search not in get_args(SearchName):
-        raise InputError(f"search must be one of {list(get_args(SearchName))}, got {search!r}")
-    budgets = replace(budgets, disk_bytes=disk_budget(hardware, disk_memory))
+    request = SearchRequest.of(asked, **options)
+    setting = setting_for(trace, hardware, request)
+    budgets = resolve_budgets(hardware, request)
+    if budgets.device_reserve_bytes or budgets.host_reserve_bytes:
+        logger.info(
+            "%s of a device and %s of the host are kept back for what no plan counts (device_reserve=, host_reserve=)",
+            format_bytes(budgets.device_reserve_bytes),
+            format_bytes(budgets.host_reserve_bytes),
+        )
+    budgets = replace(budgets, disk_bytes=disk_budget(hardware, request.disk_memory))
     space = SearchSpace(trace, hardware, setting)
-    found, least_host_bytes = _search(space, budgets, placement, search)
-    if found is None and budgets.disk_bytes and least_host_bytes < UNLIMITED_BYTES:
+    found, least_host_bytes = _search(space, budgets, request)
+    if found is None and budgets.disk_bytes and least_host_bytes < LARGEST_BYTES:
         setting = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes))
-        found, least_host_bytes = _search(SearchSpace(trace, hardware, setting), budgets, placement, search)
+        found, least_host_bytes = _search(SearchSpace(trace, hardware, setting), budgets, request)
     if found is None:
-        raise shortage(Case(trace, hardware, setting, placement, search == "optimal"), budgets, least_host_bytes)
-    return to_plan(*found, budgets, optimizer_name(optimizer_type), placement)
+        raise shortage(Case(trace, hardware, setting, request), budgets, least_host_bytes)
+    return to_plan(*found, budgets, optimizer_name(request.optimizer_type), request.placement)
 
 
 def simple_plan(
     trace: StepTrace,
     hardware: HardwareProfile,
-    world_size: int,
+    request: SearchRequest,
     *,
     split_number: int = 10,
     allocate_factor: float = 0.6,
     shard_device: Literal["cuda", "cpu"] = "cuda",
-    optimizer_type: str = "Adam",
-    overlap: bool = True,
-    device_memory: str | int | None = None,
-    host_memory: str | int | None = None,
-    placement: HomeChoice = "auto",
-    moments: str = "float32",
-    step_in_backward: bool = False,
 ) -> Plan:
-    """A plan by hand: no search, and a budget is checked only where it is given. For tests and for people who know.
-
-    Args:
-        split_number: about so many chunks; fewer where the largest parameter needs larger ones.
-        allocate_factor: share of the streamed chunks that have an rCache block, above 0 and at most 1.
-        shard_device: home of all weights and states. With one rank ``cuda`` makes every chunk resident.
-        placement: ``cuda`` and ``cpu`` take the place of `shard_device`.
-
-    The other arguments and the errors are those of `plan_from_trace`.
-    """
-    _check_count("split_number", split_number)
+    """A plan by hand: no search, and a budget is checked only where it is given. See `elixir.search.simple_search`."""
+    check_count("split_number", split_number)
     if isinstance(allocate_factor, bool) or not isinstance(allocate_factor, (int, float)):
         raise InputTypeError(f"allocate_factor must be a number, got {allocate_factor!r}")
     if not 0 < allocate_factor <= 1:
         raise InputError(f"allocate_factor must be above 0 and at most 1, got {allocate_factor}")
     if shard_device not in ("cuda", "cpu"):
         raise InputError(f"shard_device must be 'cuda' or 'cpu', got {shard_device!r}")
-    home: HomeChoice = shard_device if placement == "auto" else placement
-    setting, budgets = _prepare(
-        trace,
-        hardware,
-        world_size,
-        optimizer_type,
-        moments,
-        overlap,
-        UNLIMITED_BYTES if device_memory is None else device_memory,
-        UNLIMITED_BYTES if host_memory is None else host_memory,
-        home,
-    )
-    if step_in_backward:
-        _check_step_in_backward(trace, accumulation=1)
-        setting = replace(setting, step_in_backward=True, every_in_backward=True)
+    limits: dict[str, Any] = {
+        name: LARGEST_BYTES for name in ("device_memory", "host_memory") if getattr(request, name) is None
+    }
+    setting = replace(setting_for(trace, hardware, request), every_in_backward=request.step_in_backward)
+    budgets = resolve_budgets(hardware, replace(request, **limits))
     space = SearchSpace(trace, hardware, setting)
     size = max(space.table.largest_bytes, -(-space.table.total_bytes // split_number))
     model = space.model(size)
-    builder = _everything(model, home)
-    depth = PREFETCH_DEPTH if overlap else 0
+    builder = _everything(model, shard_device if request.placement == "auto" else request.placement)
+    depth = PREFETCH_DEPTH if request.overlap else 0
     schedule = model.work.schedule(builder.placement().residents, depth)
     wanted = math.ceil(allocate_factor * builder.streamed)
     blocks = min(max(schedule.min_blocks, wanted), builder.streamed)
@@ -156,10 +106,10 @@ def simple_plan(
     if not _fits(candidate, budgets):
         raise _too_large(candidate, budgets)
     given = Budgets(
-        candidate.need.device_bytes if device_memory is None else budgets.device_bytes,
-        candidate.need.host_bytes if host_memory is None else budgets.host_bytes,
+        candidate.need.device_bytes if request.device_memory is None else budgets.device_bytes,
+        candidate.need.host_bytes if request.host_memory is None else budgets.host_bytes,
     )
-    return to_plan(space, candidate, given, optimizer_name(optimizer_type), placement)
+    return to_plan(space, candidate, given, optimizer_name(request.optimizer_type), request.placement)
 
 
 def _too_large(candidate: Candidate, budgets: Budgets) -> PlanError:
@@ -180,23 +130,23 @@ def _too_large(candidate: Candidate, budgets: Budgets) -> PlanError:
 
 
 def _search(
-    space: SearchSpace, budgets: Budgets, placement: HomeChoice, search: SearchName
+    space: SearchSpace, budgets: Budgets, request: SearchRequest
 ) -> tuple[tuple[SearchSpace, Candidate] | None, int]:
     """The best candidate; sensible sizes, and then overlap, are given up only where nothing fits otherwise.
 
-    With it the least host bytes of all that fit the device, at most `UNLIMITED_BYTES`.
+    With it the least host bytes of all that fit the device, at most `LARGEST_BYTES`.
     """
-    least_host_bytes = UNLIMITED_BYTES
+    placement, optimal = request.placement, request.search == "optimal"
+    least_host_bytes = LARGEST_BYTES
     settings = [space.setting]
     if space.setting.overlap:
         settings.append(replace(space.setting, overlap=False))
     for setting in settings:
         here = space if setting is space.setting else SearchSpace(space.trace, space.hardware, setting)
         depth = PREFETCH_DEPTH if setting.overlap else 0
-        for tier, sizes in enumerate(here.tiers(placement, all_sizes=search == "optimal")):
+        for tier, sizes in enumerate(here.tiers(placement, all_sizes=optimal)):
             if placement == "auto":
-                classic = search == "optimal" and tier == 0
-                outcome = find_best(here, budgets, sizes(), depth, classic=classic)
+                outcome = find_best(here, budgets, sizes(), depth, classic=optimal and tier == 0)
                 logger.debug("overlap %s, tier %d: %d candidates", setting.overlap, tier, outcome.candidates)
             else:
                 outcome = _forced(here, budgets, placement, sizes(), depth)
@@ -223,7 +173,7 @@ def _everything(model: MemoryModel, placement: HomeChoice) -> PlacementBuilder:
     builder = PlacementBuilder(model, 0)
     if placement == "cuda":
         single = model.setting.world_size == 1
-        builder.move_all(range(len(model.work.chunks)), state=True, resident=single, budget_bytes=UNLIMITED_BYTES)
+        builder.move_all(range(len(model.work.chunks)), state=True, resident=single, budget_bytes=LARGEST_BYTES)
     return builder
 
 
@@ -232,47 +182,42 @@ def _fits(candidate: Candidate, budgets: Budgets) -> bool:
     return need.device_bytes <= budgets.device_bytes and need.host_bytes <= budgets.host_bytes
 
 
-def _prepare(
-    trace: StepTrace,
-    hardware: HardwareProfile,
-    world_size: int,
-    optimizer_type: str,
-    moments: str,
-    overlap: bool,
-    device_memory: str | int | None,
-    host_memory: str | int | None,
-    placement: str,
-) -> tuple[Setting, Budgets]:
-    _check_count("world_size", world_size)
-    if world_size > MOST_RANKS:
-        raise InputError(f"world_size must be at most {MOST_RANKS:,}, got {world_size:,}")
+def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> Setting:
+    """The request as it concerns this step on this machine.
+
+    Raises:
+        InputError, InputTypeError: they do not go together.
+    """
     if not isinstance(trace, StepTrace):
         raise InputTypeError(f"trace must be a StepTrace, got {type(trace).__name__}")
     if not isinstance(hardware, HardwareProfile):
-        raise InputTypeError(
-            f"hardware must be a HardwareProfile, such as elixir.hardware.preset('h200'), got {hardware!r}"
-        )
-    if placement not in get_args(HomeChoice):
-        raise InputError(f"placement must be one of {list(get_args(HomeChoice))}, got {placement!r}")
-    if not any(param.trainable for param in trace.parameters):
-        raise InputError(
-            f"{trace.model_name} has no trainable parameters, so there is no step to plan; "
-            "set requires_grad on what is to be trained"
-        )
+        raise InputTypeError(f"hardware must be a HardwareProfile, such as preset('h200'), got {hardware!r}")
     if not trace.accesses:
         raise InputError(f"the trace of {trace.model_name} uses no parameter; trace a step that runs the model")
-    ranks_per_host = hardware.ranks_per_host(world_size)
-    states = state_size(optimizer_type, moments)
-    kind = check_kind(moments)
+    kind = check_kind(request.moments)
     wide = [p for p in trace.parameters if p.trainable and dtype_bytes(p.dtype) > MASTER_BYTES]
     if kind != "float32" and wide:
         raise InputError(
-            f"moments in {kind} go with float32 master weights, but {wide[0].name} is of {wide[0].dtype}; leave moments at "
+            f"moments in {kind} go with float32 master weights, but {wide[0].name} is of {wide[0].dtype}; leave "
+            "moments at "
             "'float32', or train in float32 or less"
         )
-    setting = Setting(world_size, ranks_per_host, states, bool(overlap), moments=kind)
-    say_if_network_unknown(hardware, world_size, ranks_per_host)
-    return setting, resolve_budgets(hardware, ranks_per_host, device_memory, host_memory)
+    if request.step_in_backward:
+        _check_step_in_backward(trace, request.accumulation)
+    ranks_per_host = hardware.ranks_per_host(request.world_size)
+    say_if_network_unknown(hardware, request.world_size, ranks_per_host)
+    clipping = not request.step_in_backward if request.clipping is None else request.clipping
+    return Setting(
+        request.world_size,
+        ranks_per_host,
+        state_size(request.optimizer_type, request.moments),
+        bool(request.overlap),
+        request.accumulation,
+        moments=kind,
+        step_in_backward=bool(request.step_in_backward),
+        # In float16 the loss is scaled, so that each step looks for an overflow.
+        clipping=clipping or trace.dtype == "float16",
+    )
 
 
 def _check_step_in_backward(trace: StepTrace, accumulation: int) -> None:
@@ -280,16 +225,10 @@ def _check_step_in_backward(trace: StepTrace, accumulation: int) -> None:
     phases = [event.phase == "forward" for event in trace.accesses]
     if any(later and not earlier for earlier, later in itertools.pairwise(phases)):
         raise InputError(
-            f"the step of {trace.model_name} runs forward again after a backward, so gradients are whole after the last "
+            f"the step of {trace.model_name} runs forward again after a backward, so gradients are whole after the "
+            "last "
             "backward only; plan with step_in_backward=False"
         )
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InputTypeError(f"{name} must be a whole number, got {value!r}")
-    if value < 1:
-        raise InputError(f"{name} must be 1 or larger, got {value}")
 
 
 def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: str, placement: HomeChoice) -> Plan:
@@ -325,20 +264,33 @@ def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: st
             host_parts=best.need.host_parts,
             disk_peak_bytes=best.need.disk_bytes,
             moved_bytes={
-                "host_to_device": best.moved.fetched_bytes,
-                "device_to_host": best.moved.offloaded_bytes,
+                "host_to_device": best.moved.host_to_device_bytes,
+                "device_to_host": best.moved.device_to_host_bytes,
                 "network": best.moved.network_bytes,
                 "disk_read": best.moved.disk_bytes,
                 "disk_write": best.moved.disk_bytes,
             },
-            loads=schedule.loads,
-            hits=schedule.hits,
+            loads=best.moved.loads,
+            hits=best.moved.hits,
             seconds=dict(best.seconds),
         ),
         accumulation=space.setting.accumulation,
         moments=space.setting.moments,
         may_step_in_backward=space.setting.step_in_backward,
+        clipping=space.setting.clipping,
+        device_reserve_bytes=budgets.device_reserve_bytes,
+        host_reserve_bytes=budgets.host_reserve_bytes,
+        host_threads=_host_threads(space),
+        start_up_s=best.need.host_bytes / (space.hardware.host_pin_bytes_per_s or math.inf),
+        device_name=space.hardware.device_name,
     )
+
+
+def _host_threads(space: SearchSpace) -> int | None:
+    setting = space.setting
+    dtype = main_dtype(space.trace)
+    rates = Rates(space.hardware, dtype, setting.world_size, setting.ranks_per_host, moments=setting.moments)
+    return rates.host_threads
 
 
 def _common_dtype(best: Candidate) -> str:
@@ -353,7 +305,6 @@ def _in_backward(space: SearchSpace, best: Candidate) -> frozenset[int]:
 
 
 def _chunk_plans(trace: StepTrace, best: Candidate, in_backward: Collection[int]) -> tuple[ChunkPlan, ...]:
-    home: Callable[[bool], Home] = lambda on_device: "device" if on_device else "host"  # noqa: E731
     plans, ranks = [], _grad_ranks(trace, best)
     for index, chunk in enumerate(best.work.packing.chunks):
         itemsize = dtype_bytes(chunk.dtype)
@@ -361,18 +312,16 @@ def _chunk_plans(trace: StepTrace, best: Candidate, in_backward: Collection[int]
             ParamSlot(trace.parameters[member].name, offset // itemsize, trace.parameters[member].numel)
             for member, offset in zip(chunk.parameters, chunk.offset_bytes, strict=True)
         )
-        weight = best.placement.weight_on_device[index]
+        home = best.placement.homes[index]
         plans.append(
             ChunkPlan(
                 dtype=chunk.dtype,
                 trainable=chunk.trainable,
                 numel=chunk.bytes // itemsize,
                 parameters=slots,
-                weight_home=home(weight),
-                state_home="disk"
-                if index in best.placement.state_on_disk
-                else home(best.placement.state_on_device[index] if chunk.trainable else weight),
-                resident=best.placement.resident[index],
+                weight_home="device" if home.weights_on_device else "host",
+                state_home=home.states,
+                resident=home.resident,
                 grad_rank=ranks.get(index),
                 grad_entry=best.work.grad_entry(index),
                 steps_in_backward=index in in_backward,

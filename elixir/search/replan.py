@@ -14,14 +14,11 @@ from dataclasses import dataclass, replace
 from elixir.errors import InputError, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan, same_packing
-from elixir.search.memory import MemoryModel
-from elixir.search.optimal import find_best
-from elixir.search.plan_reading import placement_of, setting_of, workload_of
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
-from elixir.search.rates import adam_share
-from elixir.search.simulator import SimulatedCost, simulate_step
-from elixir.search.space import Budgets, SearchSpace
-from elixir.tracer.step_trace import StepTrace
+from elixir.search.problem import MemoryModel, placement_of, setting_of, workload_of
+from elixir.search.propose import Budgets, SearchSpace, find_best
+from elixir.search.simulator import SimulatedCost, adam_share, simulate_step
+from elixir.step_trace import StepTrace
 
 MEMORY_TOLERANCE = 0.03
 """Observed peaks may differ from predicted ones by this share before a plan is made again."""
@@ -34,7 +31,7 @@ _SCALE_STEPS = 40
 
 @dataclass(frozen=True)
 class Observation:
-    """What one rank saw of its steady steps, per step."""
+    """Observations of one rank in its steady steps, per step."""
 
     step_s: float
     busy_s: Mapping[str, float]
@@ -45,14 +42,14 @@ class Observation:
     offloaded_bytes: float
     device_peak_bytes: int
     host_peak_bytes: int
-    """Of this rank."""
+    """Host bytes of this rank."""
     batches: int | None = None
     """Forwards per step; None: as many as the plan is for."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What follows from observations."""
+    """The consequences of observations."""
 
     plan: Plan | None
     """The plan to go on with; None to stay."""
@@ -119,7 +116,12 @@ def correct(
     foreseen = (asked if hardware.device_kind == "cpu" else plan).predicted.device_peak_bytes
     device_off = seen.device_peak_bytes - foreseen
     host_off = host_seen - predicted.host_peak_bytes
-    budgets = Budgets(plan.device_budget_bytes - device_off, plan.host_budget_bytes - host_off)
+    budgets = Budgets(
+        plan.device_budget_bytes - device_off,
+        plan.host_budget_bytes - host_off,
+        device_reserve_bytes=plan.device_reserve_bytes,
+        host_reserve_bytes=plan.host_reserve_bytes,
+    )
     machine, scale = calibrated(trace, hardware, plan, seen)
     space = _space(trace, machine, plan, ranks, scale)
     found = _best_with_packing(space, budgets, plan, optimizer)
@@ -144,7 +146,7 @@ def _for_batches(plan: Plan, trace: StepTrace, ranks_per_host: int, batches: int
     setting = replace(setting_of(plan, ranks_per_host), accumulation=batches)
     need = MemoryModel(workload_of(plan, trace), setting).need(placement_of(plan), plan.block_count)
     predicted = replace(
-        plan.predicted,
+        plan.prediction_for(batches),
         device_peak_bytes=need.device_bytes,
         device_parts=need.device_parts,
         host_peak_bytes=need.host_bytes,

@@ -1,7 +1,7 @@
-"""What does this training step need? Traced on meta tensors, without a GPU."""
+"""Traces of training steps on meta tensors: what a step needs, without a GPU."""
 
-from elixir.tracer.experts import BalancedRouting, RecordedRouting, RoutingRecorder
-from elixir.tracer.step_trace import StepTrace
+from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
+from elixir.tracer.values import BalancedRouting, RecordedRouting, RoutingRecorder
 
 __all__ = ["BalancedRouting", "RecordedRouting", "RoutingRecorder", "StepTrace", "trace_step"]

@@ -5,29 +5,31 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from elixir.step_trace import AccessEvent, Contributor, CurveSample, ParamInfo, StepTrace
 from elixir.tracer.ledger import KINDS, Curve, Int64Array, Ledger, StorageRecord
-from elixir.tracer.optimizer import OptimizerPhase
+from elixir.tracer.meta_copy import Twin
+from elixir.tracer.optimizer_phase import OptimizerPhase
 from elixir.tracer.order import UseOrder
-from elixir.tracer.step_trace import AccessEvent, Contributor, CurveSample, ParamInfo, StepTrace
-from elixir.tracer.twin import Twin
 from elixir.units import dtype_name
 
 MAX_STEP_SAMPLES = 896
-"""Of the curve in `step_fn`. Enough for any picture; each sample keeps the highest moment of its stretch."""
+"""Samples of the curve in `step_fn`. Enough for any picture; each keeps the highest moment of its stretch."""
 MAX_OPTIMIZER_SAMPLES = 128
-"""Of the optimizer's part; apart, since its length depends on how it was traced and would shift the others."""
+"""Samples of the optimizer's part; separate, since its length depends on how it was traced and would shift the
+others."""
 MAX_CONTRIBUTORS = 64
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What is known of a trace beside its ledger and its use order."""
+    """Facts of a trace apart from its ledger and its use order."""
 
     twin: Twin
     model_name: str
@@ -41,6 +43,8 @@ class Observed:
     """Length of the ledger's log when `step_fn` had returned."""
     operators: int
     assumptions: tuple[str, ...]
+    unverified: Mapping[str, Iterable[Any]]
+    """Unconfirmed assumption of the numbers -> the operators for which it was taken."""
 
 
 def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float) -> StepTrace:
@@ -89,7 +93,7 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         checkpointed_modules=order.checkpointed(),
         unused_parameters=tuple(names[0] for p, names in twin.names.items() if p.requires_grad and p.grad is None),
         unused_modules=_unused_modules(twin, order),
-        assumptions=observed.assumptions,
+        assumptions=observed.assumptions + _unverified(observed.unverified, alive, backward_peak),
         trace_s=time.perf_counter() - started,
     )
 
@@ -177,7 +181,7 @@ def _contributors(alive: list[StorageRecord]) -> tuple[Contributor, ...]:
 
 
 def _unused_modules(twin: Twin, order: UseOrder) -> tuple[str, ...]:
-    """Modules with parameters of their own that neither ran nor had those parameters used by another module."""
+    """Modules that hold parameters and neither ran nor had those parameters used by another module."""
     index = {parameter: position for position, parameter in enumerate(twin.parameters)}
     touched = {position for use in order.uses for position in use.parameters}
     return tuple(
@@ -187,6 +191,19 @@ def _unused_modules(twin: Twin, order: UseOrder) -> tuple[str, ...]:
         and (own := [index[p] for p in module.parameters(recurse=False)])
         and not any(position in touched for position in own)
     )
+
+
+def _unverified(
+    unverified: Mapping[str, Iterable[Any]], alive: list[StorageRecord], peak_bytes: int
+) -> tuple[str, ...]:
+    """One sentence for each thing that nothing has confirmed, with the share of the peak that it touches."""
+    found = []
+    for said, operators in unverified.items():
+        theirs = set(operators)
+        touched = sum(record.nbytes for record in alive if record.operator in theirs)
+        names = ", ".join(sorted(_operator_name(operator) for operator in theirs))
+        found.append(f"{names}: {said}; they made {100 * touched / max(peak_bytes, 1):.1f} % of the peak")
+    return tuple(found)
 
 
 def _operator_name(operator: Any) -> str:

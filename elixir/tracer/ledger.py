@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from elixir.tracer.step_trace import Kind
+from elixir.step_trace import Kind
 
 KINDS: tuple[Kind, ...] = (
     "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "workspace",
@@ -29,7 +29,7 @@ Int64Array = npt.NDArray[np.int64]
 class StorageRecord:
     """One allocation."""
 
-    __slots__ = ("complete_at", "index", "kind", "module", "nbytes", "operator", "shadow")
+    __slots__ = ("complete_at", "index", "kind", "module", "nbytes", "node", "operator", "shadow", "stands_for")
 
     def __init__(self, index: int, nbytes: int, kind: Kind, module: str, operator: Any) -> None:
         self.index = index
@@ -38,7 +38,11 @@ class StorageRecord:
         self.module = module
         self.operator = operator
         self.shadow: Any = None
-        """Its values where they are known; see `elixir.tracer.shadows`."""
+        """Its values where they are known; see `elixir.tracer.values.shadows`."""
+        self.node = -1
+        """Sequence number of the autograd node that made it; -1 outside of backward."""
+        self.stands_for: torch.Tensor | None = None
+        """A tensor on the CPU that it is on the real device, and so lives as long."""
         self.complete_at = 0
         """For a gradient: length of the log when the use began during which its last part arrived."""
 
@@ -173,3 +177,4 @@ class Ledger:
             del self._live[ref.key]
             self.log.append(~ref.record.index)
             ref.record.shadow = None
+            ref.record.stands_for = None

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from elixir.hardware import HardwareProfile, preset
-from elixir.tracer.experts import Routing
-from elixir.tracer.targets import OptimizerKernel
+from elixir.tracer.device import OptimizerKernel
 from elixir.tracer.trace import StepFn, trace_step
+from elixir.tracer.values import Routing
 
 
-def cuda_memory_profiling(
+def cuda_memory_profiling(  # noqa: PLR0913 - a public entry point
     model: nn.Module,
     inp: dict[Any, Any],
     step_fn: StepFn,
@@ -33,7 +33,7 @@ def cuda_memory_profiling(
 
     Args:
         model: any `nn.Module`, real or on meta; it is not changed.
-        inp: dict that `step_fn` gets beside the model.
+        inp: dict that `step_fn` gets with the model.
         step_fn: ``step_fn(model, inp)`` runs forward, loss and backward.
         dtype: floating parameters and inputs are cast to it; None leaves them.
         device: name of a known machine (``elixir hardware --list``) or a profile.
@@ -55,7 +55,7 @@ def cuda_memory_profiling(
         InputError, InputTypeError, TraceError: as `trace_step`.
 
     Example:
-        >>> from elixir.models import build, default_input, default_step
+        >>> from elixir.models.loading import build, default_input, default_step
         >>> model = build("opt-125m")
         >>> occ = cuda_memory_profiling(model, default_input(model, seq=128), default_step, torch.bfloat16)
         >>> occ["param_occ"]

@@ -1,26 +1,38 @@
 """Shape propagation by operator signature: run an operator on meta once, then only repeat what it gave.
 
 A large model dispatches the same few operators on the same few shapes over and over (OPT-175B: under a hundred
-signatures in tens of thousands of dispatches), and PyTorch's meta kernels are slow. Only operators whose arguments are
-all meta and whose results alias nothing are remembered, so that with the cache off the result is the same to the byte.
+signatures in tens of thousands of dispatches), and PyTorch's meta kernels are slow. With the cache off the result is
+the same to the byte, because an operator is remembered only under three conditions:
+
+* Its schema says that all it returns is tensors, either new ones or the first argument that it writes to, and that
+  neither shapes nor results follow from data. In-place operators that change sizes or strides are out.
+* Its arguments are ordinary dense meta tensors, numbers, dtypes and the like. Their types, shapes and strides, the
+  numbers and the default dtype are all that shape propagation depends on.
+* The first run has confirmed it: every result has a storage that `empty_strided` would make, and an in-place operator
+  has left its argument's sizes, strides and storage alone.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from elixir.errors import TraceError
-from elixir.tracer.targets import Target
-from elixir.tracer.unknowns import user_location
+from elixir.torch_private import TopDispatch
+from elixir.tracer.device import Target
+from elixir.tracer.values import user_location
 
 aten = torch.ops.aten
 
 _META = torch.device("meta")
+_NAMESPACES = frozenset({"aten", "prims"})
+"""Operators of others may do more than their schema says."""
+_VALUE_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 _MATRIX_PRODUCTS = frozenset(
     {
@@ -49,9 +61,31 @@ DATA_DEPENDENT = frozenset(
 )
 """Operators whose result's shape, or whose very result, follows from values."""
 
+_QUERY_AT = {
+    aten._scaled_dot_product_efficient_attention: 0,
+    aten._scaled_dot_product_flash_attention: 0,
+    aten._scaled_dot_product_cudnn_attention: 0,
+    aten._scaled_dot_product_efficient_attention_backward: 1,
+    aten._scaled_dot_product_flash_attention_backward: 1,
+    aten._scaled_dot_product_cudnn_attention_backward: 1,
+}
+"""Attention kernels that take keys and values which heads share, and which argument is the query; keys and values
+follow."""
+
+
+def _formulas_take_groups() -> bool:
+    """Whether this PyTorch counts attention whose heads share keys and values; 2.11 refuses to."""
+    try:
+        return int(sdpa_flop_count((1, 2, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1))) > 0
+    except AssertionError:
+        return False
+
+
+_FORMULAS_TAKE_GROUPS = _formulas_take_groups()
+
 
 class Category(enum.Enum):
-    """What an operator does with memory."""
+    """The effect of an operator on memory."""
 
     PLAIN = enum.auto()
     """Its results are new."""
@@ -62,12 +96,14 @@ class Category(enum.Enum):
 
 
 class Traits:
-    """What never changes about an operator, looked up once per dispatch."""
+    """Facts that never change about an operator, looked up once per dispatch."""
 
     __slots__ = (
         "category",
+        "draws",
         "foreach",
         "func",
+        "makes_tensors",
         "matrix_product",
         "needs_values",
         "one_dtype",
@@ -86,20 +122,41 @@ class Traits:
         self.category = Category.MUTATES if schema.is_mutable else Category.VIEW if aliased else Category.PLAIN
         self.written = tuple((position, name) for position, name, is_write in aliased if is_write)
         """(position, name) of the arguments that it writes to."""
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self.foreach = schema.name.startswith("aten::_foreach_")
-        resizes = schema.name in ("aten::resize_", "aten::resize_as_", "aten::set_")
-        self.rewrites_first = schema.name.endswith("_") and not resizes and [p for p, _ in self.written] == [0]
-        """An in-place operator that changes values, never size or storage."""
+        followed = func.namespace in _NAMESPACES and _VALUE_TAGS.isdisjoint(func.tags)
+        self.makes_tensors = followed and self.category is Category.PLAIN and _returns_tensors(schema)
+        """By its schema, all it does is to return new tensors, whose shapes do not follow from data."""
+        in_place = schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
+        self.rewrites_first = followed and in_place and _returns_first_if_any(schema, [p for p, _ in self.written])
+        """By its schema, all it does is to change the values of its first argument, and to return that or nothing."""
         self.matrix_product = func in _MATRIX_PRODUCTS
         self.one_dtype = self.matrix_product or func is aten.convolution.default
         self.needs_values = func in DATA_DEPENDENT or func is aten.index.Tensor
+
+
+def _returns_tensors(schema: Any) -> bool:
+    """Whether it returns one tensor, several, or one list of them."""
+    kinds = [str(returned.type) for returned in schema.returns]
+    return kinds == ["List[Tensor]"] or (bool(kinds) and all(kind == "Tensor" for kind in kinds))
+
+
+def _returns_first_if_any(schema: Any, written: list[int]) -> bool:
+    if written != [0]:
+        return False
+    first = schema.arguments[0]
+    if not schema.returns:
+        return str(first.type) in ("Tensor", "List[Tensor]")
+    alias = schema.returns[0].alias_info
+    return len(schema.returns) == 1 and str(first.type) == "Tensor" and alias is not None and alias.is_write
 
 
 _TRAITS: dict[int, Traits] = {}
 
 
 def traits(func: Any) -> Traits:
-    """The traits of an operator. Keyed by identity: an `OpOverload` hashes in Python, and lives as long as its traits."""
+    """The traits of an operator. Keyed by identity: an `OpOverload` hashes in Python, and lives as long as its
+    traits."""
     known = _TRAITS.get(id(func))
     if known is None:
         known = _TRAITS[id(func)] = Traits(func)
@@ -108,18 +165,34 @@ def traits(func: Any) -> Traits:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call of an operator costs on any device."""
+    """The cost of one call of an operator on any device."""
 
     flops: int
     moved_bytes: int
     transient_bytes: int
 
 
+_STRIDED = torch.strided
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device})
 
 
+_PLAIN_TENSORS: dict[type, bool] = {torch.Tensor: True}
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether tensors of a class do below autograd what `torch.Tensor` does."""
+    known = _PLAIN_TENSORS.get(kind)
+    if known is None:
+        dispatch = getattr(kind, "__torch_dispatch__", None)
+        known = _PLAIN_TENSORS[kind] = dispatch is TopDispatch
+    return known
+
+
 class Arguments:
-    """The tensors among an operator's arguments, and a key that stands for their shapes and for all else."""
+    """The tensors among an operator's arguments, and a key that stands for their shapes and for all else.
+
+    There is no key where shape propagation may depend on more than that.
+    """
 
     __slots__ = ("all_meta", "key", "tensors")
 
@@ -141,7 +214,14 @@ class Arguments:
                 self.tensors.append(item)
                 if not item.is_meta:
                     self.all_meta = False
-                parts.append((item.shape, item.stride(), item.dtype))
+                    cacheable = False
+                    continue
+                dtype = item.dtype
+                # Only complex tensors, and parts of them, can be views that conjugate or negate what they show.
+                if item.layout is not _STRIDED or dtype.is_complex or item.is_neg() or not _is_plain(type(item)):
+                    cacheable = False
+                    continue
+                parts.append((item.shape, item.stride(), dtype))
             elif type(item) in _ATOMS:
                 # 1, 1.0 and True are equal as keys, and mean different result types
                 parts.append((type(item), item))
@@ -159,21 +239,25 @@ class OperatorCache:
     Args:
         target: corrects what differs on the pretend device.
         enabled: False runs every operator anew.
+        draw: calls an operator that draws random numbers for real tensors.
     """
 
-    def __init__(self, target: Target, enabled: bool = True) -> None:
+    def __init__(
+        self, target: Target, enabled: bool = True, draw: Callable[[Any, Any, Any], Any] | None = None
+    ) -> None:
+        self._draw = draw
         self._target = target
         self._enabled = enabled
-        self._seen: dict[Any, tuple[list[Any], bool, Cost]] = {}
+        self._seen: dict[Any, tuple[type, list[Any], Cost]] = {}
         self._fits: set[Any] = set()
 
     def run(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> tuple[Any, list[Any], Cost]:
         """`(result, its tensors, cost)` of a PLAIN operator."""
         func = op.func
-        key = (op, arguments.key) if self._enabled and arguments.key is not None else None
+        key = self._key(op, arguments) if op.makes_tensors else None
         known = self._seen.get(key) if key is not None else None
         if known is not None:
-            return self._repeat(*known)
+            return _repeated(*known)
         if op.one_dtype and arguments.all_meta:
             _check_one_dtype(func, arguments.tensors)
         result = self._call(op, args, kwargs, arguments)
@@ -190,41 +274,39 @@ class OperatorCache:
         cost = Cost(
             flops=count_flops(func, args, kwargs, result),
             moved_bytes=sum(t.nbytes for t in arguments.tensors) + sum(t.nbytes for t in tensors),
-            transient_bytes=self._target.transient_bytes(func, args, tensors),
+            transient_bytes=self._target.transient_bytes(func, args, kwargs, tensors),
         )
-        if key is not None and _repeatable(outputs, arguments.tensors):
-            specs = [_spec(item) for item in outputs]
-            self._seen[key] = (specs, isinstance(result, torch.Tensor), cost)
+        if key is not None and type(result) in (torch.Tensor, tuple, list) and _repeatable(outputs, arguments.tensors):
+            self._seen[key] = (type(result), [_spec(item) for item in outputs], cost)
         return result, tensors, cost
 
     def run_in_place(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         """Result of a MUTATES operator: on meta there is nothing to write, once its arguments are known to fit."""
-        key = (op, arguments.key) if self._enabled and arguments.key is not None else None
-        if key is not None and key in self._fits:
+        key = self._key(op, arguments) if op.rewrites_first and args else None
+        if key is None:
+            return self._call(op, args, kwargs, arguments)
+        if key in self._fits:
             return args[0] if op.func._schema.returns else None
+        first = args[0]
+        before = _memory_of(first)
         result = self._call(op, args, kwargs, arguments)
-        if key is not None and op.rewrites_first and (result is None or result is args[0]):
+        if result is (first if op.func._schema.returns else None) and _memory_of(first) == before:
             self._fits.add(key)
         return result
 
+    def _key(self, op: Traits, arguments: Arguments) -> Any:
+        if not self._enabled or arguments.key is None:
+            return None
+        return op, torch.get_default_dtype(), arguments.key
+
     def _call(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
-        if op.foreach and self._enabled and arguments.all_meta:
+        if op.foreach and self._enabled and arguments.key is not None:
             return _foreach_by_representatives(op.func, args, kwargs)
         if op.func is aten._grouped_mm.default and arguments.all_meta:
             return _grouped_mm(op.func, args, kwargs)
+        if op.draws and self._draw is not None and _on_host(arguments.tensors, kwargs):
+            return self._draw(op.func, args, kwargs)
         return op.func(*args, **kwargs)
-
-    @staticmethod
-    def _repeat(specs: list[Any], single: bool, cost: Cost) -> tuple[Any, list[Any], Cost]:
-        if single:
-            size, stride, dtype = specs[0]
-            tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META)
-            return tensor, [tensor], cost
-        outputs = [
-            torch.empty_strided(spec[0], spec[1], dtype=spec[2], device=_META) if type(spec) is tuple else spec
-            for spec in specs
-        ]
-        return tuple(outputs), [item for item in outputs if isinstance(item, torch.Tensor)], cost
 
     @property
     def signatures(self) -> int:
@@ -232,10 +314,30 @@ class OperatorCache:
         return len(self._seen) + len(self._fits)
 
 
+def _repeated(container: type, specs: list[Any], cost: Cost) -> tuple[Any, list[Any], Cost]:
+    """The result of a remembered operator: tensors of the same shapes, in the same structure."""
+    if container is torch.Tensor:
+        size, stride, dtype = specs[0]
+        tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META)
+        return tensor, [tensor], cost
+    outputs = [
+        None if spec is None else torch.empty_strided(spec[0], spec[1], dtype=spec[2], device=_META) for spec in specs
+    ]
+    tensors = [item for item in outputs if item is not None]
+    return (outputs if container is list else tuple(outputs)), tensors, cost
+
+
 def _foreach_by_representatives(func: Any, args: Any, kwargs: Any) -> Any:
-    """A foreach operator on meta, run on one tensor of each shape: an optimizer has thousands of a few shapes."""
+    """A foreach operator on meta, run on one tensor of each shape: an optimizer has thousands of a few shapes.
+
+    All that is no list of one entry per tensor must be a number: a tensor or a shorter list is split up by the
+    operator.
+    """
     count = len(args[0])
-    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and len(arg) == count]
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    others = [arg for arg in (*args, *kwargs.values()) if not isinstance(arg, (int, float, bool, type(None)))]
+    if len(others) != len(lists) or any(len(items) != count for items in lists):
+        return func(*args, **kwargs)
     rows: list[int] = []
     representatives: dict[Any, int] = {}
     chosen: list[int] = []
@@ -246,15 +348,27 @@ def _foreach_by_representatives(func: Any, args: Any, kwargs: Any) -> Any:
             representatives[key] = len(chosen)
             chosen.append(position)
         rows.append(representatives[key])
-    fewer = [
-        [arg[position] for position in chosen] if isinstance(arg, (list, tuple)) and len(arg) == count else arg
-        for arg in args
-    ]
+    if len(chosen) == count:
+        return func(*args, **kwargs)
+    fewer = [[arg[position] for position in chosen] if isinstance(arg, (list, tuple)) else arg for arg in args]
     result = func(*fewer, **kwargs)
     if result is None:
         return None
+    if not _repeatable(result, [tensor for items in lists for tensor in items if isinstance(tensor, torch.Tensor)]):
+        return func(*args, **kwargs)
     specs = [_spec(tensor) for tensor in result]
     return [torch.empty_strided(specs[r][0], specs[r][1], dtype=specs[r][2], device=_META) for r in rows]
+
+
+def _on_host(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether a call works on real tensors, or makes some."""
+    if tensors:
+        return not any(tensor.is_meta for tensor in tensors) and not _names_meta(kwargs.get("device"))
+    return not _names_meta(kwargs.get("device"))
+
+
+def _names_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
 
 
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -283,7 +397,19 @@ def _check_one_dtype(func: Any, tensors: list[torch.Tensor]) -> None:
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Floating-point operations by PyTorch's own formulas (`torch.utils.flop_counter`); 0 where it has none."""
     formula = flop_registry.get(func._overloadpacket)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    if formula is None:
+        return 0
+    if not _FORMULAS_TAKE_GROUPS and func._overloadpacket in _QUERY_AT:
+        args = _ungrouped(args, _QUERY_AT[func._overloadpacket])
+    return int(formula(*args, **kwargs, out_val=result))
+
+
+def _ungrouped(args: Any, query_at: int) -> tuple[Any, ...]:
+    """Arguments of attention in which every head of the query has keys and values: the same products, so the same
+    count."""
+    query, *shared = args[query_at : query_at + 3]
+    each = [torch.empty(item.shape[:1] + query.shape[1:2] + item.shape[2:], device=_META) for item in shared]
+    return (*args[: query_at + 1], *each, *args[query_at + 3 :])
 
 
 def _outputs(result: Any) -> list[Any]:
@@ -292,23 +418,29 @@ def _outputs(result: Any) -> list[Any]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
-def _spec(item: Any) -> Any:
-    if isinstance(item, torch.Tensor):
-        return (item.size(), item.stride(), item.dtype)
-    return item
+def _spec(item: torch.Tensor | None) -> Any:
+    return None if item is None else (item.size(), item.stride(), item.dtype)
 
 
 def _repeatable(outputs: list[Any], inputs: list[torch.Tensor]) -> bool:
-    """Whether `empty_strided` gives the same storages: nothing aliased, nothing larger than its view."""
+    """Whether `empty_strided` gives the same: tensors (or None), nothing aliased, nothing larger than its view."""
     seen = {tensor.untyped_storage()._cdata for tensor in inputs}
     for item in outputs:
-        if not isinstance(item, torch.Tensor):
-            if type(item) not in _ATOMS:
-                return False
+        if item is None:
             continue
+        if type(item) is not torch.Tensor or item.device != _META or item.storage_offset() or item.dtype.is_complex:
+            return False
         storage = item.untyped_storage()
         plain = torch.empty_strided(item.size(), item.stride(), dtype=item.dtype, device=_META)
-        if storage._cdata in seen or storage.nbytes() != plain.untyped_storage().nbytes() or item.device != _META:
+        if storage._cdata in seen or storage.nbytes() != plain.untyped_storage().nbytes():
             return False
         seen.add(storage._cdata)
     return True
+
+
+def _memory_of(item: Any) -> Any:
+    """Where a tensor, or each of a list, lies and how: all that an operator could change of it apart from values."""
+    if isinstance(item, (list, tuple)):
+        return [_memory_of(tensor) for tensor in item]
+    storage = item.untyped_storage()
+    return storage._cdata, storage.nbytes(), item.dtype, item.size(), item.stride(), item.storage_offset()

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from elixir.access import TrackedView, _detached, backward_is_running, current_node_number, storage_of, untrack
-from elixir.tracer.step_trace import Phase
-from elixir.tracer.twin import Twin
-
-_sequence_number: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
-_current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
+from elixir.access import (
+    TrackedView,
+    backward_is_running,
+    current_node_number,
+    detached,
+    operator_reads_only_metadata,
+    storage_of,
+    untrack,
+)
+from elixir.step_trace import Phase
+from elixir.torch_private import (
+    DisableTorchFunctionSubclass,
+    OpOverload,
+    current_autograd_node,
+    sequence_number,
+    tree_leaves,
+)
+from elixir.tracer.meta_copy import Twin
 
 
 @dataclass
@@ -42,7 +53,7 @@ class _Scope:
 
 
 class _Place(NamedTuple):
-    """Of a view: in a trace, weights stay where they are."""
+    """The place of a view: in a trace, weights stay where they are."""
 
     parameter: nn.Parameter
 
@@ -67,6 +78,7 @@ class UseOrder:
         self._node = -1  # sequence number of the node that last asked for a weight
         self._node_uses: list[int] = []
         self._node_parameters: set[int] = set()
+        self._outside: set[int] = set()  # used in forward while no module was running
         self._in_backward = False
         self._backward_grad_mode = False
         self._finished = False
@@ -100,11 +112,15 @@ class UseOrder:
         """Qualified name of the module that runs now, or whose forward made the autograd node that runs now."""
         if phase != "backward":
             return self._scopes[-1].module if self._scopes else ""
-        node = _current_node()
+        node = current_autograd_node()
         if node is None:
             return ""
         marks, modules = self._marks
         return modules[bisect.bisect_right(marks, node._sequence_nr()) - 1]
+
+    def innermost(self) -> object:
+        """Something that stays the same object while one call of the innermost module lasts."""
+        return self._scopes[-1] if self._scopes else None
 
     # --- AccessListener ----------------------------------------------------------------------------------------
 
@@ -121,6 +137,24 @@ class UseOrder:
             self._enter_node()
             self._node_uses.append(position)
             self._node_parameters.update(indices)
+        else:
+            self._outside.update(indices)
+
+    def reached(self, tensors: Iterable[torch.Tensor], operator: OpOverload) -> None:
+        """An operator is about to run. Weights that it reads and no torch function has announced are used here.
+
+        TorchScript, `torch.vmap` and compiled extensions call operators so; the runtime sees them through
+        `elixir.access.placeholders`.
+        """
+        if self._finished:
+            return
+        with DisableTorchFunctionSubclass():
+            found = {self._storages.get(storage_of(tensor)): None for tensor in tensors}
+        unseen = [index for index in found if index is not None and not self._is_announced(index)]
+        if unseen:
+            name = operator._schema.name.partition("::")[2]
+            if not operator_reads_only_metadata(name):
+                self.used([self._parameters[index] for index in unseen], name)
 
     def view(self, tensor: torch.Tensor) -> _Place | None:
         """Views are recognised by their storage."""
@@ -129,13 +163,10 @@ class UseOrder:
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether a module that is running, or else the node that is, has read the parameter."""
-        index, phase = self._index[parameter], self.phase()
-        if self._in_module(phase):
-            return any(index in scope.parameters for scope in self._scopes)
-        if phase == "forward":
-            return False
-        self._enter_node()
-        return index in self._node_parameters
+        index = self._index[parameter]
+        if self.phase() == "forward" and not self._scopes:
+            return False  # nothing bounds how long it is there
+        return self._is_announced(index)
 
     def renew(self, view: TrackedView) -> None:
         """A view stays where it is."""
@@ -159,7 +190,7 @@ class UseOrder:
         self._scopes.append(_Scope(name))
         self.ran[name] = None
         if self.phase() == "recompute" and len(self._scopes) == self._forward_depth + 1:
-            self._enter_node()  # a reentrant checkpoint is a node of its own
+            self._enter_node()  # a reentrant checkpoint is a separate node
             self._recomputed.setdefault(current_node_number(), []).append(name)
         self._mark(name)
 
@@ -175,7 +206,7 @@ class UseOrder:
     def pack(self, tensor: torch.Tensor) -> Any | None:
         """Claims weights and views of them."""
         index = self._storages.get(storage_of(tensor))
-        return None if index is None else (index, _detached(tensor))
+        return None if index is None else (index, detached(tensor))
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """The running node reads a weight; its uses stay until another node asks."""
@@ -187,7 +218,7 @@ class UseOrder:
             if index not in last.parameters:
                 last.parameters.append(index)
         else:
-            node = _current_node()
+            node = current_autograd_node()
             name = "" if node is None else node.name()
             self._node_uses.append(self._record("backward", [index], self.module("backward"), name))
         result: torch.Tensor = tensor
@@ -226,6 +257,16 @@ class UseOrder:
             regions[region] = None
         return tuple(sorted(regions, key=lambda name: forward.get(name, -1)))
 
+    def _is_announced(self, index: int) -> bool:
+        """Whether what runs now has announced a parameter."""
+        phase = self.phase()
+        if self._in_module(phase):
+            return any(index in scope.parameters for scope in self._scopes)
+        if phase == "forward":
+            return index in self._outside
+        self._enter_node()
+        return index in self._node_parameters
+
     def _in_module(self, phase: Phase) -> bool:
         """Whether the innermost running module bounds how long a use lasts."""
         if phase == "forward":
@@ -247,7 +288,7 @@ class UseOrder:
 
     def _mark(self, module: str) -> None:
         marks, modules = self._marks
-        marks.append(_sequence_number())
+        marks.append(sequence_number())
         modules.append(module)
 
 

@@ -6,19 +6,37 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
+from elixir.access import backward_is_running, current_node_number
 from elixir.errors import TraceError
-from elixir.tracer.accumulation import accumulates_in_place
-from elixir.tracer.indexing import SELECTIONS, picked, python_values_known
+from elixir.step_trace import Kind
+from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map
+from elixir.tracer.device import (
+    LENGTHS_IN_TENSORS,
+    WRITES_IN_PLACE,
+    Autocast,
+    Target,
+    accumulates_in_place,
+    writes_in_place,
+)
+from elixir.tracer.functions import StepFunctions
 from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.operators import Arguments, Category, OperatorCache, Traits, traits
 from elixir.tracer.order import UseOrder
-from elixir.tracer.shadows import CONSTANTS_LIKE, MAX_EAGER_SHADOW_NUMEL, Shadows, snapshot
-from elixir.tracer.step_trace import Kind
-from elixir.tracer.targets import Target
-from elixir.tracer.unknowns import unknown_number, user_location
+from elixir.tracer.regions import CheckpointedRegions, HostRandom
+from elixir.tracer.values import (
+    CONSTANTS_LIKE,
+    MAX_EAGER_SHADOW_NUMEL,
+    SELECTIONS,
+    Routing,
+    Shadows,
+    choice_of,
+    picked,
+    snapshot,
+    undecidable,
+    unknown_number,
+    user_location,
+)
 
 aten = torch.ops.aten
 
@@ -31,7 +49,7 @@ class Recorder(TorchDispatchMode):
         ledger: where storages are followed.
         order: where uses and costs are recorded, and which knows the running module.
         shadows: known values.
-        routing: gives expert choices for `topk` over unknown scores.
+        routing: gives expert choices over unknown scores.
         cache: whether shape propagation is remembered.
     """
 
@@ -41,7 +59,7 @@ class Recorder(TorchDispatchMode):
         return False
 
     def __init__(
-        self, target: Target, ledger: Ledger, order: UseOrder, shadows: Shadows, routing: Any, cache: bool
+        self, target: Target, ledger: Ledger, order: UseOrder, shadows: Shadows, routing: Routing, cache: bool
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._target = target
@@ -49,7 +67,11 @@ class Recorder(TorchDispatchMode):
         self._order = order
         self._shadows = shadows
         self._routing = routing
-        self._operators = OperatorCache(target, cache)
+        self._random = HostRandom()
+        self._operators = OperatorCache(target, cache, self._random.call)
+        self._regions = CheckpointedRegions(self._random, self._count_state)
+        self._autocast = Autocast(target.kind)
+        self._functions = StepFunctions(target.kind, self._autocast, self._regions)
         self._workspaces: dict[bool, StorageRecord] = {}
         self.caches = cache
         self.new_kind: Kind = "activations"
@@ -58,14 +80,15 @@ class Recorder(TorchDispatchMode):
         """How many tensors one of a shape stands for; one where it is not listed."""
 
     def __enter__(self) -> Recorder:
-        self._python_values = python_values_known()
-        self._python_values.__enter__()
+        self._functions.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._python_values.__exit__(None, None, None)
+        self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._regions.beginning.clear()
+        self._autocast.close()
 
     @property
     def signatures(self) -> int:
@@ -73,20 +96,30 @@ class Recorder(TorchDispatchMode):
         return self._operators.signatures
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        # In backward, where nothing has switched the mode of functions off, it would see all that is asked here.
+        with DisableTorchFunction():
+            return self._book(func, args, kwargs or {})
+
+    def _book(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._regions.beginning:
+            self._regions.settle()
         self._ledger.begin_operator()
+        if func in LENGTHS_IN_TENSORS:
+            func, args = self._lengths_as_numbers(*LENGTHS_IN_TENSORS[func], args)
         op = traits(func)
         if op.category is Category.VIEW:
-            # Autograd detaches a weight that it gets back in backward: not a use that a runtime would see.
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func is aten.add.Tensor and accumulates_in_place(args, depth=1):
+            return func(*args, **kwargs)
+        if func is aten.add.Tensor and accumulates_in_place(args, depth=2):
             self._order.cost(0, 3 * args[0].nbytes)
+            return args[0]
+        if func in WRITES_IN_PLACE and self._formula_writes(func, args):
+            self._order.cost(0, sum(item.nbytes for item in args if isinstance(item, torch.Tensor)))
             return args[0]
         if func is aten._local_scalar_dense.default:
             value = self._shadows.real(args[0])
             return unknown_number(args[0]) if value is None else value.item()
         arguments = Arguments(args, kwargs)
+        self._order.reached(arguments.tensors, func)
         if func is aten._to_copy.default and args[0].device.type == "meta" and _names_host(kwargs.get("device")):
             return self._to_host(func, args, kwargs)
         if op.needs_values and (func is not aten.index.Tensor or _indexes_by_mask(args)):
@@ -108,10 +141,12 @@ class Recorder(TorchDispatchMode):
         module = self._order.module(phase)
         if op.matrix_product:
             self._hold_workspace(phase == "forward", module, func)
+        node = current_node_number() if phase == "backward" else -1
         for tensor in tensors:
-            self._ledger.add(
-                tensor, self.new_kind, module, func, self.copies.get(tensor.shape, 1) if self.copies else 1
-            )
+            copies = self.copies.get(tensor.shape, 1) if self.copies else 1
+            self._ledger.add(tensor, self.new_kind, module, func, copies).node = node
+        if func is aten._to_copy.default and self._target.counts_host_tensors and tensors:
+            self._same_where_the_device_is_the_host(args[0], tensors[0])
         if cost.transient_bytes:
             self._ledger.touch(cost.transient_bytes, module, func)
         self._order.cost(cost.flops, cost.moved_bytes)
@@ -119,8 +154,9 @@ class Recorder(TorchDispatchMode):
             return result
         if self._may_be_known(func, arguments, tensors):
             self._shadows.derive(func, args, kwargs, arguments.tensors, tensors)
-        elif func is aten.topk.default and self._routing is not None:
-            self._routing.route(self._shadows, args[0], tensors[1])
+        choice = choice_of(func, args, kwargs, tensors)
+        if choice is not None:
+            self._routing.route(self._shadows, self._order.innermost(), choice)
         return result
 
     def _mutate(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
@@ -134,14 +170,26 @@ class Recorder(TorchDispatchMode):
         if any(record.shadow is not None for record in written):
             self._shadows.mutate(op.func, args, kwargs, arguments.tensors, written)
         result = self._operators.run_in_place(op, args, kwargs, arguments)
+        if not op.rewrites_first:
+            self._follow_new(result, op.func)
         moved = sum(tensor.nbytes for tensor in arguments.tensors)
         self._order.cost(0, moved)
         return result
 
+    def _follow_new(self, result: Any, func: Any) -> None:
+        """Further results of an operator that writes to an argument, such as RReLU, which fills in its noise."""
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta and self._ledger.find(tensor) is None:
+                self._ledger.add(tensor, self.new_kind, self._order.module(self._order.phase()), func)
+
     def _by_value(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator whose result's shape follows from values: worked out on the known ones."""
         if func in SELECTIONS and self._shadows.real(args[0]) is None:
+            counts_first = func is aten.masked_select.default and self._target.kind == "cpu"
             args, taken = picked(self._shadows, func, args)
+            if counts_first:  # it sums the mask up, which casts it to int64 (`IndexingUtils.cpp`); no positions
+                self._ledger.touch(args[0].numel() * 8, self._order.module(self._order.phase()), func)
+                taken = 0
             result = self._compute(traits(aten.index.Tensor), args, {}, Arguments(args, {}))
             self._ledger.touch(taken, self._order.module(self._order.phase()), func)
             return result
@@ -158,6 +206,14 @@ class Recorder(TorchDispatchMode):
             return tensor
 
         return tree_map(on_meta, result)
+
+    def _lengths_as_numbers(self, func: Any, positions: tuple[int, ...], args: Any) -> Any:
+        """The operator that takes lengths as numbers, and its arguments: what it allocates follows from them."""
+        lengths = [self._shadows.real(args[position]) for position in positions]
+        if any(values is None for values in lengths):
+            raise undecidable(f"the lengths that {func} gets")
+        numbers = dict(zip(positions, [values.tolist() for values in lengths if values is not None], strict=True))
+        return func, tuple(numbers.get(position, value) for position, value in enumerate(args))
 
     def _to_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A copy to the CPU: real where the values are known, else a tensor that takes no device memory."""
@@ -180,13 +236,32 @@ class Recorder(TorchDispatchMode):
                     "must run the model it is given, not one from outside, and make new tensors on the input's device"
                 )
             tensor = torch.empty_like(item, device="meta")
-            record = self._ledger.add(tensor, self.new_kind, "", "copy of a CPU tensor")
+            self._ledger.add(tensor, self.new_kind, "", "copy of a CPU tensor")
             if self._target.counts_host_tensors:
-                record.nbytes = 0  # the CPU tensor itself is counted
+                self._same_where_the_device_is_the_host(item, tensor)
             self._shadows.attach(tensor, snapshot(item))
             return tensor
 
         return tree_map(on_meta, args), tree_map(on_meta, kwargs)
+
+    def _same_where_the_device_is_the_host(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        """``ids.to(x.device)`` of a CPU tensor is that tensor if the device is the CPU, where it is counted already."""
+        record = self._ledger.find(after)
+        if record is not None and not before.is_meta and after.is_meta and before.dtype == after.dtype:
+            record.nbytes = 0
+            record.stands_for = before
+
+    def _formula_writes(self, func: Any, args: Any) -> bool:
+        """Whether autograd's formula would write into its first argument here, as only it holds that."""
+        if not args or not isinstance(args[0], torch.Tensor) or not backward_is_running():
+            return False
+        record = self._ledger.find(args[0])
+        if record is None or record.node < 0 or record.node != current_node_number():
+            return False
+        if not writes_in_place(func, record.operator, depth=3):
+            return False
+        record.shadow = None
+        return True
 
     def _may_be_known(self, func: Any, arguments: Arguments, outputs: list[Any]) -> bool:
         if not arguments.tensors or func in CONSTANTS_LIKE:
@@ -197,6 +272,10 @@ class Recorder(TorchDispatchMode):
                 if record is None or record.shadow is None:
                     return False
         return True
+
+    def _count_state(self, state: torch.Tensor) -> None:
+        if self._target.counts_host_tensors:
+            self._ledger.add(state, "activations", self._order.module(self._order.phase()), "generator state")
 
     def _hold_workspace(self, forward: bool, module: str, func: Any) -> None:
         if forward not in self._workspaces:

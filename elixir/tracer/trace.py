@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,27 +15,31 @@ from torch import nn
 
 from elixir.access import ParameterAccess
 from elixir.errors import ElixirError, InputTypeError, TraceError
-from elixir.fingerprint import fingerprint
 from elixir.hardware import HardwareProfile
-from elixir.kernels.fused_modules import FusedKernels
-from elixir.tracer.accumulation import references_when_alone
+from elixir.kernels.model import FusedKernels
+from elixir.models import fingerprint
+from elixir.step_trace import StepTrace
 from elixir.tracer.assemble import Observed, assemble
-from elixir.tracer.autocast import autocast_emulated
-from elixir.tracer.experts import BalancedRouting, Routing
+from elixir.tracer.device import OptimizerKernel, Target, references_when_alone, routed, target_for, warnings_heard
 from elixir.tracer.ledger import Ledger
-from elixir.tracer.optimizer import run_optimizer
+from elixir.tracer.meta_copy import Twin, meta_input, meta_twin
+from elixir.tracer.optimizer_phase import run_optimizer
 from elixir.tracer.order import UseOrder
 from elixir.tracer.recorder import Recorder
-from elixir.tracer.routing import routed
-from elixir.tracer.shadows import Shadows
-from elixir.tracer.step_trace import StepTrace
-from elixir.tracer.targets import OptimizerKernel, Target, target_for
-from elixir.tracer.twin import Twin, meta_input, meta_twin
-from elixir.tracer.unknowns import is_user_code, user_location
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+from elixir.tracer.settings import settings_restored
+from elixir.tracer.values import BalancedRouting, Routing, Shadows, is_user_code, user_location
 
 StepFn = Callable[[nn.Module, dict[Any, Any]], Any]
+
+
+_TRACING = threading.RLock()
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """The kernels that a trace replaces for meta tensors are the process's: a trace in another thread waits."""
+    with _TRACING:
+        yield
 
 
 @contextlib.contextmanager
@@ -49,8 +54,9 @@ def _garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
+@_one_at_a_time()
 @_garbage_collection_paused()
-def trace_step(
+def trace_step(  # noqa: PLR0913 - a public entry point
     model: nn.Module,
     inp: dict[Any, Any],
     step_fn: StepFn,
@@ -70,9 +76,9 @@ def trace_step(
 
     Args:
         model: any `nn.Module`, real or on meta.
-        inp: what `step_fn` gets beside the model. Integer and bool tensors keep their values for control flow.
-        step_fn: ``step_fn(model, inp)`` runs forward, loss and backward.
-        dtype: cast floating parameters and inputs to this; None leaves them.
+        inp: what `step_fn` gets next to the model. Its tensors keep their values for control flow.
+        step_fn: ``step_fn(model, inp)`` runs forward, loss and backward; forward alone where nothing is trained.
+        dtype: cast floating parameters, buffers (see `casts_buffers`) and inputs to this; None leaves them.
         hardware: whose kernels and allocator to assume.
         optimizer: name of a class in `torch.optim`, or None for a step without one.
         optimizer_kernel: None for what `torch.optim` would choose on that device.
@@ -82,7 +88,7 @@ def trace_step(
         use_fused_kernels: as `ElixirModule` will be given it: the memory of what runs then.
 
     Raises:
-        InputError, InputTypeError: an argument makes no sense, or the model has nothing to train.
+        InputError, InputTypeError: an argument makes no sense, or the model has no parameters that can be planned.
         TraceError: the step raised, never called backward, or decided by a value that a trace does not have.
     """
     if not callable(step_fn):
@@ -99,30 +105,22 @@ def trace_step(
     for kind, pairs in (("buffers", twin.buffers), ("inputs", inputs)):
         for tensor, real in pairs:
             ledger.add(tensor, kind, "", None)  # type: ignore[arg-type]
-            if not real.is_meta and (kind == "buffers" or not real.is_floating_point()):
+            if not real.is_meta:
                 shadows.attach(tensor, real)
     step_begin = len(ledger)
     order = UseOrder(twin, lambda: len(ledger))
     routing = routing if routing is not None else BalancedRouting()
     recorder = Recorder(target, ledger, order, shadows, routing, cache)
 
-    def count_host_tensor(tensor: torch.Tensor) -> None:
-        if target.counts_host_tensors:
-            ledger.add(tensor, "activations", order.module(order.phase()), "generator state")
-
     references_when_alone()
     fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
     try:
-        with (
-            _one_thread(),
-            routed(target, count_host_tensor),
-            autocast_emulated(target),
-            _compiled_regions_run_eagerly(),
-        ):
+        with warnings_heard(), routed(target), settings_restored(), _compiled_regions_run_eagerly():
             _run_step(twin, batch, step_fn, recorder, order, ledger)
         order.finish()
         step_end, operators = len(ledger), ledger.operators
-        phase = run_optimizer(optimizer, optimizer_kernel, parameters, recorder, ledger, target)
+        trained = any(parameter.grad is not None for parameter in parameters)
+        phase = run_optimizer(optimizer if trained else None, optimizer_kernel, parameters, recorder, ledger, target)
         ledger.stop()
         observed = Observed(
             twin=twin,
@@ -134,7 +132,8 @@ def trace_step(
             step_begin=step_begin,
             step_end=step_end,
             operators=operators,
-            assumptions=_assumptions(twin, target, routing, fused),
+            assumptions=_assumptions(twin, target, shadows, fused),
+            unverified=target.unverified,
         )
         return assemble(observed, ledger, order, started)
     finally:
@@ -146,14 +145,14 @@ def trace_step(
 def _run_step(
     twin: Twin, inp: dict[Any, Any], step_fn: StepFn, recorder: Recorder, order: UseOrder, ledger: Ledger
 ) -> None:
-    access = ParameterAccess(twin.model, order)
+    access = ParameterAccess(twin.model, order, scripts=False)
     handles = [
         parameter.register_post_accumulate_grad_hook(order.gradient_ready)
         for parameter in twin.parameters
         if parameter.requires_grad
     ]
     try:
-        with recorder, _printable_unknowns():
+        with recorder:
             step_fn(twin.model, inp)
     except ElixirError:
         raise
@@ -165,7 +164,8 @@ def _run_step(
             handle.remove()
     if not order.uses:
         raise TraceError("step_fn used no parameter of the model it was given; it must run the model it gets")
-    if order.backward_position > len(ledger):
+    trains = any(parameter.requires_grad for parameter in twin.parameters)
+    if trains and order.backward_position > len(ledger):
         raise TraceError("step_fn never called backward, so there is no training step; call loss.backward() in it")
     for index, parameter in enumerate(twin.parameters):
         record = None if parameter.grad is None else ledger.find(parameter.grad)
@@ -176,16 +176,13 @@ def _run_step(
             record.complete_at = order.uses[order.grad_use[index]].log_position
 
 
-def _assumptions(twin: Twin, target: Target, routing: Routing, fused: FusedKernels) -> tuple[str, ...]:
-    """What the numbers rest on beside the rules: said, so that nobody takes it for measured."""
-    found = [routing.assumption] if routing.assumption else []
+def _assumptions(twin: Twin, target: Target, shadows: Shadows, fused: FusedKernels) -> tuple[str, ...]:
+    """Assumptions of the numbers, said so that nobody takes them for measured."""
+    found = list(shadows.supposed)
     if fused.counts:
         found.append(str(fused))
-    modules = list(twin.modules)
-    if any(isinstance(module, nn.RNNBase) for module in modules):
-        found.append("recurrent layers in their composed form; what cuDNN or oneDNN would keep instead is not known")
-    if target.kind == "cpu" and sum(isinstance(module, _CONVOLUTIONS) for module in modules) > 1:
-        found.append("convolutions without the copies that oneDNN makes to reorder them")
+    if target.kind == "cuda" and any(isinstance(module, nn.RNNBase) for module in twin.modules):
+        found.append("recurrent layers in their composed form; what cuDNN would keep instead is not known")
     return tuple(found)
 
 
@@ -200,22 +197,13 @@ def _explained(error: Exception) -> TraceError:
     hint = ""
     if "not compiled with CUDA" in text or "No CUDA GPUs" in text:
         hint = "; take the device from a tensor or parameter (x.device) instead of naming cuda"
+    elif "does not require grad" in text:
+        hint = "; no trained weight takes part: set requires_grad, or leave backward out of step_fn to evaluate"
     elif ".cpu()" in text or "meta tensor" in text.lower():
         hint = "; a trace has no values of what follows from weights, so nothing can be read out of it here"
     elif isinstance(error, NotImplementedError):
         hint = "; the operator has no meta kernel, register one with torch.library.register_fake"
     return TraceError(f"{location}: step_fn raised {type(error).__name__}: {text}{hint}")
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Known values are small tensors; on a busy machine, starting threads for each takes longer than the trace."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
@@ -226,27 +214,3 @@ def _compiled_regions_run_eagerly() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-@contextlib.contextmanager
-def _printable_unknowns() -> Iterator[None]:
-    """Let a log line format a number that nobody knows: ``f"{loss.item():.3f}"``."""
-
-    def as_text(self: Any, spec: str) -> str:
-        return str(self)
-
-    patched = [cls for cls in (torch.SymFloat, torch.SymInt) if "__format__" not in vars(cls)]
-    original: Callable[[torch.Tensor, str], str] = torch.Tensor.__format__
-
-    def tensor_format(self: torch.Tensor, spec: str) -> str:
-        return "unknown" if self.is_meta and self.dim() == 0 else original(self, spec)
-
-    for cls in patched:
-        cls.__format__ = as_text  # type: ignore[method-assign]
-    torch.Tensor.__format__ = tensor_format  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.__format__ = original  # type: ignore[method-assign]
-        for cls in patched:
-            del cls.__format__

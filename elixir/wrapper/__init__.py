@@ -2,5 +2,6 @@
 
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer import ElixirOptimizer
+from elixir.wrapper.options import Debug
 
-__all__ = ["ElixirModule", "ElixirOptimizer"]
+__all__ = ["Debug", "ElixirModule", "ElixirOptimizer"]

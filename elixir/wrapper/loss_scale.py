@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from elixir.errors import InputError
 
@@ -34,6 +36,23 @@ class LossScale:
         self.value = float(initial) if used else 1.0
         self._growth_interval = growth_interval
         self._good_steps = 0
+
+    def state(self) -> dict[str, float | int]:
+        """Everything that `load` goes on from."""
+        return {"value": self.value, "good_steps": self._good_steps, "growth_interval": self._growth_interval}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave.
+
+        Raises:
+            InputError: it is something else.
+        """
+        try:
+            loaded = LossScale(True, float(state["value"]), int(state["growth_interval"]))
+            good_steps = int(state["good_steps"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"not the state of a loss scale: {error}") from None
+        self.value, self._growth_interval, self._good_steps = loaded.value, loaded._growth_interval, good_steps
 
     def stepped(self, made_by: float) -> None:
         """Gradients that a scale of `made_by` had made were finite; of a smaller scale they tell nothing."""

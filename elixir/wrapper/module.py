@@ -4,79 +4,92 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from elixir.access import backward_is_running
-from elixir.chunk.buffers import Arena
-from elixir.chunk.cache import RCache
-from elixir.chunk.chunk import Chunk
-from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.group import Group
-from elixir.chunk.lanes import Emulation, Ticket, make_lanes
-from elixir.chunk.staging import Staging
 from elixir.errors import InputError, InputTypeError
-from elixir.host_threads import host_share, host_view
-from elixir.kernels.fused_modules import FusedKernels
+from elixir.kernels.model import FusedKernels
+from elixir.models import casts_buffers
 from elixir.plan import Plan, same_packing
+from elixir.torch_private import DisableTorchFunctionSubclass, tree_map
 from elixir.units import parse_dtype
-from elixir.wrapper.backward_steps import STEP_OR_ACCUMULATE, STEP_OR_LEAVE_OUT
-from elixir.wrapper.build import agree_on_plan, build_chunks, compute_device, move_chunks, place_buffers
-from elixir.wrapper.gathering import shown
-from elixir.wrapper.inputs import cast_inputs
-from elixir.wrapper.loss_scale import LossScale
-from elixir.wrapper.report import StepReport
-from elixir.wrapper.running import RunningPlan, RunOptions
-from elixir.wrapper.shared_buffers import SharedBuffers
-from elixir.wrapper.step_account import StepAccount
-from elixir.wrapper.uses import WeightUses
-from elixir.wrapper.weights import Weights
-
-if TYPE_CHECKING:
-    from elixir.wrapper.optimizer import ElixirOptimizer
+from elixir.wrapper.account import StepAccount, StepReport
+from elixir.wrapper.build import (
+    Origins,
+    SharedBuffers,
+    Weights,
+    agree_on_plan,
+    build_chunks,
+    compute_device,
+    few,
+    move_chunks,
+    place_buffers,
+    warn_if_made_elsewhere,
+)
+from elixir.wrapper.engine import Engine
+from elixir.wrapper.options import Debug, RunOptions
+from elixir.wrapper.phase import STEP_OR_ACCUMULATE, STEP_OR_LEAVE_OUT
+from elixir.wrapper.step import cast_inputs
+from elixir.wrapper.unannounced import refuse_addresses
+from elixir.wrapper.weights_io import ModelState, in_use, shown
 
 logger = logging.getLogger(__name__)
+
+PUBLIC = (
+    "module",
+    "plan",
+    "device",
+    "last_report",
+    "gathered",
+    "rehome",
+    "no_sync",
+    "clip_grad_norm_",
+    "settle",
+    "release",
+    "close",
+)
+"""Names of an `ElixirModule` that are not `torch.nn.Module`'s. All others are looked up in the model."""
 
 
 class ElixirModule(nn.Module):
     """A model whose weights live where a plan says, with the same numbers as the model itself.
 
     Chunks that the plan streams come into a few blocks on the device just before they are used; resident chunks stay.
-    Parameters keep their identity, so an optimizer may be built before or after.
+    Parameters keep their identity, so an optimizer may be built before or after. Attributes that this class lacks, such
+    as ``config`` or ``generate``, are the model's; one that it has (`PUBLIC`) is reached as ``wrapped.module.name``.
 
     Args:
         module: the model; it is taken over, and must not be used except through this.
         plan: made for this model and this number of ranks.
-        group: process group; None means the default one, or a single rank where there is none.
+        group: process group; None means the default one, or a single rank without one.
         prefetch: fetch chunks before they are used, as the plan says; False fetches on demand.
-        dtype: parameters and floating inputs are cast to it; None takes the plan's. Buffers keep theirs.
+        dtype: parameters and floating inputs are cast to it; None takes the plan's. Buffers follow where the
+            whole model is cast (`casts_buffers`).
         reduce_always_fp32: average gradients over the ranks in float32.
         output_fp32: floating outputs are cast to float32.
-        use_fused_kernels: step Adam over whole shards in one pass, and run the model's norms, SwiGLU blocks, rotations and
-            its loss by the best kernels present (docs/kernels.md), which rounds differently and, in training, gives no
-            logits beside a loss. A dict names providers by kind, such as ``{"cross_entropy": "plain"}``.
-        weights: values in the place of the model's own: a state dict, or safetensors (a file, several, a folder). What is
-            on meta and gets none is initialised by its own modules.
+        use_fused_kernels: step Adam over whole shards in one pass, and run the model's norms, SwiGLU blocks, rotations
+            and its loss by the best kernels present (docs/design/kernels.md), which rounds differently and, in
+            training, gives no logits along with a loss. A dict names providers by kind, such as ``{"cross_entropy":
+            "plain"}``.
+        weights: values instead of the model's own: a state dict, safetensors (a file, several, a folder), or the
+            folder of a checkpoint. What is on meta and gets none is initialised by its own modules.
         device: where compute runs; the current CUDA device by default, else the CPU.
-        emulation: of the links, on the CPU.
-        poison: fill blocks that are given back with NaN; for tests.
-        evict_always: evict whatever is not pinned after every use; for tests.
+        debug: switches for tests of the runtime.
 
     Raises:
         ArtifactError: the plan is for another model or another number of ranks.
-        InputError: an argument makes no sense with the plan, weights on meta have no value, or the model is run by another
-            ElixirModule.
+        InputError: an argument makes no sense with the plan, weights on meta have no value, or the model is run by
+            another ElixirModule.
         InputTypeError: `module` is no plain module, or `plan` no plan.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the first eight are the original Elixir's
         self,
         module: nn.Module,
         plan: Plan,
@@ -89,130 +102,102 @@ class ElixirModule(nn.Module):
         *,
         weights: Weights | None = None,
         device: torch.device | str | None = None,
-        emulation: Emulation | None = None,
-        poison: bool = False,
-        evict_always: bool = False,
+        debug: Debug | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module) or isinstance(module, ElixirModule):
             raise InputTypeError(f"module must be a plain nn.Module, got {type(module).__name__}")
         if isinstance(getattr(module._apply, "__self__", None), ElixirModule):
             raise InputError(
-                f"this {type(module).__name__} is run by an ElixirModule already; use that one, or build the model anew"
+                f"this {type(module).__name__} is run by an ElixirModule already; use that one, close() it first, or "
+                "build the "
+                "model anew"
+            )
+        shared = [name for name, part in module.named_modules() if in_use(part)]
+        if shared:
+            raise InputError(
+                f"modules of this {type(module).__name__} are run by another ElixirModule already ({few(shared)}), "
+                "whose plan "
+                "has their weights; close() that one first"
             )
         dtype = None if dtype is None else parse_dtype(dtype)
-        self._group = Group(group)
-        agree_on_plan(self._group, module, plan, dtype)
-        self.host_share = host_share(self._group.exchange("cores", host_view()), self._group.rank)
-        """This rank's part of its machine's cores."""
-        self._device = compute_device(device)
+        debug = debug or Debug()
+        self._origins = Origins(module)
+        ranks = Group(group)
+        agree_on_plan(ranks, module, plan, dtype)
+        where = compute_device(device)
+        if ranks.rank == 0:
+            if debug.emulation is None:
+                warn_if_made_elsewhere(plan, where)
+            _warn_if_hidden(module)
         self._cast = dtype if plan.dtype == "as built" else parse_dtype(plan.dtype)
+        follow = casts_buffers(module, self._cast)
         self._output_fp32 = output_fp32
-        self.use_fused_kernels = bool(use_fused_kernels)
-        self._options = RunOptions(prefetch, reduce_always_fp32, poison, evict_always)
-        self._lanes = make_lanes(self._device, emulation)
-        # Also where nobody calls `close`: the interpreter must not end with threads inside of torch.
-        self._stop = weakref.finalize(self, self._lanes.close)
-        self.optimizers: list[ElixirOptimizer] = []
-        """Those that step this module."""
-        self.loss_scale = LossScale(False, 1.0, 1)
-        """Of the loss, for all of them; the last one that is made says."""
-        self.account = StepAccount(self._lanes, self._device)
-        """Of what each step does."""
-        self.before_forward: Callable[[], None] | None = None
-        """Called when a forward begins."""
-        self._in_backward = False
-        self._pending_updates: list[Ticket] = []
-        build = partial(build_chunks, weights=weights)
-        self._fused = FusedKernels(module, use_fused_kernels, self._device.type)
+        options = RunOptions(
+            prefetch=prefetch, reduce_fp32=reduce_always_fp32, fused_kernels=bool(use_fused_kernels), debug=debug
+        )
+        self._fused = FusedKernels(module, use_fused_kernels, where.type)
         try:
-            self._running = RunningPlan(
-                self, module, plan, self._group, self._lanes, self._device, self._options, build
-            )
+            engine = Engine(module, plan, ranks, where, options, partial(build_chunks, weights=weights))
         except BaseException:
             self._fused.remove()
             raise
+        self._engine = engine
         if self._fused.counts:
             logger.info("%s", self._fused)
-        place_buffers(module, self._device)
-        self.shared_buffers = SharedBuffers(module)
+        self._shared_buffers = SharedBuffers(module, ranks, engine.lanes)
+        self._state = ModelState(engine, self._shared_buffers.of_rank_0)
+        self._account = StepAccount(engine)
+        engine.stepped = self._account.step_over
+        place_buffers(module, where, self._cast if follow else None)
         module._apply = self._apply  # type: ignore[method-assign]
         self.module = module
 
     @property
     def plan(self) -> Plan:
         """The plan at work."""
-        return self._running.plan
+        return self._engine.plan
 
     @property
     def last_report(self) -> StepReport | None:
-        """What the last step did, beside what the plan predicted; None before the first."""
-        return self.account.last_report
+        """The last step, compared with its prediction; None before the first."""
+        return self._account.last_report
 
     @property
     def device(self) -> torch.device:
         """Where compute runs."""
-        return self._device
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        """All chunks of the plan, by index."""
-        return self._running.chunks
-
-    @property
-    def cache(self) -> RCache:
-        """The rCache blocks."""
-        return self._running.cache
-
-    @property
-    def uses(self) -> WeightUses:
-        """What listens to uses of weights."""
-        return self._running.uses
-
-    @property
-    def gradients(self) -> GradientFlow:
-        """Gradients on their way home."""
-        return self._running.gradients
-
-    @property
-    def staging(self) -> Staging:
-        """Where new weights of low precision wait to return to the device."""
-        return self._running.staging
-
-    @property
-    def arena(self) -> Arena:
-        """Where the runtime's buffers come from and are counted."""
-        return self._running.arena
-
-    def is_ordinary(self, chunk: Chunk) -> bool:
-        """Whether its parameters are plain ones: weights, gradients and states all on the device of one rank."""
-        return self._running.is_ordinary(chunk)
+        return self._engine.device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        engine, buffers = self._engine, self._shared_buffers
+        engine.refuse_unusable()
+        if engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InputError(
                 "a CUDA graph would replay with the addresses that weights had when it was captured, but streamed "
                 "weights move; run an ElixirModule without capturing it"
             )
-        self._refuse_begun("a forward", STEP_OR_ACCUMULATE)
-        if self.before_forward is not None:
-            self.before_forward()
-        self.forget_failed_backward()
-        begins = self.account.forward(self._running)
-        self.cache.begin()
-        args, kwargs = cast_inputs((args, kwargs), self._device, self._cast)
+        engine.raise_untold()
+        engine.phase.refuse_begun("a forward", STEP_OR_ACCUMULATE)
+        if engine.before_forward is not None:
+            engine.before_forward()
+        engine.forget_failed_backward()
+        begins = self._account.forward()
+        buffers.before_forward()
+        engine.forward_begins()
         try:
+            args, kwargs = cast_inputs((args, kwargs), engine.device, self._cast)
             output = self.module(*args, **kwargs)
-        except BaseException:
-            self.uses.reset()
-            self.cache.disturbed()
+        except BaseException as error:
+            engine.forward_failed()
             if begins:
-                self.account.begin_anew()
+                self._account.begin_anew()
+            refuse_addresses(self.module, error)
             raise
-        self.cache.end_forward()
-        tree_map(self._watch_backward, output)
-        return tree_map(self._output, output) if self._output_fp32 else output
+        engine.forward_over()
+        buffers.after_forward(reducing=engine.gradients.reducing)
+        tree_map(engine.watch_output, output)
+        return tree_map(_as_float32, output) if self._output_fp32 else output
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the model itself, such as ``config`` or ``generate``."""
@@ -225,15 +210,17 @@ class ElixirModule(nn.Module):
     def gathered(
         self, parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None, *, write: bool = False
     ) -> Iterator[None]:
-        """Full weights of `parameters` (of a module, one, several; all by default) in `parameter.data`, outside of a forward.
+        """Full weights of `parameters` (of a module, one, several; all by default) in `parameter.data`, outside of a
+        forward.
 
-        They lie in memory of their own for as long as this lasts. With `write`, what was written to them becomes the
-        weights; every rank must write the same.
+        They lie in separate memory for as long as this lasts, wherever the plan has them. With `write`, what was
+        written to them becomes the weights when this ends without an exception; every rank must write the same. All
+        other writes are refused or, where nobody can see them, undone.
 
         Raises:
             InputError: something among `parameters` is no parameter of this model.
         """
-        with shown(self._running, self.settle_together, parameters, write):
+        with shown(self._engine, parameters, write):
             yield
 
     def rehome(self, plan: Plan) -> None:
@@ -241,11 +228,11 @@ class ElixirModule(nn.Module):
 
         Between a step and the next forward, with no gradients held. All ranks must call this with the same plan.
 
-        The move changes no bit of weights, masters and states (where the plans keep moments alike). Later steps of a chunk
-        then give the bits that they would have given, unless something else steps it: the CPU in the place of a CUDA device,
-        or the other way round; or, with `use_fused_kernels` and float32 moments, because it begins or ceases to be ordinary
-        (weights, gradients and states all on the device of one rank), where the optimizer's own class steps. Such differ by
-        rounding.
+        The move changes no bit of weights, masters and states (where the plans keep moments alike). Later steps of a
+        chunk then give the bits that they would have given, unless something else steps it: the CPU instead of a CUDA
+        device, or the other way round; or, with `use_fused_kernels` and float32 moments, because it begins or ceases to
+        be ordinary (weights, gradients and states all on the device of one rank), where the optimizer's own class
+        steps. Such differ by rounding.
 
         Args:
             plan: packs parameters as the present one does.
@@ -253,77 +240,35 @@ class ElixirModule(nn.Module):
         Raises:
             InputError: it does not, or this is not the moment.
         """
-        self.uses.refuse_inside("rehome()")
-        if self.uses.gathered or self.holds_gradients():
+        engine = self._engine
+        engine.uses.refuse_inside("rehome()")
+        if engine.uses.gathered or engine.holds_gradients():
             raise InputError("rehome() is for between zero_grad() and the next forward, outside of gathered()")
-        # Behind what the network is still doing, the same on all ranks.
-        self._lanes.network.submit(lambda: agree_on_plan(self._group, self.module, plan, None)).synchronize()
-        for optimizer in self.optimizers:
-            optimizer.check_plan(plan)
+        # After what the network is still doing, the same on all ranks; the thread goes on once all have answered.
+        engine.lanes.network.submit(lambda: agree_on_plan(engine.group, self.module, plan, None)).synchronize()
+        for stepper in engine.steppers:
+            stepper.check_plan(plan)
         if not same_packing(self.plan, plan):
             raise InputError("rehome() moves chunks, it does not repack them; plan with the chunks of the present plan")
-        self.settle()
-        states = [optimizer.give_up_states() for optimizer in self.optimizers]
-        before = self.chunks
-        self._running.remove()
-        del self._running  # its blocks go before others are made
-        build = partial(move_chunks, before=before)
-        self._running = RunningPlan(
-            self, self.module, plan, self._group, self._lanes, self._device, self._options, build
-        )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.take_states(state)
-        self.account.another_plan()
-
-    def exchange(self, what: str, value: Any) -> list[Any]:
-        """Every rank's `value`, in order of rank, behind what the network is doing; see `Group.exchange`."""
-        answers: list[Any] = []
-        self._lanes.network.submit(lambda: answers.extend(self._group.exchange(what, value))).synchronize()
-        return answers
-
-    def share_buffers(self, changed: list[str]) -> None:
-        """Have rank 0's values of buffers that some rank has written to; all ranks must name the same."""
-        if changed:
-            work = partial(self.shared_buffers.take_from_rank_0, self._group, changed)
-            self._lanes.network.submit(work).synchronize()
-
-    def holds_gradients(self) -> bool:
-        """Whether this rank has gradients that no step or `zero_grad` has cleared."""
-        ordinary = (slot.parameter for chunk in self.chunks if self.is_ordinary(chunk) for slot in chunk.slots)
-        return self.gradients.any_held() or any(parameter.grad is not None for parameter in ordinary)
-
-    def settle_together(self, what: str) -> None:
-        """`settle`, where all ranks have called `what`: one that is alone would get answers to other questions."""
-        self.exchange(what, None)
-        self.settle()
+        engine.settle()
+        if engine.state_reader is not None:
+            engine.state_reader.let_go()  # a checkpoint may still be written from memory that goes now
+        states = [stepper.give_up_states() for stepper in engine.steppers]
+        self._state.remove()
+        del self._state
+        engine.change_plan(plan, partial(move_chunks, before=engine.chunks))
+        self._state = ModelState(engine, self._shared_buffers.of_rank_0)
+        for stepper, state in zip(engine.steppers, states, strict=True):
+            stepper.take_states(state)
+        self._account.another_plan()
 
     def settle(self) -> None:
-        """Wait for everything that runs beside compute, and empty the blocks."""
-        self._refuse_begun("looking at weights")
-        self.forget_failed_backward()
-        self.gradients.settle()
-        for chunk in self.chunks:
-            for ticket in (chunk.updated, chunk.fetched):  # shards may be written to after this
-                if ticket is not None:
-                    ticket.synchronize()
-        for ticket in self._pending_updates:
-            ticket.wait()
-        self._pending_updates.clear()
-        self.cache.invalidate()
-
-    def refuse_step(self) -> None:
-        """An optimizer is about to step.
+        """Wait for all lanes, and empty the blocks.
 
         Raises:
-            InputError: inside `gathered`, which would go on showing the weights before the step.
+            StepError: an optimizer has failed there; it is raised once.
         """
-        if self.uses.gathered:
-            raise InputError("an optimizer cannot step inside gathered(); leave it first")
-
-    def weights_changed(self, updates: Iterable[Ticket]) -> None:
-        """An optimizer has stepped: what the blocks hold is old, and resident weights are new once `updates` are done."""
-        self._pending_updates = [*(ticket for ticket in self._pending_updates if not ticket.done()), *updates]
-        self.cache.invalidate()
+        self._engine.settle()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -332,41 +277,41 @@ class ElixirModule(nn.Module):
         For accumulation over micro-batches. It saves the network and costs memory that the plan knows nothing of: a
         whole gradient per rank, at the home of the states. All ranks must do the same.
         """
-        before, self.gradients.reducing = self.gradients.reducing, False
+        gradients = self._engine.gradients
+        before, gradients.reducing = gradients.reducing, False
         try:
             yield
         finally:
-            self.gradients.reducing = before
+            gradients.reducing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, those that have left for their home too; or have zeros in their place."""
-        self._refuse_begun("zero_grad()", STEP_OR_LEAVE_OUT)
-        self.forget_failed_backward()
-        self.gradients.clear(to_none=set_to_none)
-        for optimizer in self.optimizers:
-            optimizer.gradients_cleared(set_to_none)
-        if self._group.size > 1:
-            self._lanes.network.submit(lambda: self._group.note("zero_grad()"))
-        with torch._C.DisableTorchFunctionSubclass():
+        engine = self._engine
+        engine.phase.refuse_begun("zero_grad()", STEP_OR_LEAVE_OUT)
+        engine.forget_failed_backward()
+        engine.unstepped.clear()
+        engine.gradients.clear(to_none=set_to_none)
+        for stepper in engine.steppers:
+            stepper.gradients_scaled(None if set_to_none else engine.loss_scale.value)
+        if engine.group.size > 1:
+            engine.lanes.network.submit(lambda: engine.group.note("zero_grad()"))
+        with DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
-        """The norm of all gradients; the next step clips it to `max_norm`. In the place of torch's function.
+        """The norm of all gradients; the next step clips it to `max_norm`. Call it instead of torch's function.
 
         Raises:
             InputError: there is not exactly one `ElixirOptimizer`, or another norm than the second is asked for.
         """
         if norm_type != 2.0:
             raise InputError(f"only the 2-norm of sharded gradients is known, norm_type is {norm_type}")
-        if len(self.optimizers) != 1:
-            raise InputError(f"clip_grad_norm_ needs one ElixirOptimizer, this module has {len(self.optimizers)}")
-        return self.optimizers[0].clip_grad_norm_(max_norm, error_if_nonfinite)
-
-    def step_over(self, *, skipped: bool = False) -> None:
-        """An optimizer has stepped, or, after an overflow, has left its step out."""
-        self.account.step_over(self._running, skipped=skipped)
+        steppers = self._engine.steppers
+        if len(steppers) != 1:
+            raise InputError(f"clip_grad_norm_ needs one ElixirOptimizer, this module has {len(steppers)}")
+        return steppers[0].clip_grad_norm_(max_norm, error_if_nonfinite)
 
     def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's state dict on the CPU: full weights under the model's own names, in float32 or wider.
@@ -377,7 +322,8 @@ class ElixirModule(nn.Module):
         Args:
             rank0_only: the other ranks get an empty dict, and need no memory for it.
         """
-        return self._running.state.full(*args, wanted=not rank0_only or self._group.rank == 0, **kwargs)
+        self._engine.refuse_unusable()
+        return self._state.full(*args, wanted=not rank0_only or self._engine.group.rank == 0, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load weights and buffers into their homes; master weights take what is given unrounded.
@@ -385,11 +331,12 @@ class ElixirModule(nn.Module):
         With several ranks each loads on its own, and all must be given the same.
 
         Returns:
-            ``missing_keys`` and ``unexpected_keys``, as of `torch.nn.Module.load_state_dict`, which also raises as it does.
+            ``missing_keys`` and ``unexpected_keys``, as of `torch.nn.Module.load_state_dict`, which also raises as it
+            does.
         """
         if assign:
             raise InputError("assign=True would give the parameters other memory; leave it out")
-        self.exchange("load_state_dict()", None)
+        self._engine.exchange("load_state_dict()", None)
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
@@ -399,8 +346,10 @@ class ElixirModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._engine.phase.refuse_closed()
         raise InputError(
-            "the plan says where an ElixirModule lives and in which dtype: leave out to(), cuda(), half() and the like, "
+            "the plan says where an ElixirModule lives and in which dtype: leave out to(), cuda(), half() and the "
+            "like, "
             "and plan with unified_dtype= for another dtype"
         )
 
@@ -415,57 +364,55 @@ class ElixirModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError("an ElixirModule cannot be pickled; save state_dict() instead")
 
+    def release(self) -> nn.Module:
+        """`close`, and the model: an ordinary module, as before it was wrapped, with the weights of now."""
+        self.close()
+        return self.module
+
     def close(self) -> None:
-        """Stop the lanes and give the model its own code back. The module cannot run afterwards."""
-        self._fused.remove()
-        self._stop()
-        self._group.close()
+        """Stop the lanes and give the model back as an ordinary module; this wrapper cannot run afterwards.
 
-    # --- inside ------------------------------------------------------------------------------------------------
+        Parameters and buffers have separate memory, on the devices and in the dtypes in which they came, with full
+        weights: master weights if it has any. With several ranks all must call this, and get the same. Where a rank
+        is gone, or its last forward or backward has raised, weights that other ranks have a part of are left on meta,
+        with a warning. Called again it does nothing.
 
-    def _refuse_begun(self, what: str, instead: str = "call step() first") -> None:
-        """Where weights are stepped in part; see `BackwardSteps.refuse`."""
-        for optimizer in self.optimizers:
-            optimizer.in_backward.refuse(what, instead)
-
-    @staticmethod
-    def _output(item: Any) -> Any:
-        return item.float() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
-
-    def _watch_backward(self, output: Any) -> None:
-        """Notice the beginning of backward at what it begins with, before any of the model's nodes run."""
-        if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-            output.register_hook(partial(_begins, weakref.ref(self)))
-
-    def backward_runs(self) -> None:
-        """Backward is running; the first time, have the engine call when it is over."""
-        if not self._in_backward:
-            self._refuse_begun("another backward", STEP_OR_ACCUMULATE)
-            self._in_backward = True
-            if self._group.size > 1:
-                self.cache.enter_backward()
-            else:
-                self.gradients.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
-
-    def forget_failed_backward(self) -> None:
-        """If a backward has raised: it left its pins, and gradients that count as they do in plain PyTorch."""
-        if self._in_backward and not backward_is_running():
-            self._in_backward = False
-            self.uses.reset()
-            self.cache.disturbed()
-            if self._group.size == 1:
-                self.gradients.flush()
-
-    def _backward_over(self) -> None:
-        self._in_backward = False
-        self.uses.backward_done()
-        self.cache.end_backward()
-        self.gradients.flush()
+        Raises:
+            InputError: inside `gathered`, or in a forward or backward.
+            CheckpointError: the last checkpoint could not be saved, and nobody has been told; the model is given back.
+        """
+        engine = self._engine
+        if engine.phase.closed:
+            return
+        engine.uses.refuse_inside("close()")
+        if engine.uses.gathered:
+            raise InputError("close() is for outside of gathered(); leave it first")
+        unsaved = None if engine.state_reader is None else engine.state_reader.close()
+        try:
+            self._origins.give_back(engine, alone=not engine.end())
+        finally:
+            self._state.remove()
+            engine.stop()
+            del self.module._apply
+            self._fused.remove()
+        if unsaved is not None:
+            raise unsaved
 
 
-def _begins(weak: weakref.ref[ElixirModule], gradient: torch.Tensor) -> None:
-    """Backward has come to an output of the model."""
-    module = weak()
-    if module is not None:
-        module.backward_runs()
+def _as_float32(item: Any) -> Any:
+    return item.float() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+
+
+def _warn_if_hidden(model: nn.Module) -> None:
+    """Say which attributes of the model are not reached through the wrapper, because it has such names itself."""
+    names = dir(model)
+    hidden = [name for name in PUBLIC if name in names]
+    if "device" in hidden and isinstance(getattr(model, "device", None), torch.device):
+        hidden.remove("device")  # as of transformers' models, where it means the same
+    if hidden:
+        logger.warning(
+            "%s has attributes that an ElixirModule has too (%s): reach the model's as wrapped.module.%s",
+            type(model).__name__,
+            ", ".join(hidden),
+            hidden[0],
+        )

@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from elixir.hardware import HardwareProfile
-from elixir.moments import StateSize
-from elixir.plan import Plan
-from elixir.search.candidate import weigh
-from elixir.search.memory import Placement, Setting
+from elixir.optimizer_states import StateSize
+from elixir.plan import Home, Plan
 from elixir.search.planner import to_plan
+from elixir.search.problem import Placement, Setting
+from elixir.search.propose import Budgets, SearchSpace, weigh
 from elixir.search.simulator import Simulation, simulate_step
-from elixir.search.space import Budgets, SearchSpace
-from elixir.tracer.step_trace import StepTrace
+from elixir.step_trace import StepTrace
 from elixir.units import MIB
 from tests.common.samples import make_hardware
 from tests.common.synthetic_trace import TraceBuilder
@@ -22,13 +21,13 @@ INSTANT = 1e30
 """A rate at which nothing takes any time to speak of."""
 NUMEL = MIB // 4
 ON_DISK_BYTES = 12 * NUMEL
-"""Of a chunk: the master and two moments, in fp32."""
+"""States of a chunk: the master and two moments, in fp32."""
 CHUNKS = 3
 
 
 class Speeds(NamedTuple):
-    """Seconds per chunk of 1 MiB: one use, fetch, offload, the host's Adam, the device's, a gather; states read from the
-    disk, and written there."""
+    """Seconds per chunk of 1 MiB: one use, fetch, offload, the host's Adam, the device's, a gather; states read from
+    the disk, and written there."""
 
     use: float = 1.0
     fetch: float = 0.0
@@ -71,6 +70,12 @@ def chain(chunks: int = CHUNKS) -> StepTrace:
     return build.build("chain")
 
 
+LETTERS = {
+    "s": Home.HOST, "h": Home.RESIDENT_HOST, "d": Home.RESIDENT, "w": Home.DEVICE_HOST, "k": Home.HOST_DISK,
+    "e": Home.RESIDENT_DISK,
+}  # fmt: skip
+
+
 def chain_plan(
     *,
     blocks: int,
@@ -81,18 +86,13 @@ def chain_plan(
     in_backward: bool = False,
 ) -> Plan:
     """A plan of `chain`, a letter per chunk: ``s`` streamed from the host, ``h`` resident with its states on the host,
-    ``d`` resident with everything on the device, ``w`` streamed with its weights on the device; ``k`` as ``s`` and ``e`` as
-    ``h``, but with states on the disk. With `in_backward` all that can step in backward do."""
+    ``d`` resident with everything on the device, ``w`` streamed with its weights on the device; ``k`` as ``s`` and
+    ``e`` as ``h``, but with states on the disk. With `in_backward` all that can step in backward do."""
     trace = chain(len(homes))
     early = {"step_in_backward": in_backward, "every_in_backward": True}
     setting = Setting(world_size, world_size, StateSize(8), depth > 0, **early)
     space = SearchSpace(trace, Speeds().machine(), setting)
-    placement = Placement(
-        tuple(home in "hde" for home in homes),
-        tuple(home in "hdwe" for home in homes),
-        tuple(home == "d" for home in homes),
-        frozenset(index for index, home in enumerate(homes) if home in "ke"),
-    )
+    placement = Placement(tuple(LETTERS[home] for home in homes))
     candidate = weigh(space.model(MIB), placement, blocks, depth, space.cost)
     plan = to_plan(space, candidate, Budgets(1 << 50, 1 << 50, 1 << 50), "Adam", "auto")
     return plan if grad_blocks is None else replace(plan, grad_block_count=grad_blocks)

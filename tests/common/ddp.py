@@ -1,4 +1,4 @@
-"""A model under a plan on several ranks beside the same model in DistributedDataParallel."""
+"""A model under a plan on several ranks, compared with the same model in DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers.models.mixtral import modeling_mixtral  # noqa: F401  slow to import; ranks are forked behind it
+from transformers.models.mixtral import modeling_mixtral  # noqa: F401  slow to import; ranks are forked after it
 from transformers.models.opt import modeling_opt  # noqa: F401
 
-from elixir.default_step import default_input
+from elixir.models import default_input
 from elixir.plan import Plan
 from elixir.search import optimal_search, simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import Engine, engine_of
+from tests.common.debug import debugged
 from tests.common.parity import hf_loss, mixed
 from tests.common.tiny_models import tiny
 
 LossFn = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
 LR = 1e-3
 PLANS = ("host", "device", "mixed", "resident")
-"""Shards on the host, shards on the device, chunks of every kind in turn, everything gathered on the device for good."""
+"""Shards on the host, shards on the device, chunks of every kind in turn, everything gathered on the device for
+good."""
 
 
 def batch_of(model: nn.Module, rank: int, world_size: int, *, rows: int = 2, seq: int | None = 24) -> dict[str, Any]:
@@ -96,9 +99,14 @@ class Twins:
         self.plan = plan_for(model, inp, kind, loss=loss, **options)
         self.plain = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=unused)
         self.plain_optimizer = make(self.plain.parameters())
-        self.module = ElixirModule(model, self.plan, device="cpu", **({"poison": True} | (wrap or {})))
+        self.module = ElixirModule(model, self.plan, device="cpu", **debugged(wrap or {}, poison=True))
         self.optimizer = ElixirOptimizer(self.module, make(self.module.parameters()), max_norm=max_norm)
         self.losses: list[tuple[float, float]] = []
+
+    @property
+    def engine(self) -> Engine:
+        """The engine under the wrapped model."""
+        return engine_of(self.module)
 
     def backward(self, inp: dict[str, Any] | None = None, scale: float = 1.0) -> None:
         """Forward and backward of both."""

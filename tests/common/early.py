@@ -7,6 +7,7 @@ from typing import Any
 
 from elixir.plan import ChunkPlan, Plan
 from elixir.wrapper import ElixirModule
+from elixir.wrapper.engine import engine_of
 from tests.common.parity import Case, make_plan, mixed
 
 HOMES = ("streamed", "states", "mixed")
@@ -19,7 +20,8 @@ def early_plan(case: Case, homes: str = "streamed", **options: Any) -> Plan:
 
 
 def rehomed(plan: Plan, homes: str) -> Plan:
-    """The packing of a streamed plan with other homes; what can step in backward does where its states stay on the host."""
+    """The packing of a streamed plan with other homes; what can step in backward does where its states stay on the
+    host."""
     early = [chunk.steps_in_backward for chunk in plan.chunks]
     plan = without(plan)
     if homes == "states":
@@ -48,13 +50,13 @@ def all_early(plan: Plan) -> Plan:
 
 
 def without(plan: Plan) -> Plan:
-    """The same plan with all steps behind backward."""
+    """The same plan with all steps after backward."""
     return with_steps(plan, [False] * len(plan.chunks))
 
 
 def begun(module: ElixirModule) -> list[int]:
     """Chunks whose step has begun and that no `step` has finished."""
-    return [chunk.index for chunk in module.chunks if chunk.stepping]
+    return [chunk.index for chunk in engine_of(module).chunks if chunk.stepping]
 
 
 def planned(plan: Plan) -> list[int]:

@@ -1,4 +1,4 @@
-"""Models beside the same models with fused kernels."""
+"""Models, compared with the same models with fused kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.default_step import default_input
+from elixir.models import default_input
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import Case, adamw
 from tests.common.tiny_models import tiny
@@ -18,7 +18,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_close_gradients(mine: nn.Module, plain: nn.Module, limit: float) -> None:
-    """Each gradient is within `limit` of the norm of its own, or of a thousandth of the largest of all."""
+    """Each gradient is within `limit` of its norm, or of a thousandth of the largest of all."""
     found, expected = gradients(mine), gradients(plain)
     assert found.keys() == expected.keys()
     floor = 1e-3 * max(grad.float().norm() for grad in expected.values())
@@ -36,7 +36,7 @@ def language_case(family: str, **options: Any) -> tuple[nn.Module, dict[str, Any
 
 
 def train_beside(it: Case, module: ElixirModule, plain: nn.Module, limit: float, steps: int = 3) -> None:
-    """Losses of each step beside those of plain PyTorch; the model has its own code back at the end."""
+    """Losses of each step and those of plain PyTorch; the model has its own code back at the end."""
     optimizer, theirs = ElixirOptimizer(module, adamw(module.module)), adamw(plain)
     for _ in range(steps):
         mine, loss = it.loss(module, it.inp), it.loss(plain, it.inp)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from tests.pretend_cuda import DEVICE_NAME
+from tests.cuda_emulator import DEVICE_NAME
 
 DEVICE = "cpu"
 """``cuda`` in a run with ``--cuda``."""
@@ -39,7 +39,7 @@ def on_the_cpu(reason: str) -> pytest.MarkDecorator:
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, or a run with --cuda")
 needs_real_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or pretended(), reason="needs a CUDA device with kernels, times and memory of its own"
+    not torch.cuda.is_available() or pretended(), reason="needs a CUDA device with real kernels, times and memory"
 )
 needs_pretended_gpu = pytest.mark.skipif(
     not pretended(),

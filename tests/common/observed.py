@@ -1,4 +1,4 @@
-"""What a run would have seen."""
+"""Observations as a run would have made them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elixir.search.replan import Observation
 
 
 def steady(plan: Plan, **changes: Any) -> Observation:
-    """What is seen where everything went as predicted."""
+    """The observation of a run in which everything went as predicted."""
     predicted = plan.predicted
     seen = Observation(
         step_s=predicted.seconds["total"],

@@ -1,4 +1,4 @@
-"""A model run under a plan beside the same model in plain PyTorch, step by step, to the bit."""
+"""A model run under a plan, compared with the same model in plain PyTorch, step by step, to the bit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.default_step import default_input
+from elixir.models import default_input
 from elixir.plan import ChunkPlan, Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import Engine, engine_of
 from tests.common import gpu
+from tests.common.debug import debugged
 from tests.common.tiny_models import FAMILIES, tiny
 
 LossFn = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
@@ -116,7 +118,7 @@ class Pair:
         self.plain = (copy.deepcopy(case.model) if plain is None else plain).to(device)
         self.plain_optimizer = make(self.plain)
         built = None if after else make(case.model)
-        self.module = ElixirModule(case.model, plan, device=device, **({"poison": True} | options))
+        self.module = ElixirModule(case.model, plan, device=device, **debugged(options, poison=True))
         self.max_norm = max_norm
         self.optimizer = ElixirOptimizer(
             self.module, make(self.module.module) if built is None else built, max_norm=max_norm
@@ -127,6 +129,11 @@ class Pair:
 
     def __exit__(self, *_: object) -> None:
         self.module.close()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine under the wrapped model."""
+        return engine_of(self.module)
 
     def backward(self, inp: dict[str, Any] | None = None, scale: float = 1.0) -> float:
         """Forward and backward of both; their losses must be the same bits."""

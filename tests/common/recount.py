@@ -1,6 +1,7 @@
-"""A plan's numbers worked out again from the plan and its trace alone, access by access; shares no code with the search.
+"""A plan's numbers worked out again from the plan and its trace alone, access by access; shares no code with the
+search.
 
-The formulas are those of `docs/search.md`. Slow and plain on purpose: no slots, no prefix sums, no bits.
+The formulas are those of `docs/appendix/formulas.md`. Slow and plain on purpose: no slots, no prefix sums, no bits.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elixir.plan import Plan
-from elixir.tracer.step_trace import StepTrace
+from elixir.step_trace import StepTrace
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 FP32_BYTES = 4
@@ -16,7 +17,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Recount:
-    """What a plan should have predicted."""
+    """The numbers that a plan should have predicted."""
 
     device_peak_bytes: int
     host_peak_bytes: int
@@ -89,15 +90,17 @@ class Recounter:
         """Bytes over each link, per rank."""
         loaded, chunks = self.loads(), self.plan.chunks
         trained = [c for c in range(len(chunks)) if self.arrivals[c]]
-        away = [c for c in trained if chunks[c].state_home != "device"]
+        # Several ranks reduce all that is trainable, zeros where no gradient comes, and gather what is resident anew.
+        sent = [c for c in range(len(chunks)) if chunks[c].trainable] if self.world > 1 else trained
+        away = [c for c in sent if chunks[c].state_home != "device"]
         updated_from_disk = sum(self.on_disk(c) for c in trained)
-        gathered = [*loaded, *(c for c in trained if chunks[c].resident)]
+        gathered = [*loaded, *(c for c in sent if chunks[c].resident)]
         return {
             "host_to_device": sum(self.shard[c] for c in loaded if chunks[c].weight_home == "host")
-            + sum(self.shard[c] for c in away if chunks[c].weight_home == "device"),
+            + sum(self.shard[c] for c in away if c in trained and chunks[c].weight_home == "device"),
             "device_to_host": sum(self.shard[c] for c in away),
             # A reduction receives as much as a gather: all shards but one's own.
-            "network": sum(self.size[c] - self.shard[c] for c in (*gathered, *trained)),
+            "network": sum(self.size[c] - self.shard[c] for c in (*gathered, *sent)),
             "disk_read": updated_from_disk,
             "disk_write": updated_from_disk,
         }
@@ -153,7 +156,7 @@ class Recounter:
         return constant + max(*totals, step)
 
     def temporary_bytes(self, numel: int, *, low: bool) -> int:
-        """What the step of a shard takes: its gradient in fp32; with moments in fewer bits, those of a piece."""
+        """Bytes that the step of a shard takes: its gradient in fp32; with moments in fewer bits, those of a piece."""
         if self.plan.moments == "float32":
             return numel * FP32_BYTES * low
         return min(numel, 2**23) * {"bfloat16": 28, "8bit": 58}[self.plan.moments]
@@ -206,6 +209,13 @@ class Recounter:
             and chunk.state_home != "device"
         ]
         amount += min(len(staged), 2) * max(staged, default=0)
+        if self.plan.accumulation > 1:
+            added = [
+                self.shard[c]
+                for c, chunk in enumerate(self.plan.chunks)
+                if chunk.state_home != "device" and self.arrivals[c]
+            ]
+            amount += min(len(added), 2) * max(added, default=0)
         on_disk = [amount for amount in map(self.on_disk, range(len(self.size))) if amount]
         return amount + min(len(on_disk), 2) * max(on_disk, default=0)
 

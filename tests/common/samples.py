@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from elixir.hardware import HardwareProfile
-from elixir.moments import StateSize
+from elixir.optimizer_states import StateSize
 from elixir.plan import LINKS, ChunkPlan, ChunkUse, ParamSlot, Plan, PlanPrediction
-from elixir.tracer.step_trace import AccessEvent, Contributor, CurveSample, ParamInfo, StepTrace
+from elixir.step_trace import AccessEvent, Contributor, CurveSample, ParamInfo, StepTrace
 from elixir.units import GIB
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elixir.errors import PlanError
 from elixir.plan import PARAM_ALIGNMENT_BYTES, Plan
 from elixir.search import plan_from_trace
-from elixir.tracer.step_trace import StepTrace
+from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.recount import Recount, Recounter
 from tests.common.samples import make_hardware
@@ -35,7 +35,8 @@ def link_bytes(made: Plan) -> int:
 
 @st.composite
 def traces(draw: st.DrawFn, dtypes: tuple[str, ...] = ("bfloat16", "bfloat16", "float32")) -> StepTrace:
-    """Layers of large parameters: some frozen, unused, tied across the step or pinned for long, maybe of several dtypes."""
+    """Layers of large parameters: some frozen, unused, tied across the step or pinned for long, maybe of several
+    dtypes."""
     build = TraceBuilder()
     layers = draw(st.integers(1, 12))
     per_layer = draw(st.integers(1, 3))
@@ -74,7 +75,8 @@ def traces(draw: st.DrawFn, dtypes: tuple[str, ...] = ("bfloat16", "bfloat16", "
 
 
 def check_consistent(made: Plan, trace: StepTrace) -> None:
-    """What holds for every plan: it can be run from its file alone, and an independent count gives its numbers."""
+    """Check what holds for every plan: it can be run from its file alone, and an independent count gives its
+    numbers."""
     predicted = made.predicted
     assert predicted.device_peak_bytes <= made.device_budget_bytes
     assert predicted.host_peak_bytes <= made.host_budget_bytes

@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from elixir.moments import StateSize
-from elixir.search.candidate import Candidate, weigh
-from elixir.search.classic import classic_candidates
-from elixir.search.memory import MemoryModel, Placement, Setting
-from elixir.search.optimal import MOST_AHEAD
-from elixir.search.space import Budgets, SearchSpace
-from elixir.tracer.step_trace import StepTrace
+from elixir.optimizer_states import StateSize
+from elixir.plan import Home
+from elixir.search.problem import MemoryModel, Placement, Setting
+from elixir.search.propose import MOST_AHEAD, Budgets, Candidate, SearchSpace, classic_candidates, weigh
+from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.samples import make_hardware
 from tests.common.synthetic_trace import TraceBuilder
@@ -44,7 +42,7 @@ class SmallSearch:
         return list(found.values())
 
     def classic(self) -> list[Candidate]:
-        """What the first Elixir would have chosen, where that fits the host."""
+        """The choice of the first Elixir, if that fits the host."""
         proposals = classic_candidates(self.space, self.budgets.device_bytes, self.depth)
         return [candidate for candidate in proposals if candidate.need.host_bytes <= self.budgets.host_bytes]
 
@@ -52,7 +50,7 @@ class SmallSearch:
 def small_search(
     seed: int, *, most_chunks: int = 8, world_size: int | None = None, in_backward: bool = False
 ) -> SmallSearch:
-    """A trace with at most so many parameters, a machine with speeds of its own, and budgets between least and most."""
+    """A trace with at most so many parameters, a machine with random speeds, and budgets between least and most."""
     draw = random.Random(seed)
     world = world_size or draw.choice((1, 2))
     trace = _trace(draw, draw.randint(2, most_chunks))
@@ -104,10 +102,9 @@ def _trace(draw: random.Random, count: int) -> StepTrace:
 
 def _everywhere(model: MemoryModel, *, on_device: bool) -> Placement:
     if on_device:
-        flags = (True,) * len(model.work.chunks)
-        return Placement(flags, flags, flags)
-    outsized = tuple(chunk.outsized for chunk in model.work.chunks)
-    return Placement(outsized, outsized, tuple(c.outsized and not c.trainable for c in model.work.chunks))
+        return Placement.everywhere(Home.RESIDENT, len(model.work.chunks))
+    outsized = {True: Home.RESIDENT_HOST, False: Home.RESIDENT}
+    return Placement(tuple(outsized[c.trainable] if c.outsized else Home.HOST for c in model.work.chunks))
 
 
 def _extremes(model: MemoryModel) -> tuple[int, int]:
@@ -139,7 +136,13 @@ def every_placement(model: MemoryModel) -> list[Placement]:
     found = (
         itertools.product(*(homes_of(model, chunk, gathered=gathered) for chunk in chunks)) for gathered in families
     )
-    return [Placement(*zip(*homes, strict=True)) for family in found for homes in family]
+    return [Placement(tuple(map(home_of, homes))) for family in found for homes in family]
+
+
+def home_of(homes: Homes) -> Home:
+    """By its flags."""
+    resident, weight, state = homes
+    return Home.find(resident, "device" if weight else "host", "device" if state else "host")
 
 
 def every_plan(model: MemoryModel, search: SmallSearch, placement: Placement) -> Iterator[Candidate]:
@@ -162,7 +165,8 @@ def best_of_all(search: SmallSearch, *, skip: bool = False) -> Candidate | None:
 
     Args:
         search: the instance.
-        skip: leave out homes whose floor (`CostModel.floor_s`, with a block for every chunk) is above the best so far.
+        skip: leave out homes whose floor (`SimulatedCost.floor_s`, with a block for every chunk) is above the best so
+            far.
     """
     best: Candidate | None = None
     for model in search.models():

@@ -21,14 +21,14 @@ from typing import Any
 
 _PRELOAD = ["torch", "torch.distributed", "tests.common.ddp"]
 GROUP_TIMEOUT_S = 60.0
-"""Of collectives, unless a test asks for another."""
+"""Timeout of collectives, unless a test asks for another."""
 WAIT_S = 120.0
 """How long a whole run may take."""
 
 
 @dataclass
 class Outcome:
-    """What became of one rank."""
+    """The outcome of one rank."""
 
     rank: int
     result: Any = None
@@ -117,7 +117,7 @@ def _rank_main(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # Ranks stand for machines of their own; what one draws must not depend on another.
+    # Ranks stand for separate machines; what one draws must not depend on another.
     torch.manual_seed(0)
     dist.init_process_group(
         "gloo",

@@ -6,15 +6,15 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from elixir.chunk.cache import RCache
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradientFlow
+from elixir.chunk.rcache import RCache
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
-from elixir.search.plan_reading import placement_of, workload_of
-from elixir.search.rates import Rates, main_dtype
-from elixir.search.work_times import LOAD, OPEN, SEND, WorkTimes
-from elixir.tracer.step_trace import StepTrace
+from elixir.search.problem import placement_of, workload_of
+from elixir.search.simulator import Rates, WorkTimes, main_dtype
+from elixir.search.simulator.events import LOAD, OPEN, SEND
+from elixir.step_trace import StepTrace
 
 _METHODS = ((RCache, "_load", LOAD), (GradientFlow, "_opened", OPEN), (GradientFlow, "_send", SEND))
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from elixir.artifact import digest
-from elixir.tracer.step_trace import AccessEvent, ParamInfo, Phase, StepTrace
+from elixir.step_trace import AccessEvent, ParamInfo, Phase, StepTrace
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 

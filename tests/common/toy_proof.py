@@ -1,7 +1,7 @@
 """The proof on a GPU at toy size: its real jobs, not the rehearsed ones, on the pretended device.
 
 The jobs are those of a real run with small models, few tokens and budgets to match.
-`python tests/common/toy_proof.py --worker` is a worker of it in a process of its own.
+`python tests/common/toy_proof.py --worker` is a worker of it in a separate process.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from benchmark.proof.jobs import Job
 from benchmark.proof.memory import MemoryCase
 from benchmark.proof.models import shape_of
 from elixir.microbench import compute, measurement
-from elixir.model_shapes import ModelShape
-from elixir.tracer import targets
+from elixir.models import ModelShape
+from elixir.tracer.device import target as targets
 from elixir.units import MIB
 
 _TOY = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "vocabulary": 512, "positions": 64}
@@ -43,11 +43,11 @@ def toy(job: Job) -> Job:
     elif job.work == "speed":
         changed = {**options, "changes": _TOY, "seq": _SEQ, "measure_s": 0.05}
         if "budget_bytes" in options:
-            # As large beside weights, gradients and states as it is beside the real model's.
+            # As large compared with weights, gradients and states as it is for the real model.
             share = shape_of(changed).parameters / shape_of(options).parameters
             changed["budget_bytes"] = int(options["budget_bytes"] * share)
         options = changed | ({"host_bytes": _HOST_BYTES} if options["kind"] == "elixir" else {})
-    return dataclasses.replace(job, options=options, expected_s=1.0, limit_s=120.0)
+    return dataclasses.replace(job, options=options, expected_s=1.0, limit_s=600.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def toy_memory_cases() -> tuple[MemoryCase, ...]:
 
 
 class ToyWorkers(runner.ForkedWorkers):
-    """The first in a process of its own, as in a real run; the others forked, since importing takes longer than a toy."""
+    """The first in a new process, as in a real run; the others forked, since importing takes longer than a toy."""
 
     preload = (*runner.ForkedWorkers.preload, "tests.common.toy_proof")
 
@@ -96,7 +96,7 @@ def forked(line: str, log: str) -> None:
 
 def prepare() -> None:
     """Before the first job of a process: the pretended device, and the small cases."""
-    from tests.pretend_cuda import install_nccl
+    from tests.cuda_emulator import install_nccl
 
     install_nccl()
     targets.CUBLAS_HOPPER_WORKSPACE_BYTES = 0  # the CPU's kernels need none, and it would be more than a toy

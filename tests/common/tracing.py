@@ -1,4 +1,4 @@
-"""What tests of the tracer share: machines, predictions, real runs, recorded expert choices."""
+"""Common parts of the tracer's tests: machines, predictions, real runs, recorded expert choices."""
 
 from __future__ import annotations
 

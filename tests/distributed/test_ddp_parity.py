@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from elixir.search import simple_search
-from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.ddp import LR, PLANS, Twins, batch_of, parity
 from tests.common.parity import case, hf_loss
 from tests.common.spawn import run_ranks
@@ -29,14 +29,14 @@ SAMPLE = (
 
 
 def _in_a_smaller_group(rank: int, world_size: int) -> list[float]:
-    """Ranks in pairs, each with a model of its own; the pairs do not run alike."""
+    """Ranks in pairs, each with another model; the pairs do not run alike."""
     group, _ = dist.new_subgroups(2)
     pair = rank // 2
     model = tiny("opt", seed=pair)
     inp = batch_of(model, rank, world_size)
     plan = simple_search(model, 2, 8, 0.01, shard_device="cpu", inp=inp, hardware="cpu")
     plain = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-    module = ElixirModule(model, plan, group, device="cpu", poison=True)
+    module = ElixirModule(model, plan, group, device="cpu", debug=Debug(poison=True))
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=LR))
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=LR)
     losses = []

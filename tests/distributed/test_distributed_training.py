@@ -1,4 +1,4 @@
-"""What training on several ranks is made of: clipping, accumulation, dtypes, frozen weights, states, counts."""
+"""Training on several ranks: clipping, accumulation, dtypes, frozen weights, states, counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir.chunk.lanes import Emulation
-from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.ddp import LR, Twins, batch_of, parity, plan_for
 from tests.common.parity import hf_loss
 from tests.common.spawn import run_ranks
@@ -74,7 +74,7 @@ def _without_sync(rank: int, world_size: int, kind: str) -> None:
         with twins.module.no_sync(), twins.plain.no_sync():
             twins.backward(parts[0], scale=1 / 3)
             twins.backward(parts[1], scale=1 / 3)
-            assert twins.module.gradients.network_bytes == 0
+            assert twins.engine.gradients.moved.network == 0
         if step == 5:  # nothing is reduced before the step, which has to see to it
             twins.optimizer.step()
             averaged = [p.grad for p in twins.plain.parameters()]
@@ -84,7 +84,7 @@ def _without_sync(rank: int, world_size: int, kind: str) -> None:
             twins.plain_optimizer.step()
             break
         twins.backward(parts[2], scale=1 / 3)
-        assert twins.module.gradients.network_bytes > 0
+        assert twins.engine.gradients.moved.network > 0
         twins.step()
     twins.check()
     twins.optimizer.zero_grad()
@@ -127,7 +127,9 @@ def _low_precision(rank: int, world_size: int, reduce_fp32: bool) -> None:
     master = copy.deepcopy(model)  # a bf16 model stepped through float32 master weights, gradients averaged by hand
     low = copy.deepcopy(model).to(dtype)
     plan = plan_for(model, inp, "host", unified_dtype=dtype)
-    module = ElixirModule(model, plan, device="cpu", dtype=dtype, reduce_always_fp32=reduce_fp32, poison=True)
+    module = ElixirModule(
+        model, plan, device="cpu", dtype=dtype, reduce_always_fp32=reduce_fp32, debug=Debug(poison=True)
+    )
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=LR))
     plain = torch.optim.AdamW(master.parameters(), lr=LR)
     for _ in range(10):
@@ -161,7 +163,7 @@ def _overflow(rank: int, world_size: int) -> None:
     model = tiny("opt")
     inp = batch_of(model, rank, world_size)
     plan = plan_for(model, inp, "host", unified_dtype=torch.float16)
-    module = ElixirModule(model, plan, device="cpu", poison=True)
+    module = ElixirModule(model, plan, device="cpu", debug=Debug(poison=True))
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=LR), initial_scale=256.0)
     start = module.state_dict()
     for step in range(3):
@@ -219,10 +221,10 @@ def _counts(rank: int, world_size: int, kind: str, checkpoint: Any) -> None:
         assert report.observed["loads"] == predicted.loads, f"step {step}"
         for link in ("host_to_device", "device_to_host", "network"):
             assert report.observed[link] == predicted.moved_bytes[link], f"step {step}: {link}"
-        assert twins.module.gradients.extra_blocks == 0
+        assert twins.engine.gradients.extra_blocks == 0
         # Arenas count all but activations, buffers and single gradients in flight.
-        device = twins.module.arena.peak_bytes["device"]
-        assert device <= predicted.device_peak_bytes, f"step {step}: {twins.module.arena.parts('device')}"
+        device = twins.engine.arena.peak_bytes["device"]
+        assert device <= predicted.device_peak_bytes, f"step {step}: {twins.engine.arena.parts('device')}"
     twins.close()
 
 
@@ -252,7 +254,7 @@ def _with_delays(rank: int, world_size: int, seeds: int) -> None:
         plan = plan_for(model, inp, "host")
         # Other delays on every rank, so that each in turn is late.
         emulation = Emulation(delay_s=2e-3, seed=world_size * seed + rank) if seed >= 0 else None
-        module = ElixirModule(model, plan, device="cpu", poison=True, emulation=emulation)
+        module = ElixirModule(model, plan, device="cpu", debug=Debug(poison=True, emulation=emulation))
         optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=LR), max_norm=1.0)
         losses = []
         for _ in range(3):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from elixir.checkpoint_format import open_checkpoint, verify
 
 ROOT = Path(__file__).parents[2]
 CALL = (
@@ -17,7 +22,7 @@ CALL = (
 
 
 @pytest.mark.parametrize(
-    ("ranks", "more"), [(1, ["--checkpoint"]), (2, []), (1, ["--dtype", "bf16", "--weights-on-meta"])]
+    ("ranks", "more"), [(1, ["--activation-checkpointing"]), (2, []), (1, ["--dtype", "bf16", "--weights-on-meta"])]
 )
 def test_the_loss_falls_and_the_plan_was_right(ranks: int, more: list[str]) -> None:
     launch = [sys.executable]
@@ -37,3 +42,38 @@ def test_the_loss_falls_and_the_plan_was_right(ranks: int, more: list[str]) -> N
         assert line is not None, done.stdout
         observed, predicted = re.split(r" {2,}", line[1].strip())
         assert observed == predicted, line[0]
+
+
+@pytest.mark.slow
+def test_it_goes_on_with_the_same_bits_and_saves_when_it_is_told_to_end(tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, *CALL, "--checkpoint-folder"]
+
+    def run(*words: str) -> None:
+        done = subprocess.run(
+            [*call, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+    run(str(tmp_path / "whole"), "--steps", "6", "--every", "2")
+    assert sorted(os.listdir(tmp_path / "whole")) == ["step-00000004", "step-00000006"]
+    shutil.copytree(tmp_path / "whole" / "step-00000004", tmp_path / "broken" / "step-00000004")
+    run(str(tmp_path / "broken"), "--steps", "6", "--every", "2", "--resume")
+    with (
+        open_checkpoint(tmp_path / "whole" / "step-00000006") as one,
+        open_checkpoint(tmp_path / "broken" / "step-00000006") as other,
+    ):
+        assert one.keys() == other.keys()
+        assert [key for key in one.keys() if not torch.equal(one.read(key), other.read(key))] == []  # noqa: SIM118
+        assert one.index.steps == other.index.steps
+
+    told = [*call, str(tmp_path / "told"), "--steps", "100000", "--every", "100000"]
+    with subprocess.Popen(told, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while "step    0" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+    assert process.returncode == 0
+    (name,) = os.listdir(tmp_path / "told")
+    assert verify(tmp_path / "told" / name) == ()

@@ -1,4 +1,4 @@
-"""What several ranks measure at once."""
+"""Measurements of several ranks at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from elixir.errors import RankError
-from elixir.hardware import preset
-from elixir.host_threads import HostView, adam_threads
+from elixir.hardware import HostView, RateFit, adam_threads, preset
 from elixir.microbench import Bench, Ranks, Series, adam, machine, measurement
 from elixir.microbench.measurement import Effort, median_seconds
 from elixir.microbench.ranks import spawn
-from elixir.rate_fit import RateFit
 from tests.common.spawn import run_ranks
 
 TINY = Effort(2, 2, 0.0, 4, 2**21, 2**18, 1e-3)
@@ -46,7 +44,7 @@ def test_all_ranks_have_the_same_points_under_keys_that_say_so() -> None:
 
 
 def on_a_gpu_machine(rank: int, size: int) -> tuple[list[str], set[tuple[int, tuple[int, ...]]]]:
-    """What the ranks of a GPU machine of 8 cores measure of the host's Adam, and on what."""
+    """The ranks of a GPU machine of 8 cores measure the host's Adam on their threads and cores."""
     measurement._EFFORTS = dict.fromkeys([("cpu", False), ("cpu", True)], TINY)
     adam.host_view = lambda: HostView("here", tuple(range(8)), float("inf"))
     asked: set[tuple[int, tuple[int, ...]]] = set()

@@ -1,4 +1,4 @@
-"""What several ranks take is what their plan allots them, whatever gets no gradient."""
+"""Several ranks take the memory that their plan allots, whatever gets no gradient."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from elixir.search import optimal_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
 from tests.common.spawn import run_ranks
 
 
@@ -42,7 +43,7 @@ def steps(rank: int, world_size: int, overlap: bool) -> tuple[int, int, int]:
         optimizer.zero_grad()
     report = module.last_report
     assert report is not None
-    found = module.gradients.extra_blocks, report.observed["device_peak"], report.device_limit_bytes
+    found = engine_of(module).gradients.extra_blocks, report.observed["device_peak"], report.device_limit_bytes
     module.close()
     return found
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elixir.wrapper import ElixirModule
-from elixir.wrapper.agreement import _digest
+from elixir.wrapper.build.agreement import _digest
 from tests.common.ddp import plan_for
 from tests.common.spawn import run_ranks, run_to_end
 

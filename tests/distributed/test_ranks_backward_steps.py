@@ -16,6 +16,7 @@ from elixir.errors import InputError
 from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.ddp import LossFn, batch_of, plan_for
+from tests.common.debug import debugged
 from tests.common.early import HOMES, begun, planned, rehomed, without
 from tests.common.parity import hf_loss
 from tests.common.spawn import run_ranks
@@ -34,7 +35,7 @@ class Run:
 
     def __init__(self, model: nn.Module, plan: Plan, loss: LossFn, **options: Any) -> None:
         self.loss = loss
-        self.module = ElixirModule(copy.deepcopy(model), plan, device="cpu", **({"poison": True} | options))
+        self.module = ElixirModule(copy.deepcopy(model), plan, device="cpu", **debugged(options, poison=True))
         self.optimizer = ElixirOptimizer(self.module, torch.optim.AdamW(self.module.parameters(), lr=1e-3))
 
     def backward(self, inp: dict[str, Any]) -> list[int]:
@@ -97,11 +98,12 @@ def test_same_bits_of_other_families(family: str, form: str, homes: str) -> None
     run_ranks(2, _parity, family, homes, form, {})
 
 
-# --- data that differs ---------------------------------------------------------------------------------------------------
+# --- data that differs
+# ---------------------------------------------------------------------------------------------------
 
 
 class Experts(nn.Module):
-    """A layer in front, experts that run only if the batch says so, and a layer behind."""
+    """A layer in front, experts that run only if the batch says so, and a layer after them."""
 
     def __init__(self, experts: int = 4) -> None:
         super().__init__()
@@ -178,7 +180,8 @@ def test_batches_that_a_rank_keeps_to_itself(homes: str) -> None:
     run_ranks(2, _added_up, homes)
 
 
-# --- gradients that come late ----------------------------------------------------------------------------------------------
+# --- gradients that come late
+# ----------------------------------------------------------------------------------------------
 
 
 class Late(nn.Module):
@@ -197,8 +200,8 @@ class Late(nn.Module):
 
 
 def _late_plan(model: nn.Module, inp: dict[str, Any]) -> Plan:
-    """The last layer is resident, with its states on the host: its use in front needs no gather, so a rank may be alone with
-    it. All others are streamed, so that the place of its reduction comes before others are fetched."""
+    """The last layer is resident, with its states on the host: its use in front needs no gather, so a rank may be alone
+    with it. All others are streamed, so that the place of its reduction comes before others are fetched."""
     plan = early_plan(model, inp, "streamed", loss=_square, split_number=6)
     resident = [any(slot.name == "layers.5.bias" for slot in chunk.parameters) for chunk in plan.chunks]
     changed = [
@@ -268,7 +271,8 @@ def test_a_chunk_that_comes_late_as_a_whole_is_clipped_before_it_steps() -> None
     run_ranks(2, _clipped)
 
 
-# --- failures --------------------------------------------------------------------------------------------------------------
+# --- failures
+# --------------------------------------------------------------------------------------------------------------
 
 
 class _Stop(Exception):
@@ -305,7 +309,8 @@ def test_a_backward_that_fails_on_all_ranks_is_finished_by_step(homes: str) -> N
     run_ranks(2, _fails, homes)
 
 
-# --- a graph that is kept ------------------------------------------------------------------------------------------------
+# --- a graph that is kept
+# ------------------------------------------------------------------------------------------------
 
 
 def _kept(rank: int, world_size: int, homes: str, early: bool) -> None:

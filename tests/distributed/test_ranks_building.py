@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from elixir.wrapper import ElixirModule
+from elixir.wrapper import Debug, ElixirModule
 from tests.common.ddp import batch_of, plan_for
 from tests.common.parity import case, make_plan
 from tests.common.peaks import resident_growth
@@ -20,14 +20,14 @@ from tests.common.tiny_models import tiny
 
 LARGE = {"layers": 20, "hidden": 512, "heads": 8, "vocabulary": 8192}
 SLACK_BYTES = 16 * 2**20
-"""What an interpreter takes beside tensors."""
+"""Memory of an interpreter without tensors."""
 
 
 def alike(rank: int, world_size: int, kind: str, dtype: str | None) -> dict[str, Any]:
     model = tiny("gpt2", device="meta")
     plan = plan_for(model, batch_of(model, rank, world_size), kind, unified_dtype=dtype)
     torch.manual_seed(7 + rank)  # rank 0 decides
-    module = ElixirModule(model, plan, device="cpu", poison=True)
+    module = ElixirModule(model, plan, device="cpu", debug=Debug(poison=True))
     state = module.state_dict()
     only = module.state_dict(rank0_only=True)
     assert sorted(only) == (sorted(state) if rank == 0 else [])

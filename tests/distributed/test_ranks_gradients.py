@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir.errors import InputError
 from tests.common.ddp import Twins, batch_of
 from tests.common.spawn import run_ranks
 from tests.common.tiny_models import tiny
-from tests.unit import test_runtime_views as views
+from tests.unit.runtime import test_runtime_views as views
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -54,7 +55,7 @@ def _drop(twins: Twins, start: int, by: int = 2) -> None:
 
 
 def _dropping(rank: int, world_size: int, kind: str, alone: bool) -> None:
-    """Every other gradient is dropped behind the first backward: nothing, one or two more follow."""
+    """Every other gradient is dropped after the first backward: nothing, one or two more follow."""
     model = tiny("gpt2", layers=1)
     twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=3, optimizer=_adamw)
     for step in range(6):
@@ -64,13 +65,13 @@ def _dropping(rank: int, world_size: int, kind: str, alone: bool) -> None:
         else:
             twins.backward()
         _drop(twins, step % 2)
-        assert twins.module.holds_gradients()
+        assert twins.engine.holds_gradients()
         for _ in range(max(int(alone), step % 3)):
             twins.backward()
         twins.optimizer.step()
         twins.plain_optimizer.step()
         _drop(twins, 0, by=1)  # as good as zero_grad
-        assert not twins.module.holds_gradients()
+        assert not twins.engine.holds_gradients()
     twins.check()
     twins.close()
 
@@ -82,7 +83,8 @@ def test_dropping_single_gradients(kind: str, alone: bool) -> None:
 
 
 def _dropping_all(rank: int, world_size: int) -> None:
-    """What is dropped on all ranks is as if it had never come: a step changes nothing, and all go on alike."""
+    """A gradient that is dropped on all ranks is as if it had never come: a step changes nothing, and all go on
+    alike."""
     model = tiny("gpt2", layers=1)
     twins = Twins(model, batch_of(model, rank, world_size), "mixed", optimizer=_adamw)
     twins.train(2)
@@ -136,7 +138,7 @@ def _asked(rank: int, world_size: int, kind: str, checkpoint: Any) -> None:
             found.append(torch.autograd.grad(twins.loss(side, twins.inp), asked))
         # This rank's own, as in the model that DDP wraps.
         assert all(torch.allclose(mine, theirs, rtol=1e-4, atol=1e-7) for mine, theirs in zip(*found, strict=True))
-        assert not twins.module.holds_gradients()
+        assert not twins.engine.holds_gradients()
         loss = twins.loss(twins.module, twins.inp)
         loss.backward(inputs=[twins.module.module.get_parameter(name) for name in names])
         twins.loss(plain, twins.inp).backward(inputs=[plain.get_parameter(name) for name in names])
@@ -178,7 +180,7 @@ def _from_the_middle(rank: int, world_size: int, kind: str) -> None:
         mine = _between_layers(twins.module, twins.module.module, twins.inp)
         plain = _between_layers(twins.plain.module, twins.plain.module, twins.inp)
         assert torch.allclose(mine, plain, rtol=1e-4, atol=1e-7)
-        assert not any(chunk.pins for chunk in twins.module.chunks)
+        assert not any(chunk.pins for chunk in twins.engine.chunks)
         twins.train(1)
     twins.check()
     twins.close()
@@ -213,3 +215,56 @@ def _inside_gathered(rank: int, world_size: int) -> None:
 
 def test_backward_and_writes_inside_gathered() -> None:
     run_ranks(2, _inside_gathered)
+
+
+def _writes_nobody_asked_for(rank: int, world_size: int) -> None:
+    model = tiny("gpt2")
+    twins = Twins(model, batch_of(model, rank, world_size), "mixed")
+    twins.train(1)
+    before = twins.module.state_dict()
+    with twins.module.gathered(), torch.no_grad():
+        for parameter in twins.module.parameters():
+            parameter.data.add_(1)
+            with pytest.raises(InputError, match="write=True"):
+                parameter.add_(1)
+    after = twins.module.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    twins.train(2)
+    twins.check()
+    twins.close()
+
+
+def test_writes_inside_gathered_for_reading_are_refused_or_undone() -> None:
+    run_ranks(2, _writes_nobody_asked_for)
+
+
+def _norms(rank: int, world_size: int, kind: str, wrap: dict[str, Any]) -> None:
+    """Batches alone, together, and with gradients dropped in between; the norm is asked for each time."""
+    model = tiny("gpt2", layers=1)
+    twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=3, optimizer=_adamw, wrap=wrap)
+    shards = twins.engine.gradients.by_chunk
+    twins.optimizer.max_norm = 0.3  # the twin is clipped below
+    for alone, together, dropped in ((0, 1, False), (2, 1, False), (0, 2, False), (0, 2, True), (0, 1, True)):
+        for _ in range(alone):
+            with twins.module.no_sync(), twins.plain.no_sync():
+                twins.backward()
+        for batch in range(together):
+            if dropped and batch == together - 1:
+                _drop(twins, batch)
+            twins.backward()
+        hosted = [shards[c.index] for c in twins.engine.chunks if c.plan.trainable and c.plan.state_home == "host"]
+        assert all(shard.norms is not None for shard in hosted), "summed on the way"
+        mine = twins.optimizer.clip_grad_norm_(0.3)
+        plain = torch.nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.3)
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=0.0)
+        twins.optimizer.step()
+        twins.plain_optimizer.step()
+        twins.optimizer.zero_grad()
+        twins.plain_optimizer.zero_grad()
+    twins.check()
+    twins.close()
+
+
+@pytest.mark.parametrize(("kind", "wrap"), [("host", {}), ("mixed", {"reduce_always_fp32": True})])
+def test_the_norm_is_summed_on_the_way(kind: str, wrap: dict[str, Any]) -> None:
+    run_ranks(2, _norms, kind, wrap)

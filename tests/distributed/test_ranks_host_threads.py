@@ -1,4 +1,4 @@
-"""Ranks of one machine: the host's Adam of each is bound to cores of its own, everything else stays free."""
+"""Ranks of one machine: the host's Adam of each is bound to separate cores, everything else stays free."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _cores(rank: int, world_size: int, bind: str) -> tuple[set[int], set[int], s
     twins = Twins(model, batch_of(model, rank, world_size), "host")
     twins.train(1)
     found: list[tuple[set[int], int]] = []
-    lane = twins.module._lanes.host_adam
+    lane = twins.engine.lanes.host_adam
     lane.submit(lambda: found.append((os.sched_getaffinity(0), torch.get_num_threads()))).wait()
     twins.close()
     return before, os.sched_getaffinity(0), found[0][0], found[0][1], torch.get_num_threads()

@@ -19,7 +19,7 @@ def training(rank: int, world_size: int, kind: str) -> None:
         predicted = twins.plan.predicted.host_parts["optimizer_states"]
         twins.train(2)
         twins.module.settle()
-        accounted = twins.module.arena.parts("host")["optimizer_states"]
+        accounted = twins.engine.arena.parts("host")["optimizer_states"]
         assert accounted * world_size == predicted  # that of a machine, all its ranks together
         for plan in (mixed(twins.plan), twins.plan):
             if moves:

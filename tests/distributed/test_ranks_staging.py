@@ -10,7 +10,8 @@ import torch
 
 from elixir.chunk.lanes import Emulation
 from elixir.plan import Plan
-from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
 from tests.common.ddp import batch_of, plan_for
 from tests.common.parity import hf_loss
 from tests.common.spawn import run_ranks
@@ -31,7 +32,9 @@ def trained(rank: int, world_size: int, plan: Plan, *, two: bool, **options: Any
     model = tiny("opt")
     inp = batch_of(model, rank, world_size)
     emulation = Emulation(delay_s=0.004, seed=rank)
-    module = ElixirModule(model, plan, device="cpu", dtype=BF16, poison=True, emulation=emulation, **options)
+    module = ElixirModule(
+        model, plan, device="cpu", dtype=BF16, debug=Debug(poison=True, emulation=emulation), **options
+    )
     parameters = list(module.parameters())
     parts = (parameters[::2], parameters[1::2]) if two else (parameters,)
     optimizers = [ElixirOptimizer(module, torch.optim.AdamW(part, lr=1e-2, weight_decay=0.1)) for part in parts]
@@ -43,7 +46,7 @@ def trained(rank: int, world_size: int, plan: Plan, *, two: bool, **options: Any
         module.settle()
     found = {name: value.clone() for name, value in module.state_dict().items()}
     shards = [chunk.weight_bytes // world_size for chunk in plan.chunks if chunk.returns_rounded]
-    assert module.arena.parts("host").get("staging", 0) == min(len(shards), 2) * max(shards, default=0)
+    assert engine_of(module).arena.parts("host").get("staging", 0) == min(len(shards), 2) * max(shards, default=0)
     report = module.last_report
     assert report is not None
     # Less where a shard ends in padding, which has no moments; fused, two optimizers both have those of a whole shard.

@@ -13,6 +13,7 @@ import elixir
 from elixir import api
 from elixir.errors import PlanError, RankError
 from elixir.search.replan import Correction
+from elixir.wrapper.engine import engine_of
 from tests.common.ddp import LR, batch_of
 from tests.common.parity import hf_loss, mixed
 from tests.common.spawn import run_ranks
@@ -37,7 +38,7 @@ def training(rank: int, world_size: int, move: bool) -> list[str]:
             loss.backward()
             stepping.step()
             stepping.zero_grad()
-    assert module.before_forward is None
+    assert engine_of(module).before_forward is None
     if move:
         assert module.plan.chunks == mixed(before).chunks
     state = module.state_dict()

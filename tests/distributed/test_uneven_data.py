@@ -18,7 +18,7 @@ WIDTH = 32
 
 
 class Experts(nn.Module):
-    """Layers of experts that run only if the batch says so, each with parameters of its own.
+    """Layers of experts that run only if the batch says so, each with separate parameters.
 
     `chosen` names the experts that this rank's batch needs; the traced step needs all.
     """
@@ -81,7 +81,7 @@ def _routing(rank: int, world_size: int, kind: str, wrap: dict[str, Any], frozen
         twins.backward({"x": x, "chosen": chosen, "extra": rank == 0 or 1 in chosen})
         twins.step()
     twins.check()
-    # In every step the network carried what the plan says, whoever used what.
+    # In every step the network carried what the plan says, whatever each rank used.
     assert twins.module.last_report is not None
     assert twins.module.last_report.deviations == 0
     twins.close()
@@ -93,7 +93,7 @@ def test_experts_that_differ_between_ranks(kind: str) -> None:
 
 
 def test_frozen_experts_that_differ_between_ranks() -> None:
-    # Experts are gathered, but have no reductions that others would wait behind.
+    # Experts are gathered, but have no reductions that others would wait for.
     run_ranks(2, _routing, "host", {}, True)
 
 

@@ -12,7 +12,7 @@ from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.gpu import needs_gpu, needs_pretended_gpu, pretended
 from tests.common.parity import MODES, Pair, adamw, case, make_plan
-from tests.pretend_cuda.races import watching
+from tests.cuda_emulator.races import watching
 
 pytestmark = needs_gpu
 
@@ -64,7 +64,7 @@ def test_an_optimizer_that_could_be_captured(mode: str, on_device: bool) -> None
     with Pair(it, plan) as pair:
         # The twin is stepped with the number that the tensor holds.
         pair.plain_optimizer = torch.optim.AdamW(pair.plain.parameters(), lr=torch.tensor(1e-3).item())
-        pair.module.optimizers.clear()
+        pair.engine.steppers.clear()
         pair.optimizer = ElixirOptimizer(pair.module, captured(pair.module))
         pair.train(3)
         pair.optimizer.param_groups[0]["lr"].mul_(0.5)  # as schedulers do

@@ -1,4 +1,4 @@
-"""What users begin with runs on a CUDA device without a word about it: `elixir.wrap`, and the example."""
+"""Users' first programs run on a CUDA device unchanged: `elixir.wrap`, and the example."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import elixir
+from elixir.wrapper.engine import engine_of
 from tests.common.gpu import needs_gpu, needs_pretended_gpu
 from tests.common.parity import hf_loss
 from tests.common.tiny_models import tiny
-from tests.pretend_cuda import TOTAL_BYTES
+from tests.cuda_emulator import TOTAL_BYTES
 
 pytestmark = needs_gpu
 
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_wrap_takes_the_device_that_is_here() -> None:
     model = tiny("opt")
-    inp = elixir.models.default_input(model, batch=2, seq=16)
+    inp = elixir.models.loading.default_input(model, batch=2, seq=16)
     module, optimizer = elixir.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), inp=inp)
     assert module.device.type == "cuda"
     there = {name: value.cuda() for name, value in inp.items()}
@@ -34,7 +35,7 @@ def test_wrap_takes_the_device_that_is_here() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert module.before_forward is None
+    assert engine_of(module).before_forward is None
     assert losses[-1] < losses[0]
     module.close()
 
@@ -46,7 +47,7 @@ def test_a_device_that_no_preset_knows_is_planned_for_with_the_memory_it_has(cap
     assert "no preset" in caplog.text
 
 
-@pytest.mark.parametrize("more", [[], ["--device-memory", "110MiB", "--checkpoint"]])
+@pytest.mark.parametrize("more", [[], ["--device-memory", "110MiB", "--activation-checkpointing"]])
 def test_the_example_trains(
     more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,8 +1,10 @@
-"""Whatever touches the same memory is ordered by streams, events and waits: on the pretended device, which writes down all."""
+"""Whatever touches the same memory is ordered by streams, events and waits: on the pretended device, which writes down
+all."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,19 +12,22 @@ from typing import Any
 import pytest
 import torch
 
+from elixir.chunk.gradients import Passage
+from elixir.chunk.lanes import Ticket
 from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
 from tests.common.early import HOMES, early_plan
 from tests.common.gpu import needs_pretended_gpu
 from tests.common.parity import MODES, Case, case, make_plan, mixed
-from tests.pretend_cuda import install
-from tests.pretend_cuda.races import HostAccesses, Races, watching
-from tests.unit.test_runtime_overlap import states_on_host
+from tests.cuda_emulator import install
+from tests.cuda_emulator.races import HostAccesses, Races, watching
+from tests.unit.runtime.test_runtime_overlap import states_on_host
 
 pytestmark = needs_pretended_gpu
 
 Between = Callable[[ElixirModule, ElixirOptimizer, Case], object]
-"""What a caller does after a step."""
+"""Do what a caller does after a step."""
 
 
 def train(
@@ -161,9 +166,12 @@ def test_what_callers_do_between_steps(mode: str, between: Between, monkeypatch:
 
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("mode", [*MODES, "states"])
-def test_forward_and_backward_are_submitted_without_waiting(mode: str, batches: int) -> None:
+def test_forward_and_backward_are_submitted_without_waiting(
+    mode: str, batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the device has still to do, the thread that gives it work goes on."""
     device, it = install(), on_cuda("opt")
+    far_behind(monkeypatch)
     plan = replace(plan_of(it, mode, unified_dtype="bfloat16"), accumulation=batches)
     module = ElixirModule(it.model, plan, device="cuda")
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()), max_norm=1.0)
@@ -177,12 +185,77 @@ def test_forward_and_backward_are_submitted_without_waiting(mode: str, batches: 
             submitting = {entry[2] for entry in log if entry[0] == "operator"} | {threading.get_ident()}
             waits = [e for e in log if e[0].startswith("synchronize") and e[2] in submitting - issuers(log)]
             assert not waits, (step, batch, waits)
-        device.start_log()
-        optimizer.step()
-        optimizer.zero_grad()
-        log = device.stop_log()
-        if mode == "resident":  # nor is the norm waited for where nobody but the device needs it
-            assert not [entry for entry in log if entry[0].startswith("synchronize")]
+        waits = waits_of_step(optimizer)
+        # One number, the norm, for the host to multiply by; none where nobody but the device needs it, or the host has
+        # summed.
+        assert len(waits) <= (mode != "resident" and (batches == 1 or mode == "mixed")), (step, waits)
+    module.close()
+
+
+def far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that the device has been given is done yet: code that needs it has to wait."""
+    monkeypatch.setattr(torch.cuda.Event, "query", lambda event: False)
+
+
+def waits_of_step(optimizer: ElixirOptimizer) -> list[tuple[Any, ...]]:
+    """Where this thread waits for the device in a step, and in what comes before the next forward."""
+    device = install()
+    device.start_log()
+    optimizer.step()
+    optimizer.zero_grad()
+    log = device.stop_log()
+    return [entry for entry in log if entry[0].startswith("synchronize") and entry[2] == threading.get_ident()]
+
+
+@pytest.mark.parametrize(("mode", "moments"), [(m, "float32") for m in (*MODES, "states")] + [("mixed", "bfloat16")])
+def test_a_step_without_clipping_waits_for_nothing(mode: str, moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = on_cuda("opt")
+    far_behind(monkeypatch)
+    module = ElixirModule(it.model, plan_of(it, mode, unified_dtype="bfloat16", moments=moments), device="cuda")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
+    for step in range(3):
+        optimizer.backward(it.loss(module, it.inp))
+        assert not waits_of_step(optimizer), step
+    module.close()
+
+
+def test_gradients_of_a_later_batch_are_copied_while_others_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through two buffers that are there before the first backward; each is written again only after its sum."""
+    it, gate, passed = on_cuda("opt"), threading.Event(), []
+    plan = replace(plan_of(it, "streamed"), accumulation=2)
+    module = ElixirModule(it.model, plan, device="cuda")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
+    before = engine_of(module).arena.parts("host")["gradients"]
+    shards = [chunk.weight_bytes for chunk in plan.chunks if chunk.grad_rank is not None]
+    assert len(shards) > 2
+    assert before == sum(shards) + 2 * max(shards)
+    optimizer.backward(it.loss(module, it.inp))
+    add = Passage.add
+
+    def noted(passage: Passage, *args: Any, **options: Any) -> tuple[Ticket, Ticket]:
+        passed.append(add(passage, *args, **options))
+        return passed[-1]
+
+    monkeypatch.setattr(Passage, "add", noted)
+    engine_of(module).lanes.host_adam.submit(gate.wait)
+    # In a thread: once both buffers are full, backward waits for a gradient block that has left.
+    backward = threading.Thread(target=optimizer.backward, args=(it.loss(module, it.inp),))
+    backward.start()
+    try:
+        until = time.monotonic() + 60
+        while len(passed) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        for gone, _ in passed[:2]:
+            gone.synchronize()
+        assert not any(gone.done() for gone, _ in passed[2:])
+        assert not any(added.done() for _, added in passed)
+    finally:
+        gate.set()
+        backward.join()
+    assert len(passed) == len(shards)
+    optimizer.step()
+    module.settle()
+    assert engine_of(module).arena.parts("host")["gradients"] == before
     module.close()
 
 
@@ -196,7 +269,7 @@ def issuers(log: list[tuple[Any, ...]]) -> set[int]:
 
 
 def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the check itself: two streams, one buffer, with and without an event between them."""
+    """The check itself: two streams, one buffer, with and without an event between them."""
     for waits in (True, False):
         with watching(monkeypatch) as races:
             buffer, other = torch.zeros(100, device="cuda"), torch.cuda.Stream()
@@ -211,7 +284,7 @@ def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_that_another_stream_still_reads_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the check itself: freed while a stream that was not recorded reads it."""
+    """The check itself: freed while a stream that was not recorded reads it."""
 
     def read(recorded: bool) -> Races:
         with watching(monkeypatch) as races:

@@ -1,8 +1,9 @@
-"""Host memory beside a CUDA device is pinned at its exact size, for exactly as long as it lives."""
+"""Host memory next to a CUDA device is pinned at its exact size, for exactly as long as it lives."""
 
 from __future__ import annotations
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ import torch
 from elixir.chunk.buffers import Arena
 from elixir.errors import StateError
 from elixir.wrapper import ElixirModule
+from elixir.wrapper.engine import engine_of
 from tests.common.gpu import needs_gpu, needs_pretended_gpu
 from tests.common.parity import case, make_plan
-from tests.pretend_cuda import install
+from tests.common.smaps import kernel_flags
+from tests.cuda_emulator import install
 
 pytestmark = needs_gpu
 
@@ -40,6 +43,62 @@ def test_memory_can_be_pinned_again_by_whoever_gets_it_next() -> None:
     for _ in range(20):
         view = arena.make(100_000, torch.float32, "host", "weights")[10:20]
         assert view.is_pinned()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_no_buffer_of_the_host_is_for_child_processes() -> None:
+    arena = Arena(torch.device("cuda", 0))
+    for pin in (True, False):
+        buffer = arena.make(5_000_000, torch.bfloat16, "host", "weights", pin=pin)
+        assert buffer.is_pinned() == pin
+        assert "dc" in kernel_flags(buffer)
+
+
+@pytest.mark.parametrize(("dtype", "copied"), [(torch.bfloat16, False), (None, True)])
+def test_masters_are_pinned_only_where_new_weights_are_copied_from_them(
+    dtype: torch.dtype | None, copied: bool
+) -> None:
+    it = case("opt")
+    module = ElixirModule(it.model, make_plan(it, "mixed", unified_dtype=dtype), device="cuda", dtype=dtype)
+    on_host = [chunk for chunk in engine_of(module).chunks if chunk.plan.trainable and chunk.plan.state_home == "host"]
+    masters = [chunk for chunk in on_host if chunk.masters is not None]
+    assert masters
+    for chunk in masters:
+        assert chunk.masters is not None
+        assert chunk.masters.is_pinned() == (copied and chunk.plan.weight_home == "device")
+    assert all(
+        chunk.shard.is_pinned()
+        for chunk in engine_of(module).chunks
+        if chunk.shard is not None and not chunk.shard.is_cuda
+    )
+    module.close()
+
+
+@needs_pretended_gpu
+def test_pins_for_every_context_on_the_device_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[object] = []
+    asked: list[tuple[int, ...]] = []
+
+    class OneDevice:
+        def __init__(self, device: object) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+
+        def __exit__(self, *_: object) -> None:
+            entered.pop()
+
+    def register(*args: int) -> int:
+        assert entered == [torch.device("cuda", 0)]
+        asked.append(args)
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "device", OneDevice)
+    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", register)
+    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostUnregister", lambda pointer: 0)
+    buffer = Arena(torch.device("cuda", 0)).make(100, torch.float32, "host", "weights")
+    assert asked == [(buffer.data_ptr(), 400, 1)]
 
 
 @needs_pretended_gpu

@@ -1,7 +1,8 @@
 """On the pretended CUDA device, a step takes to the byte what its trace says.
 
-Its allocator sees every tensor, with the lifetimes that autograd gives it on a CUDA device, and the buffers that attention
-allocates. It does not see what kernels hold otherwise: `Seen` leaves that out of the prediction, operator by operator.
+Its allocator sees every tensor, with the lifetimes that autograd gives it on a CUDA device, and the buffers that
+attention allocates. It does not see what kernels hold otherwise: `Seen` leaves that out of the prediction, operator by
+operator.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmark.proof.memory import MemoryCase, observe_cuda, predict
 from benchmark.proof.place import Place
 from elixir.tracer import StepTrace, trace_step
-from elixir.tracer.targets import CudaTarget
+from elixir.tracer.device import CudaTarget
 from elixir.units import parse_dtype
 from tests.common.gpu import needs_pretended_gpu
 from tests.common.tracing import H200
@@ -35,7 +36,8 @@ class Seen(CudaTarget):
     """The rules for CUDA without what kernels hold inside.
 
     Left out: workspaces of matrix products and copies of operands that they cannot read (`mm`, `addmm`), sorted ids
-    (`embedding_dense_backward`). Counted: the math form's softmax, composed of others everywhere, and attention's backward.
+    (`embedding_dense_backward`). Counted: the math form's softmax, composed of others everywhere, and attention's
+    backward.
     """
 
     _COUNTED = frozenset(
@@ -50,8 +52,8 @@ class Seen(CudaTarget):
     def matmul_workspace_bytes(self) -> int:
         return 0
 
-    def transient_bytes(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> int:
-        return super().transient_bytes(func, args, outputs) if func in self._COUNTED else 0
+    def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
+        return super().transient_bytes(func, args, kwargs, outputs) if func in self._COUNTED else 0
 
 
 @pytest.fixture(autouse=True)
@@ -282,7 +284,7 @@ def test_optimizers_take_what_is_predicted(optimizer: str, options: dict[str, An
 
 
 def test_sums_of_gradients_take_what_is_predicted() -> None:
-    """Of two micro-batches, clipped."""
+    """A step of two micro-batches, clipped."""
 
     def step(module: nn.Module, inp: dict[str, torch.Tensor]) -> None:
         for part in inp["x"].chunk(2):

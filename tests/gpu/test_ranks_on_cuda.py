@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.ddp import LR, PLANS, batch_of, plan_for
 from tests.common.gpu import needs_pretended_gpu
 from tests.common.parity import hf_loss
 from tests.common.spawn import run_ranks
 from tests.common.tiny_models import tiny
-from tests.pretend_cuda import install_nccl
+from tests.cuda_emulator import install_nccl
 
 pytestmark = [needs_pretended_gpu, pytest.mark.slow]  # compiles a process group, too
 
@@ -32,7 +32,7 @@ def training(rank: int, world_size: int, kind: str) -> None:
     plan = plan_for(model, inp, kind)
     plain: Any = DistributedDataParallel(copy.deepcopy(model))
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=LR)
-    module = ElixirModule(model, plan, group, device="cuda", poison=True)
+    module = ElixirModule(model, plan, group, device="cuda", debug=Debug(poison=True))
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=LR), max_norm=1.0)
     there = {name: value.cuda() for name, value in inp.items()}
     for _ in range(STEPS):

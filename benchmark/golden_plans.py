@@ -1,0 +1,129 @@
+"""Hashes of 40 plans and traces, so that a change of the code's shape shows that it changed no outcome.
+
+    python benchmark/golden_plans.py            compares with benchmark/results/golden_plans.json; status 1 if any differs
+    python benchmark/golden_plans.py --write    records them anew; a commit that does so says why
+
+A case is a command line of `elixir` with its JSON output. Before hashing, fingerprints, versions, dates and the time a trace took are left out,
+fields are mapped to the names in `RENAMED`, and floats are rounded to ten digits, since libraries may sum in another order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from elixir.cli import main as elixir
+from elixir.tracer.device import kernel_memory
+
+GOLDEN = Path(__file__).parent / "results" / "golden_plans.json"
+
+LEFT_OUT = ("fingerprint", "schema_version", "version", "created", "date", "torch", "trace_s")
+"""A field whose name contains one of these says who made the file, when and how quickly, not what was planned."""
+
+RENAMED: dict[str, str] = {}
+"""Name of a field today -> its name when the hashes were recorded."""
+
+BIG = "--dtype bf16 --checkpoint non-reentrant"
+CASES = (
+    *(f"profile {model} --json {flags}" for model, flags in (
+        ("opt-125m", "--device cpu --dtype fp32 --batch 2 --seq 64"),
+        ("opt-13b", f"--device h200 --batch 8 --seq 1024 {BIG}"),
+        ("gpt2-xl", "--device a100 --batch 4 --seq 512 --dtype bf16"),
+        ("llama-3-8b", f"--device h100 --batch 1 --seq 2048 {BIG} --fused-kernels"),
+        ("mixtral-8x7b", f"--device h200 --batch 1 --seq 512 {BIG}"),
+        ("bert-base", "--device cpu --dtype fp32 --batch 2 --seq 64"),
+        ("t5-base", "--device a100 --batch 2 --seq 128 --dtype bf16"),
+        ("vit-base", "--device cpu --dtype fp32 --batch 2"),
+        ("opt-1.3b", "--device rtx4090 --batch 2 --seq 256 --dtype fp16"),
+        ("gpt2-medium", "--device h200 --batch 2 --seq 256 --dtype bf16 --checkpoint reentrant"),
+    )),
+    *(f"plan {model} --json {flags}" for model, flags in (
+        ("opt-125m", "--hardware cpu --dtype fp32 --batch 2 --seq 64 --device-memory 1GiB --host-memory 8GiB"),
+        ("opt-125m", "--hardware cpu --dtype fp32 --batch 2 --seq 64 --device-memory 16GiB --host-memory 8GiB"),
+        ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 8GiB --host-memory 64GiB"),
+        ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 12GiB --host-memory 64GiB --world-size 4"),
+        ("opt-1.3b", "--hardware rtx4090 --batch 2 --seq 512 --dtype fp16 --device-memory 20GiB --host-memory 64GiB"),
+        ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 8GiB --host-memory 64GiB --no-overlap"),
+        ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 8GiB --host-memory 64GiB --placement cpu"),
+        ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 40GiB --host-memory 64GiB --placement cuda"),
+        ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 8GiB --host-memory 64GiB --step-in-backward"),
+        ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 8GiB --host-memory 64GiB --moments 8bit"),
+        ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 8GiB --host-memory 64GiB --moments bfloat16"),
+        ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 8GiB --host-memory 12GiB --disk-memory 100GiB"),
+        ("opt-6.7b", f"--hardware h100 --batch 4 --seq 1024 {BIG} --device-memory 40GiB --host-memory 128GiB"),
+        ("opt-6.7b", f"--hardware h100 --batch 4 --seq 1024 {BIG} --device-memory 20GiB --host-memory 256GiB --world-size 2"),
+        ("opt-13b", f"--hardware h200 --batch 8 --seq 1024 {BIG} --device-memory 130GiB --host-memory 128GiB"),
+        ("opt-13b", f"--hardware h200 --batch 8 --seq 1024 {BIG} --device-memory 80GiB --host-memory 256GiB --step-in-backward"),
+        ("opt-30b", f"--hardware h200 --batch 4 --seq 1024 {BIG} --device-memory 120GiB --host-memory 512GiB"),
+        ("opt-175b", f"--hardware h200 --batch 2 --seq 1024 {BIG} --device-memory 130GiB --host-memory 3000GiB --world-size 8"),
+        ("gpt2-xl", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 10GiB --host-memory 64GiB"),
+        ("gpt2-4b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 20GiB --host-memory 128GiB"),
+        ("gpt2-medium", "--hardware a100 --batch 4 --seq 512 --dtype bf16 --device-memory 8GiB --host-memory 32GiB --optimizer sgd"),
+        ("gpt2-medium", "--hardware cpu --batch 1 --seq 128 --dtype fp32 --device-memory 3GiB --host-memory 32GiB"),
+        ("llama-2-7b", f"--hardware h100 --batch 1 --seq 2048 {BIG} --device-memory 60GiB --host-memory 128GiB --world-size 2"),
+        ("llama-3-8b", f"--hardware rtx4090 --batch 1 --seq 2048 {BIG} --device-memory 22GiB --host-memory 128GiB"),
+        ("llama-3-8b", f"--hardware rtx4090 --batch 1 --seq 2048 {BIG} --device-memory 22GiB --host-memory 64GiB --moments 8bit"),
+        ("llama-3-8b", f"--hardware h100 --batch 2 --seq 2048 {BIG} --device-memory 60GiB --host-memory 128GiB --fused-kernels"),
+        ("mixtral-8x7b", f"--hardware h200 --batch 1 --seq 512 {BIG} --device-memory 120GiB --host-memory 1600GiB --world-size 8"),
+        ("bert-large", "--hardware cpu --batch 2 --seq 64 --dtype fp32 --device-memory 2GiB --host-memory 16GiB"),
+        ("t5-base", "--hardware a100 --batch 2 --seq 128 --dtype bf16 --device-memory 3GiB --host-memory 16GiB"),
+        ("vit-large", "--hardware a100 --batch 4 --dtype bf16 --device-memory 3GiB --host-memory 16GiB"),
+    )),
+)  # fmt: skip
+
+
+def normalised(value: Any) -> Any:
+    """`value` without what says who made it, with the recorded names and rounded floats."""
+    if isinstance(value, dict):
+        kept = {RENAMED.get(key, key): item for key, item in value.items() if not any(w in key for w in LEFT_OUT)}
+        return {key: normalised(item) for key, item in kept.items()}
+    if isinstance(value, list):
+        return [normalised(item) for item in value]
+    return float(f"{value:.10g}") if isinstance(value, float) else value
+
+
+def outcome(case: str) -> str:
+    """The hash of what one command line gives, or the first words of its error."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = elixir(case.split())
+        except SystemExit as error:
+            status = error.code
+    if status:
+        return f"status {status}: {err.getvalue().splitlines()[-1][:120]}"
+    text = json.dumps(normalised(json.loads(out.getvalue())), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="record the hashes anew")
+    parser.add_argument("--only", default="", help="cases that contain this text")
+    args = parser.parse_args()
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    kernel_memory.MAX_RUN_FLOPS = kernel_memory.MAX_SLOW_RUN_FLOPS = (
+        0.0  # what kernels allocate differs between processors
+    )
+    found = {case: outcome(case) for case in CASES if args.only in case}
+    if args.write:
+        GOLDEN.write_text(json.dumps({**golden, **found} if args.only else found, indent=1) + "\n")
+        print(f"{len(found)} outcomes recorded in {GOLDEN}")
+        return 0
+    differing = [case for case, value in found.items() if golden.get(case) != value]
+    for case in differing:
+        print(f"differs: elixir {case}\n  recorded {golden.get(case)}\n  now      {found[case]}")
+    print(f"{len(found) - len(differing)} of {len(found)} outcomes are as recorded")
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,349 @@
+"""How many classes of transformers can be traced, and trained under a streamed plan with the bits of plain PyTorch.
+
+    python benchmark/transformers_classes.py --list              tries all classes of the tasks below in plain PyTorch
+    python benchmark/transformers_classes.py [--only bert opt]   judges those on the list, and appends a row for each
+
+A class is built with a tiny config of two to four layers. It is on the list if plain PyTorch trains it twice with the
+same bits; all others are listed with the reason. Judging it asks four things:
+
+* traced: `trace_step` for target ``cpu`` in fp32, and for an H200 in bf16 if plain PyTorch trains the class in bf16;
+* peak: predicted on the CPU, less observed; expert choices are those of the real step;
+* bits: three steps of AdamW under a streamed plan, with the losses and weights of plain PyTorch.
+
+The list is `results/transformers_classes.json`; rows go to `results/transformers_classes.csv`. Each class runs in a
+process that is forked for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto import configuration_auto, modeling_auto
+
+from benchmark.common import Row, append_rows, conditions, quiet_profiler
+from benchmark.observe import observe_step
+from elixir.errors import ElixirError
+from elixir.hardware import preset
+from elixir.search import simple_search
+from elixir.tracer import RecordedRouting, RoutingRecorder, trace_step
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+
+LIST = Path(__file__).parent / "results" / "transformers_classes.json"
+TASKS = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "ctc": "MODEL_FOR_CTC_MAPPING_NAMES",
+    "tokens": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+}
+"""Task -> the table of transformers that names its classes."""
+
+STEPS, BATCH, LENGTH, VOCABULARY = 3, 2, 16, 128
+MOST_NUMEL = 5_000_000
+SECONDS = 120
+"""A class that takes longer is given up."""
+
+_SIZES: dict[str, int] = {
+    **dict.fromkeys(["hidden_size", "d_model", "n_embd", "dim", "embed_dim", "model_dim", "embedding_size"], 64),
+    **dict.fromkeys(["num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"], 2),
+    **dict.fromkeys(["num_decoder_layers", "num_encoder_layers", "attention_layers"], 2),
+    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"], 4),
+    **dict.fromkeys(["decoder_attention_heads"], 4),
+    **dict.fromkeys(["intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner"], 128),
+    **dict.fromkeys(["ffn_hidden_size", "d_inner", "hidden_dim", "mlp_dim", "shared_intermediate_size"], 128),
+    **dict.fromkeys(["moe_intermediate_size", "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"], 32),
+    **dict.fromkeys(["num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"], 4),
+    **dict.fromkeys(["num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"], 2),
+    **dict.fromkeys(["n_group", "topk_group", "n_shared_experts"], 1),
+    **dict.fromkeys(["q_lora_rank", "kv_lora_rank", "v_head_dim", "head_dim", "d_kv"], 16),
+    **dict.fromkeys(["qk_rope_head_dim", "qk_nope_head_dim"], 8),
+    **dict.fromkeys(["max_position_embeddings", "n_positions", "n_ctx", "max_source_positions"], 64),
+    **dict.fromkeys(["max_target_positions", "max_sequence_length"], 64),
+    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "image_size": 32, "patch_size": 8,
+    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "num_feat_extract_layers": 2,
+}  # fmt: skip
+_LISTS: dict[str, list[int]] = {"conv_dim": [32, 32], "conv_stride": [5, 2], "conv_kernel": [10, 3]}
+_VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    {"num_hidden_layers": 4, "num_layers": 4, "n_layer": 4},
+    {"head_dim": None, "d_kv": None},
+    {"hidden_size": None, "intermediate_size": None, "embed_dim": None, "num_attention_heads": None, "num_heads": None},
+)
+"""Tried one after the other until a class can be built; None leaves a size as it is."""
+
+
+def tiny_config(kind: str, variant: dict[str, Any]) -> Any:
+    """A config of a model type with its sizes shrunk, dropout off, and special tokens inside the vocabulary."""
+    cls = configuration_auto.CONFIG_MAPPING[kind]
+    default = cls().to_dict()
+    layers = next(
+        (default[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(default.get(n), int)), 0
+    )
+    wanted: dict[str, Any] = {}
+    for name, value in default.items():
+        size = variant.get(name, _SIZES.get(name))
+        if name in _SIZES and isinstance(value, int) and not isinstance(value, bool) and size is not None:
+            wanted[name] = size
+        elif name in _LISTS and isinstance(value, (list, tuple)):
+            wanted[name] = _LISTS[name]
+        elif isinstance(value, float) and ("drop" in name or name.startswith("mask_")):
+            wanted[name] = 0.0
+        elif name.endswith("token_id") and isinstance(value, int) and value >= VOCABULARY:
+            wanted[name] = 3
+        elif isinstance(value, list) and layers and len(value) == layers:
+            wanted[name] = value[: variant.get("num_hidden_layers", 2)]
+    if default.get("pad_token_id") is None:
+        wanted["pad_token_id"] = 0
+    return cls(**wanted)
+
+
+def _batch(model: nn.Module, task: str) -> dict[str, torch.Tensor]:
+    config = model.config
+    ids = torch.randint(5, VOCABULARY - 5, (BATCH, LENGTH))
+    if task == "image":
+        size = config.image_size if isinstance(getattr(config, "image_size", None), int) else 32
+        return {"pixel_values": torch.randn(BATCH, 3, size, size), "labels": torch.arange(BATCH)}
+    if task == "ctc":
+        labels = torch.randint(5, 30, (BATCH, 6))
+        if model.main_input_name == "input_features":
+            width = getattr(config, "num_mel_bins", None) or getattr(config, "feature_projection_input_dim", 80)
+            return {"input_features": torch.randn(BATCH, 64, width), "labels": labels}
+        return {"input_values": torch.randn(BATCH, 1600), "labels": labels}
+    if task == "tokens":
+        return {"input_ids": ids, "labels": ids % 2}
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def build(task: str, kind: str, name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A tiny model of a class with its batch; the error of the last variant if none can be built and run."""
+    error: Exception | None = None
+    for variant in _VARIANTS:
+        try:
+            config = tiny_config(kind, variant)
+            cls = getattr(transformers, name)
+            with torch.device("meta"):
+                if sum(p.numel() for p in cls(copy.deepcopy(config)).parameters()) > MOST_NUMEL:
+                    raise ValueError(f"more than {MOST_NUMEL:,} parameters after shrinking")
+            torch.manual_seed(0)
+            model = cls(config).train().float()
+            inp = _batch(model, task)
+            if not torch.isfinite(model(**inp).loss):
+                raise ValueError("the loss is not finite")
+            return model, inp
+        except Exception as found:
+            error = found
+    assert error is not None
+    raise error
+
+
+def step(model: nn.Module, inp: dict[str, Any]) -> None:
+    """Forward and backward, with the same random numbers every time."""
+    torch.manual_seed(1)
+    model(**inp).loss.backward()
+
+
+def trained(model: nn.Module, inp: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights after three steps in plain PyTorch."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for index in range(STEPS):
+        torch.manual_seed(index)
+        loss = model(**inp).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def trained_under_a_plan(model: nn.Module, inp: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same under a plan that streams most weights."""
+    plan = simple_search(
+        model, 1, split_number=6, allocate_factor=0.6, shard_device="cpu", inp=inp, step_fn=step, optimizer_type="AdamW",
+        hardware="cpu",
+    )  # fmt: skip
+    module, losses = ElixirModule(model, plan, device="cpu"), []
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for index in range(STEPS):
+        torch.manual_seed(index)
+        loss = module(**inp).loss
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    state = module.state_dict()
+    module.close()
+    return losses, state
+
+
+def same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[float], dict[str, torch.Tensor]]) -> bool:
+    """Whether losses and weights have the same bits."""
+    return one[0] == other[0] and all(torch.equal(value, other[1][name]) for name, value in one[1].items())
+
+
+def plain(task: str, kind: str, name: str) -> Row:
+    """Whether plain PyTorch trains a class, twice with the same bits."""
+    model, inp = build(task, kind, name)
+    twin = copy.deepcopy(model)
+    if not same(trained(model, inp), trained(twin, inp)):
+        raise ValueError("plain PyTorch differs from itself")
+    return {}
+
+
+def judge(task: str, kind: str, name: str) -> Row:
+    """One row."""
+    model, inp = build(task, kind, name)
+    twin = copy.deepcopy(model)
+    row: Row = {"class": name, "task": task, "traced": False, "identical": False, "refused": "", **conditions()}
+    try:
+        with quiet_profiler():
+            observed = observe_step(model, inp, step).peak_bytes
+        with RoutingRecorder() as recorded:
+            step(model, inp)
+        model.zero_grad(set_to_none=True)
+        trace = trace_step(
+            model, inp, step, hardware=preset("cpu"), optimizer=None, routing=RecordedRouting(recorded.choices)
+        )
+        predicted = trace.backward_peak_bytes - trace.resting_bytes
+        row |= {
+            "traced": True,
+            "predicted_bytes": predicted,
+            "observed_bytes": observed,
+            "difference_percent": round(100 * (predicted / observed - 1), 4),
+            "notes": "; ".join(trace.assumptions),
+        }
+        row["identical"] = same(trained(model, inp), trained_under_a_plan(twin, inp))
+    except ElixirError as error:
+        row["refused"] = str(error).split("\n")[0]
+    row |= _in_bf16(task, kind, name)
+    return row
+
+
+def _in_bf16(task: str, kind: str, name: str) -> Row:
+    model, inp = build(task, kind, name)
+    half = {key: value.bfloat16() if value.is_floating_point() else value for key, value in inp.items()}
+    try:
+        step(copy.deepcopy(model).bfloat16(), half)
+    except (RuntimeError, ValueError, NotImplementedError):
+        return {"plain_bf16": False, "traced_h200_bf16": None}
+    try:
+        trace_step(model, inp, step, hardware=preset("h200"), dtype=torch.bfloat16)
+    except ElixirError as error:
+        return {"plain_bf16": True, "traced_h200_bf16": False, "refused_h200_bf16": str(error).split("\n")[0]}
+    return {"plain_bf16": True, "traced_h200_bf16": True}
+
+
+def apart(call: Callable[..., Row], *args: str) -> Row:
+    """`call` in a forked process; ``{"error": ...}`` if it raises, dies or takes too long."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, call, args), daemon=True)
+    process.start()
+    theirs.close()
+    found: Row = {"error": f"took more than {SECONDS} s"}
+    if ours.poll(SECONDS):
+        try:
+            found = ours.recv()
+        except EOFError:
+            found = {"error": "the process died"}
+    process.kill()
+    process.join()
+    return found
+
+
+def _answer(pipe: Any, call: Callable[..., Row], args: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    try:
+        pipe.send(call(*args))
+    except Exception as error:
+        text = (str(error).strip() or type(error).__name__).split("\n")[0]
+        pipe.send({"error": f"{type(error).__name__}: {text[:150]}"})
+
+
+def candidates() -> Iterator[tuple[str, str, str]]:
+    """(task, model type, class) of all that transformers names for the tasks, each class once."""
+    seen: set[str] = set()
+    for task, table in TASKS.items():
+        for kind, names in getattr(modeling_auto, table).items():
+            name = names if isinstance(names, str) else names[0]
+            if name not in seen:
+                seen.add(name)
+                yield task, kind, name
+
+
+def listed() -> list[tuple[str, str, str]]:
+    """(task, model type, class) of those that plain PyTorch trains."""
+    return [tuple(entry) for entry in json.loads(LIST.read_text(encoding="utf-8"))["classes"]]  # type: ignore[misc]
+
+
+def make_list(limit_s: float) -> None:
+    """Try every class in plain PyTorch, and write down which train and why the others do not."""
+    started, classes, skipped = time.monotonic(), [], {}
+    for task, kind, name in candidates():
+        late = time.monotonic() - started > limit_s
+        found: Row = {"error": "not tried for lack of time"} if late else apart(plain, task, kind, name)
+        if "error" in found:
+            skipped[name] = found["error"]
+        else:
+            classes.append([task, kind, name])
+        print(f"{len(classes):4} {name}: {found.get('error', 'trains')}", flush=True)
+    lists = {"transformers": transformers.__version__, "classes": classes, "skipped": skipped}
+    LIST.write_text(json.dumps(lists, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """The whole benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="make the list anew")
+    parser.add_argument(
+        "--limit", type=float, default=3600, help="seconds after which no further class is tried for the list"
+    )
+    parser.add_argument("--only", nargs="+", help="model types")
+    parser.add_argument("--no-record", action="store_true")
+    args = parser.parse_args()
+    build("causal", "bloom", "BloomForCausalLM")  # what it imports, no forked process has to import again
+    if args.list:
+        make_list(args.limit)
+        return 0
+    rows = []
+    for task, kind, name in listed():
+        if args.only is None or kind in args.only:
+            row = apart(judge, task, kind, name)
+            rows.append({"class": name, "task": task} | row)
+            said = (
+                row.get("error")
+                or row["refused"]
+                or f"{row['difference_percent']:+.3f} %, same bits: {row['identical']}"
+            )
+            print(
+                f"{name}: {said}; H200 bf16: {row.get('traced_h200_bf16')} {row.get('refused_h200_bf16', '')}",
+                flush=True,
+            )
+    if not args.no_record:
+        append_rows("transformers_classes", rows)
+    for what in ("traced", "identical"):
+        print(f"{what}: {sum(bool(row.get(what)) for row in rows)} of {len(rows)}")
+    half = [row for row in rows if row.get("plain_bf16")]
+    print(f"traced for an H200 in bf16: {sum(bool(row['traced_h200_bf16']) for row in half)} of {len(half)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

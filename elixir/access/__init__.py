@@ -1,0 +1,24 @@
+"""Who reads which weight when: the one interception that tracer and runtime listen to."""
+
+from __future__ import annotations
+
+from elixir.access.autograd import backward_is_running, current_node_number, detached, innermost_saved_tensors_hooks
+from elixir.access.functions import operator_reads_only_metadata
+from elixir.access.interception import ParameterAccess, TrackedParameter, TrackedView, untrack
+from elixir.access.placeholders import absent, is_absent, storage_of, unmarked
+
+__all__ = [
+    "ParameterAccess",
+    "TrackedParameter",
+    "TrackedView",
+    "absent",
+    "backward_is_running",
+    "current_node_number",
+    "detached",
+    "innermost_saved_tensors_hooks",
+    "is_absent",
+    "operator_reads_only_metadata",
+    "storage_of",
+    "unmarked",
+    "untrack",
+]

@@ -1,0 +1,113 @@
+"""The state of autograd on this thread, and the hooks that see the tensors it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elixir.access.listener import AccessListener
+from elixir.errors import InputError
+from elixir.torch_private import (
+    DisableTorchDispatch,
+    DisableTorchFunctionSubclass,
+    current_autograd_node,
+    current_graph_task_id,
+    saved_tensors_hooks_are_enabled,
+    top_saved_tensors_hooks,
+)
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]
+
+
+def hooks_over(listener: AccessListener, outer: Hooks | None) -> Any:
+    """Hooks that let the listener claim a tensor first and hand all others to `outer`."""
+    if not saved_tensors_hooks_are_enabled():
+        raise InputError(
+            "a weight is used where saved-tensor hooks are switched off, as torch.func.grad, vjp, "
+            "jacrev and hessian do, so its use in backward cannot be seen; use loss.backward() "
+            "instead"
+        )
+    while outer is not None and listener_of(outer) is listener:
+        outer = outer[0].elixir_outer  # type: ignore[attr-defined]
+
+    def pack(tensor: torch.Tensor) -> Any:
+        with DisableTorchFunctionSubclass():  # what is asked of a parameter here is no use of it
+            handle = listener.pack(tensor)
+        if handle is not None:
+            return _Claimed(handle)
+        return outer[0](tensor) if outer is not None else _Kept(tensor)
+
+    def unpack(packed: Any) -> Any:
+        if type(packed) is _Claimed:
+            with DisableTorchFunctionSubclass():
+                return listener.unpack(packed.handle)
+        return outer[1](packed) if outer is not None else packed.tensor_if_unchanged()
+
+    pack.elixir_listener = listener  # type: ignore[attr-defined]
+    pack.elixir_outer = outer  # type: ignore[attr-defined]
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def listener_of(hooks: Hooks | None) -> Any:
+    """The listener to which these hooks belong; None for hooks of others."""
+    return None if hooks is None else getattr(hooks[0], "elixir_listener", None)
+
+
+class _Claimed:
+    """A saved tensor that the listener keeps."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+
+class _Kept:
+    """A saved tensor that nobody claims. Hooks switch off PyTorch's check for writes after saving, so it is made
+    here."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = detached(tensor)
+        self._version = tensor._version
+
+    def tensor_if_unchanged(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a {self._tensor.dtype} tensor of shape {list(self._tensor.shape)} is at version "
+                f"{self._tensor._version}, it was saved at version {self._version}"
+            )
+        return self._tensor
+
+
+def innermost_saved_tensors_hooks() -> Hooks | None:
+    """The (pack, unpack) pair in force now. PyTorch has no public name for it; a test notices if this one goes."""
+    hooks: Hooks | None = top_saved_tensors_hooks(True)
+    return hooks
+
+
+def backward_is_running() -> bool:
+    """Whether autograd is executing a backward pass on this thread."""
+    return bool(current_graph_task_id() != -1)
+
+
+def current_node_number() -> int:
+    """Sequence number of the autograd node that runs on this thread; -1 where none does."""
+    node = current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without its graph, unseen by dispatch modes.
+
+    An output that a node saves would hold that very node: a cycle that keeps the activation until the garbage collector
+    runs.
+    """
+    if tensor.grad_fn is None:
+        return tensor
+    with DisableTorchDispatch():
+        return tensor.detach()

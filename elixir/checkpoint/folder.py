@@ -1,0 +1,144 @@
+"""`Checkpoints`: a folder of checkpoints, of which so many stay, and the newest that is whole is loaded."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from elixir.checkpoint.loading import load_checkpoint
+from elixir.checkpoint.result import Loaded
+from elixir.checkpoint.saving import SaveOptions, Saves, Saving
+from elixir.checkpoint.user_state import UserState
+from elixir.checkpoint_format import FoundCheckpoint, find_checkpoints
+from elixir.checkpoint_format.run_folders import STEP_FOLDER, step_folder
+from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError, InputError
+from elixir.files import FILES, Files, PathLike
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of a run, each in a folder named after its step.
+
+    Args:
+        folder: for all of them. Nobody else saves into it meanwhile.
+        keep: how many stay; None for all. The oldest go after a newer one is whole, never before.
+        wait: let `save` return only when the checkpoint is whole.
+        frozen: see `save_checkpoint`.
+        files: the file operations it uses.
+
+    Raises:
+        InputError: `keep` is below 1.
+
+    Example:
+        >>> with Checkpoints("run", keep=2) as checkpoints:
+        ...     loaded = checkpoints.load(state)
+        ...     for step in range(loaded.step + 1 if loaded else 0, 10_000):
+        ...         train(step)
+        ...         if step % 500 == 0:
+        ...             checkpoints.save(step, state)
+    """
+
+    def __init__(
+        self, folder: PathLike, *, keep: int | None = 2, wait: bool = False, frozen: bool = True, files: Files = FILES
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise InputError(f"keep must be 1 or more, or None for all, found {keep}")
+        self.folder = Path(os.fspath(folder))
+        self._keep, self._wait, self._frozen, self._files = keep, wait, frozen, files
+        self._saving: Saving | None = None
+
+    def save(self, step: int, state: Mapping[str, Any]) -> Saving:
+        """Save a step; see `save_checkpoint`. Older ones go when it is whole.
+
+        Raises:
+            InputError: `step` is below 0; or see `save_checkpoint`.
+            CheckpointError: see there.
+        """
+        if step < 0:
+            raise InputError(f"step must be 0 or more, found {step}")
+        user = UserState.of(state)
+        options = SaveOptions(
+            self.folder / step_folder(step), step, self._frozen, self._files, keep=self._keep, retains=True
+        )
+        self._saving = Saves.of(user.states).start(user, options)
+        if self._wait:
+            self._saving.wait()
+        return self._saving
+
+    def load(self, state: MutableMapping[str, Any], step: int | None = None, *, strict: bool = True) -> Loaded | None:
+        """Load the newest checkpoint that is whole, or that of `step`; see `load_checkpoint`. All ranks call this.
+
+        A damaged one is left out with a warning, for the one before it.
+
+        Returns:
+            None without a checkpoint.
+
+        Raises:
+            CheckpointNotFound: there is none of `step`.
+            CheckpointCorrupt: all are damaged, or the one of `step` is.
+            CheckpointMismatch: it is of something else.
+        """
+        if step is not None:
+            return load_checkpoint(self.folder / step_folder(step), state, strict=strict, files=self._files)
+        saves = Saves.of(UserState.of(state).states)
+        saves.settle()
+        problem: Exception | None = None
+        mine: dict[str, int] = {}
+        try:
+            found, damaged = self._found()
+            mine = {each.folder.name: each.index.sequence for each in found}
+            for error in damaged:
+                logger.warning("left out: %s", error)
+        except (CheckpointError, FileError) as error:
+            problem = error
+        known: dict[str, int] = {}
+        for theirs in saves.together("checkpoints", mine, problem):
+            for name, sequence in theirs.items():
+                known[name] = max(sequence, known.get(name, 0))
+        first: CheckpointError | None = None
+        for name in sorted(known, key=lambda name: (-known[name], name)):
+            try:
+                return load_checkpoint(self.folder / name, state, strict=strict, files=self._files)
+            except (CheckpointCorrupt, CheckpointNotFound) as error:
+                logger.warning("%s is left out, for the one before it: %s", self.folder / name, error)
+                first = first or error
+        if first is not None:
+            raise first
+        return None
+
+    def latest(self) -> Path | None:
+        """Folder of the newest checkpoint, by its index alone; None without one."""
+        found, _ = self._found()
+        return found[0].folder if found else None
+
+    def steps(self) -> list[int]:
+        """Steps of which there is a checkpoint, in order."""
+        return sorted(int(match[1]) for each in self._found()[0] if (match := STEP_FOLDER.fullmatch(each.folder.name)))
+
+    def close(self) -> None:
+        """Wait until the last save is over.
+
+        Raises:
+            CheckpointError: it could not be saved, and nobody has been told.
+        """
+        error = None if self._saving is None else self._saving.end()
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        error = None if self._saving is None else self._saving.end()
+        if error is not None:  # the exception that is on its way says more
+            logger.error("the last checkpoint was not saved: %s", error)
+
+    def _found(self) -> tuple[tuple[FoundCheckpoint, ...], tuple[CheckpointError, ...]]:
+        return find_checkpoints(self.folder, files=self._files)

@@ -1,0 +1,459 @@
+"""`load_checkpoint`: puts a checkpoint into a run, whatever ranks, chunks, homes and moments it was saved with."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Collection, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elixir.checkpoint.islands import known_ids, newest_of_all
+from elixir.checkpoint.result import Loaded
+from elixir.checkpoint.saving import Saves
+from elixir.checkpoint.user_state import UserState, restore, restore_rng
+from elixir.checkpoint_format import Index, SavedCheckpoint, SavedTensor, SliceReader, read_index
+from elixir.checkpoint_format.tensors import SPAN_BYTES
+from elixir.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    ElixirError,
+    FileError,
+    InputError,
+)
+from elixir.files import FILES, Files, PathLike
+from elixir.units import dtype_name
+from elixir.wrapper.step import take_options
+from elixir.wrapper.step.segment_states import SCALE_SUFFIX, SmallStates
+from elixir.wrapper.training_states import TrainingStates
+
+logger = logging.getLogger(__name__)
+
+_ADAMS = ("Adam", "AdamW", "HybridAdam")
+"""Classes whose states are the same."""
+_SHOWN = 5
+
+
+def load_checkpoint(
+    folder: PathLike, state: MutableMapping[str, Any], *, strict: bool = True, rng: bool = True, files: Files = FILES
+) -> Loaded:
+    """Load a checkpoint into a run, in place. All ranks call this.
+
+    The ranks, the plan, and how moments are kept may be others than those it was saved with; `Loaded.notes` says what
+    is not exact then.
+
+    Args:
+        folder: of the checkpoint.
+        state: as for `save_checkpoint`. Plain values are replaced in the dict. What is left out is not loaded.
+        strict: refuse a checkpoint that lacks something of `state`, or has other parameters. Otherwise it is left as it
+            is.
+        rng: restore random number generators, if the number of ranks is the same.
+        files: the file operations it uses.
+
+    Raises:
+        CheckpointNotFound: the folder holds no checkpoint. CheckpointCorrupt, CheckpointError: it is damaged or cannot
+        be read. If weights have been written to by then, the module refuses to run until a load succeeds.
+        CheckpointMismatch: it is of something else; nothing was changed.
+
+    Example:
+        >>> state = {"model": model, "optimizer": optimizer, "epoch": 0}
+        >>> load_checkpoint("run/step-500", state)
+        >>> state["epoch"]
+        3
+    """
+    user = UserState.of(state)
+    saves = Saves.of(user.states)
+    saves.settle()
+    path = Path(os.fspath(folder))
+    index = _agreed_index(path, user, saves, files)
+    with SliceReader(path, index, files=files) as reader:
+        load = _Load(path, user, state, SavedCheckpoint(reader), strict, rng)
+        problem: Exception | None = None
+        try:
+            load.check()
+            values = load.decode()
+        except (ElixirError, FileError) as error:
+            problem = error
+        saves.together("load", None, problem)
+        load.states.begin_to_load(f"the load of {path} did not come to its end")
+        try:
+            load.write()
+        except Exception as error:
+            problem = error
+        notes = saves.together("loaded", sorted(load.notes), problem)
+    load.states.show()
+    load.finish(values)
+    said = tuple(dict.fromkeys(note for each in notes for note in each))
+    for note in said if saves.rank == 0 else ():
+        logger.info("%s: %s", path, note)
+    return Loaded(path, index.step, index.sequence, index.world_size, said)
+
+
+def _agreed_index(folder: Path, user: UserState, saves: Saves, files: Files) -> Index:
+    """The newest checkpoint of the folder that all ranks see, also where a commit was cut off; the next save ends
+    that."""
+    problem: Exception | None = None
+    ids: list[str] = []
+    try:
+        user.states.refuse("load_checkpoint()", loading=True)
+        ids = known_ids(folder, files)
+        if not ids:
+            read_index(folder, files=files)  # raises what is wrong with it
+    except (ElixirError, FileError) as error:
+        problem = error
+    answers = saves.together("find", (user.names(), ids), problem)
+    if any(theirs[0] != answers[0][0] for theirs in answers):
+        raise InputError("ranks load into different things: `state` must have the same names and kinds on all ranks")
+    chosen = newest_of_all(theirs[1] for theirs in answers)
+    index: Index | None = None
+    try:
+        if chosen is None:
+            raise CheckpointNotFound(
+                f"{folder} holds no checkpoint that all ranks have: they see {[a[1] for a in answers]}"
+            )
+        with contextlib.suppress(CheckpointCorrupt, CheckpointNotFound):  # then it is the one before
+            index = read_index(folder, files=files)
+        if index is None or index.id != chosen:
+            index = read_index(folder, previous=True, files=files)
+    except (ElixirError, FileError) as error:
+        problem = error
+    saves.together("index", None, problem)
+    if index is None:
+        raise CheckpointNotFound(f"{folder} holds no checkpoint")
+    return index
+
+
+class _Load:
+    """One load on one rank."""
+
+    def __init__(
+        self,
+        folder: Path,
+        user: UserState,
+        state: MutableMapping[str, Any],
+        saved: SavedCheckpoint,
+        strict: bool,
+        rng: bool,
+    ) -> None:
+        self._folder, self._user, self._state, self._saved, self._strict, self._rng = (
+            folder,
+            user,
+            state,
+            saved,
+            strict,
+            rng,
+        )
+        self.states: TrainingStates = user.states
+        self._index = saved.index
+        self._rank = self.states.group.rank
+        self._skipped: set[str] = set()
+        self._optimizers: dict[str, str] = {}
+        """Name of an optimizer in the state -> in the checkpoint."""
+        self.notes: set[str] = set()
+
+    def check(self) -> None:
+        """Raise `CheckpointMismatch` where the checkpoint is of something else, before anything is written."""
+        self._check_parameters()
+        self._check_buffers()
+        self._check_optimizers()
+        self._check_values()
+        for name in self._index.files:
+            self._saved_files_here(name)
+
+    def _saved_files_here(self, name: str) -> None:
+        # With node-local disks a rank sees the files of its machine alone; what it needs of others fails when it is
+        # read.
+        path = self._folder / name
+        if path.exists():
+            self._saved.check_file(name)
+
+    def _check_parameters(self) -> None:
+        here = self.states.parameters()
+        there = {name: self._index.tensors[f"weight/{name}"].shape for name in self._index.names}
+        missing = [
+            name for name, (_, trained) in here.items() if name not in there and (trained or self._index.has_frozen)
+        ]
+        unexpected = [name for name in there if name not in here]
+        shapes = {
+            name: (there[name], shape) for name, (shape, _) in here.items() if name in there and there[name] != shape
+        }
+        if shapes:
+            name = next(iter(shapes))
+            raise CheckpointMismatch(
+                f"{self._folder}: {len(shapes)} parameters have another shape, such as {name}: {list(shapes[name][0])} "
+                "in the "
+                f"checkpoint, {list(shapes[name][1])} here; build the model that was saved",
+                missing=missing,
+                unexpected=unexpected,
+                shapes=shapes,
+            )
+        if self._strict and (missing or unexpected):
+            raise CheckpointMismatch(
+                f"{self._folder} is of another model: missing {_few(missing)}, unexpected {_few(unexpected)}; build "
+                "the model "
+                "that was saved, or give strict=False",
+                missing=missing,
+                unexpected=unexpected,
+            )
+        self._skipped = {name for name in here if name not in there}
+        if missing:
+            self.notes.add(f"parameters that the checkpoint lacks are left as they are: {_few(missing)}")
+        if unexpected:
+            self.notes.add(f"parameters that are not here are skipped: {_few(unexpected)}")
+        frozen = [name for name in self._skipped if name not in missing]
+        if frozen:
+            logger.info("%s was saved without frozen parameters, which are left as they are", self._folder)
+
+    def _check_buffers(self) -> None:
+        here = {name: tuple(buffer.shape) for name, buffer in self.states.buffers().items()}
+        there = {
+            key.removeprefix("buffer/"): each.shape
+            for key, each in self._index.tensors.items()
+            if key.startswith("buffer/")
+        }
+        missing, unexpected = [n for n in here if n not in there], [n for n in there if n not in here]
+        shapes = {name: (there[name], here[name]) for name in here if name in there and there[name] != here[name]}
+        if shapes or (self._strict and (missing or unexpected)):
+            raise CheckpointMismatch(
+                f"{self._folder}: buffers differ: missing {_few(missing)}, unexpected {_few(unexpected)}, of another "
+                "shape "
+                f"{_few(list(shapes))}; build the model that was saved",
+                missing=missing,
+                unexpected=unexpected,
+                shapes=shapes,
+            )
+
+    def _check_optimizers(self) -> None:
+        here, theirs = list(self.states.optimizers), list(self._index.optimizers)
+        for name in here:
+            if name in theirs:
+                self._optimizers[name] = name
+            elif len(here) == len(theirs) == 1:
+                self._optimizers[name] = theirs[0]
+            elif self._strict:
+                raise CheckpointMismatch(
+                    f"{self._folder} has no optimizer {name!r}, only {_few(theirs)}; leave it out, or give "
+                    "strict=False",
+                    missing=[name],
+                )
+            else:
+                self.notes.add(f"optimizer {name!r} is not in the checkpoint and begins anew")
+        for name, saved_name in self._optimizers.items():
+            optimizer = self.states.optimizers[name]
+            said = self._saved.decoded(self._index.optimizers[saved_name], f"optimizers.{saved_name}")
+            saved_class = said.get("class") if isinstance(said, dict) else None
+            mine = self.states.said_of(name)["class"]
+            if saved_class != mine and not (saved_class in _ADAMS and mine in _ADAMS):
+                raise CheckpointMismatch(
+                    f"{self._folder}: {saved_name!r} was a {saved_class}, {name!r} is a {mine}, whose states "
+                    "are others; leave it out of the state, or make the optimizer that was saved"
+                )
+            for names, _ in self.states.groups(optimizer):
+                if self._group_of(saved_name, names) is None:
+                    if self._strict:
+                        raise CheckpointMismatch(
+                            f"{self._folder}: the parameters of a group of {name!r} ({_few(list(names))}) are in no "
+                            "group, or in "
+                            "several, of the optimizer that was saved; make the same groups, or give strict=False, "
+                            "which "
+                            "keeps the options that this group has here"
+                        )
+                    self.notes.add(f"a group of {name!r} keeps the options that it has here: {_few(list(names))}")
+        unused = [name for name in theirs if name not in self._optimizers.values()]
+        if unused and here:
+            self.notes.add(f"optimizers that are not in the state are skipped: {_few(unused)}")
+
+    def _group_of(self, optimizer: str, names: Collection[str]) -> int | None:
+        """The saved group with the same parameters; else one that has all of them."""
+        wanted = set(names)
+        around = None
+        for number, group in enumerate(self._index.param_groups):
+            if group.optimizer == optimizer:
+                theirs = set(group.names)
+                if theirs == wanted:
+                    return number
+                if wanted <= theirs:
+                    around = number
+        return around
+
+    def _check_values(self) -> None:
+        there = set(self._index.values)
+        missing = [name for name in self._user.values if name not in there]
+        per_rank = set(self._index.rank_values[0]) if self._index.rank_values else set()
+        missing += [name for name in self._user.rank_values if name not in per_rank]
+        if missing and self._strict:
+            raise CheckpointMismatch(
+                f"{self._folder} has no {_few(missing)}; leave it out of the state, or give strict=False",
+                missing=missing,
+            )
+        if missing:
+            self.notes.add(f"values that the checkpoint lacks are left as they are: {_few(missing)}")
+        if self._user.rank_values and self._index.world_size != self.states.group.size:
+            raise CheckpointMismatch(
+                f"{self._folder} has {_few(list(self._user.rank_values))} for each of {self._index.world_size} ranks, "
+                "here are "
+                f"{self.states.group.size}; leave it out of the state and begin it anew"
+            )
+        left = sorted((there | per_rank) - set(self._user.values) - set(self._user.rank_values))
+        if left:
+            logger.info("%s also has %s, which the state does not ask for", self._folder, _few(left))
+
+    def decode(self) -> dict[str, Any]:
+        """Everything small, read before anything is written."""
+        saved, index = self._saved, self._index
+        found: dict[str, Any] = {
+            "values": {name: saved.value(name) for name in self._user.values if name in index.values},
+            "rank_values": {
+                name: saved.decoded(index.rank_values[self._rank][name], f"{name}[{self._rank}]")
+                for name in self._user.rank_values
+                if index.rank_values and name in index.rank_values[self._rank]
+            },
+            "buffers": {
+                name: saved.read_whole(f"buffer/{name}")
+                for name in self.states.buffers()
+                if f"buffer/{name}" in index.tensors
+            },
+            "groups": {},
+            "optimizers": {},
+            "loss_scale": None if index.loss_scale is None else saved.decoded(index.loss_scale, "loss_scale"),
+        }
+        for name, saved_name in self._optimizers.items():
+            found["optimizers"][name] = saved.decoded(index.optimizers[saved_name], f"optimizers.{saved_name}")
+            for names, _ in self.states.groups(self.states.optimizers[name]):
+                number = self._group_of(saved_name, names)
+                if number is not None:
+                    options = saved.decoded(index.param_groups[number].options, f"param_groups[{number}].options")
+                    found["groups"][name, names] = options
+        if self._rng and index.rng and index.world_size == self.states.group.size:
+            found["rng"] = saved.decoded(index.rng[self._rank], f"rng[{self._rank}]")
+        elif self._rng:
+            self.notes.add(
+                f"random number generators are left as they are: saved by {index.world_size} ranks, loaded by "
+                f"{self.states.group.size}"
+            )
+        return found
+
+    def write(self) -> None:
+        """Write weights and states."""
+        names = {
+            name
+            for saved_name in self._optimizers.values()
+            for group in self._index.param_groups
+            if group.optimizer == saved_name
+            for name in group.names
+        }
+        source = StoredStates(self._saved, names)
+        self.notes |= self.states.load(source.fill_weights, source, skipped=frozenset(self._skipped))
+
+    @torch.no_grad()
+    def finish(self, values: dict[str, Any]) -> None:
+        """Finish with what cannot fail on one rank alone, once all ranks have their weights."""
+        states = self.states
+        for name, buffer in states.buffers().items():
+            if name in values["buffers"]:
+                buffer.copy_(values["buffers"][name])
+        for (name, names), options in values["groups"].items():
+            for group in states.optimizers[name].param_groups:
+                if states.names_of(group) == names:
+                    take_options(group, options)
+        for name, said in values["optimizers"].items():
+            states.load_said(name, said)
+        scaled = states.loss_scale_state() is not None
+        if scaled and values["loss_scale"] is not None:
+            states.load_loss_scale(values["loss_scale"])
+        for name, value in {**values["values"], **values["rank_values"]}.items():
+            restore(self._state, name, value)
+        if "rng" in values:  # last: restoring values may draw numbers
+            self.notes |= restore_rng(values["rng"], states.device)
+
+
+class StoredStates:
+    """The tensors of a checkpoint for `TrainingStates.load`, read in pieces of a span. Implements `SavedStates`.
+
+    Args:
+        saved: the checkpoint.
+        names: parameters whose states are wanted.
+    """
+
+    def __init__(self, saved: SavedCheckpoint, names: Collection[str]) -> None:
+        self._saved = saved
+        self._kinds: dict[str, list[str]] = {}
+        for key in saved.index.tensors:
+            kind, _, name = key.partition("/")
+            if name in names and kind not in ("weight", "buffer", "value") and not self._are_scales(kind, name):
+                self._kinds.setdefault(name, []).append(kind)
+        self._names = frozenset(names)
+
+    def _are_scales(self, kind: str, name: str) -> bool:
+        codes = self._saved.index.tensors.get(f"{kind.removesuffix(SCALE_SUFFIX)}/{name}")
+        return kind.endswith(SCALE_SUFFIX) and codes is not None and codes.blocks is not None
+
+    def kinds(self, name: str) -> Collection[str]:
+        """See `SavedStates`."""
+        return self._kinds.get(name, ())
+
+    def dtype(self, kind: str, name: str) -> torch.dtype:
+        """See `SavedStates`."""
+        return self._tensor(kind, name).torch_dtype
+
+    def whole_blocks(self, kind: str, name: str) -> bool:
+        """See `SavedStates`."""
+        blocks = self._tensor(kind, name).blocks
+        return blocks is not None and blocks.phase == 0
+
+    def small(self, name: str) -> SmallStates:
+        """See `SavedStates`."""
+        if name not in self._names:
+            return SmallStates()
+        return SmallStates(self._saved.index.steps.get(name), self._saved.scalars(name))
+
+    def _tensor(self, kind: str, name: str) -> SavedTensor:
+        return self._saved.index.tensors[f"{kind}/{name}"]
+
+    def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
+        """See `SavedStates`."""
+        key = f"{kind}/{name}"
+        saved = self._saved.index.tensors[key]
+        same = saved.torch_dtype == out.dtype
+        if same and out.device.type == "cpu" and out.is_contiguous():
+            self._saved.read_into(key, start, out)
+            return
+        for first, stop in _ranges(saved, start, start + out.numel()):
+            values = self._saved.read(key, first, stop) if same else self._decoded(key, saved, first, stop)
+            out[first - start : stop - start].copy_(values)
+
+    def _decoded(self, key: str, saved: SavedTensor, first: int, stop: int) -> torch.Tensor:
+        return (
+            self._saved.read(key, first, stop) if saved.blocks is None else self._saved.read_float32(key, first, stop)
+        )
+
+    def fill_weights(self, name: str, start: int, out: torch.Tensor) -> set[str]:
+        """Fill a stretch of a parameter's weights, or their masters; a note where they are rounded."""
+        self.fill("weight", name, start, out)
+        saved = self.dtype("weight", name)
+        if saved.itemsize > out.dtype.itemsize or (saved.itemsize == out.dtype.itemsize and saved != out.dtype):
+            return {f"weights saved in {dtype_name(saved)} are rounded to {dtype_name(out.dtype)}"}
+        return set()
+
+
+def _ranges(saved: SavedTensor, start: int, stop: int) -> list[tuple[int, int]]:
+    """Stretches of elements that each lie in one span of one piece, so that every span is read once."""
+    found = []
+    step = SPAN_BYTES // saved.itemsize
+    for piece in saved.pieces:
+        low, high = max(start, piece.start), min(stop, piece.stop)
+        while low < high:
+            end = min(high, piece.start + ((low - piece.start) // step + 1) * step)
+            found.append((low, end))
+            low = end
+    return found
+
+
+def _few(names: Collection[str]) -> str:
+    shown = sorted(names)[:_SHOWN]
+    more = len(names) - len(shown)
+    return (", ".join(shown) + (f" and {more} more" if more else "")) if shown else "nothing"

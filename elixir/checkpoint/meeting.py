@@ -1,0 +1,84 @@
+"""`Meeting`: ranks that write for different times come together, and learn of each other's errors while they write."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from elixir.chunk.group import Group
+from elixir.errors import CheckpointError, ElixirError, RankError
+
+LONGEST_PULSE_S = 10.0
+"""A rank that writes says at least so often that it is alive, and hears whether others have failed."""
+_PULSES_PER_TIMEOUT = 8
+_WHAT = "checkpoint"
+
+
+class Meeting:
+    """Rounds of one thread of every rank. A rank that is done waits in a round; others join it between two pieces of
+    work.
+
+    So a rank may write for longer than the timeout of the group, and still a rank that is gone is noticed within it.
+
+    Args:
+        group: for these rounds alone.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        timeout_s = group.timeout_s
+        self._every_s = LONGEST_PULSE_S if timeout_s is None else min(LONGEST_PULSE_S, timeout_s / _PULSES_PER_TIMEOUT)
+        self._last = time.monotonic()
+        self._over = group.size == 1
+
+    def pulse(self) -> None:
+        """Between two pieces of work: a round, where it is time; raises what `meet` raises."""
+        if not self._over and time.monotonic() - self._last >= self._every_s:
+            self._round(False, None, None)
+
+    def meet(self, value: Any = None) -> list[Any]:
+        """Every rank's value, once all have come here.
+
+        Raises:
+            CheckpointError: another rank has failed, or is gone.
+        """
+        if self._group.size == 1:
+            return [value]
+        while True:
+            answers = self._round(True, value, None)
+            if all(ready for ready, _, _ in answers):
+                return [theirs for _, theirs, _ in answers]
+
+    def fail(self, error: BaseException) -> CheckpointError:
+        """Tell the others that this rank has failed; the error that all ranks raise.
+
+        After an error that came from a meeting the others know already.
+        """
+        if not self._over:
+            try:
+                self._round(True, None, _in_words(error))
+            except CheckpointError as together:
+                return together
+        if isinstance(error, CheckpointError):
+            return error
+        return CheckpointError(_in_words(error))
+
+    def _round(self, ready: bool, value: Any, problem: str | None) -> list[Any]:
+        try:
+            answers = self._group.exchange(_WHAT, (ready, value, problem))
+        except RankError as error:
+            self._over = True
+            raise CheckpointError(
+                f"the checkpoint was given up, because the ranks have lost each other: {error}"
+            ) from error
+        self._last = time.monotonic()
+        for rank, (_, _, theirs) in enumerate(answers):
+            if theirs is not None:
+                self._over = True
+                raise CheckpointError(f"rank {rank}: {theirs}")
+        return answers
+
+
+def _in_words(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, (ElixirError, OSError)) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,553 @@
+"""`save_checkpoint`: returns at once; a thread writes the states of this step while training goes on, and commits
+them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elixir.checkpoint.islands import Island
+from elixir.checkpoint.meeting import Meeting
+from elixir.checkpoint.pool import ALIGNMENT_BYTES, SnapshotPool
+from elixir.checkpoint.result import Loaded
+from elixir.checkpoint.snapshot import LiveTensor, Snapshot
+from elixir.checkpoint.user_state import UserState, encoded, rng_state
+from elixir.checkpoint_format import (
+    Index,
+    SavedGroup,
+    ScaleBlocks,
+    Slice,
+    SliceWriter,
+    WrittenFile,
+    encode,
+    merge_tensors,
+    new_id,
+    rank_file,
+    shared_file,
+)
+from elixir.checkpoint_format.slices import slice_header
+from elixir.chunk.group import Group
+from elixir.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    ElixirError,
+    InputError,
+    InputTypeError,
+    RankError,
+    StateError,
+)
+from elixir.files import FILES, Files, PathLike
+from elixir.optimizer_states import ADAM_FAMILIES, BLOCK_NUMEL
+from elixir.units import format_bytes
+from elixir.wrapper.step.segment_states import SmallStates
+from elixir.wrapper.training_states import WEIGHT, ChunkStates, TrainingStates
+
+logger = logging.getLogger(__name__)
+
+_NOT_STATES = (WEIGHT, "buffer", "value")
+"""Kinds of keys that an optimizer's states cannot have."""
+
+
+def save_checkpoint(
+    folder: PathLike,
+    state: Mapping[str, Any],
+    *,
+    step: int | None = None,
+    wait: bool = False,
+    frozen: bool = True,
+    files: Files = FILES,
+) -> Saving:
+    """Save a run: returns at once, and a thread writes the states of now while training goes on. All ranks call this.
+
+    Whatever is killed when, the folder holds the checkpoint that was there before, or this one.
+
+    Args:
+        folder: of the checkpoint, on a file system that all ranks share, or on one of each machine. One that is there
+            is replaced when the new one is whole.
+        state: the `ElixirModule` and its `ElixirOptimizer`, objects with ``state_dict`` and ``load_state_dict`` such
+            as schedulers, `PerRank`, and plain values: None, numbers, text, bytes, lists, tuples, dicts, sets,
+            tensors and numpy, in each other. Random number generators, buffers and the loss scale are saved as well.
+        step: kept in the checkpoint for people.
+        wait: return only when the checkpoint is whole.
+        frozen: also save parameters that are not trained. Without, loading leaves them as they are.
+        files: the file operations it uses.
+
+    Returns:
+        `Saving.wait` says whether it went well.
+
+    Raises:
+        InputError: this is not the moment (between backward and ``step``, inside of ``gathered``), or a value in
+            `state` cannot be saved; on all ranks.
+        CheckpointError: the checkpoint before could not be saved, and nobody has been told; or, with `wait`, this one.
+
+    Example:
+        >>> saving = save_checkpoint("run/step-500", {"model": model, "optimizer": optimizer, "epoch": 3})
+        >>> saving.wait()
+    """
+    user = UserState.of(state)
+    saving = Saves.of(user.states).start(user, SaveOptions(Path(os.fspath(folder)), step, frozen, files))
+    if wait:
+        saving.wait()
+    return saving
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Options of a save; see `save_checkpoint`."""
+
+    folder: Path
+    step: int | None = None
+    frozen: bool = True
+    files: Files = FILES
+    keep: int | None = None
+    """With `retains`, how many checkpoints stay in the folder around this one; None for all."""
+    retains: bool = False
+    """Whether the folder around this one is of one run, so that what is no longer wanted there goes."""
+    pool_bytes: int | None = None
+    """Limit of memory for copies; None: see `TrainingStates.pool_limit_bytes`. For tests."""
+
+
+class _ChunkReader:
+    """One chunk as a `Snapshot` reads it: when it does, counts of steps are taken down as well."""
+
+    def __init__(self, states: ChunkStates, small: dict[str, SmallStates]) -> None:
+        self.chunk_states, self._small = states, small
+        found = states.stretches()
+        self.layout = {_key(each.kind, each.name): each for each in found}
+        self.states_only = [each for each in found if each.is_state]
+        """Those that are no weights."""
+        chunk = states.chunk
+        # Without masters, resident weights are what the model reads: anybody may write to them, and nobody tells.
+        exposed = chunk.masters is None and chunk.whole is not None
+        self._versions = [(slot.parameter, slot.parameter._version, slot.name) for slot in chunk.slots if exposed]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.layout.values())
+
+    def slices(self) -> list[Slice]:
+        return [
+            Slice(
+                key,
+                each.shape,
+                each.dtype,
+                each.start,
+                each.numel,
+                ScaleBlocks(BLOCK_NUMEL, 0) if each.has_codes else None,
+            )
+            for key, each in self.layout.items()
+        ]
+
+    def wait(self) -> None:
+        self.chunk_states.wait()
+
+    def read(self) -> dict[str, LiveTensor]:
+        found: dict[str, LiveTensor] = {_key(each.kind, each.name): each for each in self.chunk_states.stretches()}
+        if {key: each.nbytes for key, each in found.items()} != {key: e.nbytes for key, e in self.layout.items()}:
+            raise StateError(
+                f"the states of chunk {self.chunk_states.chunk.index} changed their layout while they were saved"
+            )
+        self._small |= self.chunk_states.small()
+        return found
+
+    def check(self) -> None:
+        """Refuse weights that were written to, by no step, while they were read."""
+        for parameter, version, name in self._versions:
+            if parameter._version != version:
+                raise CheckpointError(
+                    f"{name} was written to while it was being saved; call wait() of the save before, or write inside "
+                    "of "
+                    "gathered(write=True), which waits"
+                )
+
+
+@dataclass
+class _RankPart:
+    """The part of the index that one rank contributes."""
+
+    file: WrittenFile
+    shared: WrittenFile | None
+    small: dict[str, SmallStates]
+    rng: Any
+    rank_values: dict[str, Any]
+    common: dict[str, Any] | None
+    """Fields of the index that are rank 0's."""
+
+
+@dataclass
+class _Captured:
+    """Everything small, as of the call; and how the chunks are read."""
+
+    readers: list[_ChunkReader]
+    small: dict[str, SmallStates]
+    own_tensors: dict[str, torch.Tensor]
+    rng: Any
+    rank_values: dict[str, Any]
+    common: dict[str, Any]
+    shared_tensors: dict[str, torch.Tensor]
+    empty: list[Slice] = field(default_factory=list)
+    """Parameters without elements, which no rank has a part of."""
+
+    def own_slices(self) -> list[Slice]:
+        slices = [each for reader in self.readers for each in reader.slices()] + self.empty
+        return slices + whole_slices(self.own_tensors)
+
+
+class Saves:
+    """The checkpoints of one module: one at a time, in a group that no training uses. A `StateReader`."""
+
+    def __init__(self, group: Group) -> None:
+        self._values = group
+        self._pool: SnapshotPool | None = None
+        self.current: Saving | None = None
+        """The save that is under way, or the last one."""
+
+    @staticmethod
+    def of(states: TrainingStates) -> Saves:
+        """Those of a module; all ranks call this, since the first time a process group is made."""
+        states.refuse_closed()
+        reader = states.reader
+        if not isinstance(reader, Saves):
+            reader = Saves(states.group.for_values())
+            states.reader = reader
+        return reader
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._values.rank
+
+    def finish(self) -> None:
+        """Wait for the save before; raises what went wrong with it, if nobody has been told."""
+        error = self._ended()
+        if error is not None:
+            raise error
+
+    def _ended(self) -> CheckpointError | None:
+        return None if self.current is None else self.current.end()
+
+    def settle(self) -> None:
+        """Wait for the save before; what went wrong, if nobody has been told, is logged."""
+        error = self._ended()
+        if error is not None:
+            logger.error("going on after a save that failed: %s", error)
+
+    def let_go(self) -> None:
+        """See `StateReader`."""
+        if self.current is not None:
+            self.current.snapshot.wait_for_live()
+
+    def close(self) -> Exception | None:
+        """See `StateReader`."""
+        error = self._ended()
+        self._values.close()
+        return error
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Every rank's value, in order of rank; while no save is under way.
+
+        Raises:
+            CheckpointError: the ranks have lost each other.
+        """
+        try:
+            return self._values.exchange(what, value)
+        except RankError as error:
+            raise CheckpointError(str(error)) from error
+
+    def together(self, what: str, value: Any, problem: Exception | None) -> list[Any]:
+        """`exchange`, after which all ranks raise if one has a problem: the same error, of the first rank that has
+        one."""
+        answers = self.exchange(what, (value, problem if problem is None else _told(problem)))
+        for rank, (_, theirs) in enumerate(answers):
+            if theirs is not None:
+                kind, text, more = theirs
+                raise kind(f"rank {rank}: {text}" if self._values.size > 1 else text, **more) from problem
+        return [value for value, _ in answers]
+
+    def start(self, user: UserState, options: SaveOptions) -> Saving:
+        """Begin to save; see `save_checkpoint`."""
+        self.finish()
+        states, problem, captured = user.states, None, None
+        try:
+            states.refuse("save_checkpoint()")
+            captured = _capture(user, options, self._values.rank)
+        except (ElixirError, ValueError, TypeError) as error:
+            problem = error
+        mine = (os.fspath(options.folder), user.names(), options.step, options.frozen, new_id())
+        answers = self.together("save", mine, problem)
+        if any(theirs[:-1] != answers[0][:-1] for theirs in answers):
+            rank, theirs = next((r, each) for r, each in enumerate(answers) if each[:-1] != answers[0][:-1])
+            raise InputError(f"ranks save different things: rank 0 {answers[0][:-1]}, rank {rank} {theirs[:-1]}")
+        if captured is None:
+            raise StateError("nothing was captured")
+        largest = max((reader.nbytes for reader in captured.readers), default=0)
+        limit = states.pool_limit_bytes(largest) if options.pool_bytes is None else options.pool_bytes
+        limit -= limit % ALIGNMENT_BYTES
+        if self._pool is None or self._pool.limit_bytes != limit:
+            if self._pool is not None and self._pool.is_made:
+                states.drop_pool()
+            self._pool = SnapshotPool(limit, states.make_pool)
+        self.current = Saving(user, options, answers[0][-1], captured, self._pool, self._values)
+        return self.current
+
+
+class Saving:
+    """A save that is under way, or over."""
+
+    def __init__(
+        self,
+        user: UserState,
+        options: SaveOptions,
+        checkpoint_id: str,
+        captured: _Captured,
+        pool: SnapshotPool,
+        group: Group,
+    ) -> None:
+        self._user, self._options, self._id, self._captured, self._group = user, options, checkpoint_id, captured, group
+        self._slices = captured.own_slices()
+        self.nbytes = sum(each.nbytes for each in self._slices)
+        """Bytes of tensors that this rank writes."""
+        self.snapshot = Snapshot(captured.readers, pool, user.states.device)
+        self._ended = threading.Event()
+        self._result: Loaded | None = None
+        self._error: CheckpointError | None = None
+        self._told = False
+        for index, states in enumerate(self._hooked()):
+            states.chunk.before_write = partial(self.snapshot.release, index)
+        # No daemon: the interpreter ends after the checkpoint is whole.
+        self._thread = threading.Thread(target=self._run, name="elixir save")
+        self._thread.start()
+
+    @property
+    def stall_s(self) -> float:
+        """How long updates have waited for this save so far, time for copies included."""
+        return self.snapshot.stall_s
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> Loaded:
+        """Wait until the checkpoint is whole.
+
+        Args:
+            timeout: in seconds.
+
+        Raises:
+            CheckpointError: it could not be saved, and the one before is as it was; or it is still being written after
+                `timeout`.
+        """
+        if not self._ended.wait(timeout):
+            raise CheckpointError(f"{self._options.folder} is still being written after {timeout} s")
+        self._told = True
+        if self._error is not None:
+            raise self._error
+        if self._result is None:
+            raise StateError("a save has ended without a result")
+        return self._result
+
+    def end(self) -> CheckpointError | None:
+        """Wait until it is over; what went wrong, if nobody has been told."""
+        self._ended.wait()
+        error, self._told = None if self._told else self._error, True
+        return error
+
+    def _hooked(self) -> list[ChunkStates]:
+        return [reader.chunk_states for reader in self._captured.readers]
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        meeting = Meeting(self._group)
+        try:
+            self._result = self._save(meeting)
+            logger.info(
+                "%s: %s of this rank written in %.1f s, for which updates waited %.2f s",
+                self._options.folder,
+                format_bytes(self.nbytes),
+                time.perf_counter() - started,
+                self.stall_s,
+            )
+        except BaseException as error:  # raised where the save is waited for
+            self.snapshot.over()  # training goes on before the ranks have come together
+            failed = meeting.fail(error)
+            failed.__cause__ = None if failed is error else error
+            self._error = failed
+            logger.error("%s was not saved: %s", self._options.folder, failed)
+        finally:
+            self.snapshot.over()
+            for states in self._hooked():
+                states.chunk.before_write = None
+            del self._captured.own_tensors, self._captured.shared_tensors
+            self._ended.set()
+
+    def _save(self, meeting: Meeting) -> Loaded:
+        options, captured, group, files = self._options, self._captured, self._group, self._options.files
+        island = Island.found(options.folder, self._id, group.rank, meeting, files)
+        before = island.clean_up(meeting)
+        shared = captured.shared_tensors
+        if island.count > 1:
+            shared = meeting.meet(shared if group.rank == 0 else None)[0]
+        shared_slices = whole_slices(shared) if island.leads else []
+        island.check_space(_file_bytes(self._slices) + _file_bytes(shared_slices), meeting)
+        try:
+            mine = self._write(
+                rank_file(self._id, group.rank, group.size), self._slices, captured.own_tensors, meeting, True
+            )
+            common = None
+            if shared_slices:
+                common = self._write(shared_file(self._id), shared_slices, shared, meeting, False)
+            sequence = island.next_sequence(meeting)
+            parts: list[_RankPart] = meeting.meet(
+                _RankPart(
+                    mine,
+                    common,
+                    captured.small,
+                    captured.rng,
+                    captured.rank_values,
+                    captured.common if group.rank == 0 else None,
+                )
+            )
+            index = _index(self._id, sequence, parts, options, self._user.states)
+            island.commit(index, before, meeting)
+        except BaseException:
+            island.abandon(self._id)
+            raise
+        if options.retains:
+            island.retain(options.keep, meeting)
+        meeting.meet()  # an error of any leader is an error of all
+        return Loaded(options.folder, options.step, sequence, group.size)
+
+    def _write(
+        self, name: str, slices: list[Slice], tensors: Mapping[str, torch.Tensor], meeting: Meeting, states: bool
+    ) -> WrittenFile:
+        """Write one file: the states of the chunks, if it is theirs, and `tensors`, which are held in memory."""
+        writer = SliceWriter(self._options.folder / name, slices, files=self._options.files)
+        try:
+            if states:
+                self.snapshot.write(writer.write_span, meeting.pulse)
+            for key, tensor in tensors.items():
+                writer.write_tensor(key, tensor)
+                meeting.pulse()
+            return writer.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+
+
+def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
+    """Take down what is small, and how the chunks are laid out. Afterwards steps may go on."""
+    states = user.states
+    small: dict[str, SmallStates] = {}
+    states.follow_writes()
+    chunks = states.chunks(frozen=options.frozen)
+    for chunk in chunks:
+        if not chunk.is_settled:  # a first step is making states: the file's layout is known after it
+            chunk.wait()
+    readers = [_ChunkReader(chunk, small) for chunk in chunks]
+    for reader in readers:
+        clash = next((each for each in reader.states_only if each.kind in _NOT_STATES), None)
+        if clash is not None:
+            raise InputError(f"a state of an optimizer cannot be named {clash.kind!r}: that of {clash.name} is")
+    values, tensors = encoded(user.values)
+    for name, buffer in states.buffers().items():
+        tensors[f"buffer/{name}"] = buffer.detach().to("cpu", copy=True).contiguous()
+    groups: list[SavedGroup] = []
+    optimizers: dict[str, Any] = {}
+    for name, optimizer in states.optimizers.items():
+        for number, (names, group) in enumerate(states.groups(optimizer)):
+            data, found = encode(group, f"param_groups.{name}[{number}]")
+            groups.append(SavedGroup(name, names, data))
+            tensors |= found
+        optimizers[name] = states.said_of(name)
+    rank_values, own = encoded(user.rank_values, f"[{rank}]")
+    rng, found = encode(rng_state(states.device), f"rng[{rank}]")
+    plan = states.plan
+    common = {
+        "values": values,
+        "param_groups": tuple(groups),
+        "optimizers": optimizers,
+        "aliases": states.aliases(),
+        "loss_scale": states.loss_scale_state(),
+        "moments": plan.moments if optimizers and plan.optimizer in ADAM_FAMILIES else None,
+        "model_fingerprint": plan.model_fingerprint,
+    }
+    empty = [
+        Slice(_key(WEIGHT, slot.name), tuple(slot.shape), each.target.dtype, 0, 0)
+        for each in chunks
+        for slot in each.chunk.slots
+        if not slot.numel
+    ]
+    return _Captured(readers, small, own | found, rng, rank_values, common, tensors, empty)
+
+
+def _index(
+    checkpoint_id: str, sequence: int, parts: list[_RankPart], options: SaveOptions, states: TrainingStates
+) -> Index:
+    """The index of what all ranks have written: the same bytes wherever it is made."""
+    files, shared = (
+        [part.file for part in parts],
+        next((part.shared for part in parts if part.shared is not None), None),
+    )
+    if shared is not None:
+        files.append(shared)
+    small = {name: each for part in parts for name, each in part.small.items()}
+    common = parts[0].common or {}
+    tensors = merge_tensors(file.tensors for file in files)
+    common["aliases"] = {
+        name: first
+        for name, first in common["aliases"].items()
+        if any(_key(kind, first) in tensors for kind in (WEIGHT, "buffer"))
+    }
+    return Index(
+        id=checkpoint_id,
+        sequence=sequence,
+        step=options.step,
+        world_size=len(parts),
+        plan_fingerprint=states.plan.fingerprint,
+        files={file.name: file.nbytes for file in files},
+        tensors=tensors,
+        steps={name: each.step for name, each in sorted(small.items()) if each.step is not None},
+        scalars={name: encode(each.others, name)[0] for name, each in sorted(small.items()) if each.others},
+        has_frozen=options.frozen,
+        rng=tuple(part.rng for part in parts),
+        rank_values=tuple(part.rank_values for part in parts) if parts[0].rank_values else (),
+        **common,
+    )
+
+
+def whole_slices(tensors: Mapping[str, torch.Tensor]) -> list[Slice]:
+    """Tensors that one file has as a whole."""
+    return [Slice(key, tuple(each.shape), each.dtype, 0, each.numel()) for key, each in tensors.items()]
+
+
+def _file_bytes(slices: list[Slice]) -> int:
+    return len(slice_header(slices)) + sum(each.nbytes for each in slices) if slices else 0
+
+
+def _key(kind: str, name: str) -> str:
+    return f"{kind}/{name}"
+
+
+def _told(error: Exception) -> tuple[type[Exception], str, dict[str, Any]]:
+    """An error for other ranks: its class, or one that it is a kind of, the message, and what else it takes."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, CheckpointMismatch):
+        return CheckpointMismatch, text, {key: getattr(error, key) for key in ("missing", "unexpected", "shapes")}
+    if isinstance(error, CheckpointCorrupt):
+        text = text.removeprefix(f"{error.path}: ").removeprefix(f"{error.key}: ")
+        return CheckpointCorrupt, text, {"path": error.path, "key": error.key}
+    for kind in (CheckpointNotFound, CheckpointError, InputTypeError, InputError):
+        if isinstance(error, kind):
+            return kind, text, {}
+    return CheckpointError, text, {}

@@ -1,0 +1,367 @@
+"""`Snapshot`: the states of one step, written from where they lie while training goes on.
+
+The writer reads a chunk's states from live memory. Code that is about to change them calls `release` first. If the
+writer is done with the chunk, or its states are copied, the update goes on. If the pool has room, the states are copied
+and the update goes on. Otherwise the update waits until the writer has written this very chunk. So memory never exceeds
+the pool, and what is written is the state of one step whatever updates do.
+
+A writer in the order of the updates would walk in step with them: each update would find its chunk being written. So
+once updates have begun, the writer goes on from the far end.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from elixir.checkpoint.pool import Area, SnapshotPool, aligned
+from elixir.checkpoint_format import SPAN_BYTES, memory_of, span_count
+from elixir.chunk.pinned import pinned_zeros
+from elixir.errors import CheckpointError, StateError
+
+WriteSpan = Callable[[str, int, memoryview], None]
+"""Takes (key, number of the span, bytes)."""
+
+
+class LiveTensor(Protocol):
+    """A stretch of a saved tensor in memory that changes later."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is saved."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as it is saved."""
+
+    def values(self, first: int, stop: int) -> torch.Tensor:
+        """Elements from `first` to `stop`, flat."""
+
+
+class LiveStates(Protocol):
+    """The live tensors of one chunk that are saved."""
+
+    def wait(self) -> None:
+        """Wait for the update that was under way when the snapshot was taken; raises what it raised."""
+
+    def read(self) -> dict[str, LiveTensor]:
+        """Key -> tensor, and whatever small is taken down with them; called once, before anything changes."""
+
+    def check(self) -> None:
+        """Raise if anything has changed unannounced since the snapshot was taken."""
+
+
+class Phase(enum.Enum):
+    """How far the writer is with a chunk, and who holds the bytes that are still to be written."""
+
+    LIVE = "live"
+    """Its own memory holds them; nobody reads it now."""
+    WRITING = "writing"
+    """Its own memory holds them, and the writer reads it."""
+    COPYING = "copying"
+    """The pool has an area for them, into which the updating thread copies."""
+    COPIED = "copied"
+    """The pool holds them."""
+    DONE = "done"
+    """All are written, or nobody wants them any more."""
+
+
+_ALLOWED = {
+    Phase.LIVE: (Phase.WRITING, Phase.COPYING, Phase.DONE),
+    Phase.WRITING: (Phase.COPYING, Phase.DONE),
+    Phase.COPYING: (Phase.COPIED, Phase.DONE),
+    Phase.COPIED: (Phase.DONE,),
+    Phase.DONE: (),
+}
+
+
+@dataclass
+class _Rest:
+    """The part of one tensor that is left to write."""
+
+    key: str
+    live: LiveTensor
+    span: int
+    """Number of the next span."""
+    copied: torch.Tensor | None = None
+    """Bytes from that span on, in the pool."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.live.nbytes - self.span * SPAN_BYTES
+
+
+class _Part:
+    """One chunk."""
+
+    def __init__(self, states: LiveStates) -> None:
+        self.states = states
+        self.phase = Phase.LIVE
+        self.rest: list[_Rest] | None = None
+        """The tensors that are left; None until it was read for the first time."""
+        self.area: Area | None = None
+        self.arrived: torch.cuda.Event | None = None
+        """Event after the copies into the pool, if they come from a device."""
+        self.lock = threading.Lock()
+
+    def to(self, phase: Phase) -> None:
+        if phase not in _ALLOWED[self.phase]:
+            raise StateError(f"a chunk of a snapshot cannot go from {self.phase.value} to {phase.value}")
+        self.phase = phase
+
+    def read(self) -> list[_Rest]:
+        """The data to write, taken down once: by the writer, or by the first update after the snapshot."""
+        with self.lock:
+            if self.rest is None:
+                self.states.wait()
+                self.rest = [_Rest(key, live, 0) for key, live in self.states.read().items() if live.nbytes]
+            return self.rest
+
+    @property
+    def rest_bytes(self) -> int:
+        """Room that a copy takes in the pool."""
+        return sum(aligned(each.nbytes) for each in self.rest or ())
+
+
+class Snapshot:
+    """States of one step, on their way to a file.
+
+    Args:
+        chunks: in the order in which they are updated next.
+        pool: for copies.
+        device: where compute runs.
+    """
+
+    def __init__(self, chunks: Sequence[LiveStates], pool: SnapshotPool, device: torch.device) -> None:
+        self._parts = [_Part(states) for states in chunks]
+        self._pool, self._device = pool, device
+        self._turn = threading.Condition()
+        self._wanted: list[int] = []
+        """Chunks that an update waits for, first come first."""
+        self._begun = False
+        """Whether updates of the next step have come."""
+        self.stall_s = 0.0
+        """How long updates waited here, copying included."""
+        self.copied_bytes = 0
+        self._taken = self._recorded()
+        """Event after the compute that had been submitted when the snapshot was taken: device memory is as it is
+        then."""
+        self._given_up: BaseException | None = None
+        self._piece: torch.Tensor | None = None
+        """Pinned memory through which the writer reads a device, and the stream on which it does."""
+        self._stream: torch.cuda.Stream | None = None
+
+    def release(self, index: int) -> None:
+        """The states of a chunk are about to change: come back when nothing is read from their memory any more."""
+        part = self._parts[index]
+        started = time.perf_counter()
+        try:
+            with self._turn:
+                self._begun = True
+                if part.phase is Phase.DONE:
+                    return
+            part.read()
+            with self._turn:
+                if self._copy_now(part):
+                    copying = True
+                else:
+                    self._wanted.append(index)
+                    self._turn.notify_all()
+                    self._turn.wait_for(lambda: part.phase in (Phase.DONE, Phase.COPIED, Phase.COPYING))
+                    self._wanted.remove(index)
+                    copying = part.phase is Phase.COPYING
+            if copying:
+                self._copy(part)
+        except BaseException as error:
+            # The update must go on, and a checkpoint of half a chunk is none.
+            with self._turn:
+                if part.phase is Phase.COPYING:
+                    part.to(Phase.DONE)
+                    self._drop(part)
+            self.give_up(error)
+            if not isinstance(error, Exception):  # such as an interrupt, which is for the caller
+                raise
+        finally:
+            self.stall_s += time.perf_counter() - started
+
+    def _copy_now(self, part: _Part) -> bool:
+        """Whether the chunk lies still and the pool has room, which it has taken then."""
+        if part.phase is not Phase.LIVE:
+            return False
+        part.area = self._pool.take(part.rest_bytes)
+        if part.area is None:
+            return False
+        part.to(Phase.COPYING)
+        return True
+
+    def _copy(self, part: _Part) -> None:
+        if part.area is None or part.rest is None:
+            raise StateError("a chunk of a snapshot is copied without memory for it")
+        at = 0
+        for each in part.rest:
+            size = each.live.dtype.itemsize
+            first = each.span * SPAN_BYTES // size
+            each.copied = part.area.memory[at : at + each.nbytes]
+            # On a device this is queued after compute, and before the step that replaces the values.
+            each.copied.view(each.live.dtype).copy_(
+                each.live.values(first, each.live.nbytes // size), non_blocking=True
+            )
+            at += aligned(each.nbytes)
+        part.states.check()
+        self.copied_bytes += at
+        arrived = self._recorded()
+        with self._turn:
+            part.arrived = arrived
+            if part.phase is Phase.COPYING:
+                part.to(Phase.COPIED)
+            self._turn.notify_all()
+
+    def write(self, write_span: WriteSpan, pulse: Callable[[], None]) -> None:
+        """Write everything, one chunk after the other; afterwards nothing reads live memory.
+
+        Args:
+            write_span: of the file.
+            pulse: called between spans.
+
+        Raises:
+            CheckpointError: the states of a chunk could not be copied.
+        """
+        while (index := self._next()) is not None:
+            part = self._parts[index]
+            self._write_part(index, part, write_span, pulse)
+
+    def _next(self) -> int | None:
+        """The chunk to write now: one that an update waits for, live ones, then copies. None: all are written."""
+        with self._turn:
+            while True:
+                self._refuse_given_up()
+                live = [i for i, part in enumerate(self._parts) if part.phase is Phase.LIVE]
+                copied = [i for i, part in enumerate(self._parts) if part.phase is Phase.COPIED]
+                waiting = [i for i in self._wanted if i in live]
+                found = waiting or (live[::-1] if self._begun else live) or copied
+                if found:
+                    part = self._parts[found[0]]
+                    if part.phase is Phase.LIVE:
+                        part.to(Phase.WRITING)
+                    return found[0]
+                if all(part.phase is Phase.DONE for part in self._parts):
+                    return None
+                self._turn.wait()  # until the last copy is made
+
+    def _refuse_given_up(self) -> None:
+        if self._given_up is not None:
+            raise CheckpointError(f"the states of a step could not be read: {self._given_up}") from self._given_up
+
+    def _write_part(self, index: int, part: _Part, write_span: WriteSpan, pulse: Callable[[], None]) -> None:
+        rest = part.read()
+        copied = part.phase is Phase.COPIED
+        if copied and part.arrived is not None:
+            part.arrived.synchronize()  # the copies in the pool are made by the device
+        while rest:
+            each = rest[0]
+            for number, data in self._spans(each):
+                write_span(each.key, number, data)
+                each.span = number + 1
+                del data
+                pulse()
+                if not copied and self._hand_over(index, part):
+                    return
+            rest.pop(0)
+        if not copied:
+            part.states.check()
+        with self._turn:
+            self._refuse_given_up()
+            part.to(Phase.DONE)
+            self._drop(part)
+            self._turn.notify_all()
+
+    def _spans(self, each: _Rest) -> Iterator[tuple[int, memoryview]]:
+        """The spans that are left of one tensor; bytes that stay as they are until the next is asked for."""
+        size, source, base = each.live.dtype.itemsize, each.copied, each.span
+        for number in range(each.span, span_count(each.live.nbytes)):
+            first, stop = number * SPAN_BYTES, min((number + 1) * SPAN_BYTES, each.live.nbytes)
+            if source is not None:
+                yield number, memory_of(source[first - base * SPAN_BYTES : stop - base * SPAN_BYTES])
+                continue
+            values = each.live.values(first // size, stop // size)
+            yield number, memory_of(values if values.device.type == "cpu" else self._from_device(values))
+
+    def _from_device(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of values on a device in pinned memory, which the next copy overwrites."""
+        if self._piece is None or self._stream is None:
+            self._piece = pinned_zeros(SPAN_BYTES, self._device)
+            self._stream = torch.cuda.Stream(self._device)
+            if self._taken is not None:
+                self._stream.wait_event(
+                    self._taken
+                )  # the values are those after the step that was given before the save
+        piece = self._piece[: values.nbytes].view(values.dtype)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            piece.copy_(values, non_blocking=True)
+        self._stream.synchronize()  # the caller reads the piece, and the next step may replace the values
+        return piece
+
+    def _recorded(self) -> torch.cuda.Event | None:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _hand_over(self, index: int, part: _Part) -> bool:
+        """Whether an update that waits for this chunk copies the rest of it, since there is room now."""
+        with self._turn:
+            self._refuse_given_up()
+            if index not in self._wanted or part.rest is None:
+                return False
+            part.rest = [each for each in part.rest if each.nbytes > 0]
+            if not part.rest:
+                return False
+            area = self._pool.take(part.rest_bytes)
+            if area is None:
+                return False
+            part.area = area
+            part.to(Phase.COPYING)
+            self._turn.notify_all()
+            return True
+
+    def _drop(self, part: _Part) -> None:
+        if part.area is not None:
+            self._pool.give_back(part.area)
+        part.area, part.rest = None, []
+
+    def wait_for_live(self) -> None:
+        """Wait until nothing is read from live memory."""
+        with self._turn:
+            self._turn.wait_for(lambda: all(part.phase in (Phase.COPIED, Phase.DONE) for part in self._parts))
+
+    def give_up(self, error: BaseException | None = None) -> None:
+        """Nobody wants what is not written yet: updates go on, and the pool is free."""
+        with self._turn:
+            if error is not None and self._given_up is None:
+                self._given_up = error
+            for part in self._parts:
+                if part.phase not in (Phase.DONE, Phase.COPYING, Phase.WRITING):
+                    part.to(Phase.DONE)
+                    self._drop(part)
+            self._turn.notify_all()
+
+    def over(self) -> None:
+        """The writer has ended, well or not: nothing is read any more."""
+        with self._turn:
+            for part in self._parts:
+                if part.phase is Phase.WRITING:
+                    part.to(Phase.DONE)
+            self._turn.wait_for(lambda: all(part.phase is not Phase.COPYING for part in self._parts))
+            for part in self._parts:
+                if part.phase is not Phase.DONE:
+                    part.to(Phase.DONE)
+                self._drop(part)
+            self._piece = None
+            self._turn.notify_all()

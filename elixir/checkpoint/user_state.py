@@ -1,0 +1,141 @@
+"""The user's state: which of it is the module, which are optimizers, and how the rest is saved and restored."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from elixir.checkpoint_format import encode
+from elixir.errors import CheckpointMismatch, InputError, InputTypeError
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.training_states import TrainingStates
+
+
+class PerRank:
+    """A value that every rank has for itself, such as the position of its data loader. Give it as a value of the state.
+
+    It is saved for every rank, and comes back on as many ranks only.
+
+    Args:
+        value: plain values, or an object with ``state_dict`` and ``load_state_dict``.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@dataclass(frozen=True)
+class UserState:
+    """The parts of a state."""
+
+    states: TrainingStates
+    module_name: str
+    values: dict[str, Any]
+    """All that is neither the module nor an optimizer, nor `PerRank`."""
+    rank_values: dict[str, PerRank]
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> UserState:
+        """The parts of `state`.
+
+        Raises:
+            InputTypeError: it is no dict by name.
+            InputError: it has not exactly one ElixirModule, or an optimizer of another.
+        """
+        if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+            raise InputTypeError(
+                'state must be a dict by name, such as {"model": model, "optimizer": optimizer, "epoch": 3}, got '
+                f"{type(state).__name__}"
+            )
+        modules = {name: value for name, value in state.items() if isinstance(value, ElixirModule)}
+        if len(modules) != 1:
+            raise InputError(
+                f"state must have one ElixirModule, found {len(modules)} {sorted(modules)}; save each model in a "
+                "separate folder"
+            )
+        ((name, module),) = modules.items()
+        optimizers = {name: value for name, value in state.items() if isinstance(value, ElixirOptimizer)}
+        rest = {key: value for key, value in state.items() if key not in modules and key not in optimizers}
+        per_rank = {key: value for key, value in rest.items() if isinstance(value, PerRank)}
+        values = {key: value for key, value in rest.items() if key not in per_rank}
+        return UserState(TrainingStates(module, optimizers), name, values, per_rank)
+
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """(name, kind) of everything, the same on all ranks."""
+        return (
+            (self.module_name, "module"),
+            *((name, "optimizer") for name in sorted(self.states.optimizers)),
+            *((name, "value") for name in sorted(self.values)),
+            *((name, "per rank") for name in sorted(self.rank_values)),
+        )
+
+
+def encoded(values: Mapping[str, Any], suffix: str = "") -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Values as JSON by name, and the tensors in them by key."""
+    found: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in values.items():
+        plain = value.value if isinstance(value, PerRank) else value
+        if _is_stateful(plain):
+            plain = plain.state_dict()
+        found[name], own = encode(plain, name + suffix)
+        tensors |= own
+    return found, tensors
+
+
+def restore(state: MutableMapping[str, Any], name: str, saved: Any) -> None:
+    """Have a saved value be that of the user's state: loaded by an object that can, else in its place."""
+    mine = state[name]
+    plain = mine.value if isinstance(mine, PerRank) else mine
+    if _is_stateful(plain):
+        plain.load_state_dict(saved)
+    elif isinstance(mine, PerRank):
+        mine.value = saved
+    elif isinstance(mine, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if mine.shape != saved.shape:
+            raise CheckpointMismatch(
+                f"{name!r} has shape {list(saved.shape)} in the checkpoint, {list(mine.shape)} here",
+                shapes={name: (tuple(saved.shape), tuple(mine.shape))},
+            )
+        with torch.no_grad():
+            mine.copy_(saved)
+    else:
+        state[name] = saved
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """State of all global random number generators of this process: torch's on the host and on `device`, Python's,
+    numpy's."""
+    version, numbers, following = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": (version, torch.tensor(numbers, dtype=torch.int64), following),
+        "numpy": tuple(np.random.get_state()),  # noqa: NPY002  the user's data loading may draw from it
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_rng(state: Mapping[str, Any], device: torch.device) -> set[str]:
+    """Go on drawing as after `rng_state`; notes on what could not be restored."""
+    version, numbers, following = state["python"]
+    torch.set_rng_state(state["torch"])
+    random.setstate((version, tuple(numbers.tolist()), following))
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    elif device.type == "cuda" or "cuda" in state:
+        return {
+            "the random numbers of a CUDA device are not those of the checkpoint, which was saved on another device"
+        }
+    return set()

@@ -1,0 +1,207 @@
+"""Commit a checkpoint by one rename of its index, and remove checkpoints that are no longer wanted.
+
+One process of each file system calls these, after all ranks have written and synchronised their files. With several
+file systems, each has a separate index, and the renames happen at different moments. So `commit` keeps the index
+before it as ``index.previous.json`` until `settle` says which of the two is the one that all of them have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from elixir.checkpoint_format.index import INDEX_NAME, LARGEST_INDEX_BYTES, PREVIOUS_NAME, Index, parse_index
+from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError
+from elixir.files import FILES, Files, PathLike
+
+_OURS = re.compile(r"[0-9a-f]{8,32}-(rank-\d{5,}-of-\d{5,}|shared)\.safetensors")
+_TEMPORARY = re.compile(r"\.index(\.previous)?\.json\.[0-9a-f]{12}")
+_ABSENT = (errno.ENOENT, errno.ENOTDIR)
+
+
+def new_id() -> str:
+    """An id for a save; rank 0 makes it and sends it to the others."""
+    return uuid.uuid4().hex[:16]
+
+
+def rank_file(checkpoint_id: str, rank: int, world_size: int) -> str:
+    """Name of the file that a rank writes."""
+    return f"{checkpoint_id}-rank-{rank:05}-of-{world_size:05}.safetensors"
+
+
+def shared_file(checkpoint_id: str) -> str:
+    """Name of the file for what rank 0 writes for all: buffers, and tensors of the user's state."""
+    return f"{checkpoint_id}-shared.safetensors"
+
+
+def read_index(folder: PathLike, *, previous: bool = False, files: Files = FILES) -> Index:
+    """The index of the checkpoint in a folder, or of the one before it while a commit is under way.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        CheckpointCorrupt: it is damaged.
+        CheckpointError: it cannot be read.
+    """
+    path = os.path.join(os.fspath(folder), PREVIOUS_NAME if previous else INDEX_NAME)
+    try:
+        raw = files.read_whole(path, limit_bytes=LARGEST_INDEX_BYTES)
+    except FileError as error:
+        if error.errno in _ABSENT:
+            raise CheckpointNotFound(
+                f"{os.fspath(folder)} holds no checkpoint: {os.path.basename(path)} is missing"
+            ) from None
+        if error.errno in (errno.EINVAL, errno.EFBIG):
+            raise CheckpointCorrupt(f"no index of a checkpoint: {error.strerror}", path=path) from None
+        raise CheckpointError(str(error)) from error
+    return parse_index(raw, path)
+
+
+def commit(folder: PathLike, index: Index, *, files: Files = FILES) -> None:
+    """Make `index` the checkpoint of a folder. Killed at any moment, the folder holds the one before or this one.
+
+    All files that it names and that are on this file system are written and synchronised. Afterwards the index before
+    it is in ``index.previous.json``, until `settle`.
+
+    Raises:
+        CheckpointError: an earlier commit was never settled.
+        FileError: an operation failed; the checkpoint before is as it was, unless it was the very last synchronisation.
+    """
+    text = index.to_json().encode()
+    current, previous = (os.path.join(os.fspath(folder), name) for name in (INDEX_NAME, PREVIOUS_NAME))
+    if os.path.lexists(previous):
+        raise CheckpointError(f"{previous} is left from a commit that was cut off; call settle before the next one")
+    replacing = os.path.lexists(current)
+    try:
+        if replacing:
+            files.link(current, previous)
+        # Files must not lack their names when the index names them, nor the index before this one when it is replaced.
+        files.sync_folder(folder)
+        files.write_whole(current, text)
+        files.sync_folder(folder)
+    except BaseException:
+        # The save will be said to have failed, so later saves must not take this index for one that was committed.
+        with contextlib.suppress(FileError):
+            if os.path.lexists(previous):
+                files.replace(previous, current)
+                files.remove(
+                    previous, missing_ok=True
+                )  # a rename of one name of a file to another of its names does nothing
+            elif not replacing:
+                files.remove(current, missing_ok=True)
+        raise
+
+
+def settle(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> None:
+    """End a commit: the checkpoint with this id, which all file systems have, is the only one of the folder.
+
+    Called after all have committed; and before a save or after a load, because a commit may have been cut off.
+
+    Raises:
+        CheckpointError: neither index of the folder has this id.
+    """
+    current, previous = (os.path.join(os.fspath(folder), name) for name in (INDEX_NAME, PREVIOUS_NAME))
+    if _has_id(folder, checkpoint_id, False, files):
+        files.remove(previous, missing_ok=True)
+        files.sync_folder(
+            folder
+        )  # even where nothing was to do: the process that committed may have been killed before
+        return
+    if not _has_id(folder, checkpoint_id, True, files):
+        raise CheckpointError(f"{os.fspath(folder)} holds no checkpoint {checkpoint_id}")
+    files.replace(previous, current)
+    files.sync_folder(folder)
+
+
+def _has_id(folder: PathLike, checkpoint_id: str, previous: bool, files: Files) -> bool:
+    try:
+        return read_index(folder, previous=previous, files=files).id == checkpoint_id
+    except (CheckpointNotFound, CheckpointCorrupt):
+        return False
+
+
+def remove_stale(folder: PathLike, *, files: Files = FILES) -> tuple[str, ...]:
+    """Remove what cut-off saves and replaced checkpoints left in a folder, and nothing that is not ours; the names.
+
+    No save may be under way there.
+
+    Raises:
+        CheckpointCorrupt: an index is damaged, so what it names is unknown; nothing is removed.
+    """
+    named: set[str] = set()
+    names = files.names(folder)
+    for name, previous in ((INDEX_NAME, False), (PREVIOUS_NAME, True)):
+        if name in names:
+            named |= set(read_index(folder, previous=previous, files=files).files)
+    stale = [name for name in names if name not in named and (_OURS.fullmatch(name) or _TEMPORARY.fullmatch(name))]
+    if stale:
+        files.sync_folder(folder)  # an index that is still on the disk may name them until then
+    for name in stale:
+        files.remove(os.path.join(os.fspath(folder), name), missing_ok=True)
+    return tuple(stale)
+
+
+def abandon(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> None:
+    """Remove the files of a save that failed, unless an index names them all the same."""
+    if _has_id(folder, checkpoint_id, False, files) or _has_id(folder, checkpoint_id, True, files):
+        return
+    files.sync_folder(folder)  # where a commit was taken back, the disk may still have its index
+    for name in files.names(folder):
+        if _OURS.fullmatch(name) and name.startswith(f"{checkpoint_id}-"):
+            files.remove(os.path.join(os.fspath(folder), name), missing_ok=True)
+
+
+def remove_checkpoint(folder: PathLike, *, files: Files = FILES) -> None:
+    """Remove a checkpoint: the index first, so that no index ever names files that are gone. Foreign files stay."""
+    for name in (PREVIOUS_NAME, INDEX_NAME):
+        files.remove(os.path.join(os.fspath(folder), name), missing_ok=True)
+    files.sync_folder(folder)
+    remove_stale(folder, files=files)
+    if not files.names(folder):
+        files.remove_folder(folder)
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint in a folder of several."""
+
+    folder: Path
+    index: Index
+
+
+def find_checkpoints(
+    root: PathLike, *, files: Files = FILES
+) -> tuple[tuple[FoundCheckpoint, ...], tuple[CheckpointError, ...]]:
+    """The checkpoints in the folders of `root`, the latest first, and why others cannot be read.
+
+    The latest is the one with the largest `sequence`, not the one with the largest step or the newest file.
+    """
+    found, damaged = [], []
+    try:
+        names = files.names(root)
+    except FileError as error:
+        if error.errno in _ABSENT:
+            return (), ()
+        raise
+    for name in names:
+        folder = Path(root) / name
+        try:
+            found.append(FoundCheckpoint(folder, read_index(folder, files=files)))
+        except CheckpointNotFound:
+            continue  # another folder, a file, or a save that was cut off
+        except CheckpointError as error:
+            damaged.append(error)
+    found.sort(key=lambda each: (-each.index.sequence, each.folder.name))
+    return tuple(found), tuple(damaged)
+
+
+def next_sequence(folder: PathLike, *, files: Files = FILES) -> int:
+    """The `sequence` of a new checkpoint in `folder`: above its present one, and above those in the folders next to
+    it."""
+    path = Path(os.path.abspath(folder))
+    known = [each.index.sequence for each in find_checkpoints(path.parent, files=files)[0]]
+    return 1 + max(known, default=0)

@@ -1,0 +1,255 @@
+"""The index of a checkpoint: one JSON file that names all others. What no index names is no part of any checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar, NoReturn
+
+from elixir.artifact import Artifact
+from elixir.checkpoint_format.tensors import SavedTensor
+from elixir.errors import ArtifactError, CheckpointCorrupt, InputError
+from elixir.units import MIB
+
+INDEX_NAME = "index.json"
+PREVIOUS_NAME = "index.previous.json"
+LARGEST_INDEX_BYTES = 1024 * MIB
+"""A larger file is no index of ours: that of OPT-175B with fp32 states, each tensor cut in eight, has 10 MB."""
+
+_ID = re.compile(r"[0-9a-f]{8,32}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """One parameter group of an optimizer."""
+
+    optimizer: str
+    """Under which name the optimizer was saved."""
+    names: tuple[str, ...]
+    """Names of its parameters, in order."""
+    options: Any
+    """Such as the learning rate, as `values.encode` gives them: a dict by name."""
+
+
+@dataclass(frozen=True)
+class Index(Artifact):
+    """The files and tensors of a checkpoint, and all its small values.
+
+    Raises:
+        ArtifactError: fields that make no sense or contradict each other, such as pieces that overlap.
+    """
+
+    artifact: ClassVar[str] = "checkpoint"
+    schema_version: ClassVar[int] = 1
+
+    id: str
+    """Hexadecimal digits that no other save has; the name of every file begins with them."""
+    sequence: int
+    """1 + the largest in the folder when this was saved: the checkpoint with the largest is the latest, whatever its
+    step."""
+    step: int | None
+    world_size: int
+    model_fingerprint: str
+    plan_fingerprint: str
+    moments: str | None
+    """Kind of Adam's moments; None for other optimizers, or none."""
+    files: dict[str, int]
+    """Name -> bytes."""
+    tensors: dict[str, SavedTensor]
+    """Key, such as ``weight/<name>``, ``exp_avg/<name>`` or ``buffer/<name>`` -> the tensor."""
+    steps: dict[str, int]
+    """Parameter -> how many updates it has had. Those without states are not in it."""
+    scalars: dict[str, Any]
+    """Parameter -> its other states that are no tensors over its elements, by kind, as `values.encode` gives them: a
+    number, or (dtype, number) for a tensor without dimensions."""
+    aliases: dict[str, str]
+    """Other names of tied parameters and buffers -> the name under which they are saved."""
+    param_groups: tuple[SavedGroup, ...]
+    optimizers: dict[str, Any]
+    """Name of an optimizer -> what else it goes on from, as `values.encode` gives it: its class, and the like."""
+    has_frozen: bool
+    """Whether parameters that are not trained are saved; otherwise loading leaves them as they are."""
+    loss_scale: Any
+    """As `values.encode` gives it; None without one."""
+    rng: tuple[Any, ...]
+    """State of the random number generators of every rank, as `values.encode` gives it; empty where it is not saved."""
+    rank_values: tuple[dict[str, Any], ...]
+    """Values of every rank that the others do not have; may be empty."""
+    values: dict[str, Any]
+    """The rest of the user's state, as `values.encode` gives it."""
+
+    def __post_init__(self) -> None:
+        if not _ID.fullmatch(self.id):
+            raise _wrong("id", f"must be 8 to 32 hexadecimal digits, found {self.id!r:.60}")
+        for name, least in (("sequence", 1), ("world_size", 1), ("step", 0)):
+            found = getattr(self, name)
+            if found is not None and found < least:
+                raise _wrong(name, f"must be {least} or larger, found {found}")
+        for name in ("rng", "rank_values"):
+            found = len(getattr(self, name))
+            if found not in (0, self.world_size):
+                raise _wrong(name, f"must have one entry for each of {self.world_size} ranks, found {found}")
+        for name, step in self.steps.items():
+            if step < 0:
+                raise _wrong(f"steps.{name}", f"must be 0 or larger, found {step}")
+        self._check_names()
+        self._check_files()
+        for key, tensor in self.tensors.items():
+            problem = tensor.uncovered() or self._wrong_scales(key, tensor)
+            if problem:
+                raise _wrong(f"tensors.{key}", problem)
+
+    def _check_names(self) -> None:
+        for name, target in self.aliases.items():
+            if not any(f"{kind}/{target}" in self.tensors for kind in ("weight", "buffer")):
+                raise _wrong(f"aliases.{name}", f"names {target!r:.60}, which is not saved")
+        grouped: set[tuple[str, str]] = set()
+        for i, group in enumerate(self.param_groups):
+            for name in group.names:
+                if (group.optimizer, name) in grouped:
+                    raise _wrong(
+                        f"param_groups[{i}].names", f"{name!r:.80} is in a group of {group.optimizer!r:.40} already"
+                    )
+                grouped.add((group.optimizer, name))
+
+    def _check_files(self) -> None:
+        for name, size in self.files.items():
+            if not _FILE.fullmatch(name) or not name.startswith(f"{self.id}-") or ".." in name:
+                raise _wrong("files", f"{name!r:.80} is no name of a file of checkpoint {self.id}")
+            if size < 8:
+                raise _wrong(f"files.{name}", f"must be 8 bytes or more, found {size}")
+        stretches: dict[str, list[tuple[int, int, str]]] = {name: [] for name in self.files}
+        for key, tensor in self.tensors.items():
+            if len({piece.file for piece in tensor.pieces}) < len(tensor.pieces):
+                raise _wrong(f"tensors.{key}", "two pieces are in one file, whose header can name one")
+            for piece in tensor.pieces:
+                if piece.file not in stretches:
+                    raise _wrong(f"tensors.{key}", f"file {piece.file!r:.80} is not listed in 'files'")
+                end, size = piece.offset + piece.numel * tensor.itemsize, self.files[piece.file]
+                if end > size:
+                    raise _wrong(f"tensors.{key}", f"a piece ends at byte {end} of {piece.file}, which has {size}")
+                stretches[piece.file].append((piece.offset, end, key))
+        for name, found in stretches.items():
+            for (_, end, key), (start, _, other) in pairwise(sorted(found)):
+                if start < end:
+                    raise _wrong(f"tensors.{other}", f"overlaps {key!r:.80} in {name}")
+
+    def _wrong_scales(self, key: str, tensor: SavedTensor) -> str:
+        """Why codes and their scales do not go together; empty where they do, or where the tensor has no codes."""
+        if tensor.blocks is None:
+            return ""
+        scales, count = self.tensors.get(scale_key(key)), tensor.blocks.count(tensor.numel)
+        if tensor.dtype not in ("int8", "uint8"):
+            return f"codes are int8 or uint8, found {tensor.dtype}"
+        if scales is None or scales.dtype != "float32" or scales.shape != (count,):
+            found = "none" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+            return f"expected {count} scales in float32 under {scale_key(key)!r:.80}, found {found}"
+        cut = next((piece.start for piece in tensor.pieces[1:] if not tensor.blocks.begins_at(piece.start)), None)
+        return "" if cut is None else f"a piece begins at element {cut}, inside of a block"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters whose weights are saved, in order."""
+        return tuple(key.removeprefix("weight/") for key in self.tensors if key.startswith("weight/"))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that the index names."""
+        return sum(self.files.values())
+
+    def to_json(self) -> str:
+        """Compact JSON text with a checksum over the rest; `InputError` for a value that JSON cannot hold."""
+        try:
+            body = self.to_dict()
+            return _text(body | {"checksum": _checksum(body)}) + "\n"
+        except (ValueError, TypeError, RecursionError) as error:
+            raise InputError(f"this checkpoint's index cannot be saved: {error}") from None
+
+
+def scale_key(key: str) -> str:
+    """Key of the scales of codes: ``exp_avg/<name>`` -> ``exp_avg_scale/<name>``."""
+    kind, _, name = key.partition("/")
+    return f"{kind}_scale/{name}"
+
+
+def parse_index(raw: bytes, path: str | os.PathLike[str]) -> Index:
+    """The index in the bytes of the file `path`; `CheckpointCorrupt` for anything that `Index.to_json` would not have
+    written."""
+    try:
+        text = raw.decode("ascii")
+        data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_repetition)
+        if not isinstance(data, dict):
+            raise CheckpointCorrupt(f"expected a JSON object, found {type(data).__name__}", path=path)
+        if data.get("artifact") == Index.artifact and data.get("schema_version") == Index.schema_version:
+            # What is of another version may have another checksum; `from_dict` says which version it is.
+            found = data.pop("checksum", None)
+            if found != _checksum(data):
+                raise CheckpointCorrupt(
+                    "does not fit the rest of the file, which was changed or damaged", path=path, key="checksum"
+                )
+        return Index.from_dict(data, source=os.fspath(path))
+    except ArtifactError as error:
+        message = str(error).removeprefix(f"{os.fspath(path)}: ")
+        if error.field:  # the error names it by itself
+            message = message.removeprefix(f"field '{error.field}'").lstrip(": ")
+        raise CheckpointCorrupt(message, path=path, key=error.field) from None
+    except RecursionError:
+        raise CheckpointCorrupt("nested too deeply to be the index of a checkpoint", path=path) from None
+    except ValueError as error:
+        if isinstance(error, CheckpointCorrupt):
+            raise
+        raise CheckpointCorrupt(f"not valid JSON, perhaps truncated: {error}", path=path) from None
+
+
+def merge_tensors(parts: Iterable[dict[str, SavedTensor]]) -> dict[str, SavedTensor]:
+    """One entry for each key from those of single files, with all their pieces in order.
+
+    Raises:
+        InputError: two files do not agree on dtype, shape or blocks of a tensor.
+    """
+    pieces: dict[str, list[Any]] = {}
+    first: dict[str, SavedTensor] = {}
+    for part in parts:
+        for key, tensor in part.items():
+            known = first.setdefault(key, tensor)
+            if (known.dtype, known.shape, known.blocks) != (tensor.dtype, tensor.shape, tensor.blocks):
+                raise InputError(
+                    f"ranks do not agree on {key!r}: {known.dtype} {list(known.shape)} and {tensor.dtype} "
+                    f"{list(tensor.shape)}"
+                )
+            pieces.setdefault(key, []).extend(tensor.pieces)
+    return {
+        key: SavedTensor(
+            known.dtype, known.shape, known.blocks, tuple(sorted(pieces[key], key=lambda piece: piece.start))
+        )
+        for key, known in first.items()
+    }
+
+
+def _wrong(field: str, message: str) -> ArtifactError:
+    return ArtifactError(f"field '{field}': {message}", field=field)
+
+
+def _text(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":"), allow_nan=False)
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return hashlib.sha256(_text(body).encode()).hexdigest()
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has the same key twice")
+    return found

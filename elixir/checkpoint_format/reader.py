@@ -1,0 +1,215 @@
+"""Reads any range of any tensor of a checkpoint, span by span, and checks every span that it touches."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from elixir.checkpoint_format.commit import read_index
+from elixir.checkpoint_format.index import Index
+from elixir.checkpoint_format.slices import header_in_index
+from elixir.checkpoint_format.tensors import SPAN_BYTES, Piece, SavedTensor, memory_of, span_count
+from elixir.errors import CheckpointCorrupt, CheckpointError, FileError, InputError
+from elixir.files import FILES, File, Files, PathLike
+
+OPEN_FILES = 16
+"""Files kept open at once: a checkpoint of thousands of ranks must not use up the handles of a process."""
+
+
+class SliceReader:
+    """Reads tensors of one checkpoint, by one thread at a time. Memory next to what is asked for: one span.
+
+    Args:
+        folder: of the checkpoint.
+        index: of it, where it is known already.
+        files: the operations it uses.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint.
+        CheckpointCorrupt: the index is damaged.
+    """
+
+    def __init__(self, folder: PathLike, index: Index | None = None, *, files: Files = FILES) -> None:
+        self.folder, self._files = Path(folder), files
+        self.index = index if index is not None else read_index(folder, files=files)
+        self._open: OrderedDict[str, File] = OrderedDict()
+        self._scratch: bytearray | None = None
+        self._starts: dict[str, list[int]] = {}
+
+    def tensor(self, key: str) -> SavedTensor:
+        """The entry of a tensor; `CheckpointError` if it has none."""
+        found = self.index.tensors.get(key)
+        if found is None:
+            raise CheckpointError(
+                f"{self.folder} holds no {key!r}; it has {len(self.index.tensors)} tensors, see keys()"
+            )
+        return found
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements `start` to `stop` of the flattened tensor, as a flat tensor in host memory."""
+        saved, stop = self.in_range(key, start, stop)
+        out = torch.empty(stop - start, dtype=saved.torch_dtype)
+        self.read_into(key, start, out)
+        return out
+
+    def in_range(self, key: str, start: int, stop: int | None) -> tuple[SavedTensor, int]:
+        """The entry of a tensor, and `stop` or its end; `InputError` where that is no range of it."""
+        saved = self.tensor(key)
+        stop = saved.numel if stop is None else stop
+        if not 0 <= start <= stop <= saved.numel:
+            raise InputError(f"{key} has {saved.numel} elements, asked for {start} to {stop}")
+        return saved, stop
+
+    def read_into(self, key: str, start: int, out: torch.Tensor) -> None:
+        """Fill a contiguous tensor in host memory with the elements from `start` on.
+
+        After an error `out` may hold anything.
+
+        Raises:
+            CheckpointCorrupt: a span that is touched does not have its checksum, or its file is too short or missing.
+        """
+        saved = self.tensor(key)
+        if out.dtype != saved.torch_dtype or start < 0 or start + out.numel() > saved.numel:
+            raise InputError(
+                f"{key} has {saved.numel} elements of {saved.dtype}, asked for {start} to {start + out.numel()} of "
+                f"{out.dtype}"
+            )
+        view, stop, size = memory_of(out), start + out.numel(), saved.itemsize
+        for piece in self._pieces(key, saved, start, stop):
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            first, last = (low - piece.start) * size, (high - piece.start) * size
+            for number in range(first // SPAN_BYTES, span_count(last)):
+                begin = number * SPAN_BYTES
+                nbytes = min(SPAN_BYTES, piece.numel * size - begin)
+                a, b = max(first, begin), min(last, begin + nbytes)
+                at = (low - start) * size + a - first
+                target = view[at : at + b - a]
+                if b - a == nbytes:
+                    self._read_span(key, piece, number, target)
+                    continue
+                scratch = memoryview(self._scratch_bytes())[:nbytes]
+                self._read_span(key, piece, number, scratch)
+                target[:] = scratch[a - begin : b - begin]
+
+    def _pieces(self, key: str, saved: SavedTensor, start: int, stop: int) -> Iterator[Piece]:
+        if start == stop:
+            return
+        starts = self._starts.setdefault(key, [piece.start for piece in saved.pieces])
+        for piece in saved.pieces[bisect_right(starts, start) - 1 :]:
+            if piece.start >= stop:
+                return
+            yield piece
+
+    def _read_span(self, key: str, piece: Piece, number: int, view: memoryview) -> None:
+        """One whole span into `view`, checked."""
+        path = self.folder / piece.file
+        offset = piece.offset + number * SPAN_BYTES
+        try:
+            count = self._file(piece.file).read_into(view, offset)
+        except FileError as error:
+            raise CheckpointError(f"{key} cannot be read: {error}") from error
+        if count < len(view):
+            raise CheckpointCorrupt(f"ends at byte {offset + count}, expected {offset + len(view)}", path=path, key=key)
+        if zlib.crc32(view) != piece.crc32[number]:
+            raise CheckpointCorrupt(f"wrong checksum of bytes {offset} to {offset + len(view)}", path=path, key=key)
+
+    def _scratch_bytes(self) -> bytearray:
+        if self._scratch is None:
+            self._scratch = bytearray(SPAN_BYTES)
+        return self._scratch
+
+    def _file(self, name: str) -> File:
+        """An open file of the checkpoint; `CheckpointCorrupt` where it is missing or of another size."""
+        if name in self._open:
+            self._open.move_to_end(name)
+            return self._open[name]
+        path, expected = self.folder / name, self.index.files[name]
+        self.check_file(name)
+        while len(self._open) >= OPEN_FILES:
+            self._open.popitem(last=False)[1].close()
+        try:
+            self._open[name] = self._files.open(path)
+        except FileError as error:
+            if error.errno == errno.ENOENT:
+                raise CheckpointCorrupt(f"missing; the index says it has {expected} bytes", path=path) from None
+            raise CheckpointError(str(error)) from error
+        return self._open[name]
+
+    def check_file(self, name: str) -> None:
+        """`CheckpointCorrupt` where a file that the index names is missing, no file, or of another size."""
+        path, expected = self.folder / name, self.index.files[name]
+        try:
+            size = self._files.size(path)
+        except FileError as error:
+            if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.ENOTDIR):
+                raise CheckpointCorrupt(
+                    f"{'missing' if error.errno == errno.ENOENT else error.strerror}; the index says it has {expected} "
+                    "bytes",
+                    path=path,
+                ) from None
+            raise CheckpointError(str(error)) from error
+        if size != expected:
+            raise CheckpointCorrupt(f"has {size} bytes, the index says {expected}", path=path)
+
+    def problems(self) -> Iterator[CheckpointError]:
+        """Reads everything, and gives every file, header and span that is not what the index says."""
+        whole = set()
+        for name in self.index.files:
+            try:
+                self._file(name)
+                self._check_header(name)
+                whole.add(name)
+            except CheckpointError as error:
+                yield error
+        for key, saved in self.index.tensors.items():
+            for piece in saved.pieces:
+                if piece.file not in whole:
+                    continue
+                nbytes = piece.numel * saved.itemsize
+                for number in range(span_count(nbytes)):
+                    view = memoryview(self._scratch_bytes())[: min(SPAN_BYTES, nbytes - number * SPAN_BYTES)]
+                    try:
+                        self._read_span(key, piece, number, view)
+                    except CheckpointError as error:
+                        yield error
+
+    def _check_header(self, name: str) -> None:
+        expected = header_in_index(name, self.index.tensors)
+        found = bytearray(len(expected))
+        try:
+            count = self._file(name).read_into(found, 0)
+        except FileError as error:
+            raise CheckpointError(str(error)) from error
+        if count < len(found) or found != expected:
+            raise CheckpointCorrupt("the header is not the one that the index describes", path=self.folder / name)
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __enter__(self) -> SliceReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def verify(folder: PathLike, *, files: Files = FILES) -> tuple[CheckpointError, ...]:
+    """Read all of a checkpoint and check it; what is wrong with it, nothing where it is whole.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint.
+    """
+    try:
+        with SliceReader(os.fspath(folder), files=files) as reader:
+            return tuple(reader.problems())
+    except CheckpointCorrupt as error:  # of the index itself
+        return (error,)

@@ -1,0 +1,237 @@
+"""A checkpoint on disk, opened without ranks and without a model: its tensors, weights, optimizer states and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elixir.checkpoint_format.index import Index, SavedGroup, scale_key
+from elixir.checkpoint_format.reader import SliceReader
+from elixir.checkpoint_format.tensors import STORED_DTYPES
+from elixir.checkpoint_format.values import decode
+from elixir.errors import CheckpointCorrupt, CheckpointError, InputError, unknown_name
+from elixir.files import FILES, Files, PathLike
+from elixir.optimizer_states import decode_signed, decode_unsigned
+from elixir.units import parse_dtype
+
+_NO_STATES = ("weight", "buffer", "value")
+"""Kinds of tensors that are no states of an optimizer."""
+_SCALED = {"exp_avg": decode_signed, "exp_avg_sq": decode_unsigned}
+
+
+def open_checkpoint(folder: PathLike, *, files: Files = FILES) -> SavedCheckpoint:
+    """The checkpoint in a folder, to read from. It is closed by `close`, or by a ``with`` statement.
+
+    Args:
+        folder: that was saved to.
+        files: the file operations it uses.
+
+    Raises:
+        CheckpointNotFound: the folder holds no checkpoint.
+        CheckpointCorrupt: its index is damaged, or a file that it names is missing or of another size.
+
+    Example:
+        >>> with open_checkpoint("run/step-00000500") as saved:
+        ...     model.load_state_dict(saved.weights(torch.bfloat16))
+    """
+    reader = SliceReader(folder, files=files)
+    for name in reader.index.files:
+        reader.check_file(name)
+    return SavedCheckpoint(reader)
+
+
+class SavedCheckpoint:
+    """A checkpoint to read from, by one thread at a time. Nothing is held in memory but the index."""
+
+    def __init__(self, reader: SliceReader) -> None:
+        self._reader = reader
+
+    @property
+    def index(self) -> Index:
+        """Everything about it that is small."""
+        return self._reader.index
+
+    @property
+    def folder(self) -> Path:
+        """In which it is."""
+        return self._reader.folder
+
+    @property
+    def step(self) -> int | None:
+        """As it was saved."""
+        return self.index.step
+
+    def keys(self) -> tuple[str, ...]:
+        """Keys of all tensors, such as ``weight/<name>`` and ``exp_avg/<name>``."""
+        return tuple(self.index.tensors)
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements `start` to `stop` of a flattened tensor, as they are saved; see `SliceReader.read`."""
+        return self._reader.read(key, start, stop)
+
+    def read_into(self, key: str, start: int, out: torch.Tensor) -> None:
+        """Fill a flat tensor in host memory with elements as they are saved; see `SliceReader.read_into`."""
+        self._reader.read_into(key, start, out)
+
+    def check_file(self, name: str) -> None:
+        """See `SliceReader.check_file`."""
+        self._reader.check_file(name)
+
+    def read_whole(self, key: str) -> torch.Tensor:
+        """A tensor in its shape."""
+        return self.read(key).view(self._reader.tensor(key).shape)
+
+    def read_float32(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """As `read`, in float32; codes of 8 bits are decoded with their scales."""
+        saved, stop = self._reader.in_range(key, start, stop)
+        if saved.blocks is None or start == stop:
+            return self.read(key, start, stop).float()
+        kind, size = key.partition("/")[0], saved.blocks.numel
+        if kind not in _SCALED:
+            raise CheckpointError(f"{key}: codes of {kind} are unknown to this version of Elixir")
+        first, last = saved.blocks.block_of(start), saved.blocks.block_of(stop - 1) + 1
+        # Codes as whole blocks; the first and the last of the tensor may be cut short, and zeros fill them up.
+        origin = saved.blocks.first_of(first)
+        codes = torch.zeros((last - first) * size, dtype=saved.torch_dtype)
+        low, high = max(0, origin), min(saved.numel, origin + codes.numel())
+        self._reader.read_into(key, low, codes[low - origin : high - origin])
+        scales = self._reader.read(scale_key(key), first, last)
+        values = _SCALED[kind](codes.view(-1, size), scales).view(-1)
+        return values[start - origin : stop - origin].clone()
+
+    def weights(self, dtype: torch.dtype | str | None = None) -> Mapping[str, torch.Tensor]:
+        """Weights and persistent buffers by name, as a model's ``load_state_dict`` takes them; read when asked for.
+
+        Args:
+            dtype: of the floating-point weights. None: as saved, which is float32 where there were master weights.
+        """
+        return _Weights(self, None if dtype is None else parse_dtype(dtype))
+
+    def optimizer_state_dict(self, optimizer: str | None = None) -> dict[str, Any]:
+        """States in the layout of torch.optim: by number, in float32 or wider, in the parameter's shape. All of it is
+        in memory.
+
+        Args:
+            optimizer: the name under which it was saved; may be left out if there is one.
+
+        Raises:
+            InputError: there is no such optimizer, or several and none is named.
+        """
+        names = tuple(dict.fromkeys(group.optimizer for group in self.index.param_groups))
+        if optimizer is None:
+            if len(names) != 1:
+                raise InputError(f"{self.folder} has {len(names)} optimizers, name one of {list(names)}")
+            (optimizer,) = names
+        if optimizer not in names:
+            raise unknown_name("optimizer", optimizer, names)
+        groups = [group for group in self.index.param_groups if group.optimizer == optimizer]
+        numbers = {name: i for i, name in enumerate(name for group in groups for name in group.names)}
+        state: dict[int, dict[str, Any]] = {}
+        for key in self.index.tensors:
+            kind, _, name = key.partition("/")
+            if name in numbers and kind not in _NO_STATES and not self._holds_scales(kind, name):
+                saved = self._reader.tensor(key)
+                narrow = saved.torch_dtype.is_floating_point and saved.itemsize < torch.float32.itemsize
+                value = self.read_float32(key) if narrow or saved.blocks else self.read(key)
+                state.setdefault(numbers[name], {})[kind] = value.view(saved.shape)
+        for name, step in self.index.steps.items():
+            if name in numbers:
+                state[numbers[name]] = {"step": torch.tensor(float(step))} | state.get(numbers[name], {})
+        for name in self.index.scalars:
+            if name in numbers:
+                state.setdefault(numbers[name], {}).update(
+                    {
+                        kind: torch.tensor(value[1], dtype=parse_dtype(value[0])) if isinstance(value, tuple) else value
+                        for kind, value in self.scalars(name).items()
+                    }
+                )
+        return {
+            "state": dict(sorted(state.items())),
+            "param_groups": [
+                {**self._options(group, i), "params": [numbers[name] for name in group.names]}
+                for i, group in enumerate(groups)
+            ],
+        }
+
+    def _holds_scales(self, kind: str, name: str) -> bool:
+        codes = self.index.tensors.get(f"{kind.removesuffix('_scale')}/{name}")
+        return kind.endswith("_scale") and codes is not None and codes.blocks is not None
+
+    def _options(self, group: SavedGroup, number: int) -> dict[str, Any]:
+        return self._mapping(group.options, f"param_groups[{number}].options")
+
+    def scalars(self, name: str) -> dict[str, Any]:
+        """States of a parameter that are no tensors over its elements; see `Index.scalars`."""
+        key = f"scalars.{name}"
+        found = self._mapping(self.index.scalars.get(name, {}), key)
+        for kind, value in found.items():
+            pair = type(value) is tuple and len(value) == 2 and value[0] in STORED_DTYPES
+            number = value[1] if pair else value
+            if not isinstance(number, (bool, int, float)):
+                raise CheckpointCorrupt("no number", path=self.folder / "index.json", key=f"{key}.{kind}")
+        return found
+
+    def value(self, name: str) -> Any:
+        """A value of the user's state, such as ``epoch``."""
+        if name not in self.index.values:
+            raise unknown_name("saved value", name, self.index.values)
+        return self.decoded(self.index.values[name], name)
+
+    def value_names(self) -> tuple[str, ...]:
+        """Names that `value` takes."""
+        return tuple(self.index.values)
+
+    def decoded(self, data: Any, key: str) -> Any:
+        """A value of the index that `values.encode` made; `key` names it in errors."""
+        return decode(data, self._stored, path=self.folder / "index.json", key=key)
+
+    def _stored(self, key: str) -> torch.Tensor:
+        if key not in self.index.tensors:
+            raise CheckpointCorrupt(
+                "a value names this tensor, which is not there", path=self.folder / "index.json", key=key
+            )
+        return self.read(key)
+
+    def _mapping(self, data: Any, key: str) -> dict[str, Any]:
+        found = self.decoded(data, key)
+        if not isinstance(found, dict):
+            raise CheckpointCorrupt(
+                f"expected a dict, found {type(found).__name__}", path=self.folder / "index.json", key=key
+            )
+        return found
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
+
+    def __enter__(self) -> SavedCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Weights(Mapping[str, torch.Tensor]):
+    def __init__(self, saved: SavedCheckpoint, dtype: torch.dtype | None) -> None:
+        self._saved, self._dtype = saved, dtype
+        index = saved.index
+        self._keys = {
+            key.partition("/")[2]: key for key in index.tensors if key.partition("/")[0] in ("weight", "buffer")
+        }
+        self._keys |= {other: self._keys[name] for other, name in index.aliases.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        key = self._keys[name]
+        found = self._saved.read_whole(key)
+        if self._dtype is None or not key.startswith("weight/") or not found.is_floating_point():
+            return found
+        return found.to(self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)

@@ -1,0 +1,221 @@
+"""Files of flat slices: safetensors layout, written piece by piece in any order, with a crc32 of every span.
+
+The header comes first and is known beforehand, because sizes are. Its ``DCP_SHARDING_INFO`` says where in the flattened
+tensor each slice begins, so that torch's `HuggingFaceStorageReader` reads all files of a folder as flat tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from elixir.checkpoint_format.tensors import (
+    SAFETENSORS_NAMES,
+    SPAN_BYTES,
+    Piece,
+    SavedTensor,
+    ScaleBlocks,
+    memory_of,
+    span_count,
+)
+from elixir.errors import FileError, InputError, StateError
+from elixir.files import FILES, FLUSH_EVERY_BYTES, Buffer, Files
+from elixir.units import dtype_name
+
+HEADER_MULTIPLE_BYTES = 4096
+"""Headers are padded so that data begin at a page."""
+LARGEST_HEADER_BYTES = 100_000_000
+"""Readers of safetensors refuse longer ones."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A stretch of a flattened tensor that one rank saves."""
+
+    key: str
+    shape: tuple[int, ...]
+    """The whole tensor's."""
+    dtype: torch.dtype
+    start: int
+    numel: int
+    blocks: ScaleBlocks | None = None
+    """Set for codes of 8 bits."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in SAFETENSORS_NAMES:
+            raise InputError(
+                f"{self.key}: {self.dtype} cannot be saved; convert it to one of {sorted(SAFETENSORS_NAMES.values())}"
+            )
+        whole = math.prod(self.shape)
+        if not (self.start >= 0 and self.numel >= 0 and self.start + self.numel <= whole):
+            raise InputError(f"{self.key}: elements {self.start} to {self.start + self.numel} of {whole} make no sense")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slice."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file of slices that is written and synchronised; rank 0 makes the index from those of all ranks."""
+
+    name: str
+    nbytes: int
+    tensors: dict[str, SavedTensor]
+    """With the pieces that are in this file."""
+
+
+class SliceWriter:
+    """Writes one file of slices. Spans come in any order, from one thread at a time.
+
+    Args:
+        path: of the new file.
+        slices: everything that will be in it, at most one slice for each key.
+        files: the operations it uses.
+
+    Raises:
+        InputError: a key twice, or names too long for a header.
+        FileError: the file cannot be made.
+
+    Example:
+        >>> slices = [Slice("weight/w", (4,), torch.float32, 0, 4)]
+        >>> writer = SliceWriter(folder / "0badcafe-rank-00000-of-00001.safetensors", slices)
+        >>> writer.write_tensor("weight/w", torch.ones(4))
+        >>> written = writer.finish()
+    """
+
+    def __init__(self, path: str | os.PathLike[str], slices: Iterable[Slice], *, files: Files = FILES) -> None:
+        self.path = Path(path)
+        self._files = files
+        given = list(slices)
+        self._slices = {each.key: each for each in given}
+        if len(self._slices) < len(given):
+            raise InputError(f"{self.path.name}: a key occurs twice; a file holds one slice of each tensor")
+        # Wide elements first: then every slice begins at a multiple of its element's size.
+        ordered = sorted(given, key=lambda each: -each.dtype.itemsize)
+        header = slice_header(ordered)
+        self._offsets, at = {}, len(header)
+        for each in ordered:
+            self._offsets[each.key] = at
+            at += each.nbytes
+        self.nbytes = at
+        self._crc32: dict[str, list[int | None]] = {each.key: [None] * span_count(each.nbytes) for each in ordered}
+        self._file = files.create(self.path, at, flush_every_bytes=FLUSH_EVERY_BYTES)
+        try:
+            self._file.write(header, 0)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def spans(self, key: str) -> Iterator[tuple[int, int]]:
+        """(number, bytes) of every span of a slice that is not written yet."""
+        for number, crc32 in enumerate(self._crc32[key]):
+            if crc32 is None:
+                yield number, self._span_bytes(key, number)
+
+    def write_span(self, key: str, number: int, data: Buffer) -> None:
+        """Write one span: bytes from ``number * SPAN_BYTES`` of the slice on. The caller keeps `data` unchanged
+        meanwhile."""
+        expected = self._span_bytes(key, number)
+        with memoryview(data) as whole, whole.cast("B") as view:
+            if len(view) != expected or self._crc32[key][number] is not None:
+                raise StateError(
+                    f"{self.path.name}: span {number} of {key} has {expected} bytes and is written once, found "
+                    f"{len(view)} bytes"
+                )
+            crc32 = zlib.crc32(view)
+            self._file.write(view, self._offsets[key] + number * SPAN_BYTES)
+        self._crc32[key][number] = crc32
+
+    def write_tensor(self, key: str, tensor: torch.Tensor) -> None:
+        """Write all of a slice, or what is left of it, from a contiguous tensor in host memory."""
+        expected = self._slices[key]
+        if tensor.dtype != expected.dtype or tensor.numel() != expected.numel:
+            raise StateError(
+                f"{key}: expected {expected.numel} elements of {expected.dtype}, found {tensor.numel()} of "
+                f"{tensor.dtype}"
+            )
+        view = memory_of(tensor)
+        for number, nbytes in self.spans(key):
+            self.write_span(key, number, view[number * SPAN_BYTES : number * SPAN_BYTES + nbytes])
+
+    def _span_bytes(self, key: str, number: int) -> int:
+        return min(SPAN_BYTES, self._slices[key].nbytes - number * SPAN_BYTES)
+
+    def finish(self) -> WrittenFile:
+        """Wait until the drive has the file, and say what is in it. Its name is not safe before the folder is
+        synchronised."""
+        tensors = {}
+        for key, each in self._slices.items():
+            crc32 = tuple(value for value in self._crc32[key] if value is not None)
+            if len(crc32) < len(self._crc32[key]):
+                raise StateError(
+                    f"{self.path.name}: {len(self._crc32[key]) - len(crc32)} spans of {key} were never written"
+                )
+            pieces = (Piece(self.path.name, each.start, each.numel, self._offsets[key], crc32),) if each.numel else ()
+            tensors[key] = SavedTensor(dtype_name(each.dtype), each.shape, each.blocks, pieces)
+        self._file.sync()
+        self._file.drop_cache()
+        self._file.close()
+        return WrittenFile(self.path.name, self.nbytes, tensors)
+
+    def abandon(self) -> None:
+        """Close and remove the file, as far as that is possible."""
+        with contextlib.suppress(FileError):
+            self._file.close()
+        with contextlib.suppress(FileError):
+            self._files.remove(self.path, missing_ok=True)
+
+
+def slice_header(slices: Iterable[Slice]) -> bytes:
+    """The first bytes of a file whose data are `slices`, in their order; slices without elements are left out."""
+    there = [each for each in slices if each.numel]
+    info = json.dumps({each.key: {"saved_offsets": [each.start]} for each in there})
+    entries = {each.key: (each.dtype, (each.numel,)) for each in there}
+    return safetensors_header(entries, {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": info})
+
+
+def safetensors_header(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """Length and header of a safetensors file whose data follow each other without holes.
+
+    Raises:
+        InputError: the header is longer than readers take.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for key, (dtype, shape) in tensors.items():
+        end = at + math.prod(shape) * dtype.itemsize
+        header[key] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % HEADER_MULTIPLE_BYTES)
+    if len(text) > LARGEST_HEADER_BYTES:
+        raise InputError(
+            f"names of {len(tensors)} tensors take {len(text)} bytes, and readers of safetensors accept at most "
+            f"{LARGEST_HEADER_BYTES}: "
+            "shorten them, or save with more ranks"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def header_in_index(name: str, tensors: Mapping[str, SavedTensor]) -> bytes:
+    """The header that the file `name` must have, from the entries of an index."""
+    there = []
+    for key, tensor in tensors.items():
+        there += [
+            (piece.offset, Slice(key, tensor.shape, tensor.torch_dtype, piece.start, piece.numel))
+            for piece in tensor.pieces
+            if piece.file == name
+        ]
+    return slice_header(each for _, each in sorted(there, key=lambda pair: pair[0]))

@@ -1,0 +1,157 @@
+"""Tensors of a checkpoint: how each is cut into pieces, which file a piece lies in, and the checksums of its spans."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from elixir.errors import InputError
+from elixir.units import MIB, dtype_name
+
+SPAN_BYTES = 4 * MIB
+"""A span is what is written, checked and read at once; every span of a piece has a crc32. The last one may be
+shorter."""
+
+SAFETENSORS_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+"""Dtypes that a checkpoint holds, under their names in headers of safetensors files."""
+STORED_DTYPES = {dtype_name(dtype): dtype for dtype in SAFETENSORS_NAMES}
+"""The same, by the names that the index uses."""
+
+_LARGEST_CRC32 = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a flattened tensor, and where it lies."""
+
+    file: str
+    start: int
+    """First element."""
+    numel: int
+    offset: int
+    """First byte in the file."""
+    crc32: tuple[int, ...]
+    """Checksums of every span of `SPAN_BYTES`, in order."""
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.numel < 1 or self.offset < 8:
+            raise InputError(
+                f"a piece has start 0 or more, numel 1 or more and offset 8 or more, found {self.start}, {self.numel} "
+                f"and {self.offset}"
+            )
+        if not all(0 <= value <= _LARGEST_CRC32 for value in self.crc32):
+            raise InputError("a crc32 is at least 0 and below 2^32")
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class ScaleBlocks:
+    """Elements of a tensor of codes that share a scale."""
+
+    numel: int
+    """Elements of a block."""
+    phase: int
+    """Elements of the tensor before its first whole block; they have a scale too, unless there are none."""
+
+    def __post_init__(self) -> None:
+        if self.numel < 1 or not 0 <= self.phase < self.numel:
+            raise InputError(f"blocks of {self.numel} elements with phase {self.phase} make no sense")
+
+    def block_of(self, element: int) -> int:
+        """Number of the block, and of its scale, that an element lies in."""
+        return (element - self.phase) // self.numel + bool(self.phase)
+
+    def first_of(self, block: int) -> int:
+        """First element of a block; below 0 where the tensor begins inside of it."""
+        return (block - bool(self.phase)) * self.numel + self.phase
+
+    def count(self, numel: int) -> int:
+        """Blocks, and so scales, of a tensor of `numel` elements."""
+        return self.block_of(numel - 1) + 1 if numel else 0
+
+    def begins_at(self, element: int) -> bool:
+        """Whether a block begins at this element."""
+        return (element - self.phase) % self.numel == 0
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a checkpoint: of one rank's file, or with all its pieces."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: ScaleBlocks | None
+    """The blocks of codes, whose scales are another tensor; None for all others."""
+    pieces: tuple[Piece, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in STORED_DTYPES:
+            raise InputError(f"dtype {self.dtype!r:.40} is none that a checkpoint holds")
+        if any(size < 0 for size in self.shape):
+            raise InputError(f"shape {list(self.shape)} has a negative size")
+        for piece in self.pieces:
+            if len(piece.crc32) != span_count(piece.numel * self.itemsize):
+                raise InputError(
+                    f"a piece of {piece.numel * self.itemsize} bytes has {span_count(piece.numel * self.itemsize)} "
+                    "spans, "
+                    f"found {len(piece.crc32)} checksums"
+                )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """As torch knows it."""
+        return STORED_DTYPES[self.dtype]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.torch_dtype.itemsize
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.numel * self.itemsize
+
+    def uncovered(self) -> str:
+        """Why the pieces, by their first element, are not the whole tensor exactly once; empty where they are."""
+        at = 0
+        for piece in self.pieces:
+            if piece.start != at:
+                problem = "overlap" if piece.start < at else "are missing"
+                return f"a piece begins at element {piece.start}, expected {at}: pieces {problem}"
+            at = piece.stop
+        return "" if at == self.numel else f"pieces end at element {at}, the tensor has {self.numel}"
+
+
+def span_count(nbytes: int) -> int:
+    """Spans of a piece of `nbytes`."""
+    return -(-nbytes // SPAN_BYTES)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, without a copy."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise InputError(
+            f"a contiguous tensor in host memory is needed, found {tensor.device}, strides {tensor.stride()}"
+        )
+    if not tensor.numel():
+        return memoryview(bytearray())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

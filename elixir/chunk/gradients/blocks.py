@@ -1,0 +1,137 @@
+"""The blocks on the device in which gradients arrive, and memory that lanes still read."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from elixir.chunk.buffers import Arena
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.gradients.gradient import OpenChunk
+from elixir.chunk.lanes import Ticket, failure
+
+
+class Leaving(NamedTuple):
+    """Memory that lanes are reading: kept until compute may write there again."""
+
+    memory: torch.Tensor
+    ticket: Ticket
+    beside: tuple[torch.Tensor, ...]
+    """Temporary tensors of the reduction. If they were let go now, compute would get their memory while it is read."""
+    is_extra: bool
+    """Whether any of this is memory beyond the gradient blocks, which the next forward needs for activations."""
+
+
+class GradientBlocks:
+    """The gradient blocks of one rank.
+
+    Args:
+        arena: makes them.
+        count: how many the plan has.
+        block_bytes: size of one.
+    """
+
+    def __init__(self, arena: Arena, count: int, block_bytes: int) -> None:
+        self._arena, self.block_bytes = arena, block_bytes
+        self._free = deque(self._made(block_bytes) for _ in range(count))
+        self._leaving: deque[Leaving] = deque()
+        self._numbers = itertools.count()
+        self.extra = 0
+        """Blocks beyond the plan's, made because a chunk that others wait for never got its gradients."""
+
+    def open(self, chunk: Chunk) -> OpenChunk:
+        """A block for a chunk, or memory for it alone where it is resident and larger than any block."""
+        if chunk.weight_bytes > self.block_bytes:
+            self._let_outsized_leave()
+            memory = self._made(chunk.weight_bytes)
+        else:
+            memory = self._free_block()
+        return OpenChunk(memory[: chunk.weight_bytes].view(chunk.dtype), memory, next(self._numbers))
+
+    def adopt(self, chunk: Chunk, gradient: torch.Tensor, *, counted: bool) -> OpenChunk | None:
+        """A gradient that is larger than any block and leaves as autograd made it; None where it must be copied.
+
+        Args:
+            chunk: all of which it is the gradient of.
+            gradient: as autograd made it.
+            counted: whether the next one may be made before it has left. Otherwise it is the one in flight, which the
+                plan counts with autograd's.
+        """
+        block = None if chunk.weight_bytes <= self.block_bytes else as_block(chunk, gradient)
+        if block is None:
+            return None
+        self._let_outsized_leave()
+        if counted:
+            self._arena.count(block.nbytes, "device", "gradient_blocks")
+        return OpenChunk(block, block, next(self._numbers))
+
+    def leave(self, leaving: Leaving) -> None:
+        """Keep memory that lanes are reading from here on."""
+        self._leaving.append(leaving)
+
+    def wait_for_last(self) -> None:
+        """Have compute wait for the memory that left last, which was adopted and not counted."""
+        self._leaving.pop().ticket.wait()  # autograd frees the gradient next, and compute would write there
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """Nobody reads or writes `memory` any more."""
+        if memory.nbytes == self.block_bytes:
+            self._free.append(memory)
+        else:
+            self._arena.count(-memory.nbytes, "device", "gradient_blocks")
+
+    def reclaim_extra(self) -> None:
+        """Let compute have all memory beyond the blocks, once it has left. Blocks go on leaving until one is needed."""
+        while any(leaving.is_extra for leaving in self._leaving):
+            self._reclaim()
+
+    def reclaim_all(self) -> None:
+        """Let compute have all memory."""
+        while self._leaving:
+            self._reclaim()
+
+    def failures(self) -> list[Exception]:
+        """Errors of the work that reads memory, once it is over; all memory is given back."""
+        errors = [failure(leaving.ticket) for leaving in self._leaving]
+        while self._leaving:
+            self.give_back(self._leaving.popleft().memory)
+        return [error for error in errors if error is not None]
+
+    def _made(self, nbytes: int) -> torch.Tensor:
+        return self._arena.make(nbytes, torch.uint8, "device", "gradient_blocks")
+
+    def _let_outsized_leave(self) -> None:
+        """The plan has room for one gradient that is larger than a block, next to the one in flight."""
+        while any(leaving.memory.nbytes > self.block_bytes for leaving in self._leaving):
+            self._reclaim()
+
+    def _free_block(self) -> torch.Tensor:
+        while not self._free and self._leaving:
+            self._reclaim()
+        if not self._free:
+            self.extra += 1
+            self._free.append(self._made(self.block_bytes))
+        return self._free.popleft()
+
+    def _reclaim(self) -> None:
+        """Let compute have the memory that has been leaving longest."""
+        leaving = self._leaving.popleft()
+        leaving.ticket.wait()  # compute would overwrite gradients in `memory` that lanes still read
+        self.give_back(leaving.memory)
+
+
+def as_block(chunk: Chunk, gradient: torch.Tensor) -> torch.Tensor | None:
+    """A gradient that is all of its chunk's, as the block that it would be copied into; None where it is not like that.
+
+    Nobody else holds it: what `AccumulateGrad` does not own alone, it copies.
+    """
+    if len(chunk.slots) > 1 or gradient.layout != torch.strided or gradient.dtype != chunk.dtype:
+        return None
+    if not gradient.is_contiguous():
+        return None
+    block = gradient.detach().view(-1)
+    # Otherwise its weights lie in another order.
+    return block if chunk.slots[0].part_of(block).stride() == gradient.stride() else None

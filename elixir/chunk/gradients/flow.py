@@ -1,0 +1,323 @@
+"""Gradients on their way from autograd to the home of the optimizer states.
+
+A gradient is copied into its chunk's gradient block as it arrives. When all of the chunk's are there, the block is
+reduced over the ranks and its shard leaves for its home while backward goes on; then the block is free again.
+Weights are never touched. A chunk that misses gradients is sent off at the end of backward, zeros in their place.
+
+Several ranks send their chunks in one order that all share, whatever their data does: the plan says after which of
+its gathers a chunk's reduction comes. A chunk that is complete waits for its place. One that is not when its place
+comes is sent as it is, zeros for what is missing. Gradients that arrive later still, which takes another order of
+execution than the traced one, are kept and sent with the next backward or before the optimizer steps.
+
+While `reducing` is off, several ranks each add up whole gradients at the home of the states; they are added to the next
+ones that are reduced, or reduced before the optimizer steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from elixir.chunk.buffers import Arena
+from elixir.chunk.chunk import Chunk, Slot
+from elixir.chunk.gradients.blocks import GradientBlocks
+from elixir.chunk.gradients.gradient import ChunkGradient, OpenChunk
+from elixir.chunk.gradients.transport import MovedBytes, Transport
+from elixir.chunk.group import Group
+from elixir.chunk.host_buffers import HostBuffers
+from elixir.chunk.lanes import Lanes, Ticket
+from elixir.chunk.norms import PartNorms
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowOptions:
+    """How gradients go home.
+
+    Attributes:
+        block_count: how many gradient blocks there are.
+        block_bytes: size of one.
+        reduce_fp32: sum over the ranks in float32.
+        overlap: gradients larger than a block leave while backward goes on; otherwise it waits for them.
+        places: per chunk, the position of the order that it is sent after; chunks that are not in it come last.
+        accumulation: backwards that a step is planned with; the norms of sums are those of the last one only.
+    """
+
+    block_count: int
+    block_bytes: int
+    reduce_fp32: bool = False
+    overlap: bool = True
+    places: Mapping[int, int] = field(default_factory=dict)
+    accumulation: int = 1
+
+
+class GradientFlow:
+    """Takes gradients from autograd to their homes.
+
+    Args:
+        chunks: trainable chunks whose gradients are gathered in blocks, in the order in which ranks send them.
+        arena: makes the memory.
+        lanes: network and offload are used.
+        group: over which gradients are averaged.
+        buffers: have the kind `SUMMANDS`.
+        options: how.
+        complete: called, in backward, with a chunk that has all its gradients, and the ticket of their arrival at home.
+        wants_norms: called, in backward, to know whether the step will ask for the norm of the gradients.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        arena: Arena,
+        lanes: Lanes,
+        group: Group,
+        buffers: HostBuffers,
+        options: FlowOptions,
+        complete: Callable[[Chunk, Ticket], None] | None = None,
+        wants_norms: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._lanes, self._group, self._options = lanes, group, options
+        self._complete, self._wants_norms = complete, wants_norms
+        self._device = arena.device
+        self._backwards = 0  # since gradients were last cleared
+        self._blocks = GradientBlocks(arena, options.block_count, options.block_bytes)
+        self._transport = Transport(lanes, group, buffers, arena.device, reduce_fp32=options.reduce_fp32)
+        self._position = -1  # of the order; its loads have been sent
+        self._unsent: list[ChunkGradient] = []  # with several ranks: still to be sent in this backward, in order
+        self._unsettled = False  # a backward is over, and late gradients have not been asked for
+        self.reducing = True
+        """Off, several ranks keep their gradients to themselves; all must switch alike."""
+        self._lock = threading.RLock()
+        self.by_chunk = {chunk.index: ChunkGradient(chunk, arena) for chunk in chunks}
+        self.backwards: list[bool] = []
+        """The backwards of this step, in order: whether each sends its gradients home, rather than keep them to each
+        rank."""
+
+    @property
+    def extra_blocks(self) -> int:
+        """Blocks beyond the plan's, made because a chunk that others wait for never got its gradients."""
+        return self._blocks.extra
+
+    @property
+    def moved(self) -> MovedBytes:
+        """Bytes moved since `forget_counts`."""
+        return self._transport.moved
+
+    def take(self, chunk: Chunk, slot: Slot, gradient: torch.Tensor) -> None:
+        """A gradient of one parameter has arrived; the caller lets go of `gradient`, which nobody else holds."""
+        with self._lock:
+            chunk.refuse_stepping(f"another gradient of {slot.name} comes")
+            mine = self.by_chunk[chunk.index]
+            opened = mine.opened
+            # With several ranks a chunk is reduced in memory that is padded, so it is copied.
+            if opened is None and self._group.size == 1:
+                adopted = self._blocks.adopt(chunk, gradient, counted=self._options.overlap)
+                if adopted is not None:
+                    mine.open(adopted).arrived.add(slot.name)
+                    self._send(chunk)
+                    if not self._options.overlap:
+                        self._blocks.wait_for_last()
+                    return
+            if opened is not None and slot.name in opened.arrived and self._adds_to_held(mine, slot):
+                # A reentrant backward inside of this one: PyTorch adds each part to the gradient there is, (old + a) +
+                # b, whose bits old + (a + b) would not have.
+                self._send(chunk)
+                opened = None
+            if opened is None:
+                opened = mine.open(self._opened(chunk))
+            part = slot.part_of(opened.block)
+            if slot.name in opened.arrived:
+                part.add_(gradient)  # another part of the graph used it too
+            else:
+                part.copy_(gradient)
+                opened.arrived.add(slot.name)
+            if mine.is_complete:
+                if self._group.size == 1:
+                    self._send(chunk)
+                else:
+                    self._send_in_order()
+
+    def _adds_to_held(self, gradient: ChunkGradient, slot: Slot) -> bool:
+        """Whether a gradient of an earlier backward is at home, on the only rank. Several round as their sums do."""
+        return self._group.size == 1 and gradient.holds and slot.name in gradient.arrived
+
+    def begin(self) -> None:
+        """The backward part of the order begins."""
+        with self._lock:
+            self._backwards += 1
+            self.backwards.append(self.reducing or self._group.size == 1)
+            self._position = -1
+            self._unsent = list(self.by_chunk.values()) if self._group.size > 1 else []
+
+    def leave(self, position: int) -> None:
+        """The loads of `position` come next: send what has its place before them, complete or not."""
+        with self._lock:
+            while self._unsent and self._options.places.get(self._unsent[0].chunk.index, position) < position:
+                self._send(self._unsent.pop(0).chunk)
+
+    def enter(self, position: int) -> None:
+        """The loads of `position` have been sent."""
+        with self._lock:
+            self._position = position
+            self._send_in_order()
+
+    def flush(self) -> None:
+        """Backward is over: send what is left, on every rank alike."""
+        with self._lock:
+            if self._group.size > 1:
+                self._unsettled = True
+            else:
+                opened = {g.opened.number: g for g in self.by_chunk.values() if g.opened is not None}
+                self._unsent = [opened[number] for number in sorted(opened)]
+            while self._unsent:
+                self._send(self._unsent.pop(0).chunk)
+
+    def forget_counts(self) -> None:
+        """A step begins, or has been reported: nothing counts that was before."""
+        self._transport.moved = MovedBytes()
+        self.backwards = []
+
+    def settle(self) -> None:
+        """Block until every gradient is at its home; with several ranks, all must call it."""
+        self.send_late()
+        self._wait()
+
+    def send_late(self) -> None:
+        """See to it that every gradient is on its way home; with several ranks, all must call it.
+
+        Nobody waits for their arrival: `ChunkGradient.tickets` are for those who read them. Compute waits for memory
+            beyond the
+        gradient blocks, of which the plan has none for the next forward.
+        """
+        if self._unsettled and self.reducing:
+            self._unsettled = False
+            self._send_late()
+        with self._lock:
+            self._blocks.reclaim_extra()
+
+    def holds(self, chunk: Chunk, name: str) -> bool:
+        """Whether this rank got a gradient of a parameter since they were last cleared."""
+        return chunk.index in self.by_chunk and self.by_chunk[chunk.index].has(name)
+
+    def any_held(self) -> bool:
+        """Whether this rank got any gradient since they were last cleared."""
+        return any(own.opened is not None or own.kept is not None or own.arrived for own in self.by_chunk.values())
+
+    def clear(self, *, to_none: bool = True) -> None:
+        """Forget all gradients, those that are on their way too; or have zeros in their place."""
+        with self._lock:
+            self._blocks.reclaim_extra()
+            self._backwards = 0
+            for gradient in self.by_chunk.values():
+                opened = self._given_up(gradient)
+                gradient.clear(opened.arrived if opened is not None else set(), to_none=to_none)
+            self._unsent = []
+            self._unsettled = False
+
+    def drop(self, chunk: Chunk, name: str) -> None:
+        """Forget the gradient of one parameter, as ``parameter.grad = None`` does; all ranks must do the same."""
+        with self._lock:
+            chunk.refuse_stepping(f"the gradient of {name} is dropped")
+            gradient = self.by_chunk.get(chunk.index)
+            if gradient is None:
+                return
+            if gradient.opened is not None:
+                gradient.opened.arrived.discard(name)
+                if not gradient.opened.arrived:
+                    self._given_up(gradient)
+            gradient.drop(name, self._lanes.offload, alone=self._group.size == 1)
+
+    def failures(self) -> list[Exception]:
+        """Errors of the work that gradients wait for, once it is over; nothing waits for it any more."""
+        with self._lock:
+            found = self._blocks.failures()
+            for gradient in self.by_chunk.values():
+                found += gradient.failures()
+        return found
+
+    def _given_up(self, gradient: ChunkGradient) -> OpenChunk | None:
+        """The open block of a chunk, whose memory is free again."""
+        opened = gradient.close()
+        if opened is not None:
+            self._blocks.give_back(opened.memory)
+        return opened
+
+    def _wait(self) -> None:
+        for gradient in self.by_chunk.values():
+            for ticket in gradient.tickets:
+                ticket.synchronize()  # this thread may read the shard next
+        with self._lock:
+            self._blocks.reclaim_all()
+
+    def _send_late(self) -> None:
+        """Send what arrived after its chunk had been sent, on any rank.
+
+        Raises:
+            InputError: a chunk has been stepped without it, on any rank; then on all, and what came late is left out.
+        """
+        own = self.by_chunk.items()
+        late_here = [index for index, own_gradient in own if own_gradient.opened or own_gradient.kept]
+        stepping = [index for index, own_gradient in own if own_gradient.chunk.stepping]
+        answers: list[tuple[list[int], list[int]]] = []
+        mine = late_here, stepping
+        # The list is empty until the network's thread has filled it.
+        self._lanes.network.submit(lambda: answers.extend(self._group.exchange("late gradients", mine))).synchronize()
+        late = [index for index in self.by_chunk if any(index in theirs for theirs, _ in answers)]
+        missed = [index for index in late if any(index in theirs for _, theirs in answers)]
+        with self._lock:
+            for index in late:
+                if index not in missed:
+                    self._send(self.by_chunk[index].chunk, late=True)
+                else:
+                    self._given_up(self.by_chunk[index])
+        if missed:
+            raise self.by_chunk[missed[0]].chunk.stepped_without("on some rank gradients came")
+
+    def _send_in_order(self) -> None:
+        while self._unsent:
+            gradient = self._unsent[0]
+            if not gradient.is_complete:
+                return
+            if self._options.places.get(gradient.chunk.index, self._position + 1) > self._position:
+                return  # gathers come first, on other ranks too
+            self._unsent.pop(0)
+            self._send(gradient.chunk)
+
+    def _opened(self, chunk: Chunk) -> OpenChunk:
+        return self._blocks.open(chunk)
+
+    def _send(self, chunk: Chunk, *, late: bool = False) -> None:
+        """Let a chunk's gradients leave its block.
+
+        Args:
+            late: backward is over, so that its step no longer begins in there.
+        """
+        gradient = self.by_chunk[chunk.index]
+        opened = gradient.close()
+        if self._group.size > 1 and not self.reducing:
+            if opened is not None:
+                self._blocks.leave(self._transport.keep(gradient, opened))
+            return
+        if opened is None:
+            opened = self._opened(chunk)
+        opened.fill_gaps(chunk)
+        leaving = self._transport.send(gradient, opened, self._norms_for(gradient))
+        is_block = opened.memory.nbytes == self._options.block_bytes
+        self._blocks.leave(leaving if is_block else leaving._replace(is_extra=True))
+        if self._complete is not None and self.reducing and not late and len(opened.arrived) == len(chunk.slots):
+            self._complete(chunk, gradient.tickets[0])
+
+    def _norms_for(self, gradient: ChunkGradient) -> PartNorms | None:
+        """Where the norms of what is sent now are summed; None where the step sums those that it needs.
+
+        What stays on the device is summed by the step: compute does it there, and nobody waits. Of accumulated
+            gradients
+        only the last sum counts, so earlier backwards than the planned number leave it out. Should the step come
+        earlier all the same, it reads the gradients itself.
+        """
+        chunk = gradient.chunk
+        if chunk.plan.state_home != "host" or self._backwards < self._options.accumulation or not self._wants_norms():
+            return None
+        return PartNorms(chunk, "cpu" if gradient.holds else self._device)

@@ -1,0 +1,254 @@
+"""The gradient of one chunk on one rank: who holds it, and the only ways from one holder to the next."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+
+from elixir.chunk.buffers import Arena
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.lanes import Lane, Ticket, failure, known
+from elixir.chunk.norms import PartNorms
+from elixir.errors import StateError
+
+
+class GradState(enum.Enum):
+    """Who holds a chunk's gradient on this rank."""
+
+    NONE = "nowhere"
+    """Nobody holds one. A shard on the host keeps its memory, whose values mean nothing; one on the device has none, so
+    that activations have room."""
+    ARRIVING = "arriving"
+    """A gradient block holds what has come in this backward. Nothing is at home."""
+    HOME = "at home"
+    """The shard holds the sum of all backwards since gradients were cleared, once `ready` is done. Until then lanes
+    read the block that it came in, which `GradientBlocks` keeps."""
+    ADDING = "at home, with more arriving"
+    """As `HOME`; a gradient block holds what has come in this backward, to be added when the block leaves."""
+
+
+_NEXT = {
+    GradState.NONE: (
+        GradState.ARRIVING,
+        GradState.HOME,
+    ),  # at once: zeros, for a chunk that other ranks have gradients of
+    GradState.ARRIVING: (GradState.NONE,),
+    GradState.HOME: (GradState.ADDING, GradState.NONE),
+    GradState.ADDING: (GradState.HOME, GradState.ARRIVING),
+}
+
+
+@dataclass
+class OpenChunk:
+    """A gradient block in which a chunk's gradients are arriving."""
+
+    block: torch.Tensor
+    """As many elements as the chunk has."""
+    memory: torch.Tensor
+    """The memory that `block` lies in."""
+    number: int
+    """In the order in which blocks were opened."""
+    arrived: set[str] = field(default_factory=set)
+
+    def fill_gaps(self, chunk: Chunk) -> None:
+        """Zeros for the gradients that did not come."""
+        for slot in chunk.slots:
+            if slot.name not in self.arrived:
+                self.block[slot.offset : slot.offset + slot.numel].zero_()
+
+
+@dataclass
+class KeptGradients:
+    """A whole chunk's gradients that this rank has not shared yet, at the home of the states; several ranks inside
+    `no_sync`."""
+
+    memory: torch.Tensor
+    arrived: set[str] = field(default_factory=set)
+    ready: Ticket | None = None
+    """The work after which anything else may be done with them."""
+
+
+class ChunkGradient:
+    """The gradient of one chunk: its state, this rank's shard at home, and what is on its way there.
+
+    Args:
+        chunk: whose gradient it is.
+        arena: makes and counts the memory.
+    """
+
+    def __init__(self, chunk: Chunk, arena: Arena) -> None:
+        self.chunk, self._arena = chunk, arena
+        self.state = GradState.NONE
+        self.memory = torch.empty(0, dtype=chunk.dtype)
+        """This rank's shard, where the optimizer states live; empty where the device has none now."""
+        self.ready: Ticket | None = None
+        """The gradient's way to `memory`: work that reads or replaces it comes after this."""
+        self.arrived: set[str] = set()
+        """Names of the parameters that got a gradient on this rank since the last step."""
+        self.dropped: set[str] = set()
+        """Names of the parameters whose part counts as zero, and is made so when the next gradient is added."""
+        self.norms: PartNorms | None = None
+        """The norms of what `memory` holds once `ready` is done; None where that was not summed on the way. Whatever
+        changes the gradients replaces them."""
+        self.opened: OpenChunk | None = None
+        self.kept: KeptGradients | None = None
+        if chunk.plan.state_home == "host":
+            self.make_memory()
+
+    def to(self, state: GradState) -> None:
+        """Change state.
+
+        Raises:
+            StateError: the change is not allowed.
+        """
+        if state not in _NEXT[self.state]:
+            chunk = self.chunk
+            raise StateError(
+                f"rank {chunk.rank}: the gradient of chunk {chunk.index} ({chunk.slots[0].name}, ...) cannot go from "
+                f"'{self.state.value}' to '{state.value}'"
+            )
+        self.state = state
+
+    @property
+    def holds(self) -> bool:
+        """Whether a gradient is at home, so that the next one is added."""
+        return self.state in (GradState.HOME, GradState.ADDING)
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """The gradient's way to `memory`, if there is one."""
+        return known(self.ready)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parameters of the chunk have a gradient in the open block."""
+        return self.opened is not None and len(self.opened.arrived) == len(self.chunk.slots)
+
+    def open(self, opened: OpenChunk) -> OpenChunk:
+        """Gradients begin to arrive in a block."""
+        self.to(GradState.ADDING if self.holds else GradState.ARRIVING)
+        self.opened = opened
+        return opened
+
+    def close(self) -> OpenChunk | None:
+        """The open block, if there is one, which is the caller's from here on."""
+        opened, self.opened = self.opened, None
+        if opened is not None:
+            self.to(GradState.HOME if self.holds else GradState.NONE)
+        return opened
+
+    def has(self, name: str) -> bool:
+        """Whether this rank got a gradient of a parameter since they were last cleared."""
+        return any(part is not None and name in part.arrived for part in (self, self.opened, self.kept))
+
+    def make_memory(self) -> None:
+        """Have memory for the shard, of zeros if it is new."""
+        if not self.memory.numel():
+            chunk = self.chunk
+            self.memory = self._arena.make(chunk.shard_numel, chunk.dtype, chunk.plan.update_home, "gradients")
+
+    def parts_of(self, names: Collection[str]) -> list[torch.Tensor]:
+        """The parts of the shard that are some parameters'."""
+        first = self.chunk.shard_start
+        bounds = ((s.offset - first, s.offset - first + s.numel) for s in self.chunk.slots if s.name in names)
+        return [self.memory[max(begin, 0) : max(end, 0)] for begin, end in bounds]
+
+    def keep(self, opened: OpenChunk, device: torch.device) -> KeptGradients:
+        """Where this rank keeps whole gradients to itself, those in `opened` too."""
+        if self.kept is None:
+            home = device if self.chunk.plan.update_home == "device" else torch.device("cpu")
+            self.kept = KeptGradients(torch.zeros_like(opened.block, device=home))
+            self._arena.count(self.kept.memory.nbytes, self.chunk.plan.update_home, "gradients")
+        self.kept.arrived |= opened.arrived
+        return self.kept
+
+    def give_up_kept(self) -> KeptGradients | None:
+        """The gradients that this rank has kept to itself, which it keeps no longer."""
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            self._arena.count(-kept.memory.nbytes, self.chunk.plan.update_home, "gradients")
+        return kept
+
+    def clear(self, arrived: set[str], *, to_none: bool) -> None:
+        """Forget the gradient; or have zeros in its place, where one has arrived.
+
+        Args:
+            arrived: names of parameters with a gradient in a block that was closed for this.
+            to_none: rather than zeros.
+        """
+        arrived = arrived | self.arrived
+        kept = self.give_up_kept()
+        if kept is not None:
+            arrived |= kept.arrived
+        self.dropped.clear()
+        self.norms = None
+        if to_none or not arrived:
+            self._forget()
+            return
+        self.arrived = arrived
+        self._fill_with_zeros()
+        if not self.holds:
+            self.to(GradState.HOME)
+
+    def drop(self, name: str, offload: Lane, *, alone: bool) -> None:
+        """Forget the gradient of one parameter where it is kept or at home.
+
+        Nothing is waited for: its part of the shard is made zero before the next gradient is added there, and nobody
+            reads it
+        until then.
+
+        Args:
+            name: of the parameter.
+            offload: writes to what is kept.
+            alone: there are no other ranks, which may hold parts of it.
+        """
+        kept = self.kept
+        if kept is not None and name in kept.arrived:
+            kept.arrived.remove(name)
+            if kept.arrived:
+                part = next(slot for slot in self.chunk.slots if slot.name == name).part_of(kept.memory)
+                # The last addition to `kept.memory` must not come after the zeros.
+                kept.ready = offload.submit(part.zero_, after=known(kept.ready))
+            else:
+                self.give_up_kept()
+        if not self.holds:
+            return
+        self.arrived.discard(name)
+        self.dropped.add(name)  # where other ranks got a gradient of it this one holds a part of that
+        if (alone and not self.arrived) or all(slot.name in self.dropped for slot in self.chunk.slots):
+            self.norms = None
+            self.dropped.clear()
+            self._forget()
+
+    def failures(self) -> list[Exception]:
+        """Errors of the work that the gradient waits for, once it is over; nothing waits for it any more."""
+        found = []
+        for held in (self, self.kept):
+            error = None if held is None else failure(held.ready)
+            if held is not None and error is not None:
+                held.ready = None
+                found.append(error)
+        return found
+
+    def _forget(self) -> None:
+        """Nothing is at home. Memory on the device goes, since it is there only while gradients are."""
+        self.arrived = set()
+        if self.holds:
+            self.to(GradState.NONE if self.state is GradState.HOME else GradState.ARRIVING)
+        if self.memory.numel() and self.chunk.plan.state_home == "device":
+            for ticket in self.tickets:
+                ticket.wait()  # a gradient must not arrive in `memory` once compute uses it for something else
+            self._arena.count(-self.memory.nbytes, "device", "gradients")
+            self.memory = torch.empty(0, dtype=self.memory.dtype)
+
+    def _fill_with_zeros(self) -> None:
+        if not self.memory.numel():
+            self.make_memory()
+            return
+        for ticket in known(self.ready, self.chunk.updated):
+            # The last gradient must not arrive in `memory` after the zeros, and the step before may still read it.
+            ticket.synchronize()
+        self.memory.zero_()

@@ -1,0 +1,237 @@
+"""Takes a chunk's gradients from a full block to the home of the optimizer states.
+
+On several ranks the block is first reduced over them, together with what this rank has kept to itself. Then this rank's
+shard is copied home, or added to what is there. What leaves for the host is summed for the gradient norm before it
+leaves, or, where it is added to earlier backwards, in the pass that adds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from elixir.chunk.gradients.blocks import Leaving
+from elixir.chunk.gradients.gradient import ChunkGradient, GradState, OpenChunk
+from elixir.chunk.group import Group
+from elixir.chunk.host_buffers import SUMMANDS, HostBuffers
+from elixir.chunk.lanes import Lanes, Ticket, Work, known
+from elixir.chunk.norms import PartNorms
+
+
+class Passage:
+    """Adds gradients to those of earlier backwards.
+
+    Gradients from a CUDA device to the host pass through a pinned buffer, and a thread of the host adds them: the
+    thread that submits compute goes on.
+
+    Args:
+        lanes: offload and the CPU Adam's, which has nothing to do while gradients are added.
+        buffers: have the kind `SUMMANDS`.
+    """
+
+    def __init__(self, lanes: Lanes, buffers: HostBuffers) -> None:
+        self._lanes, self._buffers = lanes, buffers
+
+    def add(
+        self,
+        add: Callable[[torch.Tensor], object],
+        gradients: torch.Tensor,
+        home: torch.Tensor,
+        *,
+        written: Sequence[Ticket] = (),
+        used: Sequence[Ticket] = (),
+        nbytes: int,
+    ) -> tuple[Ticket, Ticket]:
+        """Add `gradients` to what is in `home`.
+
+        Args:
+            add: does it, with the gradients where `home` is.
+            gradients: on the device.
+            home: on the device or the host.
+            written: tickets of what writes `gradients`.
+            used: tickets of what still uses `home`.
+            nbytes: moved between device and host.
+
+        Returns:
+            Tickets of the last read of `gradients`, and of the sum.
+        """
+        if gradients.device == home.device:
+            # `written` fills `gradients`; `used` reads or writes `home`, which this changes.
+            done = self._lanes.offload.submit(partial(add, gradients), after=[*written, *used], nbytes=nbytes)
+            return done, done
+        buffer = self._buffers.take(SUMMANDS, gradients.nbytes)
+        here = buffer.view(gradients.numel(), gradients.dtype)
+        copy = partial(here.copy_, gradients, non_blocking=True)
+        # `written` fills `gradients`; the sum before may still read the buffer that is overwritten.
+        gone = self._lanes.offload.submit(copy, after=[*written, *buffer.tickets], nbytes=nbytes)
+        # `gone` fills the buffer; `used` reads or writes `home`, which this changes.
+        buffer.busy = self._lanes.host_adam.submit(partial(add, here), after=[gone, *used])
+        return gone, buffer.busy
+
+
+@dataclass
+class MovedBytes:
+    """Bytes of gradients that were moved since a step began."""
+
+    offloaded: int = 0
+    """Device to host."""
+    returned: int = 0
+    """Host to device: gradients that a rank had kept to itself, added to the next that are reduced."""
+    network: int = 0
+
+
+class Transport:
+    """Submits the work that takes gradients home.
+
+    Args:
+        lanes: network and offload are used.
+        group: over which gradients are averaged.
+        buffers: have the kind `SUMMANDS`.
+        device: where gradients are made.
+        reduce_fp32: sum over the ranks in float32.
+    """
+
+    def __init__(
+        self, lanes: Lanes, group: Group, buffers: HostBuffers, device: torch.device, *, reduce_fp32: bool
+    ) -> None:
+        self._lanes, self._group, self._device = lanes, group, device
+        self._passage = Passage(lanes, buffers)
+        self._reduce_fp32 = reduce_fp32
+        self.moved = MovedBytes()
+
+    def send(self, gradient: ChunkGradient, opened: OpenChunk, norms: PartNorms | None) -> Leaving:
+        """Reduce a chunk's gradients, and let this rank's shard leave for its home.
+
+        Args:
+            gradient: of the chunk, with no block open.
+            opened: all gradients of the chunk, zeros for those that did not come.
+            norms: filled with the norms of what is at home then.
+        """
+        chunk, block = gradient.chunk, opened.block
+        gradient.make_memory()
+        gradient.arrived |= opened.arrived
+        gradient.norms = norms
+        # Both use the shard that is written below: the step before may still read it, and what was cleared may still
+        # arrive there.
+        used = known(chunk.updated, gradient.ready)
+        has_kept = gradient.kept is not None
+        written, beside = self._return_kept(gradient, block)
+        mine = block[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
+        if self._group.size > 1:
+            early = None if gradient.holds else norms
+            mine, reduced = self._reduce(block, mine, f"gradients of chunk {chunk.index}", written, early)
+            written, beside = [reduced], (mine, *beside)
+        moved_bytes = gradient.memory.nbytes if chunk.plan.state_home == "host" else 0
+        self.moved.offloaded += moved_bytes
+        if gradient.holds:
+            add = self._adding(gradient, mine.numel(), norms)
+            home = gradient.memory[: mine.numel()]  # but for padding, all of it
+            gone, ready = self._passage.add(add, mine, home, written=written, used=used, nbytes=moved_bytes)
+            summed: Ticket | None = ready
+        else:
+            gone = ready = self._copy(gradient, mine, norms, written, used, moved_bytes)
+            # On CUDA compute has summed what was not reduced, and nobody waits for that.
+            summed = written[-1] if written else None if block.is_cuda else gone
+            gradient.to(GradState.HOME)
+        gradient.ready = ready
+        gradient.dropped.clear()
+        if norms is not None:
+            norms.ready = summed
+            beside = (*beside, norms.values)  # the network's stream must not write to what compute was given back
+        return Leaving(opened.memory, gone, beside, self._reduce_fp32 or has_kept)
+
+    def keep(self, gradient: ChunkGradient, opened: OpenChunk) -> Leaving:
+        """Add a chunk's gradients to those that this rank keeps to itself."""
+        opened.fill_gaps(gradient.chunk)
+        kept, block = gradient.keep(opened, self._device), opened.block
+        moved_bytes = block.nbytes if gradient.chunk.plan.update_home == "host" else 0
+        self.moved.offloaded += moved_bytes
+        add = kept.memory.add_
+        gone, kept.ready = self._passage.add(add, block, kept.memory, used=known(kept.ready), nbytes=moved_bytes)
+        return Leaving(opened.memory, gone, (kept.memory,), is_extra=True)
+
+    def _return_kept(
+        self, gradient: ChunkGradient, block: torch.Tensor
+    ) -> tuple[list[Ticket], tuple[torch.Tensor, ...]]:
+        """Add what this rank has kept to itself to `block`: tickets of that, and the tensors that it reads."""
+        kept = gradient.give_up_kept()
+        if kept is None:
+            return [], ()
+        gradient.arrived |= kept.arrived
+        memory = kept.memory
+        self.moved.returned += memory.nbytes if gradient.chunk.plan.update_home == "host" else 0
+
+        def add() -> None:
+            block.add_(memory.to(block.device))
+
+        # The last gradients that were kept may still be on their way to `memory`.
+        return [self._lanes.offload.submit(add, after=known(kept.ready), nbytes=memory.nbytes)], (memory,)
+
+    def _reduce(
+        self, block: torch.Tensor, mine: torch.Tensor, what: str, written: list[Ticket], norms: PartNorms | None
+    ) -> tuple[torch.Tensor, Ticket]:
+        """Average `block` over the ranks: this rank's part of the mean, and when it is there.
+
+        Args:
+            block: is overwritten.
+            mine: this rank's part of it.
+            what: is reduced; for messages.
+            written: tickets of what writes `block`.
+            norms: are measured as well.
+        """
+        # In place where the dtype allows: the block has room for the result.
+        reduced = torch.empty_like(mine, dtype=torch.float32) if self._reduce_fp32 else mine
+
+        def reduce() -> None:
+            wide = block.float() if self._reduce_fp32 else block  # now: what was kept has been added
+            self._group.reduce_mean(reduced, wide, what)
+            if norms is not None:
+                norms.measure(reduced)
+
+        sent_bytes = block.nbytes - mine.nbytes
+        self.moved.network += sent_bytes
+        # What was kept must be in the block before it is averaged.
+        return reduced, self._lanes.network.submit(reduce, after=written, nbytes=sent_bytes)
+
+    def _copy(
+        self,
+        gradient: ChunkGradient,
+        mine: torch.Tensor,
+        norms: PartNorms | None,
+        written: list[Ticket],
+        used: list[Ticket],
+        nbytes: int,
+    ) -> Ticket:
+        """Copy this rank's shard home; sum it for the norm where the reduction has not."""
+        home = gradient.memory[: mine.numel()]
+        copy: Work = partial(home.copy_, mine, non_blocking=True)
+        if norms is not None and not written:
+            if mine.is_cuda:
+                norms.measure(mine)  # by compute, which has just written this and waits for nobody
+            else:
+                copy = partial(_measure_and_copy, norms, mine, home)
+        # `written` fills `mine`; `used` reads or writes `home`.
+        return self._lanes.offload.submit(copy, after=[*used, *written], nbytes=nbytes)
+
+    @staticmethod
+    def _adding(gradient: ChunkGradient, numel: int, norms: PartNorms | None) -> Callable[[torch.Tensor], object]:
+        """The work that adds gradients to those at home, where parts that were dropped count as zero."""
+        home, stale = gradient.memory[:numel], gradient.parts_of(gradient.dropped)
+
+        def add(gradients: torch.Tensor) -> None:
+            for part in stale:
+                part.zero_()
+            if norms is None:
+                home.add_(gradients)
+            else:
+                norms.add_and_measure(home, gradients)
+
+        return add
+
+
+def _measure_and_copy(norms: PartNorms, gradients: torch.Tensor, home: torch.Tensor) -> None:
+    norms.measure(gradients)
+    home.copy_(gradients)

@@ -1,0 +1,191 @@
+"""Host memory that no chunk owns: buffers through which data passes on its way, all of one rank under one owner.
+
+Buffers are of a *kind*: for one purpose, in size classes, so many of each. The buffers of a class take turns. The
+caller that takes one has its work on a lane come after `HostBuffer.busy`, which is the last work that reads or writes
+the buffer, and the taker leaves the ticket of its last work there:
+
+    buffers.add(BufferKind("snapshot", "checkpoint", (SizeClass(nbytes, count=2),)))
+    buffer = buffers.take("snapshot", nbytes)
+    copied = lane.submit(copy, after=[*buffer.tickets, ...])
+    buffer.busy = other_lane.submit(write, after=[copied])
+
+So a slow lane holds up the work that fills its buffers, and nothing else. A kind is used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from elixir.chunk.buffers import Arena
+from elixir.chunk.lanes import Ticket, failure
+from elixir.errors import StateError
+from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, Plan
+from elixir.units import dtype_bytes
+
+STAGING = "staging"
+"""Kind: CPU Adam rounds new weights of low precision into one buffer, in the pass in which it steps their masters,
+while those of the chunk before are copied to the device from the other. Copied from the masters they would be rounded
+on the way: on CUDA by the thread that issues the copy, and in memory that is not pinned."""
+SUMMANDS = "summands"
+"""Kind: gradients from the device pass through here to be added to those of earlier backwards: one buffer is copied
+into while the CPU-Adam thread adds the other."""
+
+
+@dataclass(frozen=True)
+class SizeClass:
+    """Buffers of one size."""
+
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class BufferKind:
+    """Host buffers for one purpose.
+
+    Attributes:
+        name: of the purpose.
+        counted_as: where the arena, and with it the plan, counts their bytes.
+        classes: sizes, smallest first. A request gets a buffer of the first class that has room; one that none has room
+            for makes a buffer of the last class grow.
+        at_once: make them now rather than when each is first taken. To pin memory in the middle of a step holds up the
+    device.
+    """
+
+    name: str
+    counted_as: str
+    classes: tuple[SizeClass, ...]
+    at_once: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers together."""
+        return sum(size.nbytes * size.count for size in self.classes)
+
+
+@dataclass
+class HostBuffer:
+    """One buffer, in memory that a CUDA device copies from and to."""
+
+    memory: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
+    busy: Ticket | None = None
+    """The work that last reads or writes it."""
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """The work after which the buffer may be written to."""
+        return [] if self.busy is None else [self.busy]
+
+    def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first `numel` elements."""
+        return self.memory[: numel * dtype.itemsize].view(dtype)
+
+
+class HostBuffers:
+    """All such buffers of one rank.
+
+    Args:
+        arena: makes and counts the memory.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._kinds: dict[str, BufferKind] = {}
+        self._turns: dict[str, list[deque[HostBuffer]]] = {}  # by kind and size class; the next one first
+
+    def add(self, kind: BufferKind) -> None:
+        """Take up a kind.
+
+        Raises:
+            StateError: there is one of that name.
+        """
+        if kind.name in self._kinds:
+            raise StateError(f"host buffers of the kind '{kind.name}' are there already")
+        self._kinds[kind.name] = kind
+        self._turns[kind.name] = [deque(HostBuffer() for _ in range(size.count)) for size in kind.classes]
+        if kind.at_once:
+            for size, turns in zip(kind.classes, self._turns[kind.name], strict=True):
+                for buffer in turns:
+                    self._make_room(kind, buffer, size.nbytes)
+
+    def drop(self, name: str) -> None:
+        """Give up a kind, once nothing reads or writes its buffers any more."""
+        kind = self._kinds.pop(name)
+        for buffer in (buffer for turns in self._turns.pop(name) for buffer in turns):
+            failure(
+                buffer.busy
+            )  # a lane may still read or write the memory that is given up; its error is told elsewhere
+            self._give_up(kind, buffer)
+
+    def count_in(self, arena: Arena) -> None:
+        """Have the memory made and counted by another arena from here on, as under another plan."""
+        self._arena = arena
+        for kind in self._kinds.values():
+            arena.count(sum(buffer.memory.nbytes for buffer in self.of(kind.name)), "host", kind.counted_as)
+
+    def take(self, name: str, nbytes: int) -> HostBuffer:
+        """The buffer of a kind whose turn it is, with room for `nbytes`. Work on it comes after
+        `HostBuffer.tickets`."""
+        kind = self._kinds[name]
+        last = len(kind.classes) - 1
+        index = next((index for index, size in enumerate(kind.classes) if size.nbytes >= nbytes), last)
+        turns = self._turns[name][index]
+        buffer = turns[0]
+        turns.rotate(-1)
+        self._make_room(kind, buffer, max(nbytes, kind.classes[index].nbytes))
+        return buffer
+
+    def of(self, name: str) -> list[HostBuffer]:
+        """All buffers of a kind."""
+        return [buffer for turns in self._turns[name] for buffer in turns]
+
+    def failures(self) -> list[Exception]:
+        """Errors of the work on buffers, once it is over; the buffers are free."""
+        found = []
+        for buffer in (buffer for name in self._kinds for buffer in self.of(name)):
+            error = failure(buffer.busy)
+            if error is not None:
+                buffer.busy = None
+                found.append(error)
+        return found
+
+    def _make_room(self, kind: BufferKind, buffer: HostBuffer, nbytes: int) -> None:
+        if buffer.memory.nbytes >= nbytes:
+            return
+        if buffer.busy is not None:
+            buffer.busy.synchronize()  # a lane reads or writes the memory that is given up here
+        self._give_up(kind, buffer)  # before there is another, so that there are never both
+        buffer.memory = self._arena.make(nbytes, torch.uint8, "host", kind.counted_as)
+
+    def _give_up(self, kind: BufferKind, buffer: HostBuffer) -> None:
+        self._arena.count(-buffer.memory.nbytes, "host", kind.counted_as)
+        buffer.memory = torch.empty(0, dtype=torch.uint8)
+
+
+def staging_kind(plan: Plan) -> BufferKind:
+    """Buffers for the new weights of chunks that return to the device in fewer bits."""
+    sizes = [chunk.weight_bytes // plan.world_size for chunk in plan.chunks if chunk.returns_rounded]
+    return BufferKind(STAGING, "staging", (SizeClass(max(sizes, default=0), min(len(sizes), STAGING_BUFFERS)),))
+
+
+def summands_kind(plan: Plan, device_type: str, *, backwards: int, wide: bool = False) -> BufferKind:
+    """Buffers for gradients that the host adds up, there from the beginning where the plan foresees them.
+
+    Args:
+        plan: says which chunks' gradients the host holds.
+        device_type: gradients of a CPU are added without a buffer.
+        backwards: of a step.
+        wide: gradients arrive in float32, whatever the dtype of the weights.
+    """
+    sizes = [
+        chunk.numel // plan.world_size * (torch.float32.itemsize if wide else dtype_bytes(chunk.dtype))
+        for chunk in plan.chunks
+        if chunk.trainable and chunk.state_home == "host" and chunk.grad_rank is not None
+    ]
+    count = max(min(len(sizes), PASSAGE_BUFFERS), 1)  # one for what no plan foresees
+    at_once = bool(sizes) and backwards > 1 and device_type != "cpu"
+    return BufferKind(SUMMANDS, "gradients", (SizeClass(max(sizes, default=0), count),), at_once)

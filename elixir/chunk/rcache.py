@@ -1,0 +1,426 @@
+"""rCache: streamed chunks come into blocks before they are used and leave when others are needed more.
+
+The cache walks the plan's order as the step reports its uses. At every position it brings in the window that
+`elixir.schedule` says, evicting whom it says, so the loads are those the plan predicted. A use that the order does not
+foresee is fetched on demand and counted.
+
+With several ranks every gather needs all of them, so all must walk alike, whatever their data does. A rank that skips
+entries of the order (an expert without tokens) loads what they say all the same when it goes on; the forward part of
+the order is walked to its end when forward is over, the rest when backward is. Who leaves is a function of the order
+alone. A use that the order does not foresee must come on all ranks: they agree on it first, and a rank that is alone
+with it gets a `RankError`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from elixir.access import backward_is_running
+from elixir.chunk.buffers import BlockPool
+from elixir.chunk.chunk import Chunk, ChunkState
+from elixir.chunk.gradients import GradientFlow
+from elixir.chunk.group import Group
+from elixir.chunk.lanes import Lanes, failure, known
+from elixir.errors import StateError
+from elixir.schedule import StepSchedule
+
+logger = logging.getLogger(__name__)
+
+_LOOKAHEAD = 64
+"""In how many further entries of streamed chunks a use is looked for before it counts as a deviation."""
+
+
+@dataclass
+class CacheCounts:
+    """Loads, hits and bytes of the cache since a step began."""
+
+    loads: int = 0
+    hits: int = 0
+    """Requirements of the order that were met by what was there: neither loaded for it, nor fetched ahead for it."""
+    demand_loads: int = 0
+    """Loads that nothing had foreseen: the use had to wait for all of the transfer."""
+    deviations: int = 0
+    host_to_device_bytes: int = 0
+    network_bytes: int = 0
+
+
+class RCache:
+    """The blocks, and which chunk is in which.
+
+    Args:
+        chunks: all chunks of the plan, by index.
+        schedule: the plan's order without the resident chunks.
+        pool: the blocks.
+        lanes: fetch and network are used.
+        group: over which chunks are sharded.
+        gradients: with several ranks, use the network in the same order, and are told of every position.
+        evict_always: evict whatever is not pinned after every use; for tests.
+        backward_from: first position that is not forward; the end by default.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        schedule: StepSchedule,
+        pool: BlockPool,
+        lanes: Lanes,
+        group: Group,
+        gradients: GradientFlow | None = None,
+        *,
+        evict_always: bool = False,
+        backward_from: int | None = None,
+    ) -> None:
+        self._chunks = chunks
+        self._schedule = schedule
+        self._pool = pool
+        self._lanes = lanes
+        self._group = group
+        self._gradients = gradients
+        self._evict_always = evict_always
+        self._known = frozenset(chunk for chunks in schedule.policy.required for chunk in chunks)
+        self._required = [frozenset(chunks) for chunks in schedule.policy.required]
+        self._streaming = [position for position, chunks in enumerate(self._required) if chunks]
+        self._backward_from = len(self._required) if backward_from is None else backward_from
+        self._together = group.size > 1
+        self._position = -1
+        self._view = schedule.policy.start()
+        self._fresh: set[int] = set()  # loaded, and not required since
+        self._in_backward = False
+        self._disturbed = False
+        self._in_block: dict[int, int] = {}  # block -> chunk
+        self._lock = threading.RLock()  # forward and the engine's threads take turns, and reports may come any time
+        self.counts = CacheCounts()
+
+    def begin(self, *, announce: bool = True) -> None:
+        """A forward starts: the order is walked from its beginning, with whatever is in the blocks.
+
+        Args:
+            announce: False where it is only made ready for one.
+        """
+        with self._lock:
+            if self._disturbed:
+                self._disturbed = False
+                self._agree("the first forward after an error")
+            if self._together and self._known and announce:
+                self._announce("forward")
+            self._in_backward = False
+            self._fresh.clear()
+            self._jump(-1)
+
+    def end_forward(self) -> None:
+        """Forward is over: with several ranks, load what the order says and this rank's data skipped."""
+        with self._lock:
+            if self._together and not self._in_backward:
+                self._walk_to(self._backward_from - 1)
+
+    def enter_backward(self) -> None:
+        """Backward is running; may be said any number of times."""
+        with self._lock:
+            if not self._together or self._in_backward:
+                return
+            self.end_forward()
+            alone = self._gradients is not None and not self._gradients.reducing
+            self._announce("backward without reduction" if alone else "backward")
+            self._in_backward = True
+            if self._position >= self._backward_from:
+                self._jump(self._backward_from - 1)  # another backward over the same forward
+            if self._gradients is not None:
+                self._gradients.begin()
+
+    def end_backward(self) -> None:
+        """Backward is over, and with it the order."""
+        with self._lock:
+            if self._together and self._in_backward:
+                self._walk_to(len(self._required) - 1)
+                self._in_backward = False
+
+    def disturbed(self) -> None:
+        """A forward or backward was left by an exception; with several ranks, it must have been on all of them."""
+        self._disturbed = self._together
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether a forward or backward has raised on this rank since ranks last agreed on where they are."""
+        return self._disturbed
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Chunks that lie in blocks, in order of index."""
+        return tuple(sorted(self._in_block.values()))
+
+    def take_counts(self) -> CacheCounts:
+        """Counts since they were last taken."""
+        counts, self.counts = self.counts, CacheCounts()
+        return counts
+
+    def acquire(self, indices: Sequence[int]) -> None:
+        """Compute may read these chunks from here on. Each gets one pin; give it back with `unpin`."""
+        with self._lock:
+            self._advance(indices)
+            for index in indices:
+                # Pinned one by one before the next is fetched: no fetch may evict another of the same use.
+                self._chunks[index].pins += 1
+            try:
+                for index in indices:
+                    self._ready(self._chunks[index])
+            except BaseException:
+                # The caller does not get the pins, so nobody would give them back.
+                for index in indices:
+                    self._chunks[index].pins -= 1
+                raise
+
+    def unpin(self, indices: Iterable[int]) -> None:
+        """Give back one pin of each."""
+        with self._lock:
+            for index in indices:
+                self._chunks[index].pins -= 1
+            if self._evict_always and not self._together:
+                for chunk in [self._chunks[index] for index in self._in_block.values()]:
+                    if not chunk.pins:
+                        self._evict(chunk)
+
+    def chunk_at(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """(chunk, offset in the tensor's elements inside it) of a tensor that lies in a block, else None.
+
+        Raises:
+            StateError: nobody has pinned what is in that block now, so the tensor is a view of what was there before.
+        """
+        found = self._pool.find(tensor)
+        if found is None:
+            return None
+        block, offset = found
+        index = self._in_block.get(block)
+        if index is None or not self._chunks[index].pins:
+            raise StateError(
+                f"rank {self._chunks[0].rank}: a view of a weight is used after the module that made it has returned, "
+                "when its memory may hold another weight; make the view in the module that uses it"
+            )
+        return index, offset
+
+    def memory(self, index: int) -> torch.Tensor:
+        """The block of a cached chunk, as a flat tensor of its elements."""
+        chunk = self._chunks[index]
+        if chunk.memory is None:
+            raise StateError(f"chunk {index} is {chunk.state.value}, it has no block")
+        return chunk.memory
+
+    def marked_memory(self, index: int) -> torch.Tensor:
+        """The same, marked; another object each time that the chunk comes into a block."""
+        marked = self._chunks[index].marked
+        if marked is None:
+            raise StateError(f"chunk {index} is {self._chunks[index].state.value}, it has no block")
+        return marked
+
+    def invalidate(self) -> None:
+        """The weights have changed at home: nothing in the blocks is valid any more."""
+        with self._lock:
+            for index in list(self._in_block.values()):
+                self._evict(self._chunks[index])
+            self.begin(announce=False)
+
+    def failures(self) -> list[Exception]:
+        """Errors of transfers into blocks, once all of them are over; their chunks are at home again."""
+        found = []
+        with self._lock:
+            for chunk in [self._chunks[index] for index in self._in_block.values()]:
+                error = failure(chunk.filled) if chunk.state is ChunkState.FETCHING else None
+                if error is not None:
+                    found.append(error)
+                    self._evict(chunk)
+        return found
+
+    def _advance(self, used: Sequence[int]) -> None:
+        """Walk the order up to the entry that uses `used`, loading each window on the way."""
+        wanted = frozenset(used)
+        backward = self._together and backward_is_running()
+        if backward:
+            self.enter_backward()
+        if self._position >= 0 and wanted <= self._required[self._position]:
+            return
+        # With several ranks, uses in forward never walk into the backward part, which other ranks have yet to enter.
+        end = self._backward_from if self._together and not backward else len(self._required)
+        near = not self._together or all(self._chunks[index].state is not ChunkState.HOME for index in used)
+        position = self._next_with(wanted, self._position + 1, end, _LOOKAHEAD if near else None)
+        if position is not None:
+            self._walk_to(position)
+            return
+        self.counts.deviations += 1
+        missing = [index for index in used if self._chunks[index].state is ChunkState.HOME]
+        if self._together and missing:
+            self._agree(f"a use of chunks {missing} that is not in the order after its entry {self._position}")
+            start = self._backward_from if backward else 0
+            position = self._next_with(wanted, start, self._position)
+            if position is not None:
+                self._jump(position - 1)
+                self._walk_to(position)
+
+    def _next_with(self, wanted: frozenset[int], start: int, end: int, most: int | None = None) -> int | None:
+        """The first position from `start` to `end` that requires `wanted`, among the first `most` that require any."""
+        first = bisect_left(self._streaming, start)
+        for position in islice(self._streaming, first, None if most is None else first + most):
+            if position >= end:
+                return None
+            if wanted <= self._required[position]:
+                return position
+        return None
+
+    def _walk_to(self, last: int) -> None:
+        """Go on through the order, one position after the other."""
+        for position in range(self._position + 1, last + 1):
+            if self._position >= 0:
+                self._view.passed(self._position)
+            if self._gradients is not None and self._in_backward and self._schedule.windows[position]:
+                self._gradients.leave(position)
+            if self._evict_always and self._together:
+                for index in [i for i in self._in_block.values() if i not in self._required[position]]:
+                    if not self._chunks[index].pins:
+                        self._evict(self._chunks[index])
+            self._position = position
+            self._load_window(self._schedule.windows[position])
+            for index in self._schedule.policy.required[position]:
+                if index in self._fresh:
+                    self._fresh.remove(index)
+                else:
+                    self.counts.hits += 1
+            if self._gradients is not None and self._in_backward:
+                self._gradients.enter(position)
+
+    def _jump(self, position: int) -> None:
+        """Be at `position` without a walk, with whatever is in the blocks."""
+        self._position = position
+        self._view = self._schedule.policy.start()
+        for passed in range(position):
+            self._view.passed(passed)
+        for index in self._in_block.values():
+            if index in self._known:
+                self._view.admit(index)
+
+    def _announce(self, phase: str) -> None:
+        """Have the network compare what the ranks do before it goes on; compute does not wait for that.
+
+        A rank that runs one forward more than the others is found out here, before its gathers meet their reductions.
+        """
+        self._lanes.network.submit(lambda: self._group.exchange(phase, None))
+
+    def _agree(self, what: str) -> None:
+        """Make sure that all ranks are here, having sent the same so far."""
+        # This thread submits the next gather, which must be the same on all ranks: otherwise a block gets another
+        # chunk's weights.
+        self._lanes.network.submit(lambda: self._group.exchange(what, None)).synchronize()
+
+    def _load_window(self, window: Sequence[int]) -> None:
+        for index in window:
+            chunk = self._chunks[index]
+            # What is being stepped has been used for the last time, though the walk may be an entry late; should it be
+            # used all the same, `_ready` refuses. Several ranks load alike whatever their gradients do.
+            over = chunk.stepping and not self._together
+            if chunk.state is ChunkState.HOME and not over and self._make_room(optional=True):
+                self._load(chunk)
+
+    def _ready(self, chunk: Chunk) -> None:
+        if chunk.state is ChunkState.HOME:
+            self.counts.demand_loads += 1
+            self._make_room(optional=False)
+            self._load(chunk)
+        if chunk.state is ChunkState.FETCHING:
+            if chunk.filled is not None:
+                # compute reads the block next, which has other weights, or half of these, until then
+                chunk.filled.wait()
+            chunk.to(ChunkState.CACHED, self.memory(chunk.index))
+
+    def _make_room(self, *, optional: bool) -> bool:
+        """See that a block is free; whether one is."""
+        if self._pool.free:
+            return True
+        residents = list(self._in_block.values())
+        strangers = [index for index in residents if index not in self._known and not self._chunks[index].pins]
+        if self._together and not strangers:
+            # Pins follow from this rank's data. In order they never hinder; elsewhere all ranks must agree.
+            first = self._view.victim()
+            if first is not None and self._chunks[first].pins:
+                self._agree(f"chunk {first}, which stays in its block though the order needs it")
+        victim = strangers[0] if strangers else self._view.victim(i for i in residents if self._chunks[i].pins)
+        if victim is not None:
+            self._evict(self._chunks[victim])
+            return True
+        if optional:
+            return False
+        raise StateError(
+            f"all {self._pool.count} rCache blocks are in use at once; this step uses more chunks together than the "
+            "traced one: plan again with this step, or with more device memory"
+        )
+
+    def _evict(self, chunk: Chunk) -> None:
+        if chunk.filled is not None and chunk.state is ChunkState.FETCHING:
+            failure(
+                chunk.filled
+            )  # its transfer must not arrive in a block that has another owner; if it failed, none does
+        chunk.to(ChunkState.HOME)
+        if chunk.block is None:
+            raise StateError(f"chunk {chunk.index} leaves a block that it does not have")
+        del self._in_block[chunk.block]
+        if chunk.index in self._view.residents:
+            self._view.evict(chunk.index)
+        self._fresh.discard(chunk.index)
+        self._pool.give_back(chunk.block)
+        chunk.block = chunk.memory = chunk.marked = chunk.filled = None
+
+    def _load(self, chunk: Chunk) -> None:
+        """Start filling a free block while compute goes on."""
+        chunk.refuse_stepping("weights are read")
+        chunk.block = self._pool.take()
+        # `data`: a separate count of writes, or what is fetched into other blocks would count as writes to this one.
+        chunk.memory = self._pool.view(chunk.block, chunk.plan.numel, chunk.dtype).data
+        chunk.marked = self._pool.marked_view(chunk.block, chunk.plan.numel, chunk.dtype)
+        self._in_block[chunk.block] = chunk.index
+        if chunk.index in self._known:
+            self._view.admit(chunk.index)
+        chunk.to(ChunkState.FETCHING)
+        try:
+            self._fill(chunk)
+        except BaseException:
+            chunk.filled = None  # nothing is on its way: what is in the block is not the chunk
+            self._evict(chunk)
+            raise
+
+    def _fill(self, chunk: Chunk) -> None:
+        whole, shard = self.memory(chunk.index), chunk.shard
+        if shard is None:
+            raise StateError(f"chunk {chunk.index} has no shard to fetch from")
+        self.counts.loads += 1
+        self._fresh.add(chunk.index)
+        # The optimizer's step writes the shard that is read here: a block would hold weights of two steps. That compute
+        # still reads the weights that were in the block is the lane's affair: it comes after compute that has been
+        # submitted.
+        after = known(chunk.updated)
+        host_bytes = shard.nbytes if chunk.plan.weight_home == "host" else 0
+        self.counts.host_to_device_bytes += host_bytes
+        if self._group.size == 1:
+            # `updated` protects the shard, see above.
+            chunk.filled = chunk.fetched = self._lanes.fetch.submit(
+                lambda: whole.copy_(shard, non_blocking=True), after=after, nbytes=host_bytes
+            )
+            return
+        source = shard
+        if host_bytes:
+            source = part = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
+            # `updated` protects the shard, see above.
+            chunk.fetched = self._lanes.fetch.submit(
+                lambda: part.copy_(shard, non_blocking=True), after=after, nbytes=host_bytes
+            )
+            after = [chunk.fetched]
+        network_bytes = whole.nbytes - shard.nbytes
+        self.counts.network_bytes += network_bytes
+        # Other ranks get what this rank's part of the block holds, so the fetch must have filled it.
+        chunk.filled = self._lanes.network.submit(
+            lambda: self._group.gather(whole, source, f"chunk {chunk.index}"), after=after, nbytes=network_bytes
+        )
+        if source is shard:
+            chunk.fetched = chunk.filled

@@ -1,0 +1,204 @@
+"""One chunk of a plan: its parameters, where they live, and where it is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Literal
+
+from elixir.errors import InputError
+from elixir.optimizer_states import MASTER_BYTES
+from elixir.units import dtype_bytes
+
+Memory = Literal["device", "host"]
+Phase = Literal["forward", "recompute", "backward"]
+
+PARAM_ALIGNMENT_BYTES = 512
+"""Parameters start at multiples of this inside a chunk: other offsets change the bits some kernels give."""
+
+
+class Home(Enum):
+    """Where a chunk may live: all combinations that a plan can have, and no others.
+
+    Weights are *resident* (gathered on the device for the whole step), or streamed through rCache blocks from their
+    shards on the device or the host. The shard of gradients, master weights and states is updated on the device only
+    next to weights that live there. With states on the disk the host updates them, and gradients wait on the host. A
+    frozen chunk has no states; it counts as if they were where its weights are.
+    """
+
+    RESIDENT = ("resident", "device")
+    RESIDENT_HOST = ("resident", "host")
+    DEVICE = ("device", "device")
+    DEVICE_HOST = ("device", "host")
+    HOST = ("host", "host")
+    RESIDENT_DISK = ("resident", "disk")
+    DEVICE_DISK = ("device", "disk")
+    HOST_DISK = ("host", "disk")
+
+    def __init__(
+        self, weights: Literal["resident", "device", "host"], states: Literal["device", "host", "disk"]
+    ) -> None:
+        self.weights, self.states = weights, states
+        self.resident = weights == "resident"
+        self.weights_on_device = weights != "host"
+        self.states_on_device = states == "device"
+        self.states_on_disk = states == "disk"
+        self.without_states = self.states_on_device == self.weights_on_device and not self.states_on_disk
+        """Whether a frozen chunk may be there."""
+        self.returns = self.weights_on_device and not self.states_on_device
+        """Whether the host updates weights that live on the device, to which new ones return."""
+
+    @property
+    def on_disk(self) -> Home:
+        """The same with states on the disk."""
+        return _BY_FIELDS[self.resident, "device" if self.weights_on_device else "host", "disk"]
+
+    @classmethod
+    def find(cls, resident: bool, weight_home: str, state_home: str) -> Home:
+        """The home that the fields of a `ChunkPlan` say.
+
+        Raises:
+            InputError: there is none; names the field that is wrong.
+        """
+        found = _BY_FIELDS.get((resident, weight_home, state_home))
+        if found is None:
+            why = "for a chunk that is resident there" if resident else "where the states are updated there"
+            raise InputError(f"field 'weight_home' must be 'device' {why}, found {weight_home!r}")
+        return found
+
+
+_BY_FIELDS: dict[tuple[bool, str, str], Home] = {
+    (home.resident, "device" if home.weights_on_device else "host", home.states): home for home in Home
+}
+
+
+@dataclass(frozen=True)
+class ParamSlot:
+    """Where one parameter lies inside its chunk."""
+
+    name: str
+    offset: int
+    """In elements from the start of the chunk."""
+    numel: int
+
+    def __post_init__(self) -> None:
+        check_at_least(0, "offset", self.offset)
+        check_at_least(0, "numel", self.numel)
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Parameters that travel together in one flat buffer, sharded evenly over the ranks."""
+
+    dtype: str
+    """Torch name of the dtype of its weights and gradients, such as ``bfloat16``."""
+    trainable: bool
+    """False for a chunk of frozen parameters, which has no gradients and no states."""
+    numel: int
+    """Elements of the buffer, padding included; a multiple of the world size."""
+    parameters: tuple[ParamSlot, ...]
+    weight_home: Memory
+    """Where the rank's shard of the weights lives."""
+    state_home: Literal["device", "host", "disk"]
+    """Where the shard of gradients, master weights and optimizer states lives; for a frozen chunk, its weight home.
+    With ``disk``, master weights and states are read from there for their update and written back; gradients wait on
+    the host.
+    """
+    resident: bool
+    """True: gathered on the device for the whole step, in a separate buffer. False: gathered into rCache blocks."""
+    grad_rank: int | None = None
+    """Its place among the chunks in the order in which their gradients are complete; None where it gets none. Ranks
+    reduce gradients in this order, whatever their data does."""
+    grad_entry: int | None = None
+    """Index of the entry of `Plan.order` during which its last gradient arrives; None where it gets none. Between the
+    gathers of this entry and those of the next is the place of its reduction, the same on all ranks."""
+    steps_in_backward: bool = False
+    """Whether the host updates it as soon as its gradients are there, during the rest of backward; otherwise with
+    `ElixirOptimizer.step`."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, "numel", self.numel)
+        itemsize, end = itemsize_of(self.dtype), 0
+        for index, slot in enumerate(self.parameters):
+            field = f"parameters[{index}].offset"
+            if slot.offset * itemsize % PARAM_ALIGNMENT_BYTES:
+                raise InputError(
+                    f"field '{field}': {slot.name!r} starts at byte {slot.offset * itemsize} of its chunk, which is no "
+                    f"multiple of {PARAM_ALIGNMENT_BYTES}"
+                )
+            if slot.offset < end:
+                raise InputError(f"field '{field}': {slot.name!r} starts at {slot.offset}, inside what ends at {end}")
+            end = slot.offset + slot.numel
+            if end > self.numel:
+                raise InputError(
+                    f"field '{field}': {slot.name!r} ends at element {end} of a chunk that has {self.numel}"
+                )
+        self._check_homes()
+
+    def _check_homes(self) -> None:
+        home = self.home
+        if not self.trainable and not home.without_states:
+            raise InputError(
+                f"field 'state_home' must be the weight home {self.weight_home!r} for a frozen chunk, which has no "
+                f"states, found {self.state_home!r}"
+            )
+        if self.steps_in_backward and (not self.trainable or self.state_home != "host" or self.grad_entry is None):
+            raise InputError(
+                "field 'steps_in_backward' is for trainable chunks with gradients whose states live on the host, found "
+                f"state_home {self.state_home!r}, trainable {self.trainable}, grad_entry {self.grad_entry}"
+            )
+
+    @cached_property
+    def home(self) -> Home:
+        """Where its weights and its states live; `InputError` for what no plan can have."""
+        return Home.find(self.resident, self.weight_home, self.state_home)
+
+    @property
+    def update_home(self) -> Memory:
+        """The memory in which its gradients wait and its shard is updated: `state_home`; for the disk, the host."""
+        return "device" if self.home.states_on_device else "host"
+
+    @property
+    def returns_rounded(self) -> bool:
+        """Whether the host steps float32 masters of weights that live on the device in fewer bits."""
+        low_precision = dtype_bytes(self.dtype) < MASTER_BYTES
+        return self.trainable and low_precision and self.home.returns
+
+    @property
+    def used_numel(self) -> int:
+        """Elements that are parameters, padding and alignment gaps not counted."""
+        return sum(slot.numel for slot in self.parameters)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the gathered weights."""
+        return self.numel * dtype_bytes(self.dtype)
+
+    def has_parameters_on(self, rank: int, world_size: int) -> bool:
+        """Whether the shard of `rank` holds a part of any parameter; the last ranks' may be padding alone."""
+        start, end = rank * self.numel // world_size, (rank + 1) * self.numel // world_size
+        return any(slot.offset < end and slot.offset + slot.numel > start for slot in self.parameters)
+
+
+@dataclass(frozen=True)
+class ChunkUse:
+    """One entry of the recorded order: chunks used together, as often in a row as nothing else is."""
+
+    phase: Phase
+    chunks: tuple[int, ...]
+    """Indices into `Plan.chunks`, resident ones included."""
+    pin_until: int
+    """Index of the last entry during which these may not be evicted."""
+
+
+def check_at_least(least: int, name: str, value: float) -> None:
+    if value < least:
+        raise InputError(f"field '{name}' must be {least} or larger, found {value}")
+
+
+def itemsize_of(dtype: str) -> int:
+    try:
+        return dtype_bytes(dtype)
+    except InputError as error:
+        raise InputError(f"field 'dtype': {error}") from None

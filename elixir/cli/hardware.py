@@ -1,0 +1,103 @@
+"""``elixir hardware``: presets, or this machine, measured."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elixir.cli import files, output
+from elixir.errors import InputError
+from elixir.show import tables
+from elixir.units import format_bytes
+
+if TYPE_CHECKING:
+    from elixir.hardware import HardwareProfile
+
+
+def run_hardware(args: argparse.Namespace) -> int:
+    """List presets, show one, or measure this machine."""
+    for option in ("quick", "no_spawn", "disk_folder"):
+        if getattr(args, option) and not args.measure:
+            raise InputError(f"--{option.replace('_', '-')} goes with --measure")
+    for option in ("out", "plot"):
+        if getattr(args, option) and not (args.measure or args.show is not None):
+            raise InputError(f"--{option} goes with --show NAME or --measure")
+    files.check_outputs(pictures=[args.plot], data=[args.out])
+    if not args.measure and args.show is None:
+        return _list_hardware(as_json=args.json)
+    if args.measure:
+        from elixir.microbench import joined
+
+        if args.disk_folder:
+            from elixir.microbench.disk import check_folder
+
+            check_folder(args.disk_folder, quick=args.quick)
+        with joined() as ranks:
+            profile = _measure(args, ranks)
+        if ranks.rank != 0:
+            return 0  # all ranks have the same profile; one writes it
+    else:
+        profile = files.find_hardware(args.show)
+    written = [profile.save(args.out)] if args.out else []
+    if args.plot:
+        from elixir.microbench import plot_profile
+
+        plot_profile(profile, args.plot)
+        written.append(Path(args.plot))
+    if args.json:
+        output.say_json(profile.to_dict())
+        return 0
+    say_hardware(profile)
+    output.say_written(written)
+    return 0
+
+
+def say_hardware(profile: HardwareProfile) -> None:
+    """Every number, its source, and whether it is to be doubted."""
+    from elixir.hardware import IF_DOUBTFUL, doubtful_rates
+
+    record = tables.hardware_record(profile)
+    output.say_tables(tables.record_table(f"{profile.name}: {profile.device_name}", record))
+    if profile.sources:
+        rows = [[name, source] for name, source in profile.sources.items()]
+        output.say_tables(tables.list_table("sources", ("number", "source"), rows))
+    doubtful = doubtful_rates(profile)
+    for name, why in doubtful.items():
+        output.say(f"doubtful: {name}: {why}")
+    if doubtful:
+        output.say(IF_DOUBTFUL)
+
+
+def _measure(args: argparse.Namespace, ranks: Any) -> HardwareProfile:
+    """This machine; only rank 0 has a bar."""
+    from elixir.microbench import measure
+
+    with output.progress(lines=True, bar=ranks.rank == 0) as progress:
+        return measure(
+            progress, quick=args.quick, ranks=ranks, start_ranks=not args.no_spawn, disk_folder=args.disk_folder
+        )
+
+
+def _list_hardware(*, as_json: bool) -> int:
+    from elixir.hardware import preset, preset_names
+
+    profiles = [preset(name) for name in preset_names()]
+    if as_json:
+        output.say_json({profile.name: tables.hardware_record(profile) for profile in profiles})
+        return 0
+    columns = ("name", "device", "memory", "bandwidth", "bf16 peak", "host link")
+    rows = [
+        [
+            profile.name,
+            profile.device_name,
+            format_bytes(profile.device_memory_bytes),
+            tables.show_value("_bytes_per_s", profile.device_memory_bytes_per_s),
+            tables.show_value("_flops_per_s", profile.flops_per_s.get("bfloat16")),
+            tables.show_value("_bytes_per_s", profile.host_to_device_bytes_per_s),
+        ]
+        for profile in profiles
+    ]
+    output.say_tables(tables.list_table("hardware presets", columns, rows))
+    output.say("elixir hardware --show NAME gives every number with its source; --measure fills in this machine")
+    return 0

@@ -1,0 +1,361 @@
+"""The arguments of every command, as one table of flags and one of commands. Imports no torch.
+
+A flag whose name is that of a field of `elixir.search.request.SearchRequest` reaches the search by that alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from elixir.errors import ElixirError, InputError, shortened
+from elixir.models import CHECKPOINT_FORMS, parse_checkpoint
+
+LARGEST_COUNT = 1_000_000_000
+"""Most of anything that is counted: samples, tokens, ranks, rows of a table."""
+LARGEST_ACCUMULATION = 1_000
+"""Every batch of a step is drawn."""
+LONGEST_MESSAGE = 1_800
+"""Characters of an error: a list of levers fits, a value of many digits does not."""
+STEP = "the training step"
+RETRACED = "the training step, without trace.json; as when the plan was made"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line on standard error, with the help of the command that was meant."""
+
+    commands: dict[str, Parser]
+    """Name -> parser, of the whole command line."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does; a flag that a command does not have is an error of that command."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            command = getattr(self, "commands", {}).get(getattr(parsed, "command", None) or "", self)
+            command.error(f"unrecognized arguments: {' '.join(unknown)}{command.nearest(unknown[0])}")
+        return parsed
+
+    def nearest(self, word: str) -> str:
+        """The flag that is most like `word`, as a question; empty if none is."""
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        found = difflib.get_close_matches(word.partition("=")[0], flags, 1, cutoff=0.7)
+        return f"; did you mean {found[0]}?" if found else ""
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit with status 2."""
+        print(f"{self.prog}: error: {shortened(message, LONGEST_MESSAGE)} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+def _checkpoint(text: str) -> str:
+    try:
+        parse_checkpoint(text)
+    except ElixirError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _count(text: str, most: int = LARGEST_COUNT) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, found {shortened(repr(text))}") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, found {shortened(str(value))}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"must be at most {most:,}, found {shortened(str(value))}")
+    return value
+
+
+def _size(text: str) -> int:
+    from elixir.units import parse_bytes  # units come with torch, which only a command that plans has to import
+
+    try:
+        return parse_bytes(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _list_of(kind: Callable[[str], object]) -> Callable[[str], list[object]]:
+    """Values between commas, each once."""
+
+    def parse(text: str) -> list[object]:
+        words = [word.strip() for word in text.split(",")]
+        if not all(words):
+            raise argparse.ArgumentTypeError(f"expected values between commas, found {shortened(repr(text))}")
+        return list(dict.fromkeys(kind(word) for word in words))
+
+    return parse
+
+
+Flag = dict[str, Any]
+"""Arguments of `add_argument`."""
+
+
+def _flag(help_text: str, metavar: str | None = None, kind: Callable[[str], object] = str, **more: Any) -> Flag:
+    return {"help": help_text, "metavar": metavar, "type": kind, **more}
+
+
+def _number(help_text: str, **more: Any) -> Flag:
+    return _flag(help_text, "N", _count, **more)
+
+
+def _bytes(help_text: str) -> Flag:
+    return _flag(help_text, "SIZE", _size)
+
+
+def _switch(help_text: str, **more: Any) -> Flag:
+    return {"help": help_text, "action": "store_true", **more}
+
+
+_MODEL = "a name (`elixir models` lists them), a Hugging Face config.json, or module:function"
+_CHECKPOINT = (
+    "activation checkpointing: non-reentrant (also where nothing follows), reentrant or none; of the first 12 layers "
+    "alone: non-reentrant:12"
+)
+FLAGS: dict[str, Flag] = {
+    "model": _flag(_MODEL, "MODEL"),
+    "model@plan": _flag(f"{_MODEL}, or a trace `elixir profile` saved", "MODEL|trace.json"),
+    "models": _flag(_MODEL, "MODEL", nargs="+"),
+    "file": _flag("", "FILE"),
+    "a": _flag("", "A.json"),
+    "b": _flag("", "B.json"),
+    "plan": _flag("", "plan.json"),
+    "trace": _flag("what the plan was made from; a named model is traced again without", "trace.json", nargs="?"),
+    # The machine.
+    "--device": _flag("preset or hw.json of the device to pretend (default: h200)", default="h200"),
+    "--hardware@plan": _flag("preset or hw.json (default: h200; of a trace, its device)"),
+    "--hardware@sweep": _flag("presets or hw.json (default: h200)", "A,B", _list_of(str), default=["h200"]),
+    "--hardware@fit": _flag("presets or hw.json (default: every preset with a GPU)", "A,B", _list_of(str)),
+    "--hardware": _flag("preset or hw.json (default: the preset the plan was made for)"),
+    "--world-size": _number("ranks, one device each (default: 1)", default=1),
+    "--world-sizes@sweep": _flag("ranks, one device each (default: 1)", "N,M", _list_of(_count), default=[1]),
+    "--world-sizes@fit": _flag(
+        "numbers of devices to try (default: 1, 2, 4, ... up to a whole machine)", "N,M", _list_of(_count)
+    ),
+    "--network": _bytes("bytes a second between machines, per machine and direction, such as 50GB for 400 Gbit/s"),
+    # Budgets.
+    "--device-memory": _bytes("budget of each device, such as 80GiB (default: all but a reserve)"),
+    "--host-memory@plan": _bytes(
+        "budget of the host for all its ranks, such as 128GiB (default: what the hardware's file says; "
+        "without --hardware, what is free here; of both all but a reserve)"
+    ),
+    "--host-memory": _bytes(
+        "of each machine, such as 512GiB (default: what its profile says, otherwise twice that of its devices in use; "
+        "of both "
+        "all but a reserve)"
+    ),
+    "--device-reserve": _bytes(
+        "without --device-memory: of each device, kept back for what no plan counts, such as kernels that are loaded "
+        "later (default: about 6 %% of it)"
+    ),
+    "--host-reserve": _bytes(
+        "without --host-memory: of each machine, kept back likewise (default: 5 %% of it, at least 2 GiB and as much "
+        "again for each rank)"
+    ),
+    "--disk-memory": _bytes(
+        "of the disk of each machine, such as 500GiB, for states that neither devices nor host hold (default: none; "
+        "such "
+        "a plan is predicted, and not run yet)"
+    ),
+    # The step. None stands for "not given": a saved trace has settled these already.
+    "--batch": _number("samples per rank (default: 1)"),
+    "--batches": _flag("samples per rank (default: 1)", "N,M", _list_of(_count), default=[1]),
+    "--seq": _number("tokens per sample (default: 1024, or the model's maximum if smaller)"),
+    "--dtype": _flag("of parameters and floating inputs: bf16 (default), fp16, fp32, fp64, as-built", "DTYPE"),
+    "--activation-checkpointing": _flag(f"{_CHECKPOINT} (default: none)", "FORM", _checkpoint, dest="checkpoint"),
+    "--optimizer": _flag("adamw (default), adam, sgd, ...", "NAME"),
+    "--optimizer-kernel": _flag(
+        "how its step runs (default: what torch would choose)", choices=("default", "fused", "foreach", "for-loop")
+    ),
+    "--fused-kernels": {
+        "action": "store_const",
+        "const": True,
+        "help": "with fused norms, SwiGLU and loss, as a run with use_fused_kernels=True",
+    },
+    "--inp": _flag("for other than Hugging Face models: returns the dict a step is fed with", "MODULE:FUNCTION"),
+    "--step": _flag("function(model, inp) that runs forward, loss and backward", "MODULE:FUNCTION"),
+    # The search.
+    "--moments": _flag(
+        "how Adam's moments are kept (default: float32)", choices=("float32", "bfloat16", "8bit"), default="float32"
+    ),
+    "--step-in-backward": _switch(
+        "the host updates chunks while backward still runs: for one backward a step, no clipping, not fp16"
+    ),
+    "--no-clipping": {
+        "dest": "clipping",
+        "action": "store_const",
+        "const": False,
+        "help": "for a run that does not clip gradients by their norm (default: it does, unless it steps in backward)",
+    },
+    "--placement": _flag(
+        "force every chunk's home (default: auto)", choices=("auto", "cuda", "cpu"), default="auto"
+    ),
+    "--no-overlap": {
+        "dest": "overlap", "action": "store_false", "help": "transfers wait for compute: no prefetch",
+    },
+    "--search-batch": _switch(
+        "--batch is of a step: choose whether to cut it into several that are accumulated, and, unless "
+        "--activation-checkpointing says so, whether to recompute activations, and of how many layers"
+    ),
+    "--accumulation": _flag(
+        "batches per optimizer step (default: as it was planned for)", "N", partial(_count, most=LARGEST_ACCUMULATION)
+    ),
+    # Measuring.
+    "--list": _switch("the presets (the default)"),
+    "--show": _flag("one preset or hw.json, with the source of every number", "NAME"),
+    "--measure": _switch("measure this machine"),
+    "--quick": _switch("with --measure: fewer and smaller runs"),
+    "--disk-folder": _flag("with --measure: also measure the disk that DIR is on", "DIR"),
+    "--no-spawn": _switch("with --measure: without torchrun, start no ranks for collectives"),
+    # Checkpoints.
+    "action": _flag("what to do", None, choices=("show", "verify", "export", "prune")),
+    "folder": _flag("a checkpoint, or a folder with several", "FOLDER"),
+    "--hf": _flag("with export: the folder for the weights, as Hugging Face reads them", "OUT"),
+    "--config": _flag("with export: the config.json of the model, or its folder", "FILE"),
+    "--dtype@checkpoint": _flag("with export: of the weights (default: as saved)", "DTYPE"),
+    "--keep": _number("with prune: how many stay; the others go (default: only what was cut off goes)"),
+    # Results.
+    "--top": _number("runs of chunks in the table (default: 5)", default=5),
+    "--no-levers": _switch("do not plan again with more memory or faster parts"),
+    "--json": _switch("print one JSON object instead of tables"),
+    "--brief": _switch("only the summary, no tables"),
+    "--csv": _flag("save all rows and columns as CSV", "FILE"),
+    "--plot@profile": _flag("draw the memory curve (.png, .pdf or .svg)", "FILE"),
+    "--plot@hardware": _flag("draw measured points and fits (with --show or --measure; .png, .pdf or .svg)", "FILE"),
+    "--plot@plan": _flag("draw the plan (.png, .pdf or .svg)", "FILE"),
+    "--plot@sweep": _flag("draw a heat map (.png, .pdf or .svg)", "FILE"),
+    "--out@profile": _flag("save the trace as JSON; `elixir plan` takes it for a model", "FILE"),
+    "--out@hardware": _flag("save the profile as JSON (with --show or --measure)", "FILE"),
+    "--out@plan": _flag("save the plan as JSON", "FILE"),
+    "--out@timeline": _flag(
+        "a picture (.png, .pdf, .svg), or a Chrome trace for Perfetto (.json)", "FILE", required=True
+    ),
+}  # fmt: skip
+"""Every argument by its name, or by name and command where commands differ."""
+
+_BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --disk-memory"
+_SEARCH = "--moments --step-in-backward --no-clipping"
+_ASKED = "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --inp --step"
+_TRACED = f"{_ASKED} --optimizer-kernel"
+_AGAIN = {"": "plan trace --hardware --network", RETRACED: "--batch --seq --activation-checkpointing --fused-kernels"}
+COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
+    "profile": (
+        "What one training step of a model needs: memory by kind, its peak, and why.",
+        {"": "model --device --json --brief --plot --out", STEP: _TRACED},
+    ),
+    "hardware": (
+        "What a machine can do: presets, or this one, measured.",
+        {"": "--list|--show|--measure --quick --disk-folder --no-spawn --plot --out --json"},
+    ),
+    "plan": (
+        "What goes where, and when, so that the step fits the machine.",
+        {
+            "": f"model --hardware --world-size {_BUDGETS} {_SEARCH} --placement --no-overlap --search-batch "
+            "--json --brief --plot --out",
+            STEP: _TRACED,
+        },
+    ),
+    "show": ("Show a plan, trace or hardware profile that was saved.", {"": "file --json"}),
+    "compare": ("Two plans (or traces, or profiles) side by side, differences marked.", {"": "a b --json"}),
+    "models": ("The models known by name.", {"": "--json"}),
+    "checkpoint": (
+        "What a saved run holds, whether it is whole, its weights for Hugging Face, and what may go.",
+        {"": "action folder --hf --config --dtype --keep --json"},
+    ),
+    "sweep": (
+        "Models x machines x world sizes x batches on paper: what fits, how fast, bound by what.",
+        {
+            "": f"models --hardware --world-sizes --batches {_BUDGETS} --network --no-overlap --csv --plot --json",
+            STEP: f"--seq --dtype --activation-checkpointing --optimizer --fused-kernels {_SEARCH}",
+        },
+    ),
+    "fit": (
+        "The smallest known machine that can train a model, and how fast.",
+        {"": f"model --hardware --world-sizes {_BUDGETS} {_SEARCH} --network --no-overlap --json", STEP: _ASKED},
+    ),
+    "explain": (
+        "Why every chunk of a plan is where it is: what the step would take elsewhere.",
+        _AGAIN | {" ": "--top --no-levers --json --brief"},
+    ),
+    "timeline": (
+        "One simulated step of a plan, drawn or as a Chrome trace.",
+        _AGAIN | {" ": "--out --accumulation --json"},
+    ),
+}
+"""Command -> its line of help, and its arguments by group; those between | exclude each other."""
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "profile": (
+        "elixir profile opt-175b --batch 8 --seq 2048 --activation-checkpointing --plot memory.png",
+        "elixir profile my_models:make_model --inp my_models:batch --step my_models:train_step --out trace.json",
+    ),
+    "hardware": ("elixir hardware --show h200", "elixir hardware --measure --out hw.json"),
+    "plan": (
+        "elixir plan opt-13b --hardware h200 --host-memory 128GiB --batch 8 --activation-checkpointing --out plan.json",
+        "elixir plan trace.json --hardware hw.json --device-memory 20GiB",
+    ),
+    "show": ("elixir show plan.json",),
+    "compare": ("elixir compare a.json b.json",),
+    "models": ("elixir models",),
+    "checkpoint": (
+        "elixir checkpoint verify run",
+        "elixir checkpoint export run --hf out --config opt-125m/config.json",
+    ),
+    "sweep": ("elixir sweep opt-1.3b opt-13b --hardware a100,h200 --world-sizes 1,8 --batches 1,8",),
+    "fit": ("elixir fit opt-13b --batch 4 --activation-checkpointing",),
+    "explain": ("elixir explain plan.json --batch 8 --activation-checkpointing",),
+    "timeline": ("elixir timeline plan.json trace.json --out step.png",),
+}
+"""Command -> calls that its help shows."""
+
+
+def normalise(argv: Sequence[str]) -> list[str]:
+    """`argv` with a bare ``--activation-checkpointing``, or ``--checkpoint`` as it was called, spelled out.
+
+    argparse would take the word that follows an option with an optional value for that value, so that in
+    ``elixir profile --activation-checkpointing opt-13b`` the model would be lost.
+    """
+    words: list[str] = []
+    for index, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        if flag in ("--checkpoint", "--activation-checkpointing"):
+            following = argv[index + 1].split(":")[0] if index + 1 < len(argv) else ""
+            bare = not equals and following not in CHECKPOINT_FORMS
+            word = "--activation-checkpointing" + ("=non-reentrant" if bare else equals + value)
+        words.append(word)
+    return words
+
+
+def build_parser() -> Parser:
+    """The whole command line."""
+    from elixir import __version__
+
+    parser = Parser(prog="elixir", description="From a model to a memory plan, without a GPU.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"elixir {__version__}")
+    parser.add_argument("--debug", action="store_true", help="raise errors with their traceback")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    parser.commands = commands.choices
+    for name, (text, groups) in COMMANDS.items():
+        epilog = "\n  ".join((f"example{'s' * (len(EXAMPLES[name]) > 1)}:", *EXAMPLES[name]))
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        # Suppressed, so that `elixir --debug profile` is not reset by the subcommand's own default.
+        command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        for title, arguments in groups.items():
+            group = command.add_argument_group(title) if title.strip() else command
+            for words in arguments.split():
+                several = words.split("|")
+                place = group.add_mutually_exclusive_group() if len(several) > 1 else group
+                for word in several:
+                    place.add_argument(word, **(FLAGS.get(f"{word}@{name}") or FLAGS[word]))
+    return parser

@@ -1,0 +1,131 @@
+"""`RateFit`: latency and rate fitted to measured points, and the keys by which a profile keeps such fits."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from elixir.errors import InputError
+
+SLOWEST_PER_S, FASTEST_PER_S = 1.0, 1e36
+"""No part of a machine does less or more, and times that follow from rates between them stay finite."""
+DOUBTFUL_ERROR = 0.35
+"""Share by which a fit may be off before it is warned of. On an idle machine the worst fit is off by about 0.3; with
+other work on its cores one in eight is off by more than this (docs/hardware.md)."""
+LARGEST_ALONE = "the rate is that of the largest amount"
+"""In the source of a rate whose measurements no fit describes."""
+
+_DTYPE = r"b?float\d+(?:_\w+)?"
+_KEY_FORMS = (
+    r"(host_to_device|device_to_host)(\.both|\.pageable)?(\.all_ranks)?",
+    r"(host_memory|device_to_device)",
+    rf"host_adam(\.[1-9]\d*)?(\.{_DTYPE})?(\.all_ranks)?",
+    rf"device_adam(\.{_DTYPE})?(\.all_ranks)?",
+    rf"matmul\.{_DTYPE}(\.[a-z]+)?",
+    rf"(attention|elementwise|activation|reduction)\.{_DTYPE}",
+    r"(all_gather|reduce_scatter)\.[1-9]\d*",
+    r"(disk_read|disk_write)",
+)
+"""The form of a key of `HardwareProfile.fits`; docs/appendix/formulas.md lists all keys."""
+_KEY = re.compile("|".join(f"(?:{form})" for form in _KEY_FORMS))
+PLAIN_FIELDS = {
+    "host_to_device": "host_to_device_bytes_per_s",
+    "device_to_host": "device_to_host_bytes_per_s",
+    "device_to_device": "device_to_device_bytes_per_s",
+    "host_memory": "host_memory_bytes_per_s",
+    "host_adam": "host_adam_numel_per_s",
+    "device_adam": "device_adam_numel_per_s",
+    "elementwise": "device_memory_bytes_per_s",
+    "activation": "device_memory_bytes_per_s",
+    "reduction": "device_memory_bytes_per_s",
+}
+"""Family of keys -> the field that gives its rate where nothing finer was measured."""
+
+
+@dataclass(frozen=True)
+class RateFit:
+    """Seconds for an amount: ``latency_s + amount / per_s``, fitted to measured points.
+
+    Raises:
+        InputError: a number is negative, not finite, or zero where it cannot be; the message names the field.
+    """
+
+    latency_s: float
+    """At least 0."""
+    per_s: float
+    """Above 0: bytes, elements or FLOPs per second of large amounts."""
+    error: float
+    """Largest relative error of the fit over the measured points, as a share."""
+    points: tuple[tuple[float, float], ...] = ()
+    """(amount, measured seconds)."""
+
+    def __post_init__(self) -> None:
+        for name in ("latency_s", "error"):
+            value = getattr(self, name)
+            if not is_finite(value) or value < 0:
+                raise InputError(f"field '{name}' of a fit must be finite and at least 0, found {value!r}")
+        check_positive("per_s", self.per_s, where="field '{}' of a fit")
+        for index, point in enumerate(self.points):
+            if len(point) != 2 or not all(is_finite(value) and value > 0 for value in point):
+                raise InputError(
+                    f"field 'points[{index}]' of a fit must be (amount, seconds), both above 0 and finite, "
+                    f"found {point!r}"
+                )
+
+    def seconds(self, amount: float) -> float:
+        """Seconds for `amount`, in the unit that `per_s` counts.
+
+        Raises:
+            InputError: the amount is negative or not finite.
+        """
+        if not 0 <= amount < math.inf:
+            raise InputError(f"an amount of work must be finite and at least 0, found {amount!r}")
+        return self.latency_s + amount / self.per_s
+
+
+def fit_unit(key: str) -> str:
+    """The unit of a key's amounts: ``bytes``, ``numel`` (elements) or ``flops``."""
+    family = key.split(".", 1)[0]
+    return {"host_adam": "numel", "device_adam": "numel", "matmul": "flops", "attention": "flops"}.get(family, "bytes")
+
+
+def plainer_keys(key: str) -> list[str]:
+    """Keys that answer for `key` where it was not measured, the nearest first."""
+    words = key.split(".")
+    shorter = [".".join(words[:count]) for count in range(len(words) - 1, 0, -1)]
+    if words[-1] == "all_ranks":
+        # Nor need what was measured by one rank alone have been measured in every form.
+        return shorter
+    if words[0] == "matmul":
+        return [f"matmul.{words[1]}.square"]
+    if words[0] == "activation":
+        return [f"elementwise.{words[1]}"]
+    return shorter
+
+
+def check_key(key: object) -> None:
+    """Raise `InputError` where `key` is none that a fit can have."""
+    if not isinstance(key, str) or _KEY.fullmatch(key) is None:
+        raise InputError(
+            f"{key!r} is no key of hardware fits; expected such as 'host_to_device', 'device_to_host.both', "
+            "'host_adam.2', "
+            f"'matmul.bfloat16.square', 'attention.bfloat16', 'all_gather.8' (docs/appendix/formulas.md lists them)"
+        )
+
+
+def check_positive(name: str, value: object, where: str = "hardware field '{}'") -> None:
+    """Raise `InputError` where `value` is no positive finite number, or a rate that no machine has."""
+    if not is_finite(value) or value <= 0:  # type: ignore[operator]
+        raise InputError(f"{where.format(name)} must be a positive finite number, found {value!r}")
+    if name.partition(".")[0].endswith("per_s") and not SLOWEST_PER_S <= value <= FASTEST_PER_S:  # type: ignore[operator]
+        raise InputError(
+            f"{where.format(name)} must be from {SLOWEST_PER_S:g} to {FASTEST_PER_S:g} a second, found {value!r}; give "
+            "plain "
+            "bytes, elements or FLOPs a second"
+        )
+
+
+def is_finite(value: object) -> bool:
+    """Whether `value` is a number, neither infinite nor nan."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,156 @@
+"""How much memory this machine has left, which is the budget that nobody gave, and what its devices are called.
+
+Reads what the driver and the operating system say; allocates nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from elixir.errors import InputError
+from elixir.hardware.control_groups import MEMBERSHIP, ROOT, control_groups
+
+
+def free_device_bytes(device: torch.device | str | int) -> int:
+    """Bytes that this process could still allocate on `device`: free ones and those its own allocator keeps cached.
+
+    For ``cpu`` this is `free_host_bytes`. On CUDA it creates this process's context, as the first use of a device does.
+
+    Raises:
+        InputError: no such device, or one that is neither CUDA nor CPU.
+    """
+    target = _as_device(device)
+    if target.type == "cpu":
+        return free_host_bytes()
+    if not torch.cuda.is_available():
+        raise InputError(f"cannot read free memory of {target}: PyTorch sees no CUDA device here; give a size instead")
+    index = torch.cuda.current_device() if target.index is None else target.index
+    if index >= torch.cuda.device_count():
+        raise InputError(f"no device cuda:{index}; this machine has {torch.cuda.device_count()}")
+    free_bytes, _ = torch.cuda.mem_get_info(index)
+    cached_bytes = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    return int(free_bytes + cached_bytes)
+
+
+def free_host_bytes() -> int:
+    """Bytes of host memory that this process could still use without swapping, its control groups' limits respected.
+
+    Raises:
+        InputError: the operating system does not tell; give the size instead.
+    """
+    available = _meminfo_bytes("MemAvailable")
+    if available is None:
+        available = _sysconf_bytes("SC_AVPHYS_PAGES")
+    if available is None:
+        raise InputError("this operating system does not report free memory; give the host memory as a size")
+    return max(0, min([available, *(limit - used for limit, used in _cgroup_memory())]))
+
+
+def total_host_bytes() -> int:
+    """Bytes of host memory of this machine, or the smallest control group limit this process runs under.
+
+    Raises:
+        InputError: the operating system does not tell.
+    """
+    total = _sysconf_bytes("SC_PHYS_PAGES")
+    if total is None:
+        raise InputError("this operating system does not report its memory size; give the host memory as a size")
+    return min([total, *(limit for limit, _ in _cgroup_memory())])
+
+
+def device_name_here(kind: str) -> str | None:
+    """The name of this machine's device of `kind` (``cuda`` or ``cpu``), as `HardwareProfile.device_name` has it.
+
+    Of a machine without a CUDA device it is the CPU's name either way. None where the driver does not answer.
+    """
+    if kind == "cuda" and torch.cuda.is_available():
+        try:
+            return torch.cuda.get_device_name()
+        except RuntimeError:  # such as in a process forked after CUDA was used
+            return None
+    return cpu_name()
+
+
+def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
+    """Model and number of usable cores, such as ``AMD EPYC, 2 cores``; never empty."""
+    model = ""
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", path.read_text(), re.MULTILINE)
+        model = match[1].strip() if match else ""
+    except OSError:
+        pass  # not Linux: platform knows, if less well
+    model = model or platform.processor() or platform.machine() or "cpu"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{model}, {cores} cores"
+
+
+def _as_device(device: torch.device | str | int) -> torch.device:
+    try:
+        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InputError(f"{device!r} is no device; write 'cuda', 'cuda:0' or 'cpu'") from None
+    if target.type not in ("cuda", "cpu"):
+        raise InputError(f"free memory is known for cuda and cpu devices, not for {target.type!r}")
+    return target
+
+
+def _sysconf_bytes(pages: str) -> int | None:
+    try:
+        amount = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+    return amount if amount > 0 else None
+
+
+def _meminfo_bytes(key: str, path: Path = Path("/proc/meminfo")) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, rest = line.partition(":")
+        if name == key:
+            return int(rest.split()[0]) * 1024
+    return None
+
+
+def _cgroup_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use) of every control group above this process that limits memory.
+
+    Page cache that the kernel would drop first does not count as in use.
+    """
+    for folder, second in control_groups("memory", root, membership):
+        names = (
+            ("memory.max", "memory.current", "inactive_file")
+            if second
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        limit, used = _read_int(folder / names[0]), _read_int(folder / names[1])
+        if limit is not None and used is not None:
+            yield limit, used - _stat_bytes(folder / "memory.stat", names[2])
+
+
+def _read_int(path: Path) -> int | None:
+    """The number in a control file; None for other text, such as ``max`` for no limit."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _stat_bytes(path: Path, key: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        name, _, amount = line.partition(" ")
+        if name == key:
+            return int(amount)
+    return 0

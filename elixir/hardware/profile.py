@@ -1,0 +1,402 @@
+"""`HardwareProfile`: what one machine can do. This module holds data.
+
+Profiles come from three places: a preset (`preset`, published numbers with their sources), a JSON file
+(`load_hardware`), or a measurement (`elixir.microbench.measure`). Nothing here measures speed or allocates memory.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import re
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from elixir.artifact import Artifact, digest
+from elixir.errors import InputError, InputTypeError, unknown_name
+from elixir.hardware.fits import (
+    DOUBTFUL_ERROR,
+    LARGEST_ALONE,
+    PLAIN_FIELDS,
+    RateFit,
+    check_key,
+    check_positive,
+    is_finite,
+    plainer_keys,
+)
+from elixir.hardware.presets import PRESETS
+
+_LOG = logging.getLogger(__name__)
+
+_POSITIVE_FIELDS = (
+    "devices_per_host",
+    "device_memory_bytes",
+    "device_memory_bytes_per_s",
+    "matmul_efficiency",
+    "host_memory_bytes_per_s",
+    "host_to_device_bytes_per_s",
+    "device_to_host_bytes_per_s",
+    "device_to_device_bytes_per_s",
+    "host_adam_numel_per_s",
+    "device_adam_numel_per_s",
+)
+_NETWORK_FIELDS = ("network_bytes_per_s", "network_latency_s")
+_START_FIELDS = ("host_pin_bytes_per_s",)
+_DISK_FIELDS = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_free_bytes")
+
+
+@dataclass(frozen=True)
+class HardwareProfile(Artifact):
+    """One machine: its devices, its host, the links between them.
+
+    Links and Adam rates are what a program reaches. FLOP/s and memory bandwidth of a preset are published peaks, the
+    former brought down by `matmul_efficiency`; a measured profile has reached rates throughout. `sources` tells.
+
+    `None` means unknown; the search then names the field it needs.
+
+    Raises:
+        InputError: a number is not positive and finite, the efficiency is not in (0, 1], the device kind is neither
+            ``cuda`` nor ``cpu``, or a dtype is none of torch's; the message names the field.
+    """
+
+    artifact: ClassVar[str] = "hardware_profile"
+    schema_version: ClassVar[int] = 5
+    anew: ClassVar[str] = "measure it anew with `elixir hardware --measure`, or name a preset"
+
+    name: str
+    """Short name, such as ``h200``."""
+    device_kind: str
+    """``cuda`` or ``cpu``."""
+    device_name: str
+    compute_capability: tuple[int, int] | None
+    """(major, minor) of a CUDA device, else None."""
+    devices_per_host: int
+    """1 on a ``cpu`` machine, which any number of ranks share; see `ranks_per_host`."""
+    device_memory_bytes: int
+    """Memory of one device, as PyTorch reports it. On a ``cpu`` machine this is the host's memory."""
+    device_memory_bytes_per_s: float
+    """Bandwidth of the device's own memory."""
+    flops_per_s: dict[str, float]
+    """Dense peak by torch dtype name, such as ``bfloat16``."""
+    matmul_efficiency: float
+    """Share of `flops_per_s` that large matrix products reach, above 0 and at most 1."""
+    host_memory_bytes: int | None
+    """Memory of the whole machine."""
+    host_memory_bytes_per_s: float
+    """Bandwidth of host memory, all cores together."""
+    host_to_device_bytes_per_s: float
+    """One device alone, from pinned memory."""
+    device_to_host_bytes_per_s: float
+    device_to_device_bytes_per_s: float
+    """Between devices of one machine, per device and direction."""
+    host_adam_numel_per_s: float
+    """Elements per second of a fused Adam over fp32 states on the host, all cores together."""
+    device_adam_numel_per_s: float
+    sources: dict[str, str] = field(default_factory=dict)
+    """Where each number comes from: a publication, or how it was measured."""
+    measured_at: str | None = None
+    """ISO date of the measurement; None for a preset."""
+    fits: dict[str, RateFit] = field(default_factory=dict)
+    """Latency and rate by what was measured, such as ``host_to_device.both``; a preset has none.
+    docs/appendix/formulas.md lists the keys; `rate` and `seconds` answer for those that are not there."""
+    network_bytes_per_s: float | None = None
+    """Between machines, per machine and direction, all its network cards together."""
+    network_latency_s: float | None = None
+    """Latency of one step of a collective between machines, at least 0."""
+    disk_read_bytes_per_s: float | None = None
+    """Rate of the disk of one machine on which states may live, past the page cache; shared by its ranks."""
+    disk_write_bytes_per_s: float | None = None
+    """Until the bytes are on the disk."""
+    disk_free_bytes: int | None = None
+    """Free there when it was measured."""
+    host_pin_bytes_per_s: float | None = None
+    """How fast host memory is made ready when a model is wrapped: touched for the first time and, where the device is
+    no CPU, registered with CUDA."""
+
+    def ranks_per_host(self, world_size: int) -> int:
+        """How many of `world_size` ranks share a machine: one per device; on a ``cpu`` machine all of them."""
+        return world_size if self.device_kind == "cpu" else min(world_size, self.devices_per_host)
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise InputError("hardware field 'name' must not be empty")
+        if self.device_kind not in ("cuda", "cpu"):
+            raise InputError(f"hardware field 'device_kind' must be 'cuda' or 'cpu', found {self.device_kind!r}")
+        for name in _POSITIVE_FIELDS:
+            check_positive(name, getattr(self, name))
+        if self.host_memory_bytes is not None:
+            check_positive("host_memory_bytes", self.host_memory_bytes)
+        for name in ("network_bytes_per_s", *_DISK_FIELDS, *_START_FIELDS):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        latency_s = self.network_latency_s
+        if latency_s is not None and not (is_finite(latency_s) and latency_s >= 0):
+            raise InputError(f"hardware field 'network_latency_s' must be finite and at least 0, found {latency_s!r}")
+        if self.matmul_efficiency > 1:
+            raise InputError(
+                f"hardware field 'matmul_efficiency' is a share above 0 and at most 1, found {self.matmul_efficiency}"
+            )
+        self._check_capability()
+        self._check_rates()
+        if self.measured_at is not None:
+            try:
+                datetime.date.fromisoformat(self.measured_at)
+            except (TypeError, ValueError):
+                raise InputError(
+                    f"hardware field 'measured_at' must be a date such as '2026-01-31', found {self.measured_at!r}"
+                ) from None
+
+    def _check_rates(self) -> None:
+        if not self.flops_per_s:
+            raise InputError("hardware field 'flops_per_s' must give a rate for at least one dtype, found none")
+        for dtype, rate in self.flops_per_s.items():
+            if not _is_dtype_name(dtype):
+                raise InputError(
+                    f"hardware field 'flops_per_s' has {dtype!r}, which is no torch dtype name such as 'bfloat16'"
+                )
+            check_positive(f"flops_per_s.{dtype}", rate)
+        for key, fit in self.fits.items():
+            check_key(key)
+            if not isinstance(fit, RateFit):
+                raise InputError(f"hardware field 'fits.{key}' must be a RateFit, found {type(fit).__name__}")
+
+    def _check_capability(self) -> None:
+        capability = self.compute_capability
+        if self.device_kind == "cpu" and capability is not None:
+            raise InputError(f"hardware field 'compute_capability' must be null for a cpu, found {capability}")
+        if self.device_kind == "cuda" and (
+            capability is None or len(capability) != 2 or min(capability) < 0 or capability[0] < 1
+        ):
+            raise InputError(
+                f"hardware field 'compute_capability' must be (major, minor) for a cuda device, found {capability}"
+            )
+
+    @property
+    def knows_disk(self) -> bool:
+        """Whether it says how fast its disk is, in both directions."""
+        return all(
+            self.fits.get(way) is not None or getattr(self, f"{way}_bytes_per_s") is not None
+            for way in ("disk_read", "disk_write")
+        )
+
+    def _disk_rate(self, name: str) -> float:
+        found: float | None = getattr(self, name)
+        if found is None:
+            raise InputError(
+                f"hardware {self.name!r} does not say how fast its disk is; measure it with `elixir hardware --measure "
+                f"--disk-folder DIR --out hw.json`, or add '{name}' to a JSON profile"
+            )
+        return found
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the numbers that plans depend on, not their sources. What is not known has no part in it."""
+        data = self.to_dict() | {"schema_version": 1}
+        del data["sources"], data["measured_at"], data["fits"], data["host_pin_bytes_per_s"]
+        for name in (*_NETWORK_FIELDS, *_DISK_FIELDS):
+            if data[name] is None:
+                del data[name]
+        fits = {key: [fit.latency_s, fit.per_s] for key, fit in self.fits.items()}
+        return digest(data, fits) if fits else digest(data)
+
+    def flops_rate(self, dtype: str) -> float:
+        """FLOP/s that large matrix products in `dtype` (a torch name, such as ``bfloat16``) reach on one device.
+
+        Raises:
+            InputError: the profile has no rate for this dtype.
+        """
+        if dtype not in self.flops_per_s:
+            known = ", ".join(sorted(self.flops_per_s))
+            raise InputError(
+                f"hardware {self.name!r} has no FLOP/s for dtype {dtype!r}; it has {known}. Choose one of these, "
+                f"or add the dtype to 'flops_per_s' in a JSON profile"
+            )
+        return self.flops_per_s[dtype] * self.matmul_efficiency
+
+    def seconds(self, key: str, amount: float) -> float:
+        """Seconds that `amount` of what `key` names takes; see `rate`.
+
+        Args:
+            key: one of those in docs/appendix/formulas.md, such as ``host_to_device.both`` or
+                ``matmul.bfloat16.square``.
+            amount: bytes, elements or FLOPs, as the key counts.
+
+        Raises:
+            InputError: there is no such key, or the amount is negative or not finite.
+        """
+        return self.rate(key).seconds(amount)
+
+    def rate(self, key: str) -> RateFit:
+        """The fit for `key`; where it was not measured, that of the nearest plainer key; else a plain field, latency 0.
+
+        Plainer means with fewer words: ``host_to_device.both.all_ranks`` is answered by ``host_to_device.both`` or
+        ``host_to_device``, then by `host_to_device_bytes_per_s`. A class of matrix product is answered by ``square``,
+        an activation function by ``elementwise``. A collective that was not measured sends each byte that is another
+        rank's once over `device_to_device_bytes_per_s`, as a ring does; for a world of one it is a copy within the
+        device's memory.
+
+        Raises:
+            InputError: there is no such key, or the profile knows no FLOP/s for its dtype, or no speed of a disk.
+        """
+        fit = self.fits.get(key)
+        if fit is not None:
+            return fit
+        check_key(key)
+        for other in plainer_keys(key):
+            if other in self.fits:
+                return self.fits[other]
+        family, *rest = key.split(".")
+        if family in ("matmul", "attention"):
+            return RateFit(0.0, self.flops_rate(rest[0]), 0.0)
+        if family in ("all_gather", "reduce_scatter"):
+            world = int(rest[0])
+            if world == 1:
+                return RateFit(0.0, self.device_memory_bytes_per_s / 2, 0.0)  # each byte is read and written
+            return RateFit(0.0, self.device_to_device_bytes_per_s * world / (world - 1), 0.0)
+        if family in ("disk_read", "disk_write"):
+            return RateFit(0.0, self._disk_rate(f"{family}_bytes_per_s"), 0.0)
+        return RateFit(0.0, getattr(self, PLAIN_FIELDS[family]), 0.0)
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names that `preset` knows: data centre, desktop, small and shared devices, then ``cpu``."""
+    return tuple(PRESETS)
+
+
+def preset(name: str) -> HardwareProfile:
+    """The preset machine `name` (case does not matter), every number with its source.
+
+    Raises:
+        InputError: there is no such preset; the message suggests the nearest names.
+    """
+    if not isinstance(name, str):
+        raise InputTypeError(f"hardware must be a name such as 'h200', got {type(name).__name__}")
+    entry = PRESETS.get(name.lower())
+    if entry is None:
+        raise unknown_name("hardware", name, PRESETS)
+    values: dict[str, Any] = {key: quoted.value for key, quoted in entry.items()}
+    values["flops_per_s"] = dict(values["flops_per_s"])
+    sources = {key: quoted.source for key, quoted in entry.items() if quoted.source}
+    return HardwareProfile(name=name.lower(), sources=sources, **values)
+
+
+def load_hardware(text: str) -> HardwareProfile:
+    """A profile from what a user writes: a preset's name, or the path of a JSON profile (ending in ``.json``).
+
+    Raises:
+        InputError: an unknown name.
+        ArtifactError: the file cannot be read or is no hardware profile.
+    """
+    if isinstance(text, str) and text.lower().endswith(".json"):
+        return HardwareProfile.load(text)
+    return preset(text)
+
+
+def warn_if_other_device(profile: HardwareProfile) -> bool:
+    """Log a warning where `profile` was measured on another device than this machine has; True if it did.
+
+    For a plan that is run or searched for this machine. A preset is nobody's measurement, so it is never warned of.
+    """
+    if profile.measured_at is None:
+        return False
+    # Late: it asks the driver, which a profile that is only read has no use for.
+    from elixir.hardware.memory import device_name_here
+
+    here = device_name_here(profile.device_kind)
+    if here is None or _device_of(here) == _device_of(profile.device_name):
+        return False
+    _LOG.warning(
+        "hardware profile %r was measured on %s, but this machine has %s: times predicted from it do not hold here; "
+        "measure this machine with `elixir hardware --measure --out hw.json`",
+        profile.name,
+        profile.device_name,
+        here,
+    )
+    return True
+
+
+def other_device(name: str, device_name: str, kind: str) -> str | None:
+    """The name of the device of `kind` here, if a plan was made for another one; None if it is the same.
+
+    Args:
+        name: of the plan's hardware profile.
+        device_name: of its device; empty where that is not known.
+        kind: ``cuda`` or ``cpu``, where the plan runs.
+    """
+    from elixir.hardware.memory import device_name_here
+
+    here = device_name_here(kind)
+    if here is None:
+        return None
+    if name in preset_names():
+        made_for = preset(name)
+        if made_for.device_kind != kind:
+            return here
+        # Drivers and data sheets name a device differently; all have the model's number, of which the preset's name
+        # begins.
+        same = kind == "cpu" or _letters(name.split("-")[0]) in _letters(here)
+    else:
+        same = not device_name or _device_of(here) == _device_of(device_name)
+    return None if same else here
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def doubtful_rates(profile: HardwareProfile) -> dict[str, str]:
+    """Rates of `profile` on which no times should be built, each with why; the worst first.
+
+    Where no fit describes what was measured, `sources` says so until somebody gives the rate another source.
+    """
+    found = {
+        name: f"no fit describes what was measured, {LARGEST_ALONE}"
+        for name, source in profile.sources.items()
+        if LARGEST_ALONE in source
+    }
+    errors = [(fit.error, key) for key, fit in profile.fits.items() if fit.error > DOUBTFUL_ERROR]
+    return found | {
+        f"fits.{key}": f"its fit is off by up to {error:.0%}" for error, key in sorted(errors, reverse=True)
+    }
+
+
+def warn_if_doubtful(profile: HardwareProfile) -> bool:
+    """Log a warning that names the `doubtful_rates` of a profile from which times are about to be predicted; True if it
+    did."""
+    found = doubtful_rates(profile)
+    if found:
+        _LOG.warning(
+            "hardware profile %r: times predicted from these rates may be far off: %s; %s",
+            profile.name,
+            "; ".join(f"{', '.join(names)}: {why}" for why, names in _by_value(found).items()),
+            IF_DOUBTFUL,
+        )
+    return bool(found)
+
+
+def _by_value(found: dict[str, str]) -> dict[str, list[str]]:
+    turned: dict[str, list[str]] = {}
+    for name, why in found.items():
+        turned.setdefault(why, []).append(name)
+    return turned
+
+
+IF_DOUBTFUL = (
+    "measure again while nothing else runs (`elixir hardware --measure --out hw.json`), or write rates that you know "
+    "into "
+    "the file, with their sources"
+)
+"""Advice on them."""
+
+
+def _device_of(name: str) -> str:
+    """Without the thread count, which a process chooses and `HardwareProfile.device_name` of a CPU ends with."""
+    return re.sub(r", \d+ threads?$", "", name)
+
+
+def _is_dtype_name(name: str) -> bool:
+    """True for canonical names only: an alias such as ``half`` would never be looked up."""
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    return isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"

@@ -1,0 +1,28 @@
+"""Adam for shards and whole models: the rule, the moments, the step, compiled or not."""
+
+from __future__ import annotations
+
+from elixir.kernels.adam.compiled import Background, missing_compiler
+from elixir.kernels.adam.hybrid import HybridAdam
+from elixir.kernels.adam.moments import Moments, make_moments, read_moments, write_moments
+from elixir.kernels.adam.ready import Combination, build_step
+from elixir.kernels.adam.rule import AdamOptions, adam_, adam_rule, adam_scalars
+from elixir.kernels.adam.step import adam_step, fused_step
+
+__all__ = [
+    "AdamOptions",
+    "Background",
+    "Combination",
+    "HybridAdam",
+    "Moments",
+    "adam_",
+    "adam_rule",
+    "adam_scalars",
+    "adam_step",
+    "build_step",
+    "fused_step",
+    "make_moments",
+    "missing_compiler",
+    "read_moments",
+    "write_moments",
+]

@@ -1,0 +1,309 @@
+"""`HybridAdam`: Adam for parameters anywhere, in any precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from elixir.errors import InputError
+from elixir.kernels.adam.moments import Moments, make_moments
+from elixir.kernels.adam.rule import AdamOptions, check_step
+from elixir.kernels.adam.step import adam_step, fused_step
+from elixir.optimizer_states import check_kind
+
+BATCHED_NUMEL = 2**16
+"""Parameters up to this size are stepped together, since one call each would cost more than their arithmetic."""
+
+_STEPPED = (torch.float32, torch.bfloat16, torch.float16)
+_SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+
+
+class _Item(NamedTuple):
+    """A parameter to step, everything flat."""
+
+    parameter: nn.Parameter
+    gradient: torch.Tensor
+    weights: torch.Tensor
+    master: torch.Tensor
+    """float32; `weights` itself where those are."""
+    moments: Moments
+
+
+class HybridAdam(torch.optim.Optimizer):
+    """Adam or AdamW whose parameters may lie on CPU and CUDA devices at once, each stepped where it lies.
+
+    float32 parameters are stepped as they are. bfloat16 and float16 ones have a float32 master in the state and are
+    the master, rounded, after each step; a parameter that was written to in between is taken over first. Numbers follow
+    `torch.optim.AdamW` (or `Adam`) over float32 to rounding. State dicts go both ways between the two as long as
+    moments are float32.
+
+    Args:
+        params: parameters or groups of them; every other argument may be set per group.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decay per step and learning rate.
+        adamw_mode: decoupled decay as in AdamW; else the L2 term of Adam.
+        moments: ``float32``, ``bfloat16`` or ``8bit`` (see `elixir.kernels.adam.moments`); used when a parameter is
+            first stepped.
+        maximize: ascend rather than descend.
+        amsgrad: not supported; here so that a configuration that asks for it is refused.
+
+    Raises:
+        InputError, InputTypeError: an option out of range; a parameter that is neither float32, bfloat16 nor float16.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+        >>> optimizer = HybridAdam(model.parameters(), lr=1e-3, weight_decay=0.1)
+        >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(  # noqa: PLR0913 - torch's own arguments
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+        moments: str = "float32",
+        maximize: bool = False,
+        amsgrad: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adamw_mode": adamw_mode,
+            "moments": moments,
+            "maximize": maximize,
+            "amsgrad": amsgrad,
+        }
+        self._versions: dict[nn.Parameter, int] = {}  # of weights that have masters, after their last step
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As `torch.optim.Optimizer.add_param_group`; checks the group's options and parameters."""
+        super().add_param_group(param_group)
+        try:
+            group = self.param_groups[-1]
+            _options(group)
+            for parameter in group["params"]:
+                _check_parameter(parameter)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, factor: float = 1.0) -> Any:
+        """One step with the gradients there are, times `factor` (one over a loss scale, or what clipping leaves).
+
+        Returns:
+            What `closure` returned, else None.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        check_step(1, factor)
+        for group in self.param_groups:
+            options = _options(group)
+            batches: dict[tuple[torch.device, int], list[_Item]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is None or parameter.numel() == 0:
+                    continue
+                item = self._item(parameter, group)
+                state = self.state[parameter]
+                state["step"] += 1
+                step = int(state["step"])
+                if item.moments.kind == "float32" and parameter.numel() <= BATCHED_NUMEL and _has_fused(parameter):
+                    batches.setdefault((parameter.device, step), []).append(item)
+                    continue
+                weight_out = None if item.master is item.weights else item.weights
+                adam_step(item.gradient, item.master, weight_out, item.moments, options, step, factor)
+                self._changed(item)
+            for (_, step), items in batches.items():
+                _step_together(items, options, step, factor)
+                for item in items:
+                    self._changed(item)
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict of a `HybridAdam`, or of torch's `Adam` or `AdamW`; to the bit, and as a copy.
+
+        Raises:
+            InputError: states that are none of Adam's, or of amsgrad.
+        """
+        super().load_state_dict(state_dict)
+        saved = state_dict["state"]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        # torch's loading casts states to the parameter's dtype, which would round masters and moments.
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number in saved:
+                self.state[parameter] = _loaded(saved[number], parameter)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickled, or loaded: groups that torch's own Adam wrote lack some options, and have others."""
+        super().__setstate__(state)
+        self._versions = {}
+        for group in self.param_groups:
+            group.setdefault("moments", "float32")
+            group.setdefault("maximize", False)
+            group.setdefault("amsgrad", False)
+            decoupled = group.pop("decoupled_weight_decay", self.defaults.get("adamw_mode", True))
+            group.setdefault("adamw_mode", decoupled)
+            _options(group)
+
+    def _item(self, parameter: nn.Parameter, group: dict[str, Any]) -> _Item:
+        gradient = parameter.grad
+        if gradient is None:
+            raise InputError("a parameter without a gradient is not stepped")
+        if gradient.is_sparse or gradient.layout is not torch.strided:
+            raise InputError("HybridAdam steps dense gradients; use sparse=False in the embedding, or SparseAdam")
+        if not _is_dense(parameter):  # not earlier: what another one steps in our name may be anywhere
+            raise InputError(
+                "a parameter must be dense and without overlap in memory; call .contiguous() before wrapping it"
+            )
+        weights = _flat(parameter)
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            _begin(state, parameter, weights, group["moments"])
+        if parameter.dtype == torch.float32:
+            master = weights
+        else:
+            master = _flat(state["master"])
+            if self._versions.get(parameter) != parameter._version:
+                _follow(master, weights)
+        names = ("exp_avg", "exp_avg_sq", *_SCALES) if _SCALES[0] in state else ("exp_avg", "exp_avg_sq")
+        kinds = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "8bit"}
+        kind = check_kind(kinds[state["exp_avg"].dtype])
+        moments = Moments(kind, *(_flat(state[name]) for name in names))
+        return _Item(parameter, _flat(gradient), weights, master, moments)
+
+    def _changed(self, item: _Item) -> None:
+        """Compiled code does not tell autograd that it wrote to the weights."""
+        parameter = item.parameter
+        torch.autograd.graph.increment_version(parameter)
+        if item.master is not item.weights:
+            self._versions[parameter] = parameter._version
+
+
+def _begin(state: dict[str, Any], parameter: nn.Parameter, weights: torch.Tensor, kind: str) -> None:
+    """The state before the first step."""
+    moments = make_moments(parameter.numel(), kind, parameter.device)
+    state["step"] = torch.zeros((), dtype=torch.float32)  # a tensor, and float32, as torch's own Adam keeps it
+    if moments.kind == "8bit":
+        state["exp_avg"], state["exp_avg_sq"] = moments.exp_avg, moments.exp_avg_sq
+        state[_SCALES[0]], state[_SCALES[1]] = moments.exp_avg_scale, moments.exp_avg_sq_scale
+    else:
+        state["exp_avg"] = torch.as_strided(moments.exp_avg, parameter.shape, parameter.stride())
+        state["exp_avg_sq"] = torch.as_strided(moments.exp_avg_sq, parameter.shape, parameter.stride())
+    if parameter.dtype != torch.float32:
+        state["master"] = torch.as_strided(weights.float(), parameter.shape, parameter.stride())
+
+
+def _follow(master: torch.Tensor, weights: torch.Tensor) -> None:
+    """Weights that are not what their master rounds to were written to, by loading or by hand: the master follows."""
+    written = master.to(weights.dtype) != weights
+    master.copy_(torch.where(written, weights.float(), master))
+
+
+def _step_together(items: list[_Item], options: AdamOptions, step: int, factor: float) -> None:
+    """Small parameters of one device and step with one call of torch's fused kernel."""
+    gradients = [item.gradient.float() for item in items]
+    if factor != 1.0:
+        gradients = [gradient * factor for gradient in gradients]
+    masters = [item.master for item in items]
+    averages, squares = [item.moments.exp_avg for item in items], [item.moments.exp_avg_sq for item in items]
+    fused_step(gradients, masters, averages, squares, options, step)
+    for item in items:
+        if item.master is not item.weights:
+            item.weights.copy_(item.master)
+
+
+def _loaded(saved: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    """A parameter's state from a saved one: a copy on the parameter's device, in the parameter's order in memory."""
+    if not saved:
+        return {}
+    missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in saved]
+    if missing or "max_exp_avg_sq" in saved:
+        found = ", ".join(sorted(saved))
+        raise InputError(f"a state of Adam without amsgrad has step, exp_avg and exp_avg_sq; this one has {found}")
+    state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]))}
+    names = [name for name in ("exp_avg", "exp_avg_sq", "master", *_SCALES) if name in saved]
+    for name in names:
+        value = saved[name]
+        if _SCALES[0] in saved and name != "master":
+            state[name] = value.to(parameter.device, copy=True)
+            continue
+        if value.shape != parameter.shape:
+            raise InputError(f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
+        dtype = torch.float32 if value.dtype == torch.float16 or name == "master" else value.dtype
+        state[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
+    if parameter.dtype == torch.float32:
+        state.pop("master", None)
+    elif "master" not in state:
+        state["master"] = parameter.detach().float()
+    return state
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in the order in which they lie in memory, without a copy."""
+    tensor = tensor.detach()
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _has_fused(parameter: nn.Parameter) -> bool:
+    return parameter.device.type in ("cpu", "cuda")
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, in any order of dimensions, each once."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _check_parameter(parameter: torch.Tensor) -> None:
+    if parameter.dtype not in _STEPPED:
+        raise InputError(
+            f"HybridAdam steps float32, bfloat16 and float16 parameters, got {parameter.dtype}; use torch.optim.AdamW"
+        )
+    if parameter.layout is not torch.strided:
+        raise InputError(f"a parameter must be strided, got {parameter.layout}; use SparseAdam")
+
+
+def _options(group: dict[str, Any]) -> AdamOptions:
+    """The numbers of a group as they are now: schedulers write to it."""
+    missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in group]
+    if missing:
+        raise InputError(f"a group of Adam has lr, betas, eps and weight_decay; this one lacks {', '.join(missing)}")
+    if group["amsgrad"]:
+        raise InputError("HybridAdam has no amsgrad; use torch.optim.AdamW(amsgrad=True)")
+    check_kind(group["moments"])
+    try:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+    except (TypeError, ValueError):
+        raise InputError(f"betas must be two numbers, got {group['betas']!r}") from None
+    lr = group["lr"]
+    return AdamOptions(
+        float(lr) if isinstance(lr, torch.Tensor) else lr,
+        beta1,
+        beta2,
+        group["eps"],
+        group["weight_decay"],
+        bool(group["adamw_mode"]),
+        bool(group["maximize"]),
+    )

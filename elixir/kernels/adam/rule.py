@@ -1,0 +1,144 @@
+"""Adam, written once, as a plain function over flat tensors.
+
+`adam_rule` is the arithmetic; whatever keeps its moments in float32, bfloat16 or 8 bits reads them, calls it and
+writes them back. It has no branch and takes all numbers from one small tensor, so that one compilation serves every
+learning rate, step, decay and length.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from elixir.errors import InputError, InputTypeError
+
+
+@dataclass(frozen=True)
+class AdamOptions:
+    """Options of one parameter group.
+
+    Raises:
+        InputError, InputTypeError: a value outside of its range, or no number.
+    """
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = True
+    """Decay the weights (AdamW, arXiv:1711.05101) rather than adding the L2 term to the gradient (arXiv:1412.6980)."""
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "beta1", "beta2", "eps", "weight_decay"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise InputTypeError(f"{name} must be a number, got {value!r}")
+            below = 1.0 if name.startswith("beta") else math.inf
+            if not 0.0 <= float(value) < below:
+                raise InputError(f"{name} must be {'in [0, 1)' if below == 1.0 else 'finite and >= 0'}, got {value}")
+
+
+def adam_scalars(
+    options: AdamOptions, step: int, factor: float = 1.0, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """The nine float32 numbers that `adam_rule` needs, computed in float64 as `torch.optim.Adam` does.
+
+    Maximising is a negative factor, the absent kind of decay a neutral number, so no variant needs separate code.
+
+    Args:
+        options: of the parameter group.
+        step: number of this step, the first being 1.
+        factor: the gradient is multiplied by it first: one over the loss scale, times what clipping leaves.
+        device: where the update will run.
+    """
+    check_step(step, factor)
+    decay = 1.0 - options.lr * options.weight_decay if options.decoupled else 1.0
+    l2 = 0.0 if options.decoupled else options.weight_decay
+    correction1 = 1.0 - options.beta1**step
+    correction2 = 1.0 - options.beta2**step
+    numbers_ = (
+        -factor if options.maximize else factor,
+        l2,
+        decay,
+        1.0 - options.beta1,
+        options.beta2,
+        1.0 - options.beta2,
+        1.0 / math.sqrt(correction2),
+        options.eps,
+        options.lr / correction1,
+    )
+    return numbers_on(device, numbers_, torch.float32)
+
+
+def numbers_on(device: torch.device | str, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    """A few numbers as a tensor on `device`, without waiting for what the device has still to do.
+
+    `torch.tensor(..., device="cuda")` copies from memory that is not pinned, and so waits for the stream.
+    """
+    if torch.device(device).type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    made = torch.empty(len(values), dtype=dtype, device=device)
+    for place, value in enumerate(values):
+        made[place].fill_(value)  # a kernel that takes the number as its argument
+    return made
+
+
+def check_step(step: int, factor: float) -> None:
+    """Raise `InputError` where a step's number or factor cannot be."""
+    if step < 1:
+        raise InputError(f"the first step is number 1, got {step}")
+    if not math.isfinite(factor):
+        raise InputError(f"a gradient cannot be multiplied by {factor}; skip steps whose gradients overflow")
+
+
+def adam_rule(
+    gradient: torch.Tensor, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, scalars: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """New master weights and moments; pure. All but `gradient`, which may be of low precision, are float32.
+
+    Rounds as written, without fused multiply-add, and multiplies by the reciprocal of the second moment's bias
+    correction where torch divides; each of the two moves a result by at most a few units in the last place.
+    """
+    factor, l2, decay, keep1, beta2, keep2, inverse_root2, eps, step_size = scalars.unbind()
+    gradient = gradient.float() * factor + master * l2
+    exp_avg = exp_avg + (gradient - exp_avg) * keep1
+    exp_avg_sq = exp_avg_sq * beta2 + gradient * (gradient * keep2)
+    root = exp_avg_sq.sqrt() * inverse_root2 + eps
+    return master * decay - (exp_avg * step_size) / root, exp_avg, exp_avg_sq
+
+
+def adam_(
+    gradient: torch.Tensor,
+    master: torch.Tensor,
+    weight_out: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    scalars: torch.Tensor,
+) -> None:
+    """One step in place, moments in float32.
+
+    Args:
+        gradient: any floating dtype.
+        master: float32 weights; updated.
+        weight_out: takes the new weights in its own dtype; None where `master` is all there is.
+        exp_avg: float32; updated.
+        exp_avg_sq: float32; updated.
+        scalars: of `adam_scalars`.
+    """
+    new_master, new_avg, new_sq = adam_rule(gradient, master, exp_avg, exp_avg_sq, scalars)
+    write_weights_(new_master, master, weight_out)
+    exp_avg.copy_(new_avg)
+    exp_avg_sq.copy_(new_sq)
+
+
+def write_weights_(new: torch.Tensor, master: torch.Tensor, weight_out: torch.Tensor | None) -> None:
+    """Copy updated weights to their master and, rounded, to where the model reads them."""
+    master.copy_(new)
+    if weight_out is not None:
+        weight_out.copy_(new)

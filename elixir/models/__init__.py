@@ -1,0 +1,59 @@
+"""Models by name, config or function, on meta, with a default training step."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elixir.models.activation_checkpointing import CHECKPOINT_FORMS, checkpointable_layers, parse_checkpoint
+    from elixir.models.casting import casts_buffers, refuse_unplannable
+    from elixir.models.loading import build, build_shape
+    from elixir.models.model_fingerprint import fingerprint
+    from elixir.models.shapes import ModelShape, describe, find, model_names
+    from elixir.models.step import default_input, default_step, input_to_trace, refused_overflow
+
+__all__ = [
+    "CHECKPOINT_FORMS",
+    "ModelShape",
+    "build",
+    "build_shape",
+    "casts_buffers",
+    "checkpointable_layers",
+    "default_input",
+    "default_step",
+    "describe",
+    "find",
+    "fingerprint",
+    "input_to_trace",
+    "model_names",
+    "parse_checkpoint",
+    "refuse_unplannable",
+    "refused_overflow",
+]
+
+_MODULES = {
+    "CHECKPOINT_FORMS": "elixir.models.activation_checkpointing",
+    "ModelShape": "elixir.models.shapes",
+    "build": "elixir.models.loading",
+    "build_shape": "elixir.models.loading",
+    "casts_buffers": "elixir.models.casting",
+    "checkpointable_layers": "elixir.models.activation_checkpointing",
+    "default_input": "elixir.models.step",
+    "default_step": "elixir.models.step",
+    "describe": "elixir.models.shapes",
+    "find": "elixir.models.shapes",
+    "fingerprint": "elixir.models.model_fingerprint",
+    "input_to_trace": "elixir.models.step",
+    "model_names": "elixir.models.shapes",
+    "parse_checkpoint": "elixir.models.activation_checkpointing",
+    "refuse_unplannable": "elixir.models.casting",
+    "refused_overflow": "elixir.models.step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a name on first use: shapes and flags are wanted without torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

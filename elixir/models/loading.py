@@ -1,0 +1,316 @@
+"""Models by name, by Hugging Face ``config.json`` or by ``module:function``, and a default training step for them.
+
+Nothing is ever downloaded. On ``meta`` no weight exists and none is initialised, so OPT-175B takes a moment. Only
+the transformers module of the one architecture is imported; all of it that is avoidable stays out of the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from elixir.errors import InputError, InputTypeError, shortened, unknown_name
+from elixir.models.activation_checkpointing import enable_checkpointing, parse_checkpoint
+from elixir.models.model_fingerprint import fingerprint
+from elixir.models.shapes import ModelShape, config_values, describe, find, model_names
+from elixir.models.step import default_input, default_step
+from elixir.models.user_code import called, imported
+from elixir.units import dtype_name, parse_dtype
+
+__all__ = [
+    "ModelShape",
+    "build",
+    "build_config",
+    "build_shape",
+    "default_input",
+    "default_step",
+    "describe",
+    "fingerprint",
+    "model_names",
+]
+
+logger = logging.getLogger(__name__)
+
+# Family -> (config class, model class with a loss), in transformers.models.<family>.
+_CLASSES = {
+    "opt": ("OPTConfig", "OPTForCausalLM"),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "bert": ("BertConfig", "BertForMaskedLM"),
+    "t5": ("T5Config", "T5ForConditionalGeneration"),
+    "vit": ("ViTConfig", "ViTForImageClassification"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+}
+
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+_MOST_LAYERS = 10_000
+"""Most layers of a config: each is built, on meta too, and a hundredth of it is more than the deepest model known
+has."""
+
+_FACTORY = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<function>[A-Za-z_][\w.]*)")
+
+
+def build(
+    model: str,
+    *,
+    dtype: torch.dtype | None = None,
+    checkpoint: str = "none",
+    device: str = "meta",
+    max_positions: int | None = None,
+) -> nn.Module:
+    """The model, in train mode, its cache for generation off.
+
+    Args:
+        model: one of `model_names()`; or a Hugging Face ``config.json``, or a folder with one; or
+            ``module:function``, a function without arguments that returns an `nn.Module`. A name wins over a file.
+        dtype: of the parameters at construction. None: the dtype in ``config.json`` if it has one, else torch's
+            default. A ``module:function`` that chooses a dtype itself keeps it.
+        checkpoint: activation checkpointing by the model's own `gradient_checkpointing_enable`: ``none``,
+            ``non-reentrant``, ``reentrant``, or as in ``non-reentrant:12`` of the first layers only.
+        device: ``meta`` initialises nothing; ``cpu`` and others build a real model with random weights.
+        max_positions: longest sequence instead of the model's own; learned position tables grow with it.
+
+    Raises:
+        InputError: the name is unknown, the file or the function cannot be used, or transformers is missing.
+
+    Example:
+        >>> build("opt-125m", dtype=torch.bfloat16).config.num_hidden_layers
+        12
+    """
+    if not isinstance(model, str):
+        raise InputTypeError(f"model must be a name, a path or 'module:function', found {type(model).__name__}")
+    shape = find(model)
+    if shape is not None:
+        return build_shape(shape, dtype=dtype, checkpoint=checkpoint, device=device, max_positions=max_positions)
+    path = Path(model).expanduser()
+    if (model and path.exists()) or path.suffix == ".json" or os.sep in model:
+        values = _read_config(path)
+        family = values.pop("model_type")
+        return build_config(
+            family, values, dtype=dtype, checkpoint=checkpoint, device=device, max_positions=max_positions
+        )
+    if _FACTORY.fullmatch(model):
+        if max_positions is not None:
+            raise InputError(f"max_positions cannot be set for {model}; set it inside the function")
+        _check_options(dtype, checkpoint, max_positions)
+        built = _call_factory(model, dtype, device)
+        enable_checkpointing(built, checkpoint)
+        return built.train()
+    unknown = unknown_name("model", model, model_names())
+    raise InputError(f"{unknown}; or give a config.json, or module:function")
+
+
+def build_shape(
+    shape: ModelShape,
+    *,
+    dtype: torch.dtype | None = None,
+    checkpoint: str = "none",
+    device: str = "meta",
+    max_positions: int | None = None,
+    **overrides: Any,
+) -> nn.Module:
+    """The model of a shape, such as ``dataclasses.replace(describe("opt-13b"), layers=2)``; see `build`.
+
+    `overrides` go to the transformers config class, such as ``dropout=0.0`` for OPT.
+    """
+    _check_options(dtype, checkpoint, max_positions)
+    if max_positions is not None:
+        if shape.positions is None or shape.family == "vit":
+            raise _no_positions(shape.name)
+        shape = replace(shape, positions=max_positions)
+    values = config_values(shape) | overrides
+    return build_config(shape.family, values, dtype=dtype, checkpoint=checkpoint, device=device)
+
+
+def build_config(
+    family: str,
+    values: Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None = None,
+    checkpoint: str = "none",
+    device: str = "meta",
+    max_positions: int | None = None,
+) -> nn.Module:
+    """The model of a transformers model type and the values of its config; see `build`.
+
+    The class is the first of ``architectures`` if that one computes a loss, else the family's language model or
+    image classifier.
+    """
+    _check_options(dtype, checkpoint, max_positions)
+    config = _make_config(family, values)
+    if max_positions is not None:
+        if getattr(config, "max_position_embeddings", None) is None:
+            raise _no_positions(family)
+        config.max_position_embeddings = max_positions
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    if _is_encoder_decoder(config) and getattr(config, "decoder_start_token_id", None) is None:
+        # Older config files leave it out, and without it the labels cannot be shifted into the decoder's input.
+        config.decoder_start_token_id = config.pad_token_id
+    model_class = _model_class(family, config)
+    own_dtype = getattr(config, "dtype", None)
+    if dtype is None and own_dtype is not None:
+        dtype = parse_dtype(own_dtype)
+    if dtype is not None:
+        config.dtype = dtype
+    with _constructing(dtype, device):
+        try:
+            built = model_class(config)
+        except Exception as error:  # transformers raises what it likes on values that do not go together
+            raise InputError(f"transformers cannot build {model_class.__name__} from this config: {error}") from error
+    if model_class.__name__.endswith("LMHeadModel") and getattr(built, "loss_type", "") is None:
+        built.loss_type = "ForCausalLM"  # what transformers takes anyway, after a warning, where the name says less
+    enable_checkpointing(built, checkpoint)
+    return cast(nn.Module, built.train())
+
+
+def _check_options(dtype: torch.dtype | None, checkpoint: str, max_positions: int | None) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise InputError(f"dtype must be float32, bfloat16, float16 or float64, found {dtype!r}")
+    parse_checkpoint(checkpoint)
+    if max_positions is not None and (not isinstance(max_positions, int) or max_positions < 1):
+        raise InputError(f"max_positions must be 1 or more, found {max_positions!r}")
+
+
+def _no_positions(name: str) -> InputError:
+    return InputError(f"{name} has no maximum number of positions to change; leave out max_positions")
+
+
+@contextmanager
+def _constructing(dtype: torch.dtype | None, device: str) -> Iterator[None]:
+    """New tensors are of `dtype` and on `device`. On meta, torch's and transformers' initialisation costs nothing."""
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"{device!r} is no device of torch; use meta or cpu: {error}") from None
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        with target:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """The JSON object of a config file, with its ``model_type``."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"{file}: cannot be read as a model config: {error.strerror}; nothing is downloaded: give a config.json "
+            "that is "
+            "on this disk, or a name that `elixir models` lists"
+        ) from None
+    except ValueError as error:
+        raise InputError(f"{file}: no valid JSON: {error}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise InputError(f"{file}: no Hugging Face model config: expected an object with 'model_type'")
+    if values.get("quantization_config"):
+        logger.warning("%s: quantization_config is ignored; weights are built in full precision", file)
+        del values["quantization_config"]
+    return cast(dict[str, Any], values)
+
+
+def _make_config(family: str, values: Mapping[str, Any]) -> Any:
+    if family in _CLASSES:
+        config_class = getattr(_transformers(f"models.{family}.configuration_{family}"), _CLASSES[family][0])
+    else:
+        known = _transformers("models.auto.configuration_auto").CONFIG_MAPPING
+        if family not in known:
+            version = _transformers("").__version__
+            raise InputError(
+                f"transformers {version} knows no architecture {family!r}; "
+                "install a version that does, or give the model as module:function"
+            )
+        config_class = known[family]
+    try:
+        config = config_class.from_dict(dict(values))
+    except Exception as error:  # transformers and its validators raise many types for a bad value
+        raise InputError(f"values do not make a {config_class.__name__}: {shortened(str(error), 300)}") from error
+    for name in _LAYER_COUNTS:
+        layers = getattr(config, name, None)
+        if isinstance(layers, int) and layers > _MOST_LAYERS:
+            raise InputError(f"{name} must be {_MOST_LAYERS:,} or less, found {shortened(str(layers))}")
+    return config
+
+
+def _model_class(family: str, config: Any) -> Any:
+    """The transformers class to train: what the config names, if it has a loss; else the usual one."""
+    architectures = getattr(config, "architectures", None) or [None]
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str | None):
+        raise InputError(
+            f"the config's architectures must be a list of names, found {shortened(repr(architectures))}; name a class "
+            "of "
+            "transformers in it, or leave it out"
+        )
+    named = architectures[0]
+    if family in _CLASSES and named in (None, _CLASSES[family][1]):
+        return getattr(_transformers(f"models.{family}.modeling_{family}"), _CLASSES[family][1])
+    if named is not None:
+        found = getattr(_transformers(""), named, None)
+        if not (inspect.isclass(found) and issubclass(found, nn.Module)):
+            raise InputError(f"transformers {_transformers('').__version__} has no architecture {named!r}")
+        if "labels" in inspect.signature(found.forward).parameters:
+            return found
+        if family in _CLASSES:
+            return getattr(_transformers(f"models.{family}.modeling_{family}"), _CLASSES[family][1])
+    auto = _transformers("models.auto.modeling_auto")
+    tables: tuple[str, ...] = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",)
+    if not _is_encoder_decoder(config):
+        # Encoders such as RoBERTa are in the causal table as well: ask for the masked form first.
+        tables = (
+            "MODEL_FOR_MASKED_LM_MAPPING",
+            "MODEL_FOR_CAUSAL_LM_MAPPING",
+            "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+        )
+    for table_name in tables:
+        table = getattr(auto, table_name)
+        if type(config) in table:
+            found = table[type(config)]
+            return found[0] if isinstance(found, (tuple, list)) else found
+    raise InputError(
+        f"no language model or image classifier for {family!r} in transformers: "
+        "name a class with a loss in 'architectures', or give the model as module:function"
+    )
+
+
+def _is_encoder_decoder(config: Any) -> bool:
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def _transformers(module: str) -> ModuleType:
+    """A module of transformers by its path inside the package, or the package itself for an empty path."""
+    try:
+        package = importlib.import_module("transformers")
+        return importlib.import_module(f"transformers.{module}") if module else package
+    except ModuleNotFoundError as error:
+        if error.name == "transformers":
+            raise InputError("named models and config.json need transformers: pip install elixir[hf]") from None
+        if error.name is not None and error.name.startswith("transformers."):
+            raise InputError(f"this transformers has no {error.name}: pip install --upgrade elixir[hf]") from None
+        raise
+
+
+def _call_factory(text: str, dtype: torch.dtype | None, device: str) -> nn.Module:
+    factory = imported(text)
+    with _constructing(dtype, device):
+        built = called(text, factory)
+    if not isinstance(built, nn.Module):
+        raise InputError(f"{text}: expected an nn.Module, the function returned {type(built).__name__}")
+    logger.debug("%s built %s in %s", text, type(built).__name__, dtype_name(dtype) if dtype else "its own dtype")
+    return built

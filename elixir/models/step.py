@@ -1,0 +1,223 @@
+"""The step a Hugging Face model is traced with when the caller gives none: one random batch, forward, loss,
+backward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.errors import InputError, InputTypeError, shortened
+
+DEFAULT_BATCH = 1
+"""Samples in the default input."""
+DEFAULT_SEQUENCE = 1024
+"""Tokens per sample in the default input, or the model's maximum where that is smaller."""
+
+MOST_REAL_NUMEL = 1 << 24
+"""Elements up to which the input of a traced step is made of real values: 128 MiB of token ids."""
+_MOST = 1 << 40  # samples or tokens per sample; beyond, sizes in bytes are no numbers that torch can count with
+
+_SEED = 0  # of the generator that draws the batch: the same batch every time
+
+
+def default_input(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | None = None) -> dict[str, torch.Tensor]:
+    """A batch for a Hugging Face model: real tensors on the CPU, wherever the model is; the same on every call.
+
+    * language models: ``input_ids`` and ``labels``, both (batch, seq), int64. Causal models get their input as
+      labels, as in training; masked and encoder-decoder ones get separate labels (the decoder's input follows
+      from them). No padding token is drawn, and there is no ``attention_mask``: the batch is full.
+    * sequence and token classifiers: ``labels`` of (batch,) and (batch, seq);
+    * image classifiers: ``pixel_values`` (batch, channels, height, width) in the model's dtype, ``labels`` (batch,).
+
+    torch's global generators are not touched.
+
+    Args:
+        model: a transformers model that computes its loss, on meta or real.
+        batch: samples; 1 unless given.
+        seq: tokens per sample; ``min(1024, maximum positions)`` unless given, 1024 without a maximum.
+
+    Raises:
+        InputError: `batch` or `seq` is below 1 or `seq` above the model's maximum; or the model is none whose input
+            can be derived, in which case an `inp` of the caller's is needed.
+    """
+    _check_count("batch", batch)
+    if seq is not None:
+        _check_count("seq", seq)
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "model_type"):
+        raise InputError(f"{type(model).__name__} is no transformers model: pass inp, a dict of its inputs")
+    if "labels" not in inspect.signature(model.forward).parameters:
+        raise InputError(f"{type(model).__name__} takes no labels, so it has no loss: pass inp and step_fn")
+    generator = torch.Generator(device="cpu").manual_seed(_SEED)
+    # The generator lives on the CPU; without this a `torch.device` context of the caller's would move the batch.
+    with torch.device("cpu"):
+        if getattr(model, "main_input_name", "") == "pixel_values":
+            return _image_batch(model, config, batch, seq, generator)
+        return _token_batch(model, config, batch, seq, generator)
+
+
+def input_to_trace(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | None = None) -> dict[str, torch.Tensor]:
+    """`default_input` for a step that is traced: where that would be very large, of the same shapes on meta.
+
+    Raises:
+        InputError: as `default_input`.
+    """
+    _check_count("batch", batch)
+    one = default_input(model, batch=1, seq=seq)
+    if batch * sum(value.numel() for value in one.values()) <= MOST_REAL_NUMEL:
+        return default_input(model, batch=batch, seq=seq)
+    with refused_overflow():
+        return {
+            name: torch.empty((batch, *value.shape[1:]), dtype=value.dtype, device="meta")
+            for name, value in one.items()
+        }
+
+
+@contextmanager
+def refused_overflow() -> Iterator[None]:
+    """Sizes that are no longer numbers for torch are the caller's mistake, wherever in a traced step they come up.
+
+    Raises:
+        InputError: they did.
+    """
+    try:
+        yield
+    except (RuntimeError, OverflowError) as error:
+        if "overflow" not in str(error).lower():
+            raise
+        raise InputError(
+            f"the step's tensors are too large to count their bytes ({error}); give a smaller batch"
+        ) from error
+
+
+def default_step(model: nn.Module, inp: Mapping[str, Any]) -> None:
+    """One forward on ``model(**inp)``, and backward from the output's ``loss``; a model without anything to train stops
+    there.
+
+    Raises:
+        InputTypeError: `inp` is no dict.
+        InputError: the output has no loss, or no trainable parameter had a part in it.
+    """
+    if not isinstance(inp, Mapping):
+        raise InputTypeError(f"inp must be a dict of the model's inputs, found {type(inp).__name__}")
+    output = model(**inp)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(
+            f"the output of {type(model).__name__} ({type(output).__name__}) has no loss: "
+            "put labels into inp, or pass a step_fn that computes a loss"
+        )
+    if not loss.requires_grad:
+        raise InputError(f"the loss of {type(model).__name__} depends on no trainable parameter: nothing to train")
+    loss.backward()
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """Longest sequence a transformers model takes; None where it has no limit (relative positions, images)."""
+    limit = getattr(_text_config(model.config), "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    for name, module in model.named_modules():
+        # RoBERTa and its kin count positions from after the padding row, so the table is longer than the sequence.
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return module.num_embeddings - module.padding_idx - 1
+    return limit
+
+
+def _image_batch(
+    model: nn.Module, config: Any, batch: int, seq: int | None, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    name = type(model).__name__
+    if not _is_a(model, "ForImageClassification"):
+        raise InputError(f"no default input for {name}: pass inp, a dict of its inputs")
+    if seq is not None:
+        raise InputError(f"{name} takes images, whose number of patches its config fixes: leave out seq")
+    size = getattr(config, "image_size", None)
+    if size is None:
+        raise InputError(f"the config of {name} has no image_size: pass inp, a dict of its inputs")
+    height, width = (size, size) if isinstance(size, int) else size
+    channels = getattr(config, "num_channels", 3)
+    dtypes = [param.dtype for param in model.parameters() if param.is_floating_point()]
+    pixels = torch.randn(batch, channels, height, width, generator=generator, dtype=torch.float32)
+    return {
+        "pixel_values": pixels.to(dtypes[0] if dtypes else torch.float32),
+        "labels": _class_labels(name, config, batch),
+    }
+
+
+def _token_batch(
+    model: nn.Module, config: Any, batch: int, seq: int | None, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    name, text = type(model).__name__, _text_config(config)
+    vocabulary = getattr(text, "vocab_size", None)
+    if getattr(model, "main_input_name", "input_ids") != "input_ids" or not isinstance(vocabulary, int):
+        raise InputError(f"no default input for {name}: pass inp, a dict of its inputs")
+    if vocabulary < 1:
+        raise InputError(
+            f"the config of {name} has a vocab_size of {vocabulary}; a model that reads tokens needs 1 or more"
+        )
+    length = _sequence_length(model, seq)
+    padding = getattr(text, "pad_token_id", None)
+
+    def tokens() -> torch.Tensor:
+        # Drawn from all but the padding token, which would change positions and masks.
+        if not isinstance(padding, int) or not 0 <= padding < vocabulary or vocabulary < 2:
+            return torch.randint(vocabulary, (batch, length), generator=generator)
+        drawn = torch.randint(vocabulary - 1, (batch, length), generator=generator)
+        return drawn + (drawn >= padding)
+
+    input_ids = tokens()
+    if _is_a(model, "ForSequenceClassification"):
+        labels = _class_labels(name, config, batch)
+    elif _is_a(model, "ForTokenClassification"):
+        labels = _class_labels(name, config, batch * length).view(batch, length)
+    elif _is_a(model, "ForMaskedLM", "ForConditionalGeneration"):
+        labels = tokens()
+    elif _is_a(model, "ForCausalLM", "LMHeadModel"):
+        labels = input_ids.clone()
+    else:
+        raise InputError(f"no default input for {name}: pass inp, a dict of its inputs")
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def _sequence_length(model: nn.Module, seq: int | None) -> int:
+    limit = max_positions(model)
+    if seq is None:
+        return DEFAULT_SEQUENCE if limit is None else min(DEFAULT_SEQUENCE, limit)
+    if limit is not None and seq > limit:
+        raise InputError(
+            f"seq {shortened(str(seq))} is longer than the {limit} positions of {type(model).__name__}: "
+            f"give a seq up to {limit}, or build the model with max_positions={shortened(str(seq))}"
+        )
+    return seq
+
+
+def _class_labels(name: str, config: Any, count: int) -> torch.Tensor:
+    classes = getattr(config, "num_labels", 0)
+    if classes < 2 or getattr(config, "problem_type", None) not in (None, "single_label_classification"):
+        raise InputError(f"no default labels for {name} with {classes} classes: pass inp, a dict of its inputs")
+    return torch.arange(count) % classes
+
+
+def _is_a(model: nn.Module, *endings: str) -> bool:
+    """Whether the class, or one it derives from, is named for one of these tasks."""
+    return any(cls.__name__.endswith(endings) for cls in type(model).__mro__)
+
+
+def _text_config(config: Any) -> Any:
+    """The part of a config that describes the language model; the config itself for most."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{name} must be a whole number of 1 or more, found {shortened(repr(value))}")
+    if value > _MOST:
+        raise InputError(f"{name} must be {_MOST:,} or less, found {shortened(str(value))}")

@@ -1,0 +1,271 @@
+"""Bytes of optimizer states and master weights, by family of optimizer and kind of moments.
+
+Adam's two moments are kept as float32, bfloat16, or 8 bits in blocks. This file has their names, their sizes and what
+codes mean; `elixir.kernels` steps with them. Plans, the search, the runtime and checkpoints count by this file alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from elixir.errors import InputError, InputTypeError, unknown_name
+
+if TYPE_CHECKING:
+    import torch
+
+MomentKind = Literal["float32", "bfloat16", "8bit"]
+
+FP32_BYTES = 4
+MASTER_BYTES = 4
+"""Bytes of one element of a master weight, kept if the weight has fewer bits or lies elsewhere than its states:
+float32, or as wide as the weight if that is wider (`master_bytes`)."""
+
+BLOCK_NUMEL = 256
+"""Elements that share a scale. Dettmers et al. use 2048; 256 costs 1/64 byte per element and keeps outliers more to
+themselves."""
+
+SIGNED_MAX, UNSIGNED_MAX = 127.0, 255.0
+"""Largest codes of the first and of the second moment."""
+
+_SCALE_BYTES = FP32_BYTES
+"""Bytes of a block's scale, which is float32."""
+
+LARGEST_PIECE_NUMEL = 2**23
+"""A step that is not compiled works on so many elements at once, or fewer. 32 MiB of float32: fits the second-level
+cache of an A100 or H100, and hides the launches."""
+LARGEST_HOST_PIECE_NUMEL = 2**19
+"""On the host, whose plans do not count what such a step with moments in fewer bits holds: with this at most 15 or 30
+MB, however many threads there are. A thread's part of it stays in its core's cache."""
+STEP_TEMPORARY_BYTES: dict[MomentKind, int] = {"bfloat16": 28, "8bit": 58}
+"""Per element of a piece, the most that such a step holds apart from its arguments. Counted on the CPU, storage by
+storage."""
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """Bytes of optimizer states by number of elements: a whole block's for every block that is begun.
+
+    Of weights up to float32. Those of wider weights are as much wider, as `torch.optim` makes them.
+
+    Raises:
+        InputError: a negative size, or blocks without elements.
+    """
+
+    block_bytes: int
+    """States of one block, master weights not included."""
+    block_numel: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block_bytes < 0:
+            raise InputError(f"field 'block_bytes' must be 0 or larger, found {self.block_bytes}")
+        if self.block_numel < 1:
+            raise InputError(f"field 'block_numel' must be 1 or larger, found {self.block_numel}")
+
+    def nbytes(self, numel: int, weight_bytes: int = FP32_BYTES) -> int:
+        """Exact bytes of a flat tensor's states.
+
+        Args:
+            numel: its elements.
+            weight_bytes: of one of them.
+
+        Raises:
+            InputError: `numel` is negative.
+        """
+        if numel < 0:
+            raise InputError(f"a tensor cannot have {numel} elements")
+        return -(-numel // self.block_numel) * self.block_bytes * max(1, weight_bytes // FP32_BYTES)
+
+    def least_per_numel(self, weight_bytes: int = FP32_BYTES) -> float:
+        """Bytes per element of whole blocks; no number of elements takes less."""
+        return self.block_bytes / self.block_numel * max(1, weight_bytes // FP32_BYTES)
+
+
+ADAM_FAMILIES = ("Adam", "AdamW")
+"""Optimizers whose states are the two moments that are known in several kinds."""
+
+_SIZES: dict[MomentKind, StateSize] = {
+    "float32": StateSize(2 * FP32_BYTES),
+    "bfloat16": StateSize(2 * 2),
+    "8bit": StateSize(2 * (BLOCK_NUMEL + _SCALE_BYTES), BLOCK_NUMEL),
+}
+
+
+_STATE_BYTES = {
+    # Of weights up to float32; `StateSize` knows wider ones.
+    # Two fp32 moments (Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101).
+    "Adam": 2 * FP32_BYTES,
+    "AdamW": 2 * FP32_BYTES,
+    # Adam's two, and the largest second moment so far (Reddi et al., ICLR 2018): ``amsgrad=True``.
+    "AMSGrad": 3 * FP32_BYTES,
+    # One fp32 momentum buffer.
+    "SGD": FP32_BYTES,
+    # One fp32 sum of squares (Duchi et al., JMLR 12, 2011).
+    "Adagrad": FP32_BYTES,
+    # One fp32 average of squares, without momentum and centering.
+    "RMSprop": FP32_BYTES,
+    # One fp32 moment (Chen et al., arXiv:2302.06675).
+    "Lion": FP32_BYTES,
+}
+"""Bytes of states per element, by family."""
+
+
+def check_kind(kind: str) -> MomentKind:
+    """`kind` itself; `InputError` where it is none."""
+    for known in get_args(MomentKind):
+        if kind == known:
+            return known  # type: ignore[no-any-return]
+    raise unknown_name("kind of moments", str(kind), get_args(MomentKind))
+
+
+def moments_size(moments: str = "float32") -> StateSize:
+    """Bytes of both moments; `InputError` if the kind is unknown."""
+    return _SIZES[check_kind(moments)]
+
+
+def state_bytes(numel: int, moments: str = "float32") -> int:
+    """Bytes of both moments of a flat tensor of `numel` elements, exactly as `elixir.kernels.make_moments` allocates
+    them.
+
+    Raises:
+        InputError: `numel` is negative, or the kind unknown.
+    """
+    return moments_size(moments).nbytes(numel)
+
+
+def master_bytes(weight_bytes: int) -> int:
+    """Bytes of one element of a master weight, by those of the weight."""
+    return max(weight_bytes, MASTER_BYTES)
+
+
+def check_adam(optimizer: str, moments: MomentKind) -> None:
+    """Refuse moments in fewer bits for an optimizer that is no Adam.
+
+    Raises:
+        InputError: it is none.
+    """
+    if moments != "float32" and optimizer not in ADAM_FAMILIES:
+        raise InputError(
+            f"moments in {moments} exist only for {' and '.join(ADAM_FAMILIES)}, found the optimizer {optimizer}; "
+            "leave "
+            "moments at 'float32', or train with Adam"
+        )
+
+
+def state_size(optimizer_type: str, moments: str = "float32") -> StateSize:
+    """Bytes of optimizer states of a shard, master weights not included.
+
+    Raises:
+        InputError, InputTypeError: the family or the kind of moments is unknown, or no name; the family is no Adam and
+            its states are wanted in fewer bits.
+    """
+    name = optimizer_name(optimizer_type)
+    if not isinstance(moments, str):
+        raise InputTypeError(f"moments is 'float32', 'bfloat16' or '8bit', got {moments!r}")
+    kind = check_kind(moments)
+    check_adam(name, kind)
+    return moments_size(kind) if name in ADAM_FAMILIES else StateSize(_STATE_BYTES[name])
+
+
+def optimizer_name(optimizer_type: str) -> str:
+    """The family's name in its usual spelling.
+
+    Raises:
+        InputError, InputTypeError: the family is unknown, or no name.
+    """
+    if not isinstance(optimizer_type, str):
+        raise InputTypeError(f"optimizer_type is a name such as 'Adam', got {optimizer_type!r}")
+    found = {name.lower(): name for name in _STATE_BYTES}.get(optimizer_type.lower())
+    if found is None:
+        raise unknown_name("optimizer type", optimizer_type, _STATE_BYTES)
+    return found
+
+
+def moments_of(optimizer: torch.optim.Optimizer, moments: str | None = None) -> str:
+    """How moments are to be kept: as asked for; else as the groups of a `HybridAdam` say; else in float32.
+
+    Raises:
+        InputError: the groups say different things, or other than what is asked for.
+    """
+    said = {str(group["moments"]): None for group in optimizer.param_groups if "moments" in group}
+    own = list(said) if any(base.__name__ == "HybridAdam" for base in type(optimizer).__mro__) else []
+    if len(own) > 1:
+        raise InputError(
+            f"a plan keeps all moments alike, but the groups of this HybridAdam have {' and '.join(own)}; give them one"
+        )
+    if own and moments is not None and own[0] != moments:
+        raise InputError(
+            f"moments={moments!r} was asked for, but this HybridAdam has {own[0]!r}; make it with moments={moments!r}, "
+            "or "
+            "leave the argument out"
+        )
+    return own[0] if own else moments or "float32"
+
+
+def family_of(optimizer: torch.optim.Optimizer) -> str:
+    """The family whose states take as much as those of `optimizer`, found by trying a step with its options.
+
+    Options decide, not only the class: RMSprop with momentum keeps as much as Adam.
+
+    Raises:
+        InputError: it keeps more state per element than any family that is known.
+    """
+    names = [base.__name__ for base in type(optimizer).__mro__]
+    if "HybridAdam" in names:  # of whatever moments, which `moments_of` tells
+        return "Adam"
+    import inspect
+
+    import torch
+
+    trial = torch.nn.Parameter(torch.zeros(256))
+    trial.grad = torch.ones_like(trial)
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    accepted = inspect.signature(type(optimizer)).parameters
+    made = type(optimizer)(
+        [{**options, "params": [trial]}], **{k: v for k, v in optimizer.defaults.items() if k in accepted}
+    )
+    try:
+        made.step()
+    except Exception as error:
+        named = [name for name in names if name in _STATE_BYTES]
+        if named:
+            return named[0]
+        raise InputError(
+            f"{names[0]} cannot step one weight by itself ({error}), so it is not elementwise; use an elementwise "
+            "optimizer "
+            "such as AdamW, SGD, RMSprop or Adagrad"
+        ) from error
+    kept = sum(v.nbytes for v in made.state[trial].values() if isinstance(v, torch.Tensor) and v.numel() > 1)
+    per_numel = kept / trial.numel()
+    for name in names:
+        # Plain SGD keeps nothing, and is still SGD.
+        if _STATE_BYTES.get(name) == per_numel or (name == "SGD" and not kept):
+            return name
+    fitting = [name for name, size in _STATE_BYTES.items() if size >= per_numel]
+    if not fitting:
+        raise InputError(
+            f"{names[0]} keeps {per_numel:.0f} bytes of state per element, more than any family that plans are made "
+            "for "
+            f"({', '.join(_STATE_BYTES)}); use one of these"
+        )
+    return min(fitting, key=lambda name: _STATE_BYTES[name])
+
+
+def decode_signed(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """First moments of whole blocks, as float32: the fourth power of ``codes[blocks, BLOCK_NUMEL]``, with its sign,
+    times `scale`."""
+    share = codes.float() * (1.0 / SIGNED_MAX)
+    square = share * share
+    return square * (share * share.abs()) * scale[:, None]
+
+
+def decode_unsigned(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Second moments of whole blocks, as float32: the eighth power of ``codes[blocks, BLOCK_NUMEL]`` times `scale`."""
+    fourth = fourth_power(codes.float() * (1.0 / UNSIGNED_MAX))
+    return fourth * fourth * scale[:, None]
+
+
+def fourth_power(share: torch.Tensor) -> torch.Tensor:
+    """By two products, which every device rounds alike."""
+    square = share * share
+    return square * square

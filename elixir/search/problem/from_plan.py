@@ -1,0 +1,74 @@
+"""A plan back in the forms of the search: its packing of a trace, and the homes of its chunks."""
+
+from __future__ import annotations
+
+from elixir.errors import InputError
+from elixir.plan import Plan
+from elixir.search.problem.packed_step import StepFacts, Workload
+from elixir.search.problem.packing import PackedChunk, Packing
+from elixir.search.problem.placement import Placement, Setting
+from elixir.step_trace import StepTrace
+from elixir.units import dtype_bytes
+
+
+def workload_of(plan: Plan, trace: StepTrace) -> Workload:
+    """The plan's packing of the trace, from which its order follows again.
+
+    Raises:
+        InputError: the plan is of another model, or of another order of use.
+    """
+    if plan.model_fingerprint != trace.model_fingerprint:
+        raise InputError(
+            f"the plan is for {plan.model_name} ({plan.model_fingerprint}), the trace of {trace.model_name} "
+            f"({trace.model_fingerprint}); simulate the trace that the plan was made from"
+        )
+    index_of = {param.name: index for index, param in enumerate(trace.parameters)}
+    chunks = []
+    for number, chunk in enumerate(plan.chunks):
+        itemsize = dtype_bytes(chunk.dtype)
+        missing = [slot.name for slot in chunk.parameters if slot.name not in index_of]
+        if missing:
+            raise InputError(
+                f"chunk {number} of the plan has {missing[0]!r}, which the trace of {trace.model_name} lacks"
+            )
+        chunks.append(
+            PackedChunk(
+                parameters=tuple(index_of[slot.name] for slot in chunk.parameters),
+                offset_bytes=tuple(slot.offset * itemsize for slot in chunk.parameters),
+                bytes=chunk.weight_bytes,
+                used_bytes=chunk.used_numel * itemsize,
+                dtype=chunk.dtype,
+                trainable=chunk.trainable,
+                outsized=chunk.weight_bytes > plan.block_bytes,
+            )
+        )
+    if sum(len(chunk.parameters) for chunk in chunks) != len(trace.parameters):
+        raise InputError(
+            f"the trace of {trace.model_name} has {len(trace.parameters)} parameters, the plan others; plan again"
+        )
+    work = Workload(StepFacts(trace), Packing(max(plan.block_bytes, 1), tuple(chunks)))
+    if work.order != plan.order:
+        raise InputError(
+            f"the trace of {trace.model_name} uses its parameters in another order than the plan's; simulate the trace "
+            "that the plan was made from, or plan again"
+        )
+    return work
+
+
+def setting_of(plan: Plan, ranks_per_host: int) -> Setting:
+    """The setting, which was the same for all candidates when it was searched."""
+    return Setting(
+        plan.world_size,
+        ranks_per_host,
+        plan.state_size,
+        plan.overlap,
+        plan.accumulation,
+        moments=plan.moments,
+        step_in_backward=plan.may_step_in_backward,
+        clipping=plan.clipping,
+    )
+
+
+def placement_of(plan: Plan) -> Placement:
+    """Homes of its chunks."""
+    return Placement(tuple(chunk.home for chunk in plan.chunks))

@@ -1,0 +1,356 @@
+"""Bytes that a placement needs of device, host and disk. `docs/appendix/formulas.md` has a formula for every line here.
+
+All formulas work on many placements of one packing at once: `homes[placement, chunk]`, numbers of `HOMES`. One
+placement is a batch of one. Device bytes are per rank, over the slots of `StepFacts`; host and disk bytes of all ranks
+of a machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from elixir.optimizer_states import (
+    FP32_BYTES,
+    LARGEST_PIECE_NUMEL,
+    STEP_TEMPORARY_BYTES,
+    master_bytes,
+)
+from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS
+from elixir.search.problem.packed_step import Workload
+from elixir.search.problem.packing import Ints
+from elixir.search.problem.placement import (
+    DISK,
+    RESIDENT,
+    STATES,
+    WEIGHTS,
+    Bools,
+    Codes,
+    Floats,
+    Placement,
+    Setting,
+)
+
+WINDOW_CHUNKS = 2
+"""Chunks whose states are in host memory at once where they live on a disk: one is stepped, one is read or written."""
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Peaks of one candidate and what they are made of; the parts sum to the peak."""
+
+    device_parts: dict[str, int]
+    host_parts: dict[str, int]
+    grad_blocks: int
+    disk_bytes: int = 0
+    """Need of the disk of one machine."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak on one device."""
+        return sum(self.device_parts.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Need of one machine."""
+        return sum(self.host_parts.values())
+
+
+class DeviceNeed(NamedTuple):
+    """Device bytes of many placements but for their rCache blocks; an entry, or a row, for each."""
+
+    constant: Ints
+    """Weights, master weights and states."""
+    at: Ints
+    """Index of the highest slot, of those that were looked at."""
+    live: Floats
+    """[placement, slot]: all that comes and goes."""
+    gradients: Floats
+    """[placement, slot]: of `live`, gradients that wait for a step on the device."""
+    in_flight: Bools
+    """Whether gradients exist next to where they go: in a block, or, with accumulation, in those before them."""
+    temporary: Floats
+    """Bytes of the step on the device, next to its operands."""
+    grad_blocks: Ints
+    grad_block_bytes: Ints
+    """With what an outsized gradient takes, which is one tensor and needs no block."""
+
+    @property
+    def rest_bytes(self) -> Ints:
+        """The peak."""
+        peak = np.take_along_axis(self.live, self.at[:, None], axis=1)[:, 0].astype(np.int64)
+        found: Ints = peak + self.constant + self.grad_block_bytes
+        return found
+
+
+class _Slots(NamedTuple):
+    """Slots that are looked at; the last is that of the step."""
+
+    base: Floats
+    transient: Floats
+    curves: Floats
+    """[chunk, slot]: gradients that wait for a step on the device; with accumulation those of the batch before as well.
+    """
+
+
+class MemoryModel:
+    """Memory of candidates of one workload."""
+
+    def __init__(self, work: Workload, setting: Setting) -> None:
+        self.work, self.setting = work, setting
+        facts, chunks, ranks = work.facts, work.chunks, setting.world_size
+        self.base: Ints = facts.live_bytes + facts.trace.buffer_bytes
+        self.transient: Ints = np.zeros(facts.slots, dtype=np.int64)
+        # The step begins when the last gradient has been taken over.
+        self.transient[facts.first_backward_slot : -1] = facts.largest_grad_bytes
+        self.trainable: Bools = np.array([chunk.trainable for chunk in chunks], dtype=bool)
+        self.outsized: Bools = np.array([chunk.outsized for chunk in chunks], dtype=bool)
+        self._low_precision: Bools = np.array([chunk.low_precision for chunk in chunks], dtype=bool)
+        self.gets_gradients: Bools = np.array([chunk.grad_slots is not None for chunk in chunks], dtype=bool)
+        self._bytes: Ints = np.array([chunk.bytes for chunk in chunks], dtype=np.int64)
+        self.shard_bytes: Ints = self._bytes // ranks
+        """By chunk, one rank's part of the weights."""
+        self.shard_numel: Ints = np.array([chunk.numel for chunk in chunks], dtype=np.int64) // ranks
+        self.grad_shard_bytes: Ints = np.array([chunk.grad_bytes for chunk in chunks], dtype=np.int64) // ranks
+        widths = [chunk.weight_bytes for chunk in chunks]
+        counts = self.shard_numel.tolist()
+        states = [setting.states.nbytes(numel, width) for numel, width in zip(counts, widths, strict=True)]
+        masters = np.array([master_bytes(width) for width in widths], dtype=np.int64) * self.shard_numel
+        self._states: Ints = np.array(states, dtype=np.int64) * self.trainable
+        self._masters: Ints = masters * self.trainable
+        self.disk_shard_bytes: Ints = self._states + self._masters
+        """By chunk, what one rank keeps on the disk. The master is there too: no weight lives on a disk."""
+
+    # --- tables: [chunk, home], of one rank
+    # ----------------------------------------------------------------------------
+
+    @cached_property
+    def device_weights(self) -> Ints:
+        """The whole chunk where it stays gathered, otherwise the shard."""
+        found: Ints = WEIGHTS * np.where(RESIDENT, self._bytes[:, None], self.shard_bytes[:, None])
+        return found
+
+    @cached_property
+    def device_states(self) -> Ints:
+        """With master weights of what has fewer bits than float32."""
+        found: Ints = STATES * (self._states + self._masters * self._low_precision)[:, None]
+        return found
+
+    @cached_property
+    def host_states(self) -> Ints:
+        """With master weights: an fp32 weight is its own master, but only if its home is that of the states."""
+        kept = self._masters[:, None] * (self._low_precision[:, None] | WEIGHTS)
+        found: Ints = ~(STATES | DISK) * (self._states[:, None] + kept)
+        return found
+
+    @cached_property
+    def _device(self) -> Ints:
+        return self.device_weights + self.device_states
+
+    @cached_property
+    def _host_tables(self) -> dict[str, Ints]:
+        grads = (~STATES * (self.grad_shard_bytes * self.trainable)[:, None]).astype(np.int64)
+        rounded = self.shard_bytes * (self.trainable & self._low_precision)
+        return {
+            "weights": ~WEIGHTS * self.shard_bytes[:, None],
+            "optimizer_states": self.host_states,
+            "gradients": grads,
+            # Gradients that are added to those of the batch before pass through buffers.
+            "passing": grads * (self.setting.accumulation > 1),
+            "state_window": DISK * self.disk_shard_bytes[:, None],
+            # New weights, rounded by the host, return to the device through buffers.
+            "staging": (WEIGHTS & ~STATES) * rounded[:, None],
+        }
+
+    # --- host and disk
+    # -------------------------------------------------------------------------------------------------
+
+    def host(self, codes: Codes, some: Ints | None = None) -> dict[str, Ints]:
+        """Host bytes of one machine by what holds them.
+
+        Args:
+            codes: the placements.
+            some: chunks that the columns of `codes` stand for; all by default.
+        """
+        chunks = np.arange(codes.shape[1]) if some is None else some
+        found = {name: table[chunks, codes] for name, table in self._host_tables.items()}
+        parts = {name: found[name].sum(axis=1) for name in ("weights", "optimizer_states", "gradients")}
+        parts["gradients"] = parts["gradients"] + _buffers(found["passing"], PASSAGE_BUFFERS)
+        parts["state_window"] = _buffers(found["state_window"], WINDOW_CHUNKS)
+        parts["staging"] = _buffers(found["staging"], STAGING_BUFFERS)
+        return {name: amount * self.setting.ranks_per_host for name, amount in parts.items()}
+
+    def host_parts(self, placement: Placement) -> dict[str, int]:
+        """Host bytes of one machine under one placement; buffers that it does not need are left out."""
+        parts = {name: int(amounts[0]) for name, amounts in self.host(placement.codes[None]).items()}
+        return {name: amount for name, amount in parts.items() if amount or name not in ("state_window", "staging")}
+
+    # --- device
+    # --------------------------------------------------------------------------------------------------------
+
+    def device(self, codes: Codes, some: Ints | None = None, *, all_slots: bool = False) -> DeviceNeed:
+        """Device bytes without rCache blocks; floats hold these whole numbers exactly.
+
+        Args:
+            codes: the placements.
+            some: chunks that the columns of `codes` stand for; all by default.
+            all_slots: look at every slot, so that `DeviceNeed.at` is the first of the highest, and not only at those
+                that may be the highest.
+        """
+        over = self._all_slots if all_slots else self._telling_slots
+        chunks: Ints | slice = slice(None) if some is None else some
+        on_device = STATES[codes] & self.trainable[chunks]
+        stepped = on_device.astype(np.float64)
+        flying: Bools = np.any(self._gathering(codes, chunks), axis=1)
+        if self.setting.accumulation > 1:
+            flying = flying | np.any(on_device, axis=1)
+        used = np.flatnonzero(on_device.any(axis=0))  # often few, and curves are long
+        gradients = stepped[:, used] @ over.curves[used if some is None else some[used]]
+        temporary = (stepped * self.temporaries[chunks]).max(axis=1, initial=0.0)
+        live = over.base + gradients + np.where(flying[:, None], over.transient, 0.0)
+        live[:, -1] += temporary
+        grad_blocks, alone = self.grad_blocks(codes, some)
+        ids = np.arange(codes.shape[1]) if some is None else some
+        return DeviceNeed(
+            constant=self._device[ids, codes].sum(axis=1),
+            at=np.argmax(live, axis=1),
+            live=live,
+            gradients=gradients,
+            in_flight=flying,
+            temporary=temporary,
+            grad_blocks=grad_blocks,
+            grad_block_bytes=grad_blocks * self.work.packing.block_bytes + alone,
+        )
+
+    def grad_blocks(self, codes: Codes, some: Ints | None = None) -> tuple[Ints, Ints]:
+        """Gradient blocks by placement, and the bytes of an outsized gradient that exists next to another."""
+        setting, chunks = self.setting, slice(None) if some is None else some
+        rows = self._gathering(codes, chunks)
+        if setting.world_size > 1:
+            rows = rows[:1]  # all gradients are gathered, whatever the homes
+        pooled = rows & ~self.outsized[chunks]
+        opened = (pooled.astype(np.float32) @ self._filling[chunks]).max(axis=1, initial=0.0).astype(np.int64)
+        # Those open at once, and with overlap one that leaves next to them: more are needed only on a link that lags.
+        found = np.minimum(opened + setting.overlap, pooled.sum(axis=1))
+        # An outsized gradient needs no block, but a second may arrive while it leaves.
+        several = setting.overlap or setting.world_size > 1
+        alone = np.where(rows & self.outsized[chunks], self._bytes[chunks], 0).max(axis=1, initial=0) * several
+        return np.broadcast_to(found, len(codes)), np.broadcast_to(alone, len(codes))
+
+    def open_blocks(self, chunks: Iterable[int]) -> Ints:
+        """By slot, how many gradient blocks are being filled."""
+        change = np.zeros(self.work.facts.slots + 1, dtype=np.int64)
+        for chunk in chunks:
+            slots = self.work.chunks[chunk].grad_slots
+            if slots is not None:
+                change[slots[0]] += 1
+                change[slots[1] + 1] -= 1
+        opened: Ints = np.cumsum(change[:-1])
+        return opened
+
+    def outsized_grad_bytes(self, gathering: Sequence[int]) -> int:
+        """Bytes that outsized gradients take at once."""
+        sizes = [self.work.chunks[chunk].bytes for chunk in gathering if self.work.chunks[chunk].outsized]
+        return max(sizes, default=0) if self.setting.overlap or self.setting.world_size > 1 else 0
+
+    @property
+    def waiting_gradients(self) -> Floats:
+        """[chunk, slot]: device bytes of gradients that wait there for a step on the device."""
+        return self._all_slots.curves
+
+    def _gathering(self, codes: Codes, chunks: Ints | slice) -> Bools:
+        """Flags of chunks whose gradients are put together in a block: to leave for the host, or to be reduced over
+        ranks."""
+        found: Bools = self.gets_gradients[chunks] & (~STATES[codes] | (self.setting.world_size > 1))
+        return found
+
+    def need(self, placement: Placement, blocks: int) -> MemoryNeed:
+        """Peaks of a placement with `blocks` rCache blocks."""
+        work, codes = self.work, placement.codes
+        ids = np.arange(len(codes))
+        device = self.device(codes[None], all_slots=True)
+        slot, weights = int(device.at[0]), self.device_weights[ids, codes]
+        resident = int(weights[RESIDENT[codes]].sum())
+        device_parts = {
+            "activations": int(work.facts.live_bytes[slot]),
+            "buffers": work.facts.trace.buffer_bytes,
+            "rcache": blocks * work.packing.block_bytes,
+            "resident_weights": resident,
+            "weight_shards": int(weights.sum()) - resident,
+            "optimizer_states": int(self.device_states[ids, codes].sum()),
+            "gradients": int(device.gradients[0, slot]),
+            "gradient_blocks": int(device.grad_block_bytes[0]),
+            "gradient_in_flight": int(self.transient[slot]) if device.in_flight[0] else 0,
+            "optimizer_temporaries": int(device.temporary[0]) if slot == work.facts.slots - 1 else 0,
+        }
+        disk = int(self._host_tables["state_window"][ids, codes].sum())
+        return MemoryNeed(
+            device_parts, self.host_parts(placement), int(device.grad_blocks[0]), disk * self.setting.ranks_per_host
+        )
+
+    @cached_property
+    def temporaries(self) -> Floats:
+        """By chunk, what a step on the device takes next to its operands.
+
+        float32 moments: the fp32 copy of one gradient shard that a fused step over an fp32 master reads. Others are
+            stepped
+        in pieces.
+        """
+        moments = self.setting.moments
+        if moments != "float32":
+            taken = np.minimum(self.shard_numel, LARGEST_PIECE_NUMEL) * STEP_TEMPORARY_BYTES[moments]
+        else:
+            taken = self.shard_numel * FP32_BYTES * self._low_precision
+        return np.asarray(taken * self.trainable, dtype=np.float64)
+
+    @cached_property
+    def _all_slots(self) -> _Slots:
+        setting, slots = self.setting, self.work.facts.slots
+        if setting.world_size == 1:
+            curves = self.work.arrived_grad_bytes
+            if setting.accumulation > 1:
+                curves = np.repeat(curves[:, -1:], slots, axis=1)
+        else:
+            # Reduced when the last has arrived; with accumulation it waits for the next batch all the time.
+            last = [(chunk.grad_slots or (0, slots))[1] for chunk in self.work.chunks]
+            arrived = np.arange(slots) >= np.array(last)[:, None]
+            curves = (arrived | (setting.accumulation > 1)) * self.grad_shard_bytes[:, None]
+        return _Slots(
+            self.base.astype(np.float64),
+            self.transient.astype(np.float64),
+            curves.astype(np.float64) * self.trainable[:, None],
+        )
+
+    @cached_property
+    def _telling_slots(self) -> _Slots:
+        """Gradients only get more until the step: a slot counts if nothing later in forward, or in backward, is as
+        high."""
+        facts, whole = self.work.facts, self._all_slots
+        backward = facts.first_backward_slot
+        parts = [np.arange(backward), np.arange(backward, facts.slots - 1), np.array([facts.slots - 1])]
+        slots = np.concatenate([part[_above_all_later(self.base[part])] for part in parts])
+        return _Slots(whole.base[slots], whole.transient[slots], np.ascontiguousarray(whole.curves[:, slots]))
+
+    @cached_property
+    def _filling(self) -> npt.NDArray[np.float32]:
+        """[chunk, slot]: whether a gradient block of it is open, at slots in which any is opened: there most are."""
+        slots = np.array([chunk.grad_slots or (0, -1) for chunk in self.work.chunks], dtype=np.int64)
+        first, last = slots[:, :1], slots[:, 1:]
+        opening = np.unique(first[self.gets_gradients & ~self.outsized])
+        return ((first <= opening) & (opening <= last) & ~self.outsized[:, None]).astype(np.float32)
+
+
+def _buffers(amounts: Ints, most: int) -> Ints:
+    """By row, so many buffers for the largest amount as there are amounts, at most `most`."""
+    found: Ints = amounts.max(axis=1, initial=0) * np.minimum((amounts > 0).sum(axis=1), most)
+    return found
+
+
+def _above_all_later(heights: Ints) -> Bools:
+    later = np.maximum.accumulate(heights[::-1])[::-1]
+    return np.asarray(heights > np.append(later[1:], -1), dtype=bool)

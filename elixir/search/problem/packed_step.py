@@ -1,0 +1,207 @@
+"""A traced step seen through a packing: the order in chunk ids, what each chunk needs, and when its gradient comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from elixir.plan import ChunkUse, Phase
+from elixir.schedule import StepSchedule, required_chunks
+from elixir.search.problem.packing import Ints, Packing
+from elixir.step_trace import StepTrace
+from elixir.units import dtype_bytes
+
+OrderEntry = tuple[Phase, tuple[int, ...], int]
+"""Phase, chunks and pin of one entry of the order."""
+
+SCHEDULES_KEPT = 64
+"""Per packing. A search looks at thousands of sets of resident chunks, and comes back to few."""
+
+
+class StepFacts:
+    """Facts of a trace that do not depend on the packing. Made once per search.
+
+    Time is cut into *slots*: stretches of access events between which no gradient arrives, and one last slot for the
+    optimizer step. `live_bytes[s]` is the highest live amount within the slot.
+    """
+
+    def __init__(self, trace: StepTrace) -> None:
+        self.trace = trace
+        events = trace.accesses
+        first_backward = next((i for i, event in enumerate(events) if event.phase != "forward"), len(events))
+        arrivals = {param.grad_event for param in trace.parameters if param.grad_event is not None}
+        edges = {0, first_backward} | arrivals | {event + 1 for event in arrivals}
+        self.edges: Ints = np.array(sorted(edge for edge in edges if edge < len(events)), dtype=np.int64)
+        live = np.array([event.live_bytes for event in events], dtype=np.int64)
+        at_step = trace.input_bytes + trace.workspace_bytes
+        self.live_bytes: Ints = np.concatenate((np.maximum.reduceat(live, self.edges), [at_step]))
+        self.slots = len(self.live_bytes)
+        self.first_backward_slot = int(np.searchsorted(self.edges, first_backward))
+        self.largest_grad_bytes = max(
+            (param.numel * dtype_bytes(param.dtype) for param in trace.parameters if param.grad_event is not None),
+            default=0,
+        )
+
+        # Accesses without parameters count for the live bytes above, but there is nothing to fetch for them.
+        sets: dict[tuple[int, ...], int] = {}
+        following = np.cumsum([bool(event.parameters) for event in events]).tolist()
+        self._uses_until = following
+        self.uses: list[tuple[Phase, int, int]] = [
+            (
+                event.phase,
+                sets.setdefault(event.parameters, len(sets)),
+                following[min(event.pin_until, len(events) - 1)] - 1,
+            )
+            for event in events
+            if event.parameters
+        ]
+        """Per access that has any: phase, index into `parameter_sets`, and the last access it is pinned through."""
+        self.parameter_sets = tuple(sets)
+        self.last_access: dict[int, int] = {
+            parameter: index for index, event in enumerate(events) for parameter in event.parameters
+        }
+        """By parameter, the last access that reads it."""
+        self._slot_of = {event: int(np.searchsorted(self.edges, event, side="right")) - 1 for event in sorted(arrivals)}
+
+    def slot(self, event: int) -> int:
+        """The slot of an access event in which a gradient arrives."""
+        return self._slot_of[event]
+
+    def last_use(self, event: int) -> int:
+        """Index into `uses` of the last access with parameters up to `event`; 0 before the first."""
+        return max(0, int(self._uses_until[event]) - 1)
+
+
+@dataclass(frozen=True)
+class ChunkFacts:
+    """One chunk as the memory and the cost model see it. Bytes and elements are those of the gathered chunk."""
+
+    bytes: int
+    numel: int
+    low_precision: bool
+    """Its weights have fewer bits than fp32, so that an optimizer keeps a master copy."""
+    trainable: bool
+    outsized: bool
+    grad_bytes: int
+    """0 where no parameter of it gets a gradient."""
+    grad_slots: tuple[int, int] | None
+    """Slots in which its first and its last gradient arrive."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one element."""
+        return self.bytes // self.numel
+
+
+class Workload:
+    """One packing of one trace.
+
+    Attributes:
+        required: per entry of `order`, the chunks that lie on the device while it runs: used by it or pinned from
+            before.
+        first_backward: the first entry that is not forward.
+        used: per chunk, whether any entry uses it.
+    """
+
+    def __init__(self, facts: StepFacts, packing: Packing) -> None:
+        self.facts = facts
+        self.packing = packing
+        self.chunks = tuple(self._chunk_facts(index) for index in range(len(packing.chunks)))
+        self._order, self.entry_of = _collapse(facts, packing)
+        self.required = required_chunks((chunks, pin_until) for _, chunks, pin_until in self._order)
+        self.first_backward = next(
+            (entry for entry, (phase, _, _) in enumerate(self._order) if phase != "forward"), len(self._order)
+        )
+        used = {chunk for _, chunks, _ in self._order for chunk in chunks}
+        self.used = tuple(index in used for index in range(len(self.chunks)))
+        self._schedules: dict[tuple[frozenset[int], int], StepSchedule] = {}
+        self._can_step_in_backward: dict[int, bool] = {}
+
+    @property
+    def order(self) -> tuple[ChunkUse, ...]:
+        """The recorded order in chunk ids; consecutive accesses of the same chunks in one phase are one entry."""
+        return tuple(ChunkUse(phase=phase, chunks=chunks, pin_until=until) for phase, chunks, until in self._order)
+
+    def schedule(self, residents: frozenset[int], prefetch_depth: int) -> StepSchedule:
+        """The order with resident chunks left out; positions stay those of `order`."""
+        key = (residents, prefetch_depth)
+        found = self._schedules.get(key)
+        if found is None:
+            required: Sequence[Sequence[int]] = self.required
+            if residents:
+                required = [[c for c in chunks if c not in residents] for chunks in required]
+            if len(self._schedules) == SCHEDULES_KEPT:
+                del self._schedules[next(iter(self._schedules))]
+            found = self._schedules[key] = StepSchedule(required, prefetch_depth)
+        return found
+
+    @cached_property
+    def arrived_grad_bytes(self) -> Ints:
+        """[chunk, slot]: bytes of its gradients that have arrived by the slot, parameter by parameter."""
+        arrived = np.zeros((len(self.chunks), self.facts.slots), dtype=np.int64)
+        for index, chunk in enumerate(self.packing.chunks):
+            for member in chunk.parameters:
+                param = self.facts.trace.parameters[member]
+                if param.grad_event is not None:
+                    arrived[index, self.facts.slot(param.grad_event)] += param.numel * dtype_bytes(param.dtype)
+        cumulated: Ints = np.cumsum(arrived, axis=1)
+        return cumulated
+
+    def grad_entry(self, index: int) -> int | None:
+        """The entry of `order` during which a chunk's last gradient arrives; None where it gets none."""
+        parameters = self.facts.trace.parameters
+        events = [parameters[member].grad_event for member in self.packing.chunks[index].parameters]
+        arrivals = [event for event in events if event is not None]
+        return self.entry_of[self.facts.last_use(max(arrivals))] if arrivals else None
+
+    def can_step_in_backward(self, index: int) -> bool:
+        """Whether all gradients of a chunk come, each at once, and nothing reads its weights after the last of them."""
+        if index not in self._can_step_in_backward:
+            members = self.packing.chunks[index].parameters
+            infos = [self.facts.trace.parameters[member] for member in members]
+            arrivals = [info.grad_event for info in infos if info.grad_event is not None and info.grad_arrivals == 1]
+            last_read = max(self.facts.last_access.get(member, -1) for member in members)
+            self._can_step_in_backward[index] = len(arrivals) == len(members) and last_read <= max(arrivals)
+        return self._can_step_in_backward[index]
+
+    def _chunk_facts(self, index: int) -> ChunkFacts:
+        chunk, trace = self.packing.chunks[index], self.facts.trace
+        itemsize = dtype_bytes(chunk.dtype)
+        arrivals = [event for member in chunk.parameters if (event := trace.parameters[member].grad_event) is not None]
+        return ChunkFacts(
+            bytes=chunk.bytes,
+            numel=chunk.bytes // itemsize,
+            low_precision=itemsize < 4,
+            trainable=chunk.trainable,
+            outsized=chunk.outsized,
+            grad_bytes=chunk.bytes if arrivals else 0,
+            grad_slots=(self.facts.slot(min(arrivals)), self.facts.slot(max(arrivals))) if arrivals else None,
+        )
+
+
+def _collapse(facts: StepFacts, packing: Packing) -> tuple[list[OrderEntry], list[int]]:
+    """The trace's accesses in chunk ids, equal neighbours in one entry, pins translated to entries; entry per access.
+
+    Entries that were joined share the latest of their pins: their chunks are the same, so nothing more is held.
+    """
+    chunk_of = {member: index for index, chunk in enumerate(packing.chunks) for member in chunk.parameters}
+    chunks_of = [tuple(sorted({chunk_of[member] for member in members})) for members in facts.parameter_sets]
+    keys: list[tuple[Phase, tuple[int, ...]]] = []
+    last_event: list[int] = []
+    entry_of: list[int] = []
+    for phase, used, pin_until in facts.uses:
+        chunks = chunks_of[used]
+        if not keys or keys[-1][1] != chunks or keys[-1][0] != phase:
+            keys.append((phase, chunks))
+            last_event.append(pin_until)
+        elif pin_until > last_event[-1]:
+            last_event[-1] = pin_until
+        entry_of.append(len(keys) - 1)
+    entries = [
+        (phase, chunks, max(entry, entry_of[until]))
+        for entry, ((phase, chunks), until) in enumerate(zip(keys, last_event, strict=True))
+    ]
+    return entries, entry_of

@@ -1,0 +1,241 @@
+"""Parameters into chunks: consecutive in order of first use, of one dtype, all trained or none, all with a gradient or
+none.
+
+All arithmetic is in bytes. A parameter takes its bytes rounded up to `PARAM_ALIGNMENT_BYTES`; a chunk ends after its
+last parameter, rounded up so that every rank's shard is aligned as well. A chunk never exceeds the capacity, except
+that a parameter larger than it (an *outsized* one) gets a separate chunk.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from elixir.plan import PARAM_ALIGNMENT_BYTES
+from elixir.step_trace import StepTrace
+from elixir.units import dtype_bytes
+
+Ints = npt.NDArray[np.int64]
+
+_NUMBERED = re.compile(r"^(.*?\.)??(\d+)\.")
+
+
+def round_up(amount: int, unit: int) -> int:
+    """Smallest multiple of `unit` that is not below `amount`."""
+    return -(-amount // unit) * unit
+
+
+@dataclass(frozen=True)
+class PackedChunk:
+    """Parameters of one chunk."""
+
+    parameters: tuple[int, ...]
+    """Indices into `StepTrace.parameters`, in order of first use."""
+    offset_bytes: tuple[int, ...]
+    """Where each starts."""
+    bytes: int
+    """Bytes of the gathered chunk, padding included."""
+    used_bytes: int
+    """Bytes of the parameters alone."""
+    dtype: str
+    trainable: bool
+    outsized: bool
+
+
+@dataclass(frozen=True)
+class Packing:
+    """All chunks of a model, in order of first use."""
+
+    capacity_bytes: int
+    """No chunk but an outsized one is larger."""
+    chunks: tuple[PackedChunk, ...]
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """The largest chunk that is not outsized; what an rCache block must hold."""
+        return max((chunk.bytes for chunk in self.chunks if not chunk.outsized), default=0)
+
+    @property
+    def waste_bytes(self) -> int:
+        """Padding if every chunk that is not outsized took a whole block."""
+        return sum(self.block_bytes - chunk.used_bytes for chunk in self.chunks if not chunk.outsized)
+
+
+class ParamTable:
+    """Parameters of a trace in order of first use, and the sums that packing needs. Made once per search.
+
+    Args:
+        trace: the step; parameters that it never uses come last, in the model's order.
+        world_size: chunks are padded to multiples of so many aligned shards.
+    """
+
+    def __init__(self, trace: StepTrace, world_size: int) -> None:
+        self.trace = trace
+        self.unit_bytes = world_size * PARAM_ALIGNMENT_BYTES
+        first_use: dict[int, int] = {}
+        forward: set[int] = set()
+        later: set[int] = set()
+        for event in trace.accesses:
+            for index in event.parameters:
+                first_use.setdefault(index, len(first_use))
+            (forward if event.phase == "forward" else later).update(event.parameters)
+        count = len(trace.parameters)
+        self.order = sorted(range(count), key=lambda index: (first_use.get(index, count), index))
+        self.bytes = [param.numel * dtype_bytes(param.dtype) for param in trace.parameters]
+        self.aligned = [round_up(amount, PARAM_ALIGNMENT_BYTES) for amount in self.bytes]
+        self.largest_bytes = round_up(max(self.aligned), self.unit_bytes)
+        self.total_bytes = sum(self.aligned)
+        self.in_forward = [index in forward for index in range(count)]
+        self.in_backward = [index in later for index in range(count)]
+        # A chunk that misses a gradient keeps its block until backward is over, and with several ranks all later ones
+        # wait.
+        groups: dict[tuple[str, bool, bool], list[int]] = {}
+        for index in self.order:
+            param = trace.parameters[index]
+            groups.setdefault((param.dtype, param.trainable, param.grad_event is not None), []).append(index)
+        self.groups = groups
+
+    def pack(self, capacity_bytes: int) -> Packing:
+        """Chunks of at most `capacity_bytes` (rounded up to whole aligned shards)."""
+        capacity = round_up(max(capacity_bytes, 1), self.unit_bytes)
+        chunks: list[PackedChunk] = []
+        for (dtype, trainable, _), members in self.groups.items():
+            fitting = [index for index in members if self.aligned[index] <= capacity]
+            chunks.extend(
+                self._chunk([index], dtype, trainable, True) for index in members if self.aligned[index] > capacity
+            )
+            prefix = [0, *accumulate(self.aligned[index] for index in fitting)]
+            start = 0
+            while start < len(fitting):
+                end = bisect_right(prefix, prefix[start] + capacity) - 1
+                chunks.append(self._chunk(fitting[start:end], dtype, trainable, False))
+                start = end
+        rank = {index: position for position, index in enumerate(self.order)}
+        chunks.sort(key=lambda chunk: rank[chunk.parameters[0]])
+        return Packing(capacity, tuple(chunks))
+
+    def _chunk(self, members: Sequence[int], dtype: str, trainable: bool, outsized: bool) -> PackedChunk:
+        ends = list(accumulate(self.aligned[index] for index in members))
+        return PackedChunk(
+            parameters=tuple(members),
+            offset_bytes=(0, *ends[:-1]),
+            bytes=round_up(max(ends[-1], 1), self.unit_bytes),
+            used_bytes=sum(self.bytes[index] for index in members),
+            dtype=dtype,
+            trainable=trainable,
+            outsized=outsized,
+        )
+
+    @cached_property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Sizes of what repeats (``layers.0.``, ``layers.1.``, ...), largest share of the model first.
+
+        Sub-modules numbered inside a layer (experts) belong to the layer.
+        """
+        sums: dict[str, dict[str, int]] = {}
+        for index, param in enumerate(self.trace.parameters):
+            match = _NUMBERED.match(param.name)
+            if match is not None:
+                layers = sums.setdefault(match[1] or "", {})
+                layers[match[2]] = layers.get(match[2], 0) + self.aligned[index]
+        ranked = sorted(sums.items(), key=lambda item: (-sum(item[1].values()), item[0]))
+        return tuple(round_up(max(layers.values()), self.unit_bytes) for _, layers in ranked)
+
+    def size_grid(self, smallest_bytes: int, largest_bytes: int, steps: int) -> Ints:
+        """`steps` + 1 evenly spaced sizes of whole aligned shards, both ends included, repetitions removed."""
+        span = largest_bytes - smallest_bytes
+        sizes = smallest_bytes + (np.arange(steps + 1, dtype=np.int64) * span) // steps
+        grid: Ints = np.unique(-(-sizes // self.unit_bytes) * self.unit_bytes)
+        return grid
+
+    def survey(self, sizes: Ints) -> GridSurvey:
+        """Packings with each of `sizes`, all at once; no size may be below `largest_bytes`."""
+        counts = np.zeros((3, len(sizes)), dtype=np.int64)
+        largest = np.zeros(len(sizes), dtype=np.int64)
+        mark = np.zeros(len(sizes), dtype=np.uint64)
+        for members in self.groups.values():
+            prefix = np.concatenate(([0], np.cumsum([self.aligned[index] for index in members], dtype=np.int64)))
+            used = [np.concatenate(([0], np.cumsum([flags[index] for index in members]))) for flags in self._flags]
+            start = np.zeros(len(sizes), dtype=np.int64)
+            while (open_sizes := start < len(members)).any():
+                end = np.searchsorted(prefix, prefix[start] + sizes, side="right") - 1
+                counts[0] += open_sizes
+                counts[1] += used[0][end] > used[0][start]
+                counts[2] += used[1][end] > used[1][start]
+                np.maximum(largest, prefix[end] - prefix[start], out=largest)
+                mark = mark * np.uint64(1_000_003) + end.astype(np.uint64)
+                start = end
+        block = -(-largest // self.unit_bytes) * self.unit_bytes
+        return GridSurvey(sizes, counts[0], counts[1], counts[2], block, mark, sum(self.bytes))
+
+    @cached_property
+    def grid(self) -> GridSurvey:
+        """The survey of `search_grid`."""
+        return self.survey(search_grid(self))
+
+    @property
+    def _flags(self) -> tuple[list[bool], list[bool]]:
+        return self.in_forward, self.in_backward
+
+
+@dataclass(frozen=True)
+class GridSurvey:
+    """Packings with many capacities; entry i belongs to `sizes[i]`."""
+
+    sizes: Ints
+    chunks: Ints
+    forward_chunks: Ints
+    """Chunks that forward uses."""
+    backward_chunks: Ints
+    """Chunks that recompute and backward use."""
+    block_bytes: Ints
+    """The largest chunk: the smallest block with which the packing is the same."""
+    mark: npt.NDArray[np.uint64]
+    """Equal for equal packings (and, but for a chance of 2**-64, only for those)."""
+    param_bytes: int
+
+    @property
+    def waste_bytes(self) -> Ints:
+        """Padding if every chunk took a whole block."""
+        return self.chunks * self.block_bytes - self.param_bytes
+
+    def distinct(self) -> Ints:
+        """Indices of the smallest size of every packing, in rising order of size."""
+        return np.sort(np.unique(self.mark, return_index=True)[1]).astype(np.int64)
+
+
+GRID_REACH = 3
+"""Chunk sizes are searched from the largest parameter up to so many times that, as the first Elixir did."""
+GRID_STEPS = 4096
+MIN_CHUNK_BYTES = 32 * 2**20
+"""Below this a transfer no longer fills the link; the first Elixir's smallest size as well."""
+
+
+def search_grid(table: ParamTable) -> Ints:
+    """The sizes that `minimum_waste_size` and the first Elixir's rule choose from."""
+    smallest = max(table.largest_bytes, round_up(MIN_CHUNK_BYTES, table.unit_bytes))
+    return table.size_grid(smallest, GRID_REACH * smallest, GRID_STEPS)
+
+
+def minimum_waste_size(table: ParamTable) -> int:
+    """The capacity whose chunks, all taken as whole blocks, pad the least; the smallest of equals.
+
+    Searched from the largest parameter (at least `MIN_CHUNK_BYTES`) up to `GRID_REACH` times that: an even grid, and
+    multiples of a layer.
+    """
+    grid = table.grid
+    low, high = int(grid.sizes[0]), int(grid.sizes[-1])
+    multiples = [k * size for size in table.layer_bytes[:1] for k in range(1, high // size + 1) if k * size >= low]
+    found = []
+    for survey in (grid, table.survey(np.array(multiples, dtype=np.int64))):
+        if len(survey.sizes):
+            best = int(np.argmin(survey.waste_bytes))
+            found.append((int(survey.waste_bytes[best]), int(survey.block_bytes[best])))
+    return min(found)[1]

@@ -1,0 +1,112 @@
+"""Homes of all chunks of a packing, and what stays the same while placements are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from elixir.optimizer_states import MomentKind, StateSize
+from elixir.plan import Home
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+Codes = npt.NDArray[np.int8]
+HOMES = tuple(Home)
+"""The number of a home is its place in here."""
+_NUMBER = {home.value: np.int8(number) for number, home in enumerate(HOMES)}
+RESIDENT, WEIGHTS, STATES, DISK = (
+    np.array([getattr(home, name) for home in HOMES], dtype=bool)
+    for name in ("resident", "weights_on_device", "states_on_device", "states_on_disk")
+)
+"""By number of a home: resident; weights on the device; states on the device; states on the disk."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Homes of all chunks of a packing, by chunk id. That of a frozen chunk has its states where its weights are."""
+
+    homes: tuple[Home, ...]
+
+    @classmethod
+    def everywhere(cls, home: Home, chunks: int) -> Placement:
+        """The same home for so many chunks."""
+        return cls((home,) * chunks)
+
+    @classmethod
+    def numbered(cls, codes: Iterable[int]) -> Placement:
+        """From numbers of homes."""
+        return cls(tuple(HOMES[code] for code in codes))
+
+    @cached_property
+    def codes(self) -> Codes:
+        """As numbers of homes."""
+        return np.array([_NUMBER[home.value] for home in self.homes], dtype=np.int8)
+
+    @cached_property
+    def resident(self) -> tuple[bool, ...]:
+        """Which chunks are gathered on the device for the whole step."""
+        return tuple(home.resident for home in self.homes)
+
+    @cached_property
+    def weight_on_device(self) -> tuple[bool, ...]:
+        """Flags of chunks whose weights live there."""
+        return tuple(home.weights_on_device for home in self.homes)
+
+    @cached_property
+    def state_on_device(self) -> tuple[bool, ...]:
+        """Flags of chunks whose states live there."""
+        return tuple(home.states_on_device for home in self.homes)
+
+    @cached_property
+    def state_on_disk(self) -> frozenset[int]:
+        """Ids of chunks with master weights and states on the disk."""
+        return frozenset(index for index, home in enumerate(self.homes) if home.states_on_disk)
+
+    @cached_property
+    def residents(self) -> frozenset[int]:
+        """Ids of the resident chunks."""
+        return frozenset(index for index, home in enumerate(self.homes) if home.resident)
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether all weights are gathered on the device for good, and all states are there."""
+        return all(home is Home.RESIDENT for home in self.homes)
+
+
+@dataclass(frozen=True)
+class Spill:
+    """Budgets that decide which states go to the disk; both of one machine, all its ranks together."""
+
+    host_bytes: int
+    """Budget; above it, states go to the disk."""
+    disk_bytes: int
+    """Budget."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Values that stay the same for all candidates of one search."""
+
+    world_size: int
+    ranks_per_host: int
+    """Ranks that share one machine."""
+    states: StateSize
+    """Optimizer states of a shard, master weights not included."""
+    overlap: bool
+    accumulation: int = 1
+    """Batches per optimizer step."""
+    spill: Spill | None = None
+    """Whether states that the host cannot hold go to the disk; None: they do not."""
+    moments: MomentKind = "float32"
+    """How Adam's moments are kept, which also says how fast it steps."""
+    step_in_backward: bool = False
+    """Whether the host may update chunks while backward still runs: those with which the step is simulated to be
+    fastest."""
+    every_in_backward: bool = False
+    """If so, whether it does so with all that can be, whatever that takes."""
+    clipping: bool = True
+    """Whether the norm of all gradients is worked out before each step, which clipping needs, and loss scaling."""

@@ -1,0 +1,30 @@
+"""Where candidates come from, in the order in which they are tried."""
+
+from __future__ import annotations
+
+from elixir.search.propose.best import MOST_AHEAD, Outcome, find_best
+from elixir.search.propose.candidate import Candidate, everything_resident, settle, weigh
+from elixir.search.propose.disk_overflow import spilled
+from elixir.search.propose.greedy import PlacementBuilder
+from elixir.search.propose.local_search import Polish
+from elixir.search.propose.original_elixir import classic_candidates
+from elixir.search.propose.placement_batch import Variants
+from elixir.search.propose.sizes import MAX_OUTSIZED, Budgets, SearchSpace
+
+__all__ = [
+    "MAX_OUTSIZED",
+    "MOST_AHEAD",
+    "Budgets",
+    "Candidate",
+    "Outcome",
+    "PlacementBuilder",
+    "Polish",
+    "SearchSpace",
+    "Variants",
+    "classic_candidates",
+    "everything_resident",
+    "find_best",
+    "settle",
+    "spilled",
+    "weigh",
+]

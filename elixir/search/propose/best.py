@@ -1,0 +1,267 @@
+"""The search: sizes, blocks, prefetch and homes; everything on the device if that fits, else the fastest that does.
+
+Three rounds, each with fewer packings and a closer look: fill the device by a few rules with fewest and most blocks;
+vary blocks and depth; change homes of chunks one by one, or, with few chunks, try them all.
+
+What the first Elixir would have chosen is a candidate, too: no plan that leaves the device is slower than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from elixir.search.problem import MemoryModel, Placement
+from elixir.search.propose.candidate import Candidate, everything_resident, settle
+from elixir.search.propose.greedy import PlacementBuilder, by_saving, loads_per_chunk
+from elixir.search.propose.local_search import Polish
+from elixir.search.propose.original_elixir import classic_candidates
+from elixir.search.propose.sizes import Budgets, SearchSpace
+
+MOST_AHEAD = 4
+"""Chunks fetched ahead at most: each takes a block, and what is fetched earlier than that waits there."""
+SIZES_KEPT = 3
+"""Packings that are looked at closer after a first look at all."""
+SIZES_POLISHED = 2
+FEW_CHUNKS = 16
+"""Up to so many, all homes are looked at unless they are too many in spite of what can be ruled out."""
+STARTS = 8
+"""Starting points of the search over homes of few chunks; one with more."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a search, and how near to feasible it came."""
+
+    best: Candidate | None
+    candidates: int
+    least_host: Candidate | None
+    """The one that needs the least host memory of those that fit the device."""
+
+
+def find_best(
+    space: SearchSpace, budgets: Budgets, sizes: Iterable[int], prefetch_depth: int, *, classic: bool = False
+) -> Outcome:
+    """Search `sizes` with every placement.
+
+    Args:
+        space: what is searched.
+        budgets: what a plan may use.
+        sizes: chunk capacities in bytes.
+        prefetch_depth: chunks fetched ahead, to begin with. Where it is not 0, all up to `MOST_AHEAD` are tried.
+        classic: try what the first Elixir would have chosen as well, though its size be none of `sizes`.
+    """
+    theirs = classic_candidates(space, budgets.device_bytes, prefetch_depth) if classic else []
+    # Capacities that pack alike share a model, which the first of them names.
+    models = {model.work.packing.capacity_bytes: model for model in (space.model(size) for size in sizes)}
+    for candidate in theirs:
+        capacity = candidate.work.packing.capacity_bytes
+        models[capacity] = space.model(capacity)
+    found = _Collection(budgets, theirs)
+    depths = range(MOST_AHEAD + 1) if prefetch_depth else range(1)
+    trials = [_Trials(space, model, budgets, found) for model in models.values()]
+    for trial in trials:
+        trial.look(sorted({depths[0], min(prefetch_depth, depths[-1]), depths[-1]}))
+    trials.sort(key=_Trials.order)  # stable: packings that are equally good stay in order of capacity
+    for trial in trials[:SIZES_KEPT]:
+        trial.vary(depths)
+    trials.sort(key=_Trials.order)
+    if found.best is None and found.least_host is not None:
+        # Some fit the device, but what they leave to the host does not fit there.
+        for trial in trials:
+            trial.look_for_host(depths[0])
+    for trial in trials:
+        trial.polish(depths, few=trial in trials[:SIZES_POLISHED])
+    return found.outcome()
+
+
+class _Trials:
+    """All that is tried with one packing."""
+
+    def __init__(self, space: SearchSpace, model: MemoryModel, budgets: Budgets, found: _Collection) -> None:
+        self.space, self.model, self.budgets, self.found = space, model, budgets, found
+        self.few_chunks = len(model.work.chunks) <= FEW_CHUNKS
+        self.best: Candidate | None = None
+        self._tried: dict[tuple[int, int], Candidate | None] = {}
+
+    def order(self) -> tuple[bool, tuple[float, ...]]:
+        """Packings without anything that fits come last."""
+        return (True, ()) if self.best is None else (False, self.best.rank)
+
+    def look(self, depths: Iterable[int]) -> None:
+        """Fewest and most blocks."""
+        resident = everything_resident(self.model, self.budgets.device_bytes, self.space.cost)
+        if resident is not None:
+            self._take([resident])
+        for depth in depths:
+            counts = block_range(self.space, self.model, self.budgets.device_bytes, depth)
+            for blocks in sorted({counts.start, counts.stop - 1}):
+                self._try(blocks, depth)
+
+    def vary(self, depths: range) -> None:
+        """From the best so far, other depths and block counts in turn, in ever smaller steps."""
+        here = min((key for key, tried in self._tried.items() if tried is not None), key=self._order, default=None)
+        if here is None:
+            return
+        most = block_range(self.space, self.model, self.budgets.device_bytes, here[1]).stop - 1
+        step = max(most // 4, 1)
+        while step:
+            blocks, depth = here
+            around = [(blocks, other) for other in depths] if step > 1 or most < 4 else []
+            around += [(count, depth) for count in (blocks - step, blocks + step) if 0 < count <= most]
+            for key in around:
+                self._try(*key)
+            best = min((key for key in [here, *around] if self._tried[key] is not None), key=self._order)
+            if best == here:
+                step //= 2
+            here = best
+
+    def polish(self, depths: range, *, few: bool) -> None:
+        """Search homes of chunks: all of them with few chunks; otherwise, for the few best packings, from the best so
+        far."""
+        if self.found.best is None:
+            return
+        if not self.few_chunks and not few:
+            return
+        for gathered in self._families():
+            polish = Polish(self.model, self.budgets, self.space.cost, gathered=gathered)
+            better = polish.better(self._starts(), depths, all_on_host=self.few_chunks) if few else None
+            if better is not None:
+                self._take([better])
+            if self.few_chunks:
+                better = polish.all(self.found.best, depths)
+                if better is not None and better is not self.found.best:
+                    self._take([better])
+            self.found.count += polish.simulations
+
+    def _families(self) -> tuple[bool, ...]:
+        """Whether all chunks are resident, or none need be: with several ranks a plan is either."""
+        if self.space.setting.world_size == 1:
+            return (False,)
+        if self.few_chunks:
+            return (False, True)
+        return (self.best is not None and all(self.best.placement.resident),)
+
+    def _starts(self) -> list[Candidate]:
+        """The best with each depth and with each block count, the best of them first."""
+        by_choice: dict[tuple[str, int], Candidate] = {}
+        for (blocks, depth), tried in self._tried.items():
+            if tried is None:
+                continue
+            for choice in (("depth", depth), ("blocks", blocks)):
+                known = by_choice.get(choice)
+                if known is None or tried.rank < known.rank:
+                    by_choice[choice] = tried
+        distinct: dict[Placement, Candidate] = {}
+        for candidate in sorted(by_choice.values(), key=lambda candidate: candidate.rank):
+            distinct.setdefault(candidate.placement, candidate)
+        return list(distinct.values())[: STARTS if self.few_chunks else 1]
+
+    def look_for_host(self, depth: int) -> None:
+        """The homes that need least of the host, where all can be looked at."""
+        if not self.few_chunks:
+            return
+        found = Polish(self.model, self.budgets, self.space.cost).least_host(depth)
+        if found is not None:
+            self._take([found])
+
+    def _try(self, blocks: int, depth: int) -> None:
+        key = (blocks, depth)
+        if key not in self._tried:
+            self._tried[key] = self._take(_at(self.space, self.model, self.budgets, [blocks], depth))
+
+    def _take(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        best = self.found.take(candidates)
+        if best is not None and (self.best is None or best.rank < self.best.rank):
+            self.best = best
+        return best
+
+    def _order(self, key: tuple[int, int]) -> tuple[float, ...]:
+        tried = self._tried[key]
+        return () if tried is None else tried.rank
+
+
+def block_range(space: SearchSpace, model: MemoryModel, device_bytes: int, prefetch_depth: int) -> range:
+    """Legal block counts when all that can be streamed is; the one fewest count where not even that fits."""
+    builder = PlacementBuilder(model, 0)
+    fewest = model.work.schedule(builder.placement().residents, prefetch_depth).min_blocks
+    most = builder.most_blocks(device_bytes)
+    return range(fewest, max(most, fewest) + 1)
+
+
+def _at(
+    space: SearchSpace, model: MemoryModel, budgets: Budgets, counts: Iterable[int], prefetch_depth: int
+) -> Iterator[Candidate]:
+    """Candidates of one packing with the given block counts, each with several ways of choosing homes."""
+    for blocks in counts:
+        seen = set()
+        for builder in _placed(space, model, blocks, budgets.device_bytes, prefetch_depth):
+            placement = builder.placement()
+            if placement not in seen:
+                seen.add(placement)
+                candidate = settle(model, builder, prefetch_depth, budgets.device_bytes, space.cost)
+                if candidate is not None:
+                    yield candidate
+
+
+def _placed(
+    space: SearchSpace, model: MemoryModel, blocks: int, device_bytes: int, prefetch_depth: int
+) -> Iterator[PlacementBuilder]:
+    single = space.setting.world_size == 1
+    use_order = range(len(model.work.chunks))
+    plain = PlacementBuilder(model, blocks)
+    if not plain.squeeze(device_bytes):
+        return
+    plain.move_all(use_order, state=True, resident=single, budget_bytes=device_bytes)
+    if not single:
+        plain.move_all(
+            [chunk for chunk, there in enumerate(plain.weight) if not there],
+            state=False,
+            resident=False,
+            budget_bytes=device_bytes,
+        )
+    yield plain
+    saving = PlacementBuilder(model, blocks)
+    schedule = model.work.schedule(saving.placement().residents, prefetch_depth)
+    if blocks < schedule.min_blocks or not saving.squeeze(device_bytes):
+        return
+    loads = loads_per_chunk(len(use_order), schedule.simulate(blocks).timeline)
+    if not single:
+        wanted = [chunk for chunk in by_saving(model, loads, whole=False) if loads[chunk] > 1]
+        saving.move_all(wanted, state=False, resident=False, budget_bytes=device_bytes)
+    order = by_saving(model, loads, whole=True)
+    saving.move_all(order, state=True, resident=single, budget_bytes=device_bytes)
+    yield saving
+
+
+class _Collection:
+    """Keeps the best of what it is shown."""
+
+    def __init__(self, budgets: Budgets, candidates: Iterable[Candidate]) -> None:
+        self.count = 0
+        self.best: Candidate | None = None
+        self._host_bytes = budgets.host_bytes
+        self.least_host: Candidate | None = None
+        self.take(candidates)
+
+    def take(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        """Look at candidates; the best of those that fit the host."""
+        best: Candidate | None = None
+        for candidate in candidates:
+            self.count += 1
+            if self.least_host is None or _by_host(candidate) < _by_host(self.least_host):
+                self.least_host = candidate
+            if candidate.need.host_bytes > self._host_bytes:
+                continue
+            if best is None or candidate.rank < best.rank:
+                best = candidate
+        if best is not None and (self.best is None or best.rank < self.best.rank):
+            self.best = best
+        return best
+
+    def outcome(self) -> Outcome:
+        return Outcome(self.best, self.count, self.least_host)
+
+
+def _by_host(candidate: Candidate) -> tuple[int, tuple[float, ...]]:
+    return candidate.need.host_bytes, candidate.rank

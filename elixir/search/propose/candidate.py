@@ -1,0 +1,89 @@
+"""One complete proposal: a packing, homes, blocks, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elixir.plan import Home
+from elixir.schedule import ScheduleResult
+from elixir.search.problem import MemoryModel, MemoryNeed, Placement, Traffic, Workload, traffic
+from elixir.search.propose.disk_overflow import spilled
+from elixir.search.propose.greedy import PlacementBuilder
+from elixir.search.simulator import SimulatedCost
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A proposal with its consequences."""
+
+    work: Workload
+    placement: Placement
+    schedule: ScheduleResult
+    need: MemoryNeed
+    moved: Traffic
+    seconds: Mapping[str, float]
+    overlap: bool
+
+    @property
+    def rank(self) -> tuple[bool, float, int, int, int, int, int, int]:
+        """Sorts candidates: fastest first, then fewest bytes over the host link, then least memory, then fewest chunks.
+
+        Offloading is for what does not fit: what keeps everything on the device comes first, though the host's Adam,
+        which works while compute does, may make another a percent faster. Seconds are compared to a nanosecond, so that
+        the last bits of a sum decide nothing.
+        """
+        return (
+            not self.placement.keeps_everything,
+            round(self.seconds["total"], 9),
+            self.moved.link_bytes,
+            self.need.device_bytes,
+            self.need.host_bytes,
+            self.moved.network_bytes,
+            -self.work.packing.capacity_bytes,
+            self.schedule.blocks,
+        )
+
+
+def settle(
+    model: MemoryModel, builder: PlacementBuilder, prefetch_depth: int, budget_bytes: int, cost: SimulatedCost
+) -> Candidate | None:
+    """The placement of a builder, with as many blocks as fit now; None if the smallest legal number does not."""
+    most = builder.most_blocks(budget_bytes)
+    placement = _gathered_for_good(model, builder.placement(), most)
+    schedule = model.work.schedule(placement.residents, prefetch_depth)
+    # Where everything is resident nothing is streamed, and no block is needed.
+    blocks = min(most, builder.streamed) if schedule.min_blocks else 0
+    if most < 0 or blocks < schedule.min_blocks:
+        return None
+    return weigh(model, placement, blocks, prefetch_depth, cost)
+
+
+def weigh(model: MemoryModel, placement: Placement, blocks: int, prefetch_depth: int, cost: SimulatedCost) -> Candidate:
+    """The candidate with exactly this placement and block count, which must be legal; but for states that `spilled`
+    puts on the disk, where the search may use it."""
+    work, setting, placement = model.work, model.setting, spilled(model, placement)
+    schedule = work.schedule(placement.residents, prefetch_depth)
+    result = schedule.simulate(blocks)
+    moved = traffic(model, placement, schedule, blocks)
+    seconds = cost.estimate(work, placement, result, overlap=setting.overlap)
+    return Candidate(work, placement, result, model.need(placement, blocks), moved, seconds, setting.overlap)
+
+
+def everything_resident(model: MemoryModel, budget_bytes: int, cost: SimulatedCost) -> Candidate | None:
+    """All weights gathered on the device and all states there, no block; None where that does not fit."""
+    placement = Placement.everywhere(Home.RESIDENT, len(model.work.chunks))
+    if model.need(placement, 0).device_bytes > budget_bytes:
+        return None
+    return weigh(model, placement, 0, 0, cost)
+
+
+def _gathered_for_good(model: MemoryModel, placement: Placement, blocks: int) -> Placement:
+    """Several ranks: with a block for every streamed chunk and all shards on the device, all chunks are resident.
+
+    Exact chunk sizes take the place of whole blocks, and the shard is part of the gathered chunk, so this needs less.
+    """
+    streamed = placement.resident.count(False)
+    if model.setting.world_size == 1 or not streamed or blocks < streamed or not all(placement.weight_on_device):
+        return placement
+    return Placement(tuple(Home.RESIDENT if home.states_on_device else Home.RESIDENT_HOST for home in placement.homes))

@@ -1,0 +1,191 @@
+"""Chunks onto the device, one after the other, for as long as the budget lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from elixir.plan import Home
+from elixir.search.problem import HOMES, Floats, MemoryModel, Placement
+
+_RESIDENT, _SHARDS = HOMES.index(Home.RESIDENT), HOMES.index(Home.DEVICE)
+_HOME_OF = {
+    (home.resident, home.weights_on_device, home.states_on_device): home for home in HOMES if not home.states_on_disk
+}
+
+
+class PlacementBuilder:
+    """A placement that starts with everything on the host and keeps its own device peak up to date.
+
+    Thousands of moves are tried, one after the other, so sums over the chunks are carried along; all else is of
+    `MemoryModel`, and the peak is that of `MemoryModel.need`. Outsized chunks are resident from the start: no block
+    could hold them.
+
+    Args:
+        model: memory of the workload.
+        blocks: rCache blocks.
+        give_back: count no more blocks than there are streamed chunks left.
+    """
+
+    def __init__(self, model: MemoryModel, blocks: int, *, give_back: bool = True) -> None:
+        self.model = model
+        self.blocks = blocks
+        self.give_back = give_back
+        chunks = model.work.chunks
+        self.resident = [chunk.outsized for chunk in chunks]
+        self.weight = list(self.resident)
+        self.state = [chunk.outsized and not chunk.trainable for chunk in chunks]
+        self.streamed = self.resident.count(False)
+        gathering = np.flatnonzero(model.gets_gradients).tolist()
+        self._outsized = tuple(c for c in gathering if chunks[c].outsized)
+        self._grad_chunks = len(gathering) - len(self._outsized)
+        self._open = model.open_blocks([c for c in gathering if not chunks[c].outsized])
+        self._open_max = int(self._open.max())
+        self._curve: Floats = model.base.astype(np.float64)
+        self._temporary = 0.0
+        self._constant = sum(chunk.bytes for chunk in chunks if chunk.outsized)
+        self._stepped = False
+        self._curve_peak = self._peak_over_time(self._curve, 0.0, bool(gathering))
+        self._weights: list[list[int]] = model.device_weights[:, [_SHARDS, _RESIDENT]].tolist()
+        self._states: list[int] = model.device_states[:, _RESIDENT].tolist()
+
+    def placement(self) -> Placement:
+        """The placement as it stands."""
+        homes = zip(self.resident, self.weight, self.state, strict=True)
+        return Placement(tuple(_HOME_OF[flags] for flags in homes))
+
+    def peak_bytes(self) -> int:
+        """Device peak as it stands."""
+        pool = self._pool(self.streamed, self._open_max, self._grad_chunks, self._outsized)
+        return self._curve_peak + self._constant + pool
+
+    def most_blocks(self, budget_bytes: int) -> int:
+        """Most rCache blocks that fit next to everything else; negative where the rest alone does not fit."""
+        block = self.model.work.packing.block_bytes
+        used = self.blocks if not self.give_back else min(self.blocks, self.streamed)
+        rest = self.peak_bytes() - used * block
+        if not block or not self.streamed:
+            return 0 if rest <= budget_bytes else -1
+        return min((budget_bytes - rest) // block, self.streamed)
+
+    def move(self, chunk: int, *, state: bool, resident: bool, budget_bytes: int) -> bool:
+        """Put a chunk's weights, and with `state` its states, on the device if that fits; whether it did."""
+        model, facts = self.model, self.model.work.chunks[chunk]
+        resident = resident or self.resident[chunk]
+        constant, curve, temporary = self._constant, self._curve, self._temporary
+        if self.weight[chunk]:
+            constant -= self._weight_bytes(chunk, self.resident[chunk])
+        constant += self._weight_bytes(chunk, resident)
+        streamed = self.streamed - (resident and not self.resident[chunk])
+        outsized, grad_chunks = self._outsized, self._grad_chunks
+        opened, open_max = self._open, self._open_max
+        if state and facts.trainable and not self.state[chunk]:
+            constant += self._states[chunk]
+            curve = curve + model.waiting_gradients[chunk]
+            temporary = max(temporary, float(model.temporaries[chunk]))
+            if facts.grad_slots is None or model.setting.world_size > 1:
+                pass  # its gradients take the same way as before
+            elif facts.outsized:
+                outsized = tuple(c for c in outsized if c != chunk)
+            else:
+                opened = opened.copy()
+                opened[facts.grad_slots[0] : facts.grad_slots[1] + 1] -= 1
+                open_max, grad_chunks = int(opened.max()), grad_chunks - 1
+        stepped = self._stepped or (state and facts.trainable)
+        in_flight = bool(outsized or grad_chunks) or (stepped and model.setting.accumulation > 1)
+        over_time = self._peak_over_time(curve, temporary, in_flight)
+        if over_time + constant + self._pool(streamed, open_max, grad_chunks, outsized) > budget_bytes:
+            return False
+        self._constant, self._curve, self._temporary, self._curve_peak = constant, curve, temporary, over_time
+        self._open, self._open_max, self._outsized, self._grad_chunks = opened, open_max, outsized, grad_chunks
+        self.streamed, self._stepped = streamed, stepped
+        self.weight[chunk] = True
+        self.resident[chunk] = resident
+        self.state[chunk] = self.state[chunk] or state or not facts.trainable
+        return True
+
+    def move_all(self, chunks: Iterable[int], *, state: bool, resident: bool, budget_bytes: int) -> None:
+        """Walk `chunks` and move each that still fits."""
+        slack = budget_bytes - self.peak_bytes()
+        for chunk in chunks:
+            least = self.least_bytes(chunk, state=state, resident=resident)
+            if least > slack + self._most_given_back(resident):
+                continue
+            if self.move(chunk, state=state, resident=resident, budget_bytes=budget_bytes):
+                slack = budget_bytes - self.peak_bytes()
+
+    def _most_given_back(self, resident: bool) -> int:
+        """The most that moving one chunk can free: its block, its gradient block, the room of gradients in flight."""
+        block = self.model.work.packing.block_bytes
+        freed = block if resident and self.give_back and self.streamed <= self.blocks else 0
+        if self.model.setting.world_size == 1:  # with more ranks gradients are gathered wherever their states live
+            freed += block if self._grad_chunks else 0
+            freed += self.model.outsized_grad_bytes(self._outsized)
+            if self._grad_chunks + len(self._outsized) == 1:
+                freed += self.model.work.facts.largest_grad_bytes
+        return freed
+
+    def squeeze(self, budget_bytes: int) -> bool:
+        """While the peak is above the budget, make moves that lower it; whether it is within the budget then.
+
+        A chunk on the device can free more than it takes, such as a gradient block that only it kept open.
+        """
+        resident = self.model.setting.world_size == 1
+        while (peak := self.peak_bytes()) > budget_bytes:
+            for chunk in range(len(self.weight)):
+                if not self.state[chunk]:
+                    lower = self.peak_bytes() - 1
+                    self.move_all([chunk], state=True, resident=resident, budget_bytes=lower)
+                    if self.peak_bytes() <= budget_bytes:
+                        return True
+            if self.peak_bytes() == peak:
+                return False
+        return True
+
+    def least_bytes(self, chunk: int, *, state: bool, resident: bool) -> int:
+        """Bytes that a move adds to the device, gradients and blocks not counted."""
+        here = self._weight_bytes(chunk, self.resident[chunk]) if self.weight[chunk] else 0
+        there = self._weight_bytes(chunk, resident or self.resident[chunk])
+        states = self._states[chunk] if state and not self.state[chunk] else 0
+        return there - here + states
+
+    def _weight_bytes(self, chunk: int, resident: bool) -> int:
+        return self._weights[chunk][resident]
+
+    def _peak_over_time(self, curve: Floats, temporary: float, in_flight: bool) -> int:
+        running = curve[:-1] + self.model.transient[:-1] if in_flight else curve[:-1]
+        return max(int(running.max()), int(curve[-1] + temporary))
+
+    def _pool(self, streamed: int, open_max: int, grad_chunks: int, outsized: Sequence[int]) -> int:
+        blocks = min(self.blocks, streamed) if self.give_back else self.blocks
+        grad_blocks = min(open_max + self.model.setting.overlap, grad_chunks) if grad_chunks else 0
+        pool = (blocks + grad_blocks) * self.model.work.packing.block_bytes
+        return pool + self.model.outsized_grad_bytes(outsized)
+
+
+def by_saving(model: MemoryModel, loads: Sequence[int], *, whole: bool) -> list[int]:
+    """Chunks by link bytes saved per device byte, most first; equal ones in order of use.
+
+    Args:
+        loads: per chunk, its loads in one step.
+        whole: weights and states move together; otherwise weights alone.
+    """
+    chunks = range(len(loads))
+    facts = model.work.chunks
+    shards, grads = model.shard_bytes.tolist(), model.grad_shard_bytes.tolist()
+    home = _RESIDENT if model.setting.world_size == 1 else _SHARDS
+    cost = (model.device_weights[:, home] + model.device_states[:, home]).tolist()
+
+    def saving(chunk: int) -> float:
+        if whole:
+            return float((loads[chunk] * shards[chunk] + grads[chunk]) / max(cost[chunk] + grads[chunk], 1))
+        upload = shards[chunk] if facts[chunk].trainable and facts[chunk].grad_bytes else 0
+        return float((loads[chunk] * shards[chunk] - upload) / max(shards[chunk], 1))
+
+    return sorted(chunks, key=lambda chunk: (-saving(chunk), chunk))
+
+
+def loads_per_chunk(count: int, timeline: Sequence[tuple[int, int]]) -> list[int]:
+    """Loads by chunk id."""
+    return np.bincount([chunk for _, chunk in timeline], minlength=count).tolist() if timeline else [0] * count

@@ -1,0 +1,95 @@
+"""Many placements of one packing at once: what they need of device and host, and what they cannot beat, by NumPy.
+
+A *variant* gives every chunk one of its `possible_homes`, as a number of `HOMES`. The bytes are those of `MemoryModel`;
+the seconds are a lower bound of those of the time model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from elixir.plan import Home
+from elixir.search.problem import HOMES, RESIDENT, STATES, WEIGHTS, Codes, Floats, Ints, MemoryModel, Placement
+from elixir.search.simulator import SimulatedCost
+
+
+def possible_homes(model: MemoryModel, chunk: int, *, gathered: bool) -> tuple[int, ...]:
+    """Homes that a plan may give a chunk, as numbers of `HOMES`.
+
+    With several ranks either all chunks are resident or (but for outsized ones) none: where the rCache has nothing to
+    do it does not walk, reductions wait for it, and the gradients of resident chunks would need ever more blocks.
+
+    Args:
+        model: memory of the packing.
+        chunk: its id.
+        gathered: with several ranks, whether all are resident.
+    """
+    facts, several = model.work.chunks[chunk], model.setting.world_size > 1
+    found: tuple[Home, ...] = (Home.RESIDENT_HOST, Home.RESIDENT)
+    if several and not gathered and not facts.outsized:
+        found = (Home.HOST, Home.DEVICE_HOST, Home.DEVICE)
+    elif not several and not facts.outsized:
+        found = (Home.HOST, *found)
+    return tuple(HOMES.index(home) for home in found if facts.trainable or home.without_states)
+
+
+@dataclass(frozen=True)
+class Look:
+    """An estimate of variants, an entry for each."""
+
+    blocks: Ints
+    """As many rCache blocks as fit the device next to the rest, at most one per streamed chunk; -1: the rest does not.
+    """
+    host_bytes: Ints
+    """Where states may spill to a disk, what they need at least: without those on the host."""
+    floor_s: Floats
+    """No step is faster."""
+
+
+class Variants:
+    """The placements of one packing.
+
+    Args:
+        model: memory of the packing.
+        cost: the time model.
+        gathered: see `possible_homes`.
+    """
+
+    def __init__(self, model: MemoryModel, cost: SimulatedCost, *, gathered: bool = False) -> None:
+        self.model, self.cost = model, cost
+        chunks = range(len(model.work.chunks))
+        self.homes = [possible_homes(model, chunk, gathered=gathered) for chunk in chunks]
+
+    def codes(self, placement: Placement) -> Codes | None:
+        """The variant that a placement is, as one row; None where it is none."""
+        possible = all(code in homes for code, homes in zip(placement.codes.tolist(), self.homes, strict=True))
+        return placement.codes if possible else None
+
+    def look(self, codes: Codes, device_bytes: int, chunks: Ints | None = None) -> Look:
+        """Bytes and least seconds of the variants.
+
+        Args:
+            codes: the variants.
+            device_bytes: budget of the device.
+            chunks: those that the columns of `codes` stand for; all by default. Of some chunks, the others being left
+                out: all with these homes need no less and are no faster.
+        """
+        model = self.model
+        some = np.arange(len(self.homes)) if chunks is None else chunks
+        spare = device_bytes - model.device(codes, chunks).rest_bytes
+        streamed = (~RESIDENT[codes]).sum(axis=1) + len(self.homes) - len(some)
+        block_bytes = model.work.packing.block_bytes
+        fitting = np.minimum(spare // block_bytes, streamed) if block_bytes else np.zeros_like(spare)
+        blocks = np.where(spare < 0, -1, fitting)
+        host = model.host(codes, chunks)
+        if model.setting.spill:
+            host["optimizer_states"] = np.zeros_like(spare)
+        return Look(
+            blocks=blocks,
+            host_bytes=np.sum(list(host.values()), axis=0),
+            floor_s=self.cost.floor_s(
+                model.work, some, RESIDENT[codes], WEIGHTS[codes], STATES[codes], np.maximum(blocks, 0)
+            ),
+        )

@@ -1,0 +1,145 @@
+"""All that one search looks at: the trace in the forms it needs, the budgets, and the sizes worth packing with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from elixir.hardware import HardwareProfile
+from elixir.search.problem import (
+    MIN_CHUNK_BYTES,
+    MemoryModel,
+    ParamTable,
+    Setting,
+    StepFacts,
+    Workload,
+    minimum_waste_size,
+    round_up,
+)
+from elixir.search.simulator import SimulatedCost
+from elixir.step_trace import StepTrace
+
+FEWEST_CHUNKS = 16
+"""Small models get chunks below `MIN_CHUNK_BYTES`, so that there are about so many to place."""
+MAX_OUTSIZED = 4
+"""Capacities below the largest parameters are tried as long as no more parameters than this become outsized."""
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """The memory that a plan may use."""
+
+    device_bytes: int
+    """Bytes of one device."""
+    host_bytes: int
+    """Bytes of one machine, all its ranks together."""
+    disk_bytes: int = 0
+    """Likewise; 0: no disk."""
+    device_reserve_bytes: int = 0
+    """Bytes of one device, kept back for what no plan counts; not in `device_bytes`."""
+    host_reserve_bytes: int = 0
+    """Bytes of one machine, likewise."""
+
+
+class SearchSpace:
+    """One trace on one machine, ready to be searched.
+
+    Args:
+        trace: the step.
+        hardware: the machine.
+        setting: world size, states, overlap.
+        cost: the time model; `SimulatedCost` by default.
+    """
+
+    def __init__(
+        self, trace: StepTrace, hardware: HardwareProfile, setting: Setting, cost: SimulatedCost | None = None
+    ) -> None:
+        self.trace = trace
+        self.hardware = hardware
+        self.setting = setting
+        self.cost: SimulatedCost = cost or SimulatedCost(trace, hardware, setting)
+        self.table = ParamTable(trace, setting.world_size)
+        self.facts = StepFacts(trace)
+        self._models: dict[int, MemoryModel] = {}
+        self._by_chunks: dict[tuple[tuple[tuple[int, ...], bool], ...], MemoryModel] = {}
+
+    def model(self, capacity_bytes: int) -> MemoryModel:
+        """Memory model (and in it workload and packing) for a capacity; capacities that pack alike share one."""
+        found = self._models.get(capacity_bytes)
+        if found is None:
+            packing = self.table.pack(capacity_bytes)
+            key = tuple((chunk.parameters, chunk.outsized) for chunk in packing.chunks)
+            found = self._by_chunks.get(key)
+            if found is None:
+                found = self._by_chunks[key] = MemoryModel(Workload(self.facts, packing), self.setting)
+            self._models[capacity_bytes] = found
+        return found
+
+    @cached_property
+    def waste_size(self) -> int:
+        """`minimum_waste_size` of the model."""
+        return minimum_waste_size(self.table)
+
+    @cached_property
+    def smallest_size(self) -> int:
+        """Below this, chunks would be too small for the link, or needlessly many."""
+        wanted = min(MIN_CHUNK_BYTES, self.table.total_bytes // FEWEST_CHUNKS)
+        return round_up(max(wanted, 1), self.table.unit_bytes)
+
+    def sizes(self, *, outsized: bool) -> tuple[int, ...]:
+        """Capacities to try, smallest first: sizes of large parameters, parts and multiples of a layer, least waste.
+
+        Args:
+            outsized: also try capacities that leave up to `MAX_OUTSIZED` parameters outsized.
+        """
+        table = self.table
+        largest, layer = table.largest_bytes, (table.layer_bytes or (table.total_bytes,))[0]
+        tried = [largest, 2 * largest, 3 * largest, self.waste_size]
+        tried += [layer // 4, layer // 3, layer // 2, layer, 2 * layer]
+        tried += [self.smallest_size, 2 * self.smallest_size, 4 * self.smallest_size]
+        if outsized:
+            tried += self._param_sizes()[1 : MAX_OUTSIZED + 1]
+        return self._kept(tried, self.smallest_size, outsized=outsized)
+
+    def tiers(self, placement: str, *, all_sizes: bool) -> tuple[Callable[[], tuple[int, ...]], ...]:
+        """Groups of capacities, each to be tried only where nothing fits with those before it.
+
+        Args:
+            placement: only ``auto`` allows outsized parameters.
+            all_sizes: False gives the size of least waste alone.
+        """
+        if not all_sizes:
+            return (lambda: (self.waste_size,),)
+        outsized = placement == "auto"
+        return (
+            lambda: self.sizes(outsized=outsized),
+            lambda: self.tiny_sizes(outsized=outsized),
+            self.grid_sizes,
+        )
+
+    def grid_sizes(self) -> tuple[int, ...]:
+        """Every capacity of the first Elixir's grid that packs differently, as tight as its packing allows."""
+        survey = self.table.grid
+        return tuple(np.unique(survey.block_bytes[survey.distinct()]).tolist())
+
+    def tiny_sizes(self, *, outsized: bool) -> tuple[int, ...]:
+        """Capacities below `smallest_size`, for when nothing else fits."""
+        sizes = [size for size in self._param_sizes()[: MAX_OUTSIZED + 1] if size < self.smallest_size]
+        return self._kept(sizes, 1, outsized=outsized)
+
+    def _param_sizes(self) -> list[int]:
+        """Distinct parameter sizes, largest first, while few parameters are larger."""
+        return sorted({round_up(size, self.table.unit_bytes) for size in self.table.aligned}, reverse=True)
+
+    def _kept(self, sizes: Iterable[int], smallest: int, *, outsized: bool) -> tuple[int, ...]:
+        whole = round_up(self.table.total_bytes, self.table.unit_bytes)
+        kept = set()
+        for size in sizes:
+            rounded = min(round_up(max(size, smallest), self.table.unit_bytes), whole)
+            larger = sum(amount > rounded for amount in self.table.aligned)
+            if larger == 0 or (outsized and larger <= MAX_OUTSIZED):
+                kept.add(rounded)
+        return tuple(sorted(kept))

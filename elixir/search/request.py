@@ -1,0 +1,175 @@
+"""`SearchRequest`: everything that can be asked of a search, checked once and passed on as one object.
+
+An option is a field here, read where it matters. The searches, `elixir.wrap`, `sweep`, `fit` and the command line take
+their options from these fields, so that a new one needs no change there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, Literal, TypeVar, get_args
+
+from elixir.errors import InputError, InputTypeError, unknown_name
+from elixir.optimizer_states import state_size
+from elixir.plan import check_step_in_backward
+from elixir.units import parse_bytes
+
+HomeChoice = Literal["auto", "cuda", "cpu"]
+SearchName = Literal["optimal", "minimum_waste"]
+Size = str | int | None
+"""Bytes, or text such as ``"80GiB"``."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+MOST_RANKS = 1 << 20
+"""More than any machine has; with more, the padding that makes shards equal would outgrow the models."""
+FREE_HERE = "free"
+"""As a size of host memory: what is free on the machine that plans."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchRequest:
+    """The question of a search: all its options, checked.
+
+    Raises:
+        InputError, InputTypeError: a value makes no sense, or two exclude each other.
+    """
+
+    world_size: int
+    """Ranks, one device each; `HardwareProfile.devices_per_host` of them share a machine."""
+    optimizer_type: str = "Adam"
+    """Family whose states are counted, such as ``Adam`` or ``SGD``."""
+    overlap: bool = True
+    """Transfers run while compute does, with prefetch. If only that makes a plan too large, it goes without."""
+    device_memory: Size = None
+    """Budget of one device. None: what is free or what the profile says, less a reserve (`elixir.search.budgets`)."""
+    host_memory: Size = None
+    """Budget of one machine, all its ranks together. None: likewise; ``"free"``: what is free on the machine that
+    plans."""
+    placement: HomeChoice = "auto"
+    """``cuda`` keeps weights and states of every chunk on the device, ``cpu`` all of them on the host."""
+    accumulation: int = 1
+    """Batches per optimizer step, each like the one that is traced. `search_batches` finds the best number."""
+    disk_memory: Size = None
+    """Budget of the disk of one machine, for states that neither device nor host can hold; None: they may not live
+    there. Such a plan can be looked at and simulated; `ElixirModule` does not run it yet."""
+    moments: str = "float32"
+    """How Adam's are kept, wherever they live: ``float32``, ``bfloat16`` (half the bytes) or ``8bit`` (a quarter). The
+    run steps with these; docs/design/kernels.md says how far weights differ."""
+    step_in_backward: bool = False
+    """The host updates chunks while backward still runs. For steps of one backward, without clipping and without loss
+    scaling; docs/training.md says what else cannot be done between backward and step."""
+    clipping: bool | None = None
+    """Whether the run clips gradients by their norm, which a step has to read. None: it does, unless
+    `step_in_backward`."""
+    device_reserve: Size = None
+    """How much of one device is kept back where `device_memory` is None; None: enough for what a plan does not
+    count."""
+    host_reserve: Size = None
+    """Likewise of one machine, where `host_memory` is None."""
+    search: SearchName = "optimal"
+    """``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least."""
+
+    def __post_init__(self) -> None:
+        check_count("world_size", self.world_size)
+        if self.world_size > MOST_RANKS:
+            raise InputError(f"world_size must be at most {MOST_RANKS:,}, got {self.world_size:,}")
+        check_count("accumulation", self.accumulation)
+        for name, known in (("placement", get_args(HomeChoice)), ("search", get_args(SearchName))):
+            if getattr(self, name) not in known:
+                raise InputError(f"{name} must be one of {list(known)}, got {getattr(self, name)!r}")
+        state_size(self.optimizer_type, self.moments)
+        for name in ("device_memory", "host_memory", "disk_memory", "device_reserve", "host_reserve"):
+            size = getattr(self, name)
+            if size is not None and not (name == "host_memory" and size == FREE_HERE):
+                parse_bytes(size)
+        for which in ("device", "host"):
+            memory, reserve = getattr(self, f"{which}_memory"), getattr(self, f"{which}_reserve")
+            if memory is not None and memory != FREE_HERE and reserve is not None:
+                raise InputError(
+                    f"{which}_memory={memory!r} is taken as given, so nothing is kept back of it; leave out "
+                    f"{which}_reserve="
+                    f"{reserve!r}, or leave out {which}_memory to keep that much back of what is there"
+                )
+        if self.clipping is not None and not isinstance(self.clipping, bool):
+            raise InputTypeError(f"clipping must be True, False or None, got {self.clipping!r}")
+        if self.step_in_backward:
+            check_step_in_backward("as built", self.accumulation)
+            if self.clipping:
+                raise InputError(
+                    "clipping needs the norm of all gradients before the first update, and step_in_backward updates "
+                    "before "
+                    "that; plan with one of the two"
+                )
+
+    @classmethod
+    def of(cls, asked: SearchRequest | int, **options: Any) -> SearchRequest:
+        """The request that `options` change, or a new one for so many ranks.
+
+        Raises:
+            InputError, InputTypeError: as for the class; an option is unknown, the error names the nearest.
+        """
+        check_options("option of a search", options, OPTIONS)
+        return replace(asked, **options) if isinstance(asked, SearchRequest) else cls(world_size=asked, **options)
+
+
+OPTIONS = tuple(field.name for field in fields(SearchRequest))
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuse what is no whole number from 1 on."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputTypeError(f"{name} must be a whole number, got {value!r}")
+    if value < 1:
+        raise InputError(f"{name} must be 1 or larger, got {value}")
+
+
+def check_options(kind: str, given: Collection[str], known: Collection[str]) -> None:
+    """Refuse a keyword that is not known: an `InputTypeError` that names the nearest."""
+    for name in given:
+        if name not in known:
+            raise InputTypeError(str(unknown_name(kind, name, known)))
+
+
+def options_of(options: type, *, without: Collection[str] = ()) -> dict[str, inspect.Parameter]:
+    """The fields of a dataclass of options as parameters, but for some."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return {
+        field.name: inspect.Parameter(
+            field.name,
+            kind,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=field.type,
+        )
+        for field in fields(options)
+        if field.name not in without
+    }
+
+
+def takes(parameters: Collection[inspect.Parameter]) -> Callable[[Function], Function]:
+    """Decorates a function of ``(*given, **options)``: `help` and `inspect.signature` show `parameters`, which hold."""
+
+    def shown(function: Function) -> Function:
+        returned = function.__annotations__.get("return", inspect.Signature.empty)
+        signature = inspect.Signature(list(parameters), return_annotation=returned)
+        setattr(function, "__signature__", signature)  # noqa: B010 - a function has no such attribute for type checkers
+        return function
+
+    return shown
+
+
+def bound(function: Callable[..., Any], given: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, defaults included, of a function that `takes` them.
+
+    Raises:
+        InputTypeError: an argument is unknown, missing, or given twice.
+    """
+    signature = inspect.signature(function)
+    check_options(f"argument of {function.__name__}", options, signature.parameters)
+    try:
+        arguments = signature.bind(*given, **options)
+    except TypeError as error:
+        raise InputTypeError(f"{function.__name__}: {error}") from None
+    arguments.apply_defaults()
+    return arguments.arguments

@@ -1,0 +1,127 @@
+"""How long gathers and reductions take among ranks that nobody has measured: latency and bandwidth, by algorithm.
+
+An all-gather of a buffer leaves it whole on every rank, each of which brought one part; a reduce-scatter is the same
+read backwards, so one formula serves both (the cost of adding up is left out). With p ranks on H hosts,
+G per host, n bytes of the whole buffer, a latency per step within a host and between hosts, and bandwidths B:
+
+* ring: every rank passes on what it got last, p - 1 steps. A part crosses H - 1 host borders and p - H links within
+  hosts, and every link carries (p - 1)/p of n, so the slowest one sets the pace.
+* tree: recursive doubling (halving, for a reduction), log2 p steps. Between hosts first, while the parts are small:
+  (H - 1)/H of n through each host's network; then within hosts, (G - 1)/G of n.
+
+Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", Int. J.
+of High Performance Computing Applications 19(1), 2005, sections 4.1 and 4.2; NCCL's own estimate, src/graph/tuning.cc
+(latencies per step, and that NCCL gathers and reduce-scatters in rings).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from elixir.errors import InputError
+
+Algorithm = Literal["ring", "tree"]
+
+# NCCL, src/graph/tuning.cc (commit 01afd20), protocol "Simple", algorithm ring.
+NCCL_CALL_S = 8.4e-6
+"""Once per collective: `baseLat`."""
+NVLINK_STEP_S = 3.4e-6
+"""Per step within a host: `hwLat` for NVLink. Over PCIe it is 5.7e-6."""
+NETWORK_STEP_S = 9.6e-6
+"""Per step between hosts: `hwLat` for the network."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks of a collective and what lies between them.
+
+    Raises:
+        InputError: a number is not positive (latencies: negative), or several hosts have no network.
+    """
+
+    ranks: int
+    ranks_per_host: int
+    """At most; the last host may have fewer."""
+    host_bytes_per_s: float
+    """Within a host, per rank and direction."""
+    network_bytes_per_s: float | None = None
+    """Between hosts, per host and direction, all its network cards together; not needed for one host."""
+    call_s: float = 0.0
+    """Once per collective."""
+    host_step_s: float = 0.0
+    """Latency of a step within a host."""
+    network_step_s: float = 0.0
+    """Latency of a step between hosts."""
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "ranks_per_host", "host_bytes_per_s"):
+            check_positive(name, getattr(self, name))
+        for name in ("call_s", "host_step_s", "network_step_s"):
+            check_not_negative(name, getattr(self, name))
+        if self.network_bytes_per_s is not None:
+            check_positive("network_bytes_per_s", self.network_bytes_per_s)
+        elif self.hosts > 1:
+            raise InputError(
+                f"{self.ranks} ranks, {self.ranks_per_host} per host, span {self.hosts} hosts, and the bandwidth "
+                "between "
+                "hosts is not known; give network_bytes_per_s (per host and direction, such as 50e9 for 400 Gbit/s)"
+            )
+
+    @property
+    def hosts(self) -> int:
+        """Number of machines."""
+        return -(-self.ranks // self.ranks_per_host)
+
+
+def gather_s(nbytes: float, cluster: Cluster, algorithm: Algorithm = "ring") -> float:
+    """Seconds of an all-gather, or a reduce-scatter, of a buffer of `nbytes` in total.
+
+    >>> round(gather_s(8e9, Cluster(ranks=8, ranks_per_host=8, host_bytes_per_s=1e9)), 6)
+    7.0
+
+    Raises:
+        InputError: `nbytes` is negative or not finite, or the algorithm is unknown.
+    """
+    check_not_negative("nbytes", nbytes)
+    if algorithm not in get_args(Algorithm):
+        raise InputError(f"algorithm must be one of {list(get_args(Algorithm))}, got {algorithm!r}")
+    if cluster.ranks == 1 or not nbytes:
+        return 0.0
+    return cluster.call_s + (_ring_s if algorithm == "ring" else _tree_s)(nbytes, cluster)
+
+
+def _ring_s(nbytes: float, cluster: Cluster) -> float:
+    ranks, hosts = cluster.ranks, cluster.hosts
+    bytes_per_s = cluster.host_bytes_per_s
+    if hosts > 1 and cluster.network_bytes_per_s is not None:
+        slowest = cluster.network_bytes_per_s
+        # With one rank per host no link within a host is on the way.
+        bytes_per_s = min(bytes_per_s, slowest) if cluster.ranks_per_host > 1 else slowest
+    latency = (ranks - hosts) * cluster.host_step_s + (hosts - 1) * cluster.network_step_s
+    return latency + (ranks - 1) / ranks * nbytes / bytes_per_s
+
+
+def _tree_s(nbytes: float, cluster: Cluster) -> float:
+    seconds, hosts = 0.0, cluster.hosts
+    members = -(-cluster.ranks // hosts)
+    if hosts > 1 and cluster.network_bytes_per_s is not None:
+        seconds += _doubling_s(nbytes, hosts, cluster.network_step_s, cluster.network_bytes_per_s)
+    return seconds + _doubling_s(nbytes, members, cluster.host_step_s, cluster.host_bytes_per_s)
+
+
+def _doubling_s(nbytes: float, members: int, step_s: float, bytes_per_s: float) -> float:
+    return math.ceil(math.log2(members)) * step_s + (members - 1) / members * nbytes / bytes_per_s
+
+
+def check_positive(name: str, value: object) -> None:
+    """`InputError` unless `value` is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise InputError(f"{name} must be a finite number above 0, got {value!r}")
+
+
+def check_not_negative(name: str, value: object) -> None:
+    """`InputError` unless `value` is a finite number, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise InputError(f"{name} must be a finite number, 0 or more, got {value!r}")

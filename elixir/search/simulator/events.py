@@ -1,0 +1,291 @@
+"""Seconds of every piece of work of a packing, and what happens where in the trace's compute under a placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from elixir.schedule import StepSchedule
+from elixir.search.problem import Floats, Ints, Placement, Workload
+from elixir.search.simulator.rates import Rates
+
+LOAD, USE, OPEN, SEND, BACKWARD, ENTRY = range(6)
+"""Kinds of events when compute comes to a place: the cache loads a chunk; a chunk is used for the first time since; its
+first gradient arrives; its last has; forward is over; an entry of the order begins (it stands for the chunk then)."""
+
+_PLACES = 16
+"""Places within one access of the trace, in order: see `_AT`."""
+_AT = {"forward over": 0, "backward": 1, "entry": 2, "load": 3, "use": 4, "gradient": 5}
+
+
+@dataclass(frozen=True)
+class Events:
+    """Events of forward and backward, in order."""
+
+    kinds: list[int]
+    chunks: list[int]
+    compute_s: list[float]
+    """The trace's own compute before each, waits not counted."""
+    total_s: float
+
+
+class WorkTimes:
+    """One packing of one trace on one machine; made once, for any number of placements.
+
+    Args:
+        work: the packing.
+        rates: of the machine.
+        events_s: compute seconds of every access of the trace.
+        block_bytes: size of a gradient block.
+        disk_bytes: by chunk, what one rank keeps of it on the disk if its states live there.
+    """
+
+    def __init__(
+        self, work: Workload, rates: Rates, events_s: Floats, block_bytes: int, disk_bytes: Sequence[int] = ()
+    ) -> None:
+        self.work, self.rates, self.world_size = work, rates, rates.world_size
+        size = np.array([chunk.bytes for chunk in work.chunks], dtype=np.int64)
+        numel = np.array([chunk.numel for chunk in work.chunks], dtype=np.int64) // self.world_size
+        shard = size // self.world_size
+        self.bytes: list[int] = size.tolist()
+        self.shard_bytes: list[int] = shard.tolist()
+        self.rounded = [chunk.low_precision for chunk in work.chunks]
+        """Whether new weights are rounded by the host where they live on the device."""
+        self.pooled: list[bool] = (size <= block_bytes).tolist()
+        self.fetch_s: list[float] = rates.fetch(shard).tolist()
+        self.device_copy_s: list[float] = rates.device_copy(size).tolist()
+        self.gather_s: list[float] = rates.gather(size).tolist()
+        self.reduce_s: list[float] = rates.reduce(size).tolist()
+        self.offload_s: list[float] = rates.offload(shard).tolist()
+        self.deliver_on_device_s: list[float] = rates.device_copy(shard).tolist()
+        self.add_on_host_s: list[float] = rates.host_add(shard).tolist()
+        self.add_on_device_s: list[float] = rates.device_memory(shard).tolist()
+        self.norm_s: list[float] = rates.device_memory(shard).tolist()
+        """One reading of the gradients, for the norm that clipping needs."""
+        # New weights return, or weights are fetched again, while the host steps other chunks.
+        self.host_adam_s: list[float] = rates.host_step(numel, shard).tolist()
+        self.host_adam_in_backward_s: list[float] = rates.host_step(numel, 2 * shard).tolist()
+        """Likewise, while gradients of other chunks come down as well."""
+        self.device_adam_s: list[float] = rates.device_step(numel, self.rounded).tolist()
+        self.disk_bytes = tuple(disk_bytes)
+        self._before_s = np.concatenate(([0.0], np.cumsum(events_s)))
+        self._index_order()
+        self._index_gradients()
+
+    def _index_order(self) -> None:
+        work = self.work
+        order = work.order
+        self.phases = [use.phase for use in order]
+        self.entry_chunks = [use.chunks for use in order]
+        with_parameters = np.flatnonzero([bool(event.parameters) for event in work.facts.trace.accesses])
+        _, first = np.unique(np.array(work.entry_of), return_index=True)
+        # One access after the last, for what happens at the end.
+        self._access_of = np.append(with_parameters[first], len(self._before_s) - 1)
+        entries = len(order)
+        several = len(work.chunks)
+        self._lone_chunk = np.array(
+            [use.chunks[0] if len(use.chunks) == 1 else several for use in order], dtype=np.int64
+        )
+        used = [(chunk, entry) for entry, chunks in enumerate(self.entry_chunks) for chunk in chunks]
+        self._stride, self._behind = entries + 1, 2 * (entries + 1)
+        self._use_keys: Ints = np.array(sorted(chunk * self._stride + entry for chunk, entry in used), dtype=np.int64)
+        first_use: dict[int, int] = {}
+        for chunk, entry in used:
+            first_use.setdefault(chunk, entry)
+        self._first_use = first_use
+        with_gradient = [index for index, chunk in enumerate(work.chunks) if chunk.grad_bytes]
+        self.update_order = sorted(with_gradient, key=lambda index: (first_use.get(index, entries), index))
+        """Chunks that the optimizer steps, in the order in which the next forward asks for them."""
+
+    def _index_gradients(self) -> None:
+        """Where first and last gradients arrive. Within one access, chunks in falling order, as they are sent."""
+        parameters = self.work.facts.trace.parameters
+        found: list[tuple[int, int, int, int]] = []
+        for index in self.update_order:
+            members = self.work.packing.chunks[index].parameters
+            events = [event for member in members if (event := parameters[member].grad_event) is not None]
+            entry = self.work.grad_entry(index) or 0
+            found += [(min(events), -index, OPEN, entry), (max(events), -index, SEND, entry)]
+        rows = np.array(sorted(found), dtype=np.int64).reshape(-1, 4)
+        self._grad_entry: Ints = rows[:, 3]
+        self._grad_access, self._grad_chunk, self._grad_kind = rows[:, 0], -rows[:, 1], rows[:, 2]
+
+    @cached_property
+    def disk_read_s(self) -> list[float]:
+        """Seconds of its states, by chunk; `InputError` if the profile does not know the disk."""
+        found: list[float] = self.rates.disk_read(self.disk_bytes).tolist()
+        return found
+
+    @cached_property
+    def disk_write_s(self) -> list[float]:
+        """Likewise."""
+        found: list[float] = self.rates.disk_write(self.disk_bytes).tolist()
+        return found
+
+    @property
+    def total_s(self) -> float:
+        """The trace's own compute."""
+        return float(self._before_s[-1])
+
+    @property
+    def before_backward_s(self) -> float:
+        """That of it which lies before backward."""
+        return float(self._before_s[self._access_of[self.work.first_backward]])
+
+    def before_first_use_s(self, chunk: int) -> float:
+        """That of it which lies before the first use of a chunk; all where it has none."""
+        entry = self._first_use.get(chunk)
+        return self.total_s if entry is None else float(self._before_s[self._access_of[entry]])
+
+    @property
+    def without_updates_s(self) -> float:
+        """That of it between the last first use in forward of a chunk that is trained, and the first chunk's last
+        gradient.
+
+        Whatever is updated is updated before the one, and the next updates begin after the other.
+        """
+        entries = [self._first_use.get(chunk, self.work.first_backward) for chunk in self.update_order]
+        last = max((entry for entry in entries if entry < self.work.first_backward), default=self.work.first_backward)
+        last_use_s = float(self._before_s[self._access_of[last]])
+        sent = self._grad_access[self._grad_kind == SEND]
+        first_gradient_s = float(self._before_s[sent.min() + 1]) if len(sent) else self.before_backward_s
+        return max(0.0, first_gradient_s - last_use_s)
+
+    def events(
+        self,
+        placement: Placement,
+        schedule: StepSchedule,
+        loads: Sequence[tuple[int, int]],
+        *,
+        updated: bool,
+        record: bool = False,
+    ) -> Events:
+        """Events of forward and backward of one batch.
+
+        Args:
+            placement: homes of the chunks.
+            schedule: the order without the resident chunks.
+            loads: (position, chunk), in order.
+            updated: a step came before, so resident chunks may have to wait for their weights.
+            record: entries as well.
+        """
+        reached = self._reached(placement.resident, schedule)
+        end = len(self._before_s) - 1
+        loaded = np.array(loads, dtype=np.int64).reshape(-1, 2)
+        positions, chunks = loaded[:, 0], loaded[:, 1]
+        entries = reached[positions]
+        access = self._access_of[entries]
+        place = np.full(len(loaded), _AT["load"])
+        if self.world_size > 1:
+            # What forward did not come to is loaded when it is over.
+            backward = self.work.first_backward
+            place[(positions < backward) & (entries >= backward)] = _AT["forward over"]
+        parts = [(self._key(access, place, 2 * positions), np.full(len(loaded), LOAD), chunks)]
+        parts.append(self._uses(placement, entries, chunks, updated=updated))
+        parts.append(self._gradients(placement, schedule, reached))
+        backward_access = self._access_of[self.work.first_backward]
+        parts.append(_rows(self._key(np.atleast_1d(backward_access), _AT["backward"]), BACKWARD, [0]))
+        if record:
+            numbers = np.arange(len(self.entry_chunks))
+            parts.append(_rows(self._key(self._access_of[:-1], _AT["entry"]), ENTRY, numbers))
+        keys, kinds, chunks = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        order = np.argsort(keys, kind="stable")
+        access, place = np.divmod(keys[order] // self._behind, _PLACES)
+        # A gradient comes at the end of its access, everything else before.
+        compute_s = self._before_s[np.minimum(access + (place == _AT["gradient"]), end)]
+        return Events(
+            kinds[order].tolist(), chunks[order].tolist(), compute_s.tolist(), total_s=float(self._before_s[-1])
+        )
+
+    def _key(self, access: Ints, place: Ints | int, behind: Ints | int = 0) -> Ints:
+        """Sort keys of events: the access, the place in it, and there, twice the position of the order."""
+        key: Ints = (access * _PLACES + place) * self._behind + behind
+        return key
+
+    def _uses(self, placement: Placement, entries: Ints, chunks: Ints, *, updated: bool) -> tuple[Ints, Ints, Ints]:
+        """The first use of every loaded chunk, and of every resident one whose weights are being updated."""
+        wanted = chunks * self._stride + entries
+        at = np.searchsorted(self._use_keys, wanted)
+        found = self._use_keys[np.minimum(at, len(self._use_keys) - 1)]
+        good = (at < len(self._use_keys)) & (found // self._stride == chunks)
+        used, entry = chunks[good], found[good] % self._stride
+        if updated:
+            waiting = [
+                chunk
+                for chunk in self.update_order
+                if placement.resident[chunk]
+                and chunk in self._first_use
+                and (self.world_size > 1 or not placement.state_on_device[chunk])
+            ]
+            used = np.append(used, np.array(waiting, dtype=np.int64))
+            entry = np.append(entry, np.array([self._first_use[chunk] for chunk in waiting], dtype=np.int64))
+        return self._key(self._access_of[entry], _AT["use"]), np.full(len(used), USE), used
+
+    def _gradients(self, placement: Placement, schedule: StepSchedule, reached: Ints) -> tuple[Ints, Ints, Ints]:
+        """Gradients that go through blocks: all but those of one rank that stay next to resident weights."""
+        gathers = [
+            self.world_size > 1 or not (resident and state)
+            for resident, state in zip(placement.resident, placement.state_on_device, strict=True)
+        ]
+        kept = np.array(gathers, dtype=bool)[self._grad_chunk]
+        access, chunks, kinds = self._grad_access[kept], self._grad_chunk[kept], self._grad_kind[kept]
+        keys = self._key(access, _AT["gradient"])
+        if self.world_size > 1:
+            keys = self._in_order(keys, kinds, self._grad_entry[kept], schedule, reached)
+        return keys, kinds, chunks
+
+    def _in_order(self, keys: Ints, kinds: Ints, entries: Ints, schedule: StepSchedule, reached: Ints) -> Ints:
+        """Reductions come after the last loads before the last gradient (`ElixirModule._gradient_flow`)."""
+        sent = kinds == SEND
+        loading = np.flatnonzero([bool(window) for window in schedule.windows])
+        before = np.searchsorted(loading, entries[sent], side="right") - 1
+        behind = loading[before[before >= 0]]
+        loaded = np.zeros(len(before), dtype=np.int64)
+        loaded[before >= 0] = self._key(self._access_of[reached[behind]], _AT["load"], 2 * behind + 1)
+        ordered = keys.copy()
+        ordered[sent] = np.maximum.accumulate(np.maximum(keys[sent], loaded))
+        return ordered
+
+    def _reached(self, resident: Sequence[bool], schedule: StepSchedule) -> Ints:
+        """Per position of the order, the entry at which the cache walks there (`RCache._advance`).
+
+        Positions are left out as long as what is used lies in blocks for the position before; entries that use only
+        resident chunks do not walk. The number of entries stands for: never.
+        """
+        required, backward = schedule.policy.required, self.work.first_backward
+        lone = self._lone_chunk
+        streamed = ~np.append(np.array(resident, dtype=bool), False)[lone]  # those of several chunks are looked at
+        positions: list[int] = []
+        entries: list[int] = []
+        here, in_forward = -1, self.world_size > 1
+        current: tuple[int, ...] = ()
+        for entry in np.flatnonzero(streamed).tolist():
+            if in_forward and entry >= backward:
+                in_forward = False
+                if here < backward - 1:  # the end of forward walks to its end
+                    here, current = backward - 1, required[backward - 1]
+                    positions.append(here)
+                    entries.append(backward)
+            chunks = self.entry_chunks[entry]
+            if len(chunks) > 1:
+                chunks = tuple(chunk for chunk in chunks if not resident[chunk])
+                if not chunks:
+                    continue
+            first = chunks[0]
+            if first in current and (len(chunks) == 1 or set(chunks) <= set(current)):
+                continue
+            here += 1
+            while first not in required[here] or (len(chunks) > 1 and not set(chunks) <= set(required[here])):
+                here += 1
+            current = required[here]
+            positions.append(here)
+            entries.append(entry)
+        walks = np.searchsorted(np.array(positions, dtype=np.int64), np.arange(len(required)))
+        return np.append(np.array(entries, dtype=np.int64), len(required))[walks]
+
+
+def _rows(keys: Ints, kind: int, chunks: Ints | list[int]) -> tuple[Ints, Ints, Ints]:
+    return keys, np.full(len(keys), kind), np.asarray(chunks)

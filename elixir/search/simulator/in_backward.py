@@ -1,0 +1,58 @@
+"""Which chunks the host updates while backward still runs.
+
+The host's Adam takes one chunk after the other. In backward gradients come in the reverse of the order in which the
+next forward asks for the weights: if it took each as it comes, and were too slow, what forward needs first would come
+last. What is left until the optimizer's step, on the other hand, is updated in the order of forward.
+docs/design/search.md has the rule.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from elixir.search.problem import Placement, Workload
+
+
+def can_step(work: Workload, placement: Placement) -> frozenset[int]:
+    """Chunks that the host can update as soon as their gradients are there."""
+    return frozenset(
+        chunk
+        for chunk, on_device in enumerate(placement.state_on_device)
+        if not on_device and chunk not in placement.state_on_disk and work.can_step_in_backward(chunk)
+    )
+
+
+def worth_stepping(
+    home_s: Mapping[int, float], until_s: float, update_s: Sequence[float], update_order: Sequence[int]
+) -> frozenset[int]:
+    """Those with which the host works through backward and leaves what forward asks for last: updates have most time
+    there.
+
+    Whenever the host is free it takes, of all gradients that are home by then, those of the chunk that forward asks for
+    first. The others are left for it, should it come to be free again, or for the optimizer's step.
+
+    Args:
+        home_s: by chunk that can be stepped, when its gradients are home.
+        until_s: when the optimizer's step begins.
+        update_s: by chunk, seconds of its update.
+        update_order: chunks in the order in which forward asks for them.
+    """
+    place = {chunk: index for index, chunk in enumerate(update_order)}
+    coming = sorted((at_s, chunk) for chunk, at_s in home_s.items())
+    there: list[tuple[int, int]] = []
+    chosen: set[int] = set()
+    now_s, next_one = 0.0, 0
+    while now_s < until_s:
+        while next_one < len(coming) and coming[next_one][0] <= now_s:
+            heapq.heappush(there, (place[coming[next_one][1]], coming[next_one][1]))
+            next_one += 1
+        if there:
+            _, chunk = heapq.heappop(there)
+            chosen.add(chunk)
+            now_s += update_s[chunk]
+        elif next_one < len(coming):
+            now_s = coming[next_one][0]
+        else:
+            break
+    return frozenset(chosen)

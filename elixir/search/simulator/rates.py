@@ -1,0 +1,326 @@
+"""Seconds for an amount of work on one machine: the only place where the simulator asks a `HardwareProfile`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from elixir.hardware import HardwareProfile, RateFit, adam_threads, enough_threads
+from elixir.optimizer_states import MomentKind
+from elixir.search.problem import Floats
+from elixir.search.simulator.collectives import (
+    NCCL_CALL_S,
+    NETWORK_STEP_S,
+    NVLINK_STEP_S,
+    Algorithm,
+    Cluster,
+    check_not_negative,
+    check_positive,
+    gather_s,
+)
+from elixir.step_trace import StepTrace
+
+logger = logging.getLogger(__name__)
+
+_HOST_ADAM = re.compile(r"host_adam\.(\d+)(|\.all_ranks)")
+
+ADAM_TRAFFIC_BYTES: dict[MomentKind, int] = {
+    # Per element with bfloat16 weights: the gradient read (2), the master read and written (8), weights read as their
+    # cache line comes, and written (4); and the moments read and written.
+    "float32": 14 + 16,
+    "bfloat16": 14 + 8,
+    # The first of its two passes, which finds the scales, reads the gradient and the codes once more.
+    "8bit": 14 + 4 + 4,
+}
+DEVICE_ROUNDING_BYTES = 20
+"""Bytes of device memory, per element of a chunk in low precision with float32 moments, in addition to what
+``device_adam`` counts: its gradient is read (2) and written in float32 (4), multiplied in place by the factor of
+clipping or of the loss scale (4 + 4), and the new master is read (4) and written as a weight (2). Counted in
+`elixir.wrapper.step.chunk_optimizer`."""
+MEASURED_BFLOAT16_TRAFFIC_BYTES = 14
+"""Bytes an element in the fits of ``host_adam.bfloat16`` and ``device_adam.bfloat16``: weights, gradient and moments in
+bfloat16."""
+ARITHMETIC_NUMEL_PER_S: dict[MomentKind, float] = {"bfloat16": 0.64e9, "8bit": 0.205e9}
+"""Elements that a thread of the host computes a second if memory does not limit it, random bits for rounding included.
+
+Measured: benchmark/results/adam_speed.csv, compiled, half of what two cores of an EPYC of family 26 with AVX512 did."""
+
+
+def adam_share(moments: MomentKind) -> float:
+    """How many times faster than with float32 moments Adam steps, as far as memory limits it."""
+    return ADAM_TRAFFIC_BYTES["float32"] / ADAM_TRAFFIC_BYTES[moments]
+
+
+@dataclass(frozen=True)
+class Line:
+    """``latency_s + amount / per_s``, and nothing for nothing."""
+
+    latency_s: float
+    per_s: float
+
+    def __call__(self, amounts: npt.ArrayLike) -> Floats:
+        """Seconds, element by element."""
+        values = np.asarray(amounts, dtype=np.float64)
+        return np.where(values > 0, self.latency_s + values / self.per_s, 0.0)
+
+    def shared(self, users: int) -> Line:
+        """The rate that one of `users` gets if they work at the same time."""
+        return replace(self, per_s=self.per_s / users)
+
+    def at_most(self, per_s: float) -> Line:
+        """No faster than `per_s`."""
+        return replace(self, per_s=min(self.per_s, per_s))
+
+
+class Rates:
+    """Rates of the simulator's resources, for one rank while all ranks work.
+
+    Fits of the profile are taken if it has them, otherwise its plain rates. Ranks of one machine share the host's Adam
+    and its memory's bandwidth, unless the profile has measured all of them at once; its disk they share in any case.
+
+    Args:
+        hardware: the machine.
+        dtype: of most parameters, in which matrices are multiplied.
+        world_size: number of ranks.
+        ranks_per_host: how many of them share a machine.
+        network_bytes_per_s: between machines, per machine and direction. None: the profile's; where it knows none, as
+            fast as between the devices of one machine (`say_if_network_unknown`).
+        network_latency_s: of one step between machines; the profile's by default, and else NCCL's figure.
+        algorithm: of collectives that the profile has not measured at this world size.
+        moments: how Adam's are kept. A profile has measured float32, and perhaps bfloat16; other rates follow by the
+            bytes that a step moves, and on the host, where the number of threads is known, from what a thread computes.
+
+    Raises:
+        InputError: a number that makes no sense, or no FLOP/s for the dtype.
+    """
+
+    def __init__(
+        self,
+        hardware: HardwareProfile,
+        dtype: str,
+        world_size: int,
+        ranks_per_host: int,
+        *,
+        network_bytes_per_s: float | None = None,
+        network_latency_s: float | None = None,
+        algorithm: Algorithm = "ring",
+        moments: MomentKind = "float32",
+    ) -> None:
+        self._moments = moments
+        self.world_size = world_size
+        self._hardware = hardware
+        self._ranks = ranks_per_host
+        host_memory = hardware.host_memory_bytes_per_s / ranks_per_host
+        self.host_threads: int | None = None
+        """Threads of one rank's Adam, if the profile tells how many are enough."""
+        self.fetch = self._link("host_to_device").at_most(host_memory)
+        self.offload = self._link("device_to_host").at_most(host_memory)
+        self.fetch_slowdown = self._both("host_to_device")
+        self.offload_slowdown = self._both("device_to_host")
+        self.host_adam = self._host_adam()
+        self.device_adam = self._device_adam()
+        self.matmul = self._line(f"matmul.{dtype}.square")
+        self.device_memory = self._line(f"elementwise.{dtype}")
+        self.host_memory = Line(0.0, host_memory)
+        self._cluster = self._made(network_bytes_per_s, network_latency_s)
+        self._algorithm: Algorithm = algorithm
+
+    def device_step(self, numel: npt.ArrayLike, low_precision: npt.ArrayLike) -> Floats:
+        """Adam on the device, by elements of a chunk and whether its weights have fewer bits than its masters."""
+        counts = np.asarray(numel)
+        rounded = np.where(np.asarray(low_precision, dtype=bool) & (self._moments == "float32"), counts, 0)
+        found: Floats = self.device_adam(counts) + self.device_memory(DEVICE_ROUNDING_BYTES * rounded)
+        return found
+
+    def host_step(self, numel: npt.ArrayLike, moved_bytes: npt.ArrayLike) -> Floats:
+        """Adam on the host, by elements of a chunk, while as many bytes as `moved_bytes` go to or from the device.
+
+        Host memory carries both. The device's copy engine does not wait, so Adam gets the bandwidth that is left.
+        Memory is taken to be at least as fast as the same profile says that Adam alone uses it.
+        """
+        counts = np.asarray(numel, dtype=np.float64)
+        traffic = ADAM_TRAFFIC_BYTES[self._moments]
+        per_s = max(self.host_memory.per_s, traffic * self.host_adam.per_s)
+        carried = np.where(counts > 0, (traffic * counts + np.asarray(moved_bytes)) / per_s, 0.0)
+        found: Floats = np.maximum(self.host_adam(counts), carried)
+        return found
+
+    @property
+    def number_s(self) -> float:
+        """Seconds until the host has a number that the device has worked out."""
+        return self.offload.latency_s if self._hardware.device_kind == "cuda" else 0.0
+
+    @property
+    def disk_read(self) -> Line:
+        """From the disk of a machine, which its ranks share; `InputError` where the profile does not know it."""
+        return self._line("disk_read").shared(self._ranks)
+
+    @property
+    def disk_write(self) -> Line:
+        """To it; likewise."""
+        return self._line("disk_write").shared(self._ranks)
+
+    def events_s(self, trace: StepTrace) -> Floats:
+        """Compute seconds of every access: its FLOPs or its bytes in device memory, whichever takes longer."""
+        flops = self.matmul([event.flops for event in trace.accesses])
+        return np.maximum(flops, self.device_memory([event.moved_bytes for event in trace.accesses]))
+
+    def device_copy(self, nbytes: npt.ArrayLike) -> Floats:
+        """A copy within the device's memory: every byte is read and written."""
+        return self.device_memory(2 * np.asarray(nbytes))
+
+    def host_add(self, nbytes: npt.ArrayLike) -> Floats:
+        """Adding into host memory: two reads and a write."""
+        return self.host_memory(3 * np.asarray(nbytes))
+
+    def gather(self, nbytes: npt.ArrayLike) -> Floats:
+        """All-gathers, by bytes of the whole buffer."""
+        return self._collective("all_gather", nbytes)
+
+    def reduce(self, nbytes: npt.ArrayLike) -> Floats:
+        """Reduce-scatters, by bytes of the whole buffer."""
+        return self._collective("reduce_scatter", nbytes)
+
+    def _collective(self, name: str, nbytes: npt.ArrayLike) -> Floats:
+        fit = self._hardware.fits.get(f"{name}.{self.world_size}")
+        if fit is not None:
+            return Line(fit.latency_s, fit.per_s)(nbytes)
+        amounts = np.asarray(nbytes, dtype=np.float64)
+        known = {amount: gather_s(amount, self._cluster, self._algorithm) for amount in np.unique(amounts).tolist()}
+        return np.array([known[amount] for amount in amounts.tolist()], dtype=np.float64)
+
+    def _made(self, network_bytes_per_s: float | None, network_latency_s: float | None) -> Cluster:
+        hardware = self._hardware
+        if network_bytes_per_s is not None:
+            check_positive("network_bytes_per_s", network_bytes_per_s)
+        if network_latency_s is not None:
+            check_not_negative("network_latency_s", network_latency_s)
+        between_s = hardware.network_latency_s if network_latency_s is None else network_latency_s
+        nccl = hardware.device_kind == "cuda"
+        return Cluster(
+            ranks=self.world_size,
+            ranks_per_host=self._ranks,
+            host_bytes_per_s=hardware.device_to_device_bytes_per_s,
+            network_bytes_per_s=network_bytes_per_s
+            or hardware.network_bytes_per_s
+            or hardware.device_to_device_bytes_per_s,
+            call_s=NCCL_CALL_S if nccl else 0.0,
+            host_step_s=NVLINK_STEP_S if nccl else 0.0,
+            network_step_s=NETWORK_STEP_S if between_s is None else between_s,
+        )
+
+    def _line(self, key: str) -> Line:
+        fit = self._hardware.rate(key)
+        return Line(fit.latency_s, fit.per_s)
+
+    def _link(self, key: str) -> Line:
+        return self._line(f"{key}.all_ranks" if self._ranks > 1 else key)
+
+    def _both(self, key: str) -> float:
+        """How many times longer a transfer takes while another goes the other way; 1 where that was not measured."""
+        fits = self._hardware.fits
+        alone, both = fits.get(key), fits.get(f"{key}.both")
+        return 1.0 if alone is None or both is None else max(1.0, alone.per_s / both.per_s)
+
+    def _device_adam(self) -> Line:
+        measured = self._hardware.fits.get("device_adam.bfloat16") if self._moments == "bfloat16" else None
+        if measured is not None:
+            share = MEASURED_BFLOAT16_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES["bfloat16"]
+            return Line(measured.latency_s, measured.per_s * share)
+        line = self._line("device_adam")
+        return replace(line, per_s=line.per_s * adam_share(self._moments))
+
+    def _host_adam(self) -> Line:
+        """At the number of threads that the runtime gives it (`elixir.hardware.threads`), where the profile knows
+        several."""
+        alone, together = self._host_adam_fits(""), self._host_adam_fits(".all_ranks") if self._ranks > 1 else {}
+        cores = max(alone, default=0)  # all that the machine's ranks may use
+        on_cpu = self._hardware.device_kind == "cpu"
+        threads = adam_threads(cores, self._ranks, cores // self._ranks if on_cpu else 0)
+        if not alone and not together:
+            fit = self._hardware.rate("host_adam")
+            return Line(fit.latency_s, fit.per_s * adam_share(self._moments)).shared(self._ranks)
+        # What all cores together get out of memory is what ranks share, whatever each could do alone.
+        most_per_s = max((fit.per_s for fit in alone.values()), default=math.inf) / self._ranks
+
+        def line(count: int) -> Line:
+            return _by_threads(together, count) if together else _by_threads(alone, count).at_most(most_per_s)
+
+        if not on_cpu and alone:  # on a CPU compute has most of the cores, by a number that only the run knows
+            threads = self.host_threads = enough_threads(lambda count: line(count).per_s, threads)
+        return line(threads)
+
+    def _host_adam_fits(self, ending: str) -> dict[int, RateFit]:
+        """By number of threads, for moments of this kind: as measured where that has been done, else from float32."""
+        matches = {key: _HOST_ADAM.fullmatch(key) for key in sorted(self._hardware.fits)}
+        return {
+            int(match[1]): self._host_adam_fit(int(match[1]), ending)
+            for key, match in matches.items()
+            if match is not None and match[2] == ending
+        }
+
+    def _host_adam_fit(self, threads: int, ending: str) -> RateFit:
+        fits, kind = self._hardware.fits, self._moments
+        fit, share = fits[f"host_adam.{threads}{ending}"], adam_share(kind)
+        measured = fits.get(f"host_adam.{threads}.bfloat16{ending}") if kind == "bfloat16" else None
+        if measured is not None:
+            fit, share = measured, MEASURED_BFLOAT16_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES[kind]
+        per_s = min(fit.per_s * share, threads * ARITHMETIC_NUMEL_PER_S.get(kind, math.inf))
+        return RateFit(fit.latency_s, per_s, fit.error)
+
+
+def _by_threads(fits: Mapping[int, RateFit], threads: int) -> Line:
+    """The fit of so many threads; between two that were measured on a straight line, never beyond them."""
+    known = sorted(fits)
+    per_s, latency_s = (
+        float(np.interp(threads, known, [getattr(fits[count], name) for count in known]))
+        for name in ("per_s", "latency_s")
+    )
+    return Line(latency_s, per_s)
+
+
+def say_if_network_unknown(hardware: HardwareProfile, world_size: int, ranks_per_host: int) -> bool:
+    """Log that a rate had to be supposed, where ranks span machines and the profile has none; True if it did."""
+    if world_size <= ranks_per_host or hardware.network_bytes_per_s is not None:
+        return False
+    logger.warning(
+        "%d ranks span several machines, and hardware %r does not say how fast the network between them is: taken as "
+        "fast "
+        "as between devices of one machine; give 'network_bytes_per_s' in a JSON profile",
+        world_size,
+        hardware.name,
+    )
+    return True
+
+
+def main_dtype(trace: StepTrace) -> str:
+    """The dtype of most parameter elements."""
+    numel: dict[str, int] = {}
+    for param in trace.parameters:
+        numel[param.dtype] = numel.get(param.dtype, 0) + param.numel
+    return max(sorted(numel), key=lambda name: numel[name])
+
+
+def with_link_speed(hardware: HardwareProfile, bytes_per_s: float) -> HardwareProfile:
+    """The machine with links no faster than `bytes_per_s` each way: what the runtime's CPU lanes emulate.
+
+    What was measured of its links and collectives is left out, so that these rates count.
+
+    Raises:
+        InputError: the speed is not a finite number above 0.
+    """
+    check_positive("bytes_per_s", bytes_per_s)
+    links = ("host_to_device", "device_to_host", "all_gather", "reduce_scatter", "device_to_device")
+    fields = ("host_to_device_bytes_per_s", "device_to_host_bytes_per_s", "device_to_device_bytes_per_s")
+    return replace(
+        hardware,
+        name=f"{hardware.name} with links of {bytes_per_s:g} B/s",
+        fits={key: fit for key, fit in hardware.fits.items() if key.split(".")[0] not in links},
+        **{name: min(getattr(hardware, name), bytes_per_s) for name in fields},
+    )

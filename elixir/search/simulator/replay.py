@@ -1,0 +1,388 @@
+"""One training step on seven resources, in the order in which the runtime submits work to them.
+
+Compute walks the plan's order. Next to it six lanes, one per resource, each take one item at a time in the order of
+submission; an item starts when its lane is free, what it builds on is done, and compute has come to where it was
+submitted. Which item follows which is fixed by the plan and never by time. So every moment is the latest of some others
+plus a duration: nothing that gets faster can make a step slower.
+
+`Machine` does what `elixir.chunk` and `elixir.wrapper` do; its docstrings name the places.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from elixir.plan import LINKS, PASSAGE_BUFFERS, STAGING_BUFFERS
+from elixir.search.problem import WINDOW_CHUNKS, Placement
+from elixir.search.simulator.events import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events, WorkTimes
+
+RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_adam", "refresh", "disk")
+"""After compute the runtime's lanes `fetch`, `offload`, `network`, `host_adam` and `refresh`; it has none for a disk
+yet. Reads and writes are one lane, as they share the drive."""
+COMPUTE, FETCH, OFFLOAD, NETWORK, HOST_ADAM, REFRESH, DISK = RESOURCES
+
+
+class Span(NamedTuple):
+    """One piece of work of one resource; seconds count from the start of the simulated step."""
+
+    resource: str
+    name: str
+    start_s: float
+    end_s: float
+    chunk: int | None
+
+
+class Machine:
+    """Lanes, gradient blocks and the clock of one rank during steps.
+
+    Args:
+        times: seconds of every piece of work.
+        placement: homes of the chunks.
+        grad_blocks: gradient blocks of the plan.
+        overlap: gradients may leave during backward.
+        ahead: the thread that submits does not wait for compute, as on CUDA: updates on the host begin during those of
+            the device.
+        record: keep spans.
+        in_backward: chunks whose update on the host follows their gradients, whatever backward still does.
+        clipping: a step reads the norm of all gradients before it updates anything.
+        accumulates: with several batches a step; then the pass that adds gradients sums what leaves for the host.
+    """
+
+    def __init__(  # noqa: PLR0913 - the modes of a step, each a flag
+        self,
+        times: WorkTimes,
+        placement: Placement,
+        grad_blocks: int,
+        *,
+        overlap: bool,
+        ahead: bool,
+        record: bool,
+        in_backward: Collection[int] = (),
+        clipping: bool = False,
+        accumulates: bool = False,
+    ) -> None:
+        chunks = range(len(times.bytes))
+        self._times, self._placement, self._recording = times, placement, record
+        self._overlap, self._ahead, self._in_backward = overlap, ahead, in_backward
+        self._clipping, self._sums_early = clipping, clipping and not accumulates
+        self._together = times.world_size > 1
+        copied = [0.0] * len(chunks) if self._together else times.device_copy_s
+        self._fetch_s = [copied[c] if placement.weight_on_device[c] else times.fetch_s[c] for c in chunks]
+        self._slowdown = {
+            lane: (other, factor)
+            for lane, other, factor in (
+                (FETCH, OFFLOAD, times.rates.fetch_slowdown),
+                (OFFLOAD, FETCH, times.rates.offload_slowdown),
+            )
+            if factor > 1
+        }
+        self._free_s = dict.fromkeys(RESOURCES, 0.0)
+        self._ready_s = [0.0] * len(chunks)  # when a chunk is where it is used: in its block, or resident and updated
+        self._updated_s = [0.0] * len(chunks)  # when the host has stepped its shard
+        # When the last staged weights are on the device.
+        self._staged: deque[float] = deque(maxlen=STAGING_BUFFERS)
+        # When what lies in a passage buffer has been added.
+        self._passed: deque[float] = deque(maxlen=PASSAGE_BUFFERS)
+        self._unread: deque[int] = deque()  # chunks of this step whose states are still to be read, in order
+        self._read_s: dict[int, float] = {}  # when states lie in a buffer of the window, until they are written back
+        self._grad_blocks = self._free_blocks = grad_blocks
+        self._leaving: deque[tuple[float, bool]] = deque()  # gradients: when they are gone, and whether from a block
+        self._holds = [False] * len(chunks)  # whether a gradient waits at home, to which the next is added
+        self._handlers: dict[int, Callable[[int, float], float]] = {
+            LOAD: self._load, USE: self._use, OPEN: self._open, SEND: self._send,
+            BACKWARD: self._backward, ENTRY: self._entry,
+        }  # fmt: skip
+        self._added_s = 0.0  # when the last gradient that passed has been added
+        self.now_s = 0.0
+        self.spans: list[Span] = []
+        self._forget()
+
+    def restart(self) -> None:
+        """The clock starts again at 0. Counts are forgotten; what lanes still do is not, nor are the spans of the step
+        before.
+
+        Those begin below 0. Moments that were equal still are: the same is taken from all.
+        """
+        passed = self.now_s
+        before = [
+            span._replace(start_s=span.start_s - passed, end_s=span.end_s - passed)
+            for span in self.spans
+            if span.end_s > 0
+        ]
+        self._free_s = {name: max(0.0, at - passed) for name, at in self._free_s.items()}
+        self._ready_s = [max(0.0, at - passed) for at in self._ready_s]
+        self._updated_s = [max(0.0, at - passed) for at in self._updated_s]
+        self._staged = deque((max(0.0, at - passed) for at in self._staged), maxlen=STAGING_BUFFERS)
+        self._passed = deque((max(0.0, at - passed) for at in self._passed), maxlen=PASSAGE_BUFFERS)
+        self._added_s = max(0.0, self._added_s - passed)
+        self.now_s = 0.0
+        self._forget()
+        self.spans = before
+
+    def _forget(self) -> None:
+        self.busy_s = dict.fromkeys(RESOURCES, 0.0)
+        self.waited_s = dict.fromkeys(RESOURCES[1:], 0.0)
+        self.moved_bytes = dict.fromkeys(LINKS, 0)
+        self.loads = self.extra_grad_blocks = 0
+        self.device_adam_s = self.backward_from_s = 0.0
+        self.home_s: dict[int, float] = {}  # when gradients are on the host, in the order in which they were sent
+        self._since_s, self._doing = 0.0, ""  # what compute is busy with
+        self._doing_chunk: int | None = None
+
+    def begin_in_backward(self, chunks: Collection[int]) -> None:
+        """Have these step in backward from now on, and in the batch that has gone before too.
+
+        For what has run without any: nothing in a backward waits for an update that begins in it.
+        """
+        self._in_backward = chunks
+        for c, home_s in self.home_s.items():
+            if c in chunks:
+                self._update_and_return(c, home_s, home_s)
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """`ElixirOptimizer.step`, every gradient being at its home: on the device at once, on the host meanwhile.
+
+        What backward has begun to step is not stepped again; a batch must have gone before.
+        """
+        times, placement = self._times, self._placement
+        self._since_s = self.now_s
+        if self._clipping:
+            self._read_norm()
+        began_s = self.now_s
+        self._unread.extend(c for c in times.update_order if c in placement.state_on_disk)
+        for c in times.update_order:
+            if placement.state_on_device[c]:
+                self._doing, self._doing_chunk = "optimizer", c
+                self.now_s += times.device_adam_s[c]
+                self.device_adam_s += times.device_adam_s[c]
+                self._computed(self.now_s)
+                done_s = 0.0
+            elif c in self._in_backward:
+                done_s = self._updated_s[c]
+            else:
+                done_s = self._update_and_return(c, began_s if self._ahead else self.now_s, self.now_s)
+            if not placement.resident[c]:
+                continue
+            if self._together:
+                self.moved_bytes[NETWORK] += times.bytes[c] - times.shard_bytes[c]
+                done_s = self._run(NETWORK, "gather", c, max(self.now_s, done_s), times.gather_s[c])
+            self._ready_s[c] = done_s
+        self.busy_s[COMPUTE] += self.device_adam_s
+
+    def _read_norm(self) -> None:
+        """`ElixirOptimizer._norm`: compute reads gradients that stay on the device; the host waits for one number.
+
+        What has left for the host was summed before: see `_send`.
+        """
+        times, on_device = self._times, self._placement.state_on_device
+        self._doing, self._doing_chunk = "norm", None
+        seconds = sum(times.norm_s[c] for c in times.update_order if on_device[c])
+        if not all(on_device[c] for c in times.update_order):
+            seconds += times.rates.number_s
+        self.now_s += seconds
+        self.busy_s[COMPUTE] += seconds
+        self._computed(self.now_s)
+
+    def _update_and_return(self, c: int, submitted_s: float, behind_s: float) -> float:
+        """Adam of one shard on the host; when new weights are where they live, to which they return after
+        `behind_s`."""
+        times, returns = self._times, self._placement.weight_on_device[c]
+        staged = returns and times.rounded[c]
+        # A buffer is written to when what was in it has left.
+        free_s = self._staged[0] if staged and len(self._staged) == STAGING_BUFFERS else 0.0
+        done_s = self._update_on_host(c, submitted_s, free_s)
+        if returns:  # new weights return during the update of the next chunk
+            self.moved_bytes[FETCH] += times.shard_bytes[c]
+            done_s = self._run(REFRESH, "refresh", c, max(behind_s, done_s), times.fetch_s[c])
+        if staged:
+            self._staged.append(done_s)
+        self._updated_s[c] = done_s
+        return done_s
+
+    def _update_on_host(self, c: int, submitted_s: float, free_s: float) -> float:
+        """Adam of one shard; with states on the disk after their reading, and before they are written back.
+
+        The disk reads as far ahead as there are buffers, so during Adam of one chunk it reads the next. Its order is
+        the plan's: read 0, read 1, write 0, read 2, write 1, and so on; a buffer is read into after its write.
+        """
+        times = self._times
+        seconds = (times.host_adam_in_backward_s if c in self._in_backward else times.host_adam_s)[c]
+        if c not in self._placement.state_on_disk:
+            return self._run(HOST_ADAM, "update", c, max(submitted_s, free_s), seconds)
+        while self._unread and len(self._read_s) < WINDOW_CHUNKS:
+            following = self._unread.popleft()
+            self.moved_bytes["disk_read"] += times.disk_bytes[following]
+            self._read_s[following] = self._run(DISK, "read", following, submitted_s, times.disk_read_s[following])
+        done_s = self._run(HOST_ADAM, "update", c, max(submitted_s, free_s, self._read_s.pop(c)), seconds)
+        self.moved_bytes["disk_write"] += times.disk_bytes[c]
+        self._run(DISK, "write", c, done_s, times.disk_write_s[c])
+        return done_s
+
+    def batch(self, events: Events) -> None:
+        """Forward and backward of one batch."""
+        base_s, base_compute_s, handlers = self.now_s, 0.0, self._handlers
+        self._since_s = base_s
+        for kind, chunk, compute_s in zip(events.kinds, events.chunks, events.compute_s, strict=True):
+            # Measured from the last stop and not added up, so that recording does not change the last bits.
+            now_s = base_s + (compute_s - base_compute_s)
+            then_s = handlers[kind](chunk, now_s)
+            if then_s != now_s:
+                base_s, base_compute_s = then_s, compute_s
+        self.now_s = base_s + (events.total_s - base_compute_s)
+        self.busy_s[COMPUTE] += events.total_s
+        self._computed(self.now_s)
+
+    def settle(self) -> None:
+        """`GradientFlow.settle`: wait until no gradient is on its way."""
+        self.now_s = self._wait(self.now_s, self._free_s[OFFLOAD], OFFLOAD)
+        self.now_s = self._wait(self.now_s, self._added_s, HOST_ADAM)
+        self._leaving.clear()
+        self._free_blocks = self._grad_blocks
+        self._holds = [False] * len(self._holds)
+
+    @property
+    def disk_idle_s(self) -> float:
+        """When the disk has done all that it was given."""
+        return self._free_s[DISK]
+
+    def drain(self) -> None:
+        """Wait until states are back on the disk, so that the next step finds all lanes idle.
+
+        A steady step is no longer for it: the disk's work of a step is one chain, and a step that ended before the
+        chain would be made up for by the next.
+        """
+        self.now_s = self._wait(self.now_s, self.disk_idle_s, DISK)
+
+    # --- where compute arrives: what happens at `now_s`, and when it goes on -----------------------------------------
+
+    def _load(self, c: int, now_s: float) -> float:
+        """`RCache._load`: host to device, then, with several ranks, a gather."""
+        times = self._times
+        start_s = self._updated_s[c]  # no fetch before the chunk's own update
+        if start_s < now_s:
+            start_s = now_s
+        self.loads += 1
+        if not self._placement.weight_on_device[c]:
+            self.moved_bytes[FETCH] += times.shard_bytes[c]
+            start_s = self._run(FETCH, "fetch", c, start_s, self._fetch_s[c])
+        elif not self._together:
+            start_s = self._run(FETCH, "copy", c, start_s, self._fetch_s[c])
+        if self._together:
+            self.moved_bytes[NETWORK] += times.bytes[c] - times.shard_bytes[c]
+            start_s = self._run(NETWORK, "gather", c, start_s, times.gather_s[c])
+        self._ready_s[c] = start_s
+        return now_s
+
+    def _use(self, c: int, now_s: float) -> float:
+        """`RCache._ready`, and `WeightUses._wait_for_update` of a resident chunk."""
+        if self._ready_s[c] <= now_s:
+            return now_s
+        resident = self._placement.resident[c]
+        return self._wait(now_s, self._ready_s[c], NETWORK if self._together else REFRESH if resident else FETCH)
+
+    def _open(self, c: int, now_s: float) -> float:
+        """`GradientFlow._opened`: backward waits where all blocks are leaving, or another that has none."""
+        pooled = self._times.pooled[c]
+        while self._leaving and (not self._free_blocks if pooled else not all(block for _, block in self._leaving)):
+            gone_s, block = self._leaving.popleft()
+            now_s = self._wait(now_s, gone_s, OFFLOAD)
+            self._free_blocks += block
+        if not pooled:
+            return now_s
+        if self._free_blocks:
+            self._free_blocks -= 1
+        else:
+            self.extra_grad_blocks += 1
+        return now_s
+
+    def _send(self, c: int, now_s: float) -> float:
+        """`GradientFlow.take` and `_send`: into the block, over the network, to the home of the states."""
+        times, on_device = self._times, self._placement.state_on_device[c]
+        # Who wrote it last sums it for the norm: compute, which has it in a block, or the network's lane; on a CPU the
+        # next one.
+        norm_s = times.norm_s[c] if self._sums_early and not on_device else 0.0
+        by_compute = self._ahead and not self._together
+        compute_s = times.device_copy_s[c] + norm_s if by_compute else times.device_copy_s[c]
+        self.busy_s[COMPUTE] += compute_s
+        now_s += compute_s
+        start_s = now_s
+        if self._together:
+            self.moved_bytes[NETWORK] += times.bytes[c] - times.shard_bytes[c]
+            start_s = self._run(NETWORK, "reduce", c, start_s, times.reduce_s[c] + norm_s)
+        # The update of the step before may still read what is written now.
+        if self._updated_s[c] > start_s:
+            start_s = self._updated_s[c]
+        if on_device:
+            seconds = times.deliver_on_device_s[c]
+        else:
+            self.moved_bytes[OFFLOAD] += times.shard_bytes[c]
+            seconds = times.offload_s[c] if by_compute or self._together else times.offload_s[c] + norm_s
+        passes = self._holds[c] and not on_device and self._ahead
+        if passes:  # on through a buffer, which is written again when what was in it has been added
+            if len(self._passed) == PASSAGE_BUFFERS:
+                start_s = max(start_s, self._passed[0])
+        elif self._holds[c]:
+            seconds += times.add_on_device_s[c] if on_device else times.add_on_host_s[c]
+        self._holds[c] = True
+        gone_s = self._run(OFFLOAD, "deliver" if on_device else "offload", c, start_s, seconds)
+        if passes:
+            self._added_s = self._run(HOST_ADAM, "add", c, gone_s, times.add_on_host_s[c])
+            self._passed.append(self._added_s)
+        if not on_device:
+            self.home_s[c] = gone_s
+        if c in self._in_backward:
+            self._update_and_return(c, gone_s, gone_s)
+        if not times.pooled[c] and not self._overlap and not self._together:
+            return self._wait(
+                now_s, gone_s, OFFLOAD
+            )  # it left as autograd made it, for which the plan has no memory twice
+        self._leaving.append((gone_s, times.pooled[c]))
+        return now_s
+
+    def _backward(self, _: int, now_s: float) -> float:
+        self._computed(now_s)
+        self.backward_from_s = now_s
+        return now_s
+
+    def _entry(self, entry: int, now_s: float) -> float:
+        """Only for the record: compute begins with another entry of the order."""
+        self._computed(now_s)
+        self._doing = self._times.phases[entry]
+        self._doing_chunk = self._times.entry_chunks[entry][0]
+        return now_s
+
+    # --- clocks ------------------------------------------------------------------------------------------------------
+
+    def _run(self, lane: str, name: str, c: int, submitted_s: float, seconds: float) -> float:
+        """One item of a lane; when it is done."""
+        start_s = self._free_s[lane]
+        if submitted_s > start_s:
+            start_s = submitted_s
+        if lane in self._slowdown:
+            # Of two transfers in opposite directions the later one is slowed for as long as the earlier one lasts.
+            other, factor = self._slowdown[lane]
+            beside_s = min(max(self._free_s[other] - start_s, 0.0), seconds * factor)
+            seconds += beside_s * (1 - 1 / factor)
+        end_s = self._free_s[lane] = start_s + seconds
+        self.busy_s[lane] += seconds
+        if self._recording and end_s > start_s:
+            self.spans.append(Span(lane, name, start_s, end_s, c))
+        return end_s
+
+    def _wait(self, now_s: float, until_s: float, lane: str) -> float:
+        """Compute stands still; the time at which it goes on."""
+        if until_s <= now_s:
+            return now_s
+        self._computed(now_s)
+        self.waited_s[lane] += until_s - now_s
+        self._since_s = until_s
+        return until_s
+
+    def _computed(self, now_s: float) -> None:
+        if self._recording and now_s > self._since_s:
+            self.spans.append(Span(COMPUTE, self._doing, self._since_s, now_s, self._doing_chunk))
+        self._since_s = now_s

@@ -1,0 +1,55 @@
+"""The scenario of a replay: a placement with its schedule, the work of a packing, and the chunks that lie in blocks
+from before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elixir.schedule import ScheduleResult, StepSchedule
+from elixir.search.problem import Placement
+from elixir.search.simulator.events import Events, WorkTimes
+from elixir.search.simulator.replay import Machine
+
+
+@dataclass(frozen=True)
+class Case:
+    """The placement, schedule and work that are replayed."""
+
+    times: WorkTimes
+    placement: Placement
+    schedule: StepSchedule
+    result: ScheduleResult
+    grad_blocks: int
+    overlap: bool
+    ahead: bool
+    in_backward: frozenset[int] = frozenset()
+    """Chunks that the host updates as soon as their gradients are there."""
+    clipping: bool = False
+    """Whether a step reads the norm of all gradients."""
+    accumulates: bool = False
+    """Whether a step has several batches."""
+
+    def machine(self, *, record: bool) -> Machine:
+        return Machine(
+            self.times,
+            self.placement,
+            self.grad_blocks,
+            overlap=self.overlap,
+            ahead=self.ahead,
+            record=record,
+            in_backward=self.in_backward,
+            clipping=self.clipping,
+            accumulates=self.accumulates,
+        )
+
+    def events(self, loads: Sequence[tuple[int, int]], *, updated: bool, record: bool = False) -> Events:
+        return self.times.events(self.placement, self.schedule, loads, updated=updated, record=record)
+
+    def loads_of_batches(self, count: int) -> list[tuple[tuple[int, int], ...]]:
+        """Loads of each batch of a step: the blocks are empty before the first only, since weights change between
+        steps."""
+        walks = [self.result]
+        while len(walks) < count:
+            walks.append(self.schedule.simulate(self.result.blocks, walks[-1].left))
+        return [walk.timeline for walk in walks]

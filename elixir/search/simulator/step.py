@@ -1,0 +1,413 @@
+"""How long a step takes under a plan: the runtime's schedule, replayed with the speeds of a machine.
+
+`simulate_step` answers for one plan, with everything worth drawing; `SimulatedCost` answers thousands of times for the
+search. Both walk the same events (`work_times`) on the same resources (`replay`). `docs/design/simulator.md` says what
+is modelled and what is not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from elixir.errors import InputTypeError
+from elixir.hardware import HardwareProfile
+from elixir.plan import Plan
+from elixir.schedule import ScheduleResult
+from elixir.search.problem import (
+    Bools,
+    Floats,
+    Ints,
+    MemoryModel,
+    Placement,
+    Setting,
+    Workload,
+    placement_of,
+    setting_of,
+    workload_of,
+)
+from elixir.search.request import check_count
+from elixir.search.simulator.collectives import Algorithm, check_positive
+from elixir.search.simulator.events import Events, WorkTimes
+from elixir.search.simulator.fast_bounds import Floor
+from elixir.search.simulator.in_backward import can_step, worth_stepping
+from elixir.search.simulator.rates import Rates, main_dtype, say_if_network_unknown
+from elixir.search.simulator.replay import COMPUTE, RESOURCES, Machine, Span
+from elixir.search.simulator.scenario import Case
+from elixir.step_trace import StepTrace
+
+__all__ = ["RESOURCES", "SimulatedCost", "Simulation", "Span", "simulate_step"]
+
+BATCHES_SIMULATED = 3
+"""Batches of an optimizer step that `SimulatedCost` simulates: the first finds its cache empty, the second is the first
+that adds gradients; those after the third count as it does."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One steady step: it begins when the optimizer has every gradient of the step before, and ends when it has those
+    of this one. So the host's updates of the step before, which reach into this forward, are in it as a whole."""
+
+    step_s: float
+    phases_s: dict[str, float]
+    """``forward`` and ``backward`` (of all batches), and ``optimizer``: waiting for gradients and for the disk, and
+    what the device steps; sums to `step_s`."""
+    busy_s: dict[str, float]
+    """How long each of `RESOURCES` works."""
+    waited_s: dict[str, float]
+    """How long compute stands still for each lane; with what compute is busy it sums to `step_s`."""
+    critical_s: dict[str, float]
+    """The longest chain of work that had to come one after the other, by resource; sums to `step_s`."""
+    loads: int
+    """Chunks brought into blocks."""
+    moved_bytes: dict[str, int]
+    """Per rank, over each link."""
+    extra_grad_blocks: int
+    """Gradient blocks that the runtime would make beyond the plan's."""
+    timeline: tuple[Span, ...]
+    """In order of start."""
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """Share of the step in which each resource works."""
+        return {name: busy / self.step_s if self.step_s else 0.0 for name, busy in self.busy_s.items()}
+
+    @property
+    def bound_by(self) -> str:
+        """The resource with most seconds on the critical path."""
+        return max(RESOURCES, key=lambda name: self.critical_s[name])
+
+
+def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by one
+    plan: Plan,
+    trace: StepTrace,
+    hardware: HardwareProfile,
+    *,
+    accumulation: int | None = None,
+    ranks_per_host: int | None = None,
+    steps: int | None = None,
+    compute_scale: float = 1.0,
+    network_bytes_per_s: float | None = None,
+    network_latency_s: float | None = None,
+    algorithm: Algorithm = "ring",
+) -> Simulation:
+    """The last of `steps` training steps of `plan`, on one rank of many alike.
+
+    Args:
+        plan: made from `trace`, or from a trace with the same order of use.
+        trace: what one batch of one rank computes.
+        hardware: the machine; its fits are used where it has any.
+        accumulation: batches per optimizer step; None: as the plan was searched for.
+        ranks_per_host: ranks that share a machine; as many as it has devices by default.
+        steps: 1 for the first step, which has no updates to wait for; from 2 on all are the same (from 3 where some
+            states live on a disk and other chunks step in backward), so that None is for that one.
+        compute_scale: measured over predicted seconds of compute, from one run without transfers.
+        network_bytes_per_s: between machines, per machine and direction; the profile's by default.
+        network_latency_s: of one step of a collective between machines; likewise.
+        algorithm: of collectives that the profile has not measured at this world size.
+
+    Raises:
+        InputError, InputTypeError: the plan is not of this trace, or an argument makes no sense.
+    """
+    for name, value, kind in (
+        ("plan", plan, Plan),
+        ("trace", trace, StepTrace),
+        ("hardware", hardware, HardwareProfile),
+    ):
+        if not isinstance(value, kind):
+            raise InputTypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    if accumulation is None:
+        accumulation = plan.accumulation
+    check_count("accumulation", accumulation)
+    if steps is not None:
+        check_count("steps", steps)
+    if ranks_per_host is None:
+        ranks_per_host = hardware.ranks_per_host(plan.world_size)
+    check_count("ranks_per_host", ranks_per_host)
+    if network_bytes_per_s is None:
+        say_if_network_unknown(hardware, plan.world_size, ranks_per_host)
+    rates = Rates(
+        hardware,
+        main_dtype(trace),
+        plan.world_size,
+        min(ranks_per_host, plan.world_size),
+        network_bytes_per_s=network_bytes_per_s,
+        network_latency_s=network_latency_s,
+        algorithm=algorithm,
+        moments=plan.moments,
+    )
+    check_positive("compute_scale", compute_scale)
+    work, placement = workload_of(plan, trace), placement_of(plan)
+    setting = replace(setting_of(plan, ranks_per_host), accumulation=accumulation)
+    schedule = plan.schedule()
+    case = Case(
+        WorkTimes(
+            work,
+            rates,
+            rates.events_s(trace) * compute_scale,
+            plan.block_bytes,
+            MemoryModel(work, setting).disk_shard_bytes.tolist(),
+        ),
+        placement,
+        schedule,
+        schedule.simulate(plan.block_count),
+        plan.grad_block_count,
+        plan.overlap,
+        hardware.device_kind == "cuda",
+        # With several batches gradients are whole after the last only.
+        frozenset(i for i, chunk in enumerate(plan.chunks) if chunk.steps_in_backward and accumulation == 1),
+        clipping=plan.clipping,
+        accumulates=accumulation > 1,
+    )
+    return _replay(case, accumulation, 1 + _steps_before(case) if steps is None else steps)
+
+
+class SimulatedCost:
+    """The time model of a search, by simulation.
+
+    Args:
+        trace: the step.
+        hardware: the machine.
+        setting: world size, ranks per machine, overlap (which decides how many gradient blocks there are).
+        compute_scale, network_bytes_per_s, network_latency_s, algorithm: those of `simulate_step`.
+
+    Raises:
+        InputError: the profile has no FLOP/s for the step's dtype, or an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        hardware: HardwareProfile,
+        setting: Setting,
+        *,
+        compute_scale: float = 1.0,
+        network_bytes_per_s: float | None = None,
+        network_latency_s: float | None = None,
+        algorithm: Algorithm = "ring",
+    ) -> None:
+        check_positive("compute_scale", compute_scale)
+        self._rates = Rates(
+            hardware,
+            main_dtype(trace),
+            setting.world_size,
+            setting.ranks_per_host,
+            network_bytes_per_s=network_bytes_per_s,
+            network_latency_s=network_latency_s,
+            algorithm=algorithm,
+            moments=setting.moments,
+        )
+        self._setting = setting
+        self._ahead = hardware.device_kind == "cuda"
+        self._events_s = self._rates.events_s(trace) * compute_scale
+        self._known: WeakKeyDictionary[Workload, _Known] = WeakKeyDictionary()
+
+    def estimate(
+        self, work: Workload, placement: Placement, schedule: ScheduleResult, *, overlap: bool
+    ) -> Mapping[str, float]:
+        """Seconds by phase (``forward``, ``backward``, ``optimizer``), busy seconds by resource, and ``total``.
+
+        Without `overlap` a gradient that no block holds is waited for; otherwise the runtime's lanes always run while
+        compute does, and without prefetch there is little for them to do ahead of it.
+        """
+        _, seconds = self._fastest(self._case(work, placement, schedule, overlap=overlap))
+        return seconds
+
+    def in_backward(
+        self, work: Workload, placement: Placement, schedule: ScheduleResult, *, overlap: bool
+    ) -> frozenset[int]:
+        """The chunks that `estimate` has the host update while backward still runs."""
+        chosen, _ = self._fastest(self._case(work, placement, schedule, overlap=overlap))
+        return chosen
+
+    def _fastest(self, case: Case) -> tuple[frozenset[int], dict[str, float]]:
+        """Which chunks step in backward, and the step's seconds: none, where those worth it would make it longer."""
+        setting, work = self._setting, case.times.work
+        able = can_step(work, case.placement) if setting.step_in_backward and setting.accumulation == 1 else frozenset()
+        later = case.events(case.result.timeline, updated=True)
+        if not able:
+            return able, self._seconds(case, case.machine(record=False), later)
+        machine = case.machine(record=False)
+        machine.batch(case.events(case.result.timeline, updated=False))
+        machine.settle()
+        chosen = able
+        if not setting.every_in_backward:
+            homes = {chunk: at_s for chunk, at_s in machine.home_s.items() if chunk in able}
+            times = case.times
+            chosen = worth_stepping(homes, machine.now_s, times.host_adam_s, times.update_order)
+        machine.begin_in_backward(chosen)
+        machine.restart()
+        for _ in range(_steps_before(replace(case, in_backward=chosen)) - 1):
+            machine.update()
+            machine.batch(later)
+            machine.settle()
+            machine.drain()
+            machine.restart()
+        early = self._seconds(case, machine, later)
+        if setting.every_in_backward:
+            return chosen, early
+        behind = self._seconds(case, case.machine(record=False), later)
+        return (chosen, early) if early["total"] < behind["total"] else (frozenset(), behind)
+
+    def _seconds(self, case: Case, machine: Machine, first: Events) -> dict[str, float]:
+        """Seconds of the optimizer step that `machine` begins with; `first` are the events of its first batch."""
+        machine.update()
+        optimizer_s = machine.now_s
+        forward_s, last_forward_s, began_s, taken_s = 0.0, 0.0, optimizer_s, 0.0
+        busy: dict[str, float] = {}
+        simulated = min(self._setting.accumulation, BATCHES_SIMULATED)
+        for batch, loads in enumerate(case.loads_of_batches(simulated)):
+            busy = machine.busy_s.copy()
+            machine.batch(case.events(loads, updated=False) if batch else first)
+            last_forward_s = machine.backward_from_s - began_s
+            forward_s += last_forward_s
+            taken_s, began_s = machine.now_s - began_s, machine.now_s
+        more = self._setting.accumulation - simulated
+        ended_s = machine.now_s
+        machine.settle()
+        total_s = max(machine.now_s + more * taken_s, machine.disk_idle_s)
+        busy_s = {name: amount + more * (amount - busy[name]) for name, amount in machine.busy_s.items()}
+        forward_s += more * last_forward_s
+        settled_s = _apart(total_s, more * taken_s + ended_s)
+        return {
+            "forward": forward_s,
+            "backward": _apart(total_s, optimizer_s + forward_s + settled_s),
+            "optimizer": optimizer_s + settled_s,
+            **busy_s,
+            COMPUTE: _apart(busy_s[COMPUTE], machine.device_adam_s),
+            "device_adam": machine.device_adam_s,
+            "total": total_s,
+        }
+
+    def floor_s(
+        self, work: Workload, chunks: Ints, resident: Bools, weight: Bools, state: Bools, blocks: Ints
+    ) -> Floats:
+        """Seconds that no step with these homes, and no more than so many blocks, can beat; see `Floor.seconds`."""
+        known = self._of(work)
+        # Batches after the first have their compute at least.
+        more_s = (self._setting.accumulation - 1) * known.times.total_s
+        return known.floor.seconds(chunks, resident, weight, state, blocks) + more_s
+
+    def _case(self, work: Workload, placement: Placement, result: ScheduleResult, *, overlap: bool) -> Case:
+        known = self._of(work)
+        schedule = work.schedule(placement.residents, result.prefetch_depth)
+        grad_blocks = int(known.model.grad_blocks(placement.codes[None])[0][0])
+        return Case(
+            known.times,
+            placement,
+            schedule,
+            result,
+            grad_blocks,
+            overlap,
+            self._ahead,
+            clipping=self._setting.clipping,
+            accumulates=self._setting.accumulation > 1,
+        )
+
+    def _of(self, work: Workload) -> _Known:
+        found = self._known.get(work)
+        if found is None:
+            model = MemoryModel(work, self._setting)
+            times = WorkTimes(
+                work, self._rates, self._events_s, work.packing.block_bytes, model.disk_shard_bytes.tolist()
+            )
+            found = self._known[work] = _Known(times, model, Floor(times, self._setting.step_in_backward))
+        return found
+
+
+class _Known(NamedTuple):
+    """Values that `SimulatedCost` works out once per packing."""
+
+    times: WorkTimes
+    model: MemoryModel
+    floor: Floor
+
+
+def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
+    loads = case.loads_of_batches(accumulation)
+    machine, updated_s = case.machine(record=True), 0.0
+    for step in range(steps):
+        phases = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
+        if step:
+            machine.restart()
+            machine.update()
+            updated_s = machine.now_s
+        began_s = updated_s
+        for batch in range(accumulation):
+            machine.batch(case.events(loads[batch], updated=bool(step) and batch == 0, record=True))
+            phases["forward"] += machine.backward_from_s - began_s
+            phases["backward"] += machine.now_s - machine.backward_from_s
+            began_s = machine.now_s
+        machine.settle()
+        machine.drain()
+        phases["optimizer"] = updated_s + machine.now_s - began_s
+    order = lambda span: (span.start_s, RESOURCES.index(span.resource), span.end_s)  # noqa: E731
+    spans, end_s = sorted(machine.spans, key=order), machine.now_s
+    if not case.in_backward:  # all that a step begins is over with it, so that nothing leads back into the one before
+        spans = [span for span in spans if span.end_s > 0]
+    # What reaches over the end is what reached over the beginning, a step later.
+    shown = (span._replace(start_s=max(span.start_s, 0.0), end_s=min(span.end_s, end_s)) for span in spans)
+    return Simulation(
+        step_s=machine.now_s,
+        phases_s=phases,
+        busy_s=machine.busy_s,
+        waited_s=machine.waited_s,
+        critical_s=_critical(spans, machine.now_s),
+        loads=machine.loads,
+        moved_bytes=machine.moved_bytes,
+        extra_grad_blocks=machine.extra_grad_blocks,
+        timeline=tuple(sorted((span for span in shown if span.end_s > span.start_s), key=order)),
+    )
+
+
+def _critical(spans: Sequence[Span], end_s: float) -> dict[str, float]:
+    """Seconds by resource on the way back from the end, always to what ended when the later one began.
+
+    Where several did, the one on the same resource counts. Moments are equal to the last bit, as each is the latest of
+    some others. A way that leads into what the step before began is followed to the compute after which that came, and
+    counted from there on for as long as a step takes: all steps go round in it.
+    """
+    lanes = {name: {span.end_s: span for span in spans if span.resource == name} for name in RESOURCES[1:]}
+    compute = [span for span in spans if span.resource == COMPUTE]
+    ends = [span.end_s for span in compute]
+
+    def before(at_s: float, resource: str) -> Span | None:
+        for name in dict.fromkeys((resource, *RESOURCES)):
+            if name != COMPUTE:
+                found = lanes[name].get(at_s)
+            else:
+                index = bisect_left(ends, at_s)
+                found = compute[index] if index < len(compute) and compute[index].start_s < at_s else None
+            if found is not None:
+                return found
+        return None
+
+    way: list[tuple[str, float, float]] = []
+    at_s, span = end_s, before(end_s, COMPUTE)
+    while span is not None:
+        way.append((span.resource, span.start_s, at_s))
+        at_s = span.start_s
+        span = before(at_s, span.resource)
+        if at_s <= 0 and span is not None and span.resource == COMPUTE:
+            break
+    critical = dict.fromkeys(RESOURCES, 0.0)
+    for resource, from_s, until_s in way:
+        critical[resource] += max(0.0, min(until_s, end_s + at_s) - from_s)
+    return critical
+
+
+def _steps_before(case: Case) -> int:
+    """Steps after which all are the same.
+
+    The first has no updates to wait for. Where states live on a disk it does not wait for that at its end either, which
+    would give updates in backward more time.
+    """
+    return 2 if case.in_backward and case.placement.state_on_disk else 1
+
+
+def _apart(whole_s: float, part_s: float) -> float:
+    """The rest of a time without its parts; 0 if rounding makes their sum the larger, as in steps that take nothing."""
+    return max(0.0, whole_s - part_s)

@@ -1,0 +1,251 @@
+"""Why every chunk of a plan is where it is: what the step would take if it lived elsewhere, and whether that would fit.
+
+One chunk is moved at a time, all else staying as it is, and the changed plan is simulated by the same model as the
+search's. So a number here answers "what if only this were different", not "what if the search had begun elsewhere"; for
+that there are the levers, which plan again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from elixir.errors import InputError
+from elixir.hardware import HardwareProfile
+from elixir.plan import Home, Plan
+from elixir.search.planner import PREFETCH_DEPTH
+from elixir.search.problem import MemoryModel, Placement, placement_of, setting_of, workload_of
+from elixir.search.propose import Candidate, weigh
+from elixir.search.simulator import SimulatedCost, simulate_step
+from elixir.search.whatif.bottlenecks import LeverEffect, lever_effects
+from elixir.step_trace import StepTrace
+from elixir.units import format_bytes
+
+Weights = Literal["resident", "device", "host"]
+"""Gathered on the device for the whole step; streamed from a shard there; streamed from the host."""
+States = Literal["device", "host", "disk", "none"]
+"""Where gradients, master weights and optimizer states live; a frozen chunk has none."""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a chunk may live."""
+
+    weights: Weights
+    states: States
+
+    @classmethod
+    def of(cls, home: Home, trainable: bool) -> Spot:
+        """The spot that a home is for a chunk, which has states if it is trainable."""
+        return cls(home.weights, home.states if trainable else "none")
+
+    def __str__(self) -> str:
+        weights = {
+            "resident": "weights resident on the device",
+            "device": "weights streamed from the device",
+            "host": "weights streamed from the host",
+        }[self.weights]
+        return weights if self.states == "none" else f"{weights}, states on the {self.states}"
+
+    @property
+    def short(self) -> str:
+        """For tables, such as ``from host / host``."""
+        weights = self.weights if self.weights == "resident" else f"from {self.weights}"
+        return weights if self.states == "none" else f"{weights} / {self.states}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A plan with one thing changed, against the plan as it is."""
+
+    step_s: float
+    change_s: float
+    """Negative where the step gets shorter."""
+    moved_change_bytes: int
+    """Over all links, per rank and step."""
+    device_change_bytes: int
+    """Change of the peak."""
+    host_change_bytes: int
+    lacks_device_bytes: int
+    """By how much the peak exceeds the budget; 0 where it fits."""
+    lacks_host_bytes: int
+    lacks_disk_bytes: int
+    block_count: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether all budgets hold it."""
+        return not (self.lacks_device_bytes or self.lacks_host_bytes or self.lacks_disk_bytes)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """One chunk in another spot."""
+
+    spot: Spot
+    change: Change
+
+
+@dataclass(frozen=True)
+class ChunkReasons:
+    """One chunk: what it is, where it is, and what every other spot would change."""
+
+    chunk: int
+    first_parameter: str
+    last_parameter: str
+    weight_bytes: int
+    spot: Spot
+    elsewhere: tuple[Elsewhere, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All of a plan; see the fields."""
+
+    step_s: float
+    bound_by: str
+    critical_s: dict[str, float]
+    """Seconds by resource on the longest chain of work of the step; sums to `step_s`."""
+    chunks: tuple[ChunkReasons, ...]
+    blocks: tuple[Change, ...]
+    """One rCache block fewer and one more, where that is possible."""
+    levers: tuple[LeverEffect, ...]
+    """Empty where they were not asked for."""
+
+
+def explain(
+    plan: Plan,
+    trace: StepTrace,
+    hardware: HardwareProfile,
+    *,
+    levers: bool = True,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Explanation:
+    """Explain what every chunk, one block, and each of the machine's resources mean to the step.
+
+    Args:
+        plan: made from `trace`.
+        trace: the step that was planned.
+        hardware: the machine whose rates count.
+        levers: also plan again with more of what the machine is made of (`lever_effects`).
+        progress: told what comes next, how much is done, and of how much.
+
+    Raises:
+        InputError, InputTypeError: the plan is not of this trace.
+    """
+    step = simulate_step(plan, trace, hardware)
+    variants = _Variants(plan, trace, hardware)
+    chunks = []
+    for index, chunk in enumerate(plan.chunks):
+        if progress is not None:
+            progress(f"chunk {index}", index, len(plan.chunks))
+        elsewhere = tuple(
+            Elsewhere(Spot.of(home, chunk.trainable), variants.change(variants.moved(index, home), plan.block_count))
+            for home in variants.other_homes(index)
+        )
+        named = chunk.parameters or (None,)
+        chunks.append(
+            ChunkReasons(
+                chunk=index,
+                first_parameter=named[0].name if named[0] else "",
+                last_parameter=named[-1].name if named[-1] else "",
+                weight_bytes=chunk.weight_bytes,
+                spot=Spot.of(chunk.home, chunk.trainable),
+                elsewhere=elsewhere,
+            )
+        )
+    return Explanation(
+        step_s=step.step_s,
+        bound_by=step.bound_by,
+        critical_s=step.critical_s,
+        chunks=tuple(chunks),
+        blocks=tuple(variants.blocks()),
+        levers=lever_effects(plan, trace, hardware, progress=progress) if levers else (),
+    )
+
+
+class _Variants:
+    """The plan in the forms of the search, ready to be weighed with something changed."""
+
+    def __init__(self, plan: Plan, trace: StepTrace, hardware: HardwareProfile) -> None:
+        self._plan = plan
+        if not plan.block_bytes:
+            # Nothing is streamed; a variant that does needs blocks that hold any chunk.
+            largest = max(chunk.weight_bytes for chunk in plan.chunks)
+            plan = replace(plan, block_bytes=largest)
+        ranks_per_host = hardware.ranks_per_host(plan.world_size)
+        setting = setting_of(plan, ranks_per_host)
+        self._model = MemoryModel(workload_of(plan, trace), setting)
+        self._cost = SimulatedCost(trace, hardware, setting)
+        self._placement = placement_of(plan)
+        self._depth = plan.prefetch_depth if plan.block_count else PREFETCH_DEPTH * plan.overlap
+        self._base = self._weighed(self._placement, plan.block_count)
+        self._check(trace)
+
+    def other_homes(self, index: int) -> Iterator[Home]:
+        """Where else a chunk could live. What is larger than a block cannot be streamed."""
+        chunk, outsized = self._plan.chunks[index], self._model.work.packing.chunks[index].outsized
+        for home in Home:
+            allowed = bool(self._plan.disk_budget_bytes) or not home.states_on_disk
+            if (
+                home != chunk.home
+                and (home.resident or not outsized)
+                and (allowed if chunk.trainable else home.without_states)
+            ):
+                yield home
+
+    def moved(self, index: int, home: Home) -> Placement:
+        """The plan's placement with one chunk at `home`."""
+        homes = self._placement.homes
+        return Placement((*homes[:index], home, *homes[index + 1 :]))
+
+    def change(self, placement: Placement, wanted_blocks: int) -> Change:
+        """Against the plan as it is, with as near to so many blocks as the placement allows."""
+        return self._against(self._weighed(placement, wanted_blocks))
+
+    def blocks(self) -> Iterator[Change]:
+        """One block fewer, one more."""
+        now = self._plan.block_count
+        for count in (now - 1, now + 1):
+            found = self._weighed(self._placement, count)
+            if found.schedule.blocks == count:
+                yield self._against(found)
+
+    def _weighed(self, placement: Placement, wanted_blocks: int) -> Candidate:
+        streamed = placement.resident.count(False)
+        depth = self._depth if streamed else 0
+        schedule = self._model.work.schedule(placement.residents, depth)
+        # Below the first the schedule cannot be walked, beyond the second a block would never be used.
+        blocks = max(min(wanted_blocks, streamed), schedule.min_blocks)
+        return weigh(self._model, placement, blocks, depth, self._cost)
+
+    def _against(self, other: Candidate) -> Change:
+        base, plan = self._base, self._plan
+        return Change(
+            step_s=other.seconds["total"],
+            change_s=other.seconds["total"] - base.seconds["total"],
+            moved_change_bytes=_moved_bytes(other) - _moved_bytes(base),
+            device_change_bytes=other.need.device_bytes - base.need.device_bytes,
+            host_change_bytes=other.need.host_bytes - base.need.host_bytes,
+            lacks_device_bytes=max(other.need.device_bytes - plan.device_budget_bytes, 0),
+            lacks_host_bytes=max(other.need.host_bytes - plan.host_budget_bytes, 0),
+            lacks_disk_bytes=max(other.need.disk_bytes - plan.disk_budget_bytes, 0),
+            block_count=other.schedule.blocks,
+        )
+
+    def _check(self, trace: StepTrace) -> None:
+        """The order of use does not depend on the batch, but memory and time do; so they must agree."""
+        expected, found = self._plan.predicted.device_parts, self._base.need.device_parts
+        for part, amount in expected.items():
+            if found.get(part, 0) != amount:
+                raise InputError(
+                    f"the plan counts {format_bytes(amount)} of {part.replace('_', ' ')} at its device peak, this "
+                    "trace "
+                    f"of {trace.model_name} gives {format_bytes(found.get(part, 0))}; give the trace the plan was made "
+                    "from, or the same batch, sequence length and checkpointing"
+                )
+
+
+def _moved_bytes(candidate: Candidate) -> int:
+    return candidate.moved.link_bytes + candidate.moved.network_bytes + 2 * candidate.moved.disk_bytes

@@ -1,0 +1,181 @@
+"""Which machines can train a model, and how fast: many plans, made and simulated without any of the machines.
+
+`sweep` tries every combination it is given; `fit` walks known machines from the smallest until one can do it. Both
+are pure: the same arguments give the same rows in every process, whatever machine they are asked on. Times are those of
+`simulate_step`, so they are as good as the profile's rates (`docs/planning.md`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elixir.errors import InputError, InputTypeError, PlanError
+from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names
+from elixir.search.request import SearchRequest, check_count
+from elixir.search.whatif.trial import (
+    HOST_PER_DEVICE_BYTE,
+    SweepRow,
+    Traces,
+    TrainingStep,
+    try_out,
+    with_network,
+)
+
+__all__ = ["HOST_PER_DEVICE_BYTE", "Fit", "SweepRow", "TrainingStep", "doublings", "fit", "sweep"]
+
+Progress = Callable[[str, int, int], None]
+"""Called with what comes next, how much is done, and of how much."""
+ON_PAPER = SearchRequest(world_size=1, optimizer_type="AdamW")
+"""The options for every machine, unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The answer of `fit`."""
+
+    model: str
+    best: SweepRow | None
+    """The smallest machine that can train the model; None where none of them can."""
+    rows: tuple[SweepRow, ...]
+    """Per machine: its fewest devices that can, in order of size; then those that cannot, with their most devices."""
+
+
+def sweep(
+    models: Sequence[str],
+    machines: Sequence[HardwareProfile | str],
+    world_sizes: Sequence[int] = (1,),
+    batches: Sequence[int] = (1,),
+    *,
+    step: TrainingStep | None = None,
+    asked: SearchRequest | None = None,
+    network_bytes_per_s: float | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> list[SweepRow]:
+    """A row for every model, batch, machine and world size, in this order of nesting.
+
+    Args:
+        models: names, config files or ``module:function``, as `elixir.models.loading.build` takes them.
+        machines: profiles, presets' names or profile files.
+        world_sizes: numbers of ranks, one device each.
+        batches: samples per rank.
+        step: what else there is to a step; by default those of `TrainingStep`.
+        asked: what plans are searched for, of any number of ranks.
+        network_bytes_per_s: between machines, per machine and direction. None: what the profile says. Without either a
+            machine's own devices are the most.
+        progress: told before each combination.
+        options: fields of `SearchRequest`, which change `asked`. Memory whose size is not given is what the profile
+            says, host memory otherwise `HOST_PER_DEVICE_BYTE`, less a reserve.
+
+    Raises:
+        InputError, InputTypeError: an argument makes no sense, or no combination could even be planned.
+        TraceError: no combination could even be traced. One that fails alone is a row with its reason.
+    """
+    request = SearchRequest.of(asked or ON_PAPER, **options)
+    profiles = [with_network(_profile(machine), network_bytes_per_s) for machine in machines]
+    for name, values in (
+        ("models", models),
+        ("machines", machines),
+        ("world_sizes", world_sizes),
+        ("batches", batches),
+    ):
+        if isinstance(values, str) or not values:
+            raise InputError(f"{name} must be a list of at least one, got {values!r}")
+    for name, values in (("world size", world_sizes), ("batch", batches)):
+        for value in values:
+            check_count(f"a {name}", value)
+    traces = Traces(step or TrainingStep())
+    cases = [
+        (model, batch, hardware, world_size)
+        for model in models
+        for batch in batches
+        for hardware in profiles
+        for world_size in world_sizes
+    ]
+    rows, errors = [], []
+    for done, (model, batch, hardware, world_size) in enumerate(cases):
+        if progress is not None:
+            progress(f"{model}, batch {batch}, {world_size} x {hardware.name}", done, len(cases))
+        row, error = try_out(traces, replace(request, world_size=world_size), model, batch, hardware)
+        rows.append(row)
+        errors.append(error)
+    if all(error is not None and not isinstance(error, PlanError) for error in errors):
+        raise next(error for error in errors if error is not None)
+    return rows
+
+
+def fit(
+    model: str,
+    machines: Sequence[HardwareProfile | str] | None = None,
+    *,
+    batch: int = 1,
+    counts: Sequence[int] | None = None,
+    step: TrainingStep | None = None,
+    asked: SearchRequest | None = None,
+    network_bytes_per_s: float | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Fit:
+    """The smallest of the machines and device counts that can train `model`, and how fast; with what comes next.
+
+    Size is device memory times count. Of equals the one with fewer devices comes first, then the order of `machines`.
+
+    Args:
+        machines: all presets with a GPU by default.
+        counts: numbers of devices; by default 1, 2, 4, ... up to what one machine holds.
+
+    The other arguments and the errors are those of `sweep`.
+    """
+    request = SearchRequest.of(asked or ON_PAPER, **options)
+    profiles = [
+        with_network(profile, network_bytes_per_s)
+        for profile in (map(preset, preset_names()) if machines is None else map(_profile, machines))
+        if machines is not None or profile.device_kind == "cuda"
+    ]
+    check_count("batch", batch)
+    for count in counts or ():
+        check_count("a count", count)
+    traces = Traces(step or TrainingStep())
+    candidates = [
+        (hardware.device_memory_bytes * count, count, place, hardware)
+        for place, hardware in enumerate(profiles)
+        for count in (doublings(hardware.devices_per_host) if counts is None else sorted(dict.fromkeys(counts)))
+    ]
+    if not candidates:
+        raise InputError("no machine to try: give at least one")
+    candidates.sort(key=lambda candidate: candidate[:3])
+    found: dict[int, SweepRow] = {}
+    failed: dict[int, SweepRow] = {}
+    errors = []
+    for done, (_, count, place, hardware) in enumerate(candidates):
+        if place in found:
+            continue
+        if progress is not None:
+            progress(f"{model} on {count} x {hardware.name}", done, len(candidates))
+        row, error = try_out(traces, replace(request, world_size=count), model, batch, hardware)
+        (found if row.fits else failed)[place] = row
+        errors.append(error)
+    if all(error is not None and not isinstance(error, PlanError) for error in errors):
+        raise next(error for error in errors if error is not None)
+    rows = [*found.values(), *(row for place, row in failed.items() if place not in found)]
+    return Fit(rows[0].model, next(iter(found.values()), None), tuple(rows))
+
+
+def doublings(most: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and `most` itself.
+
+    >>> doublings(6)
+    (1, 2, 4, 6)
+    """
+    powers = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+    return tuple(dict.fromkeys((*powers, most)))
+
+
+def _profile(machine: HardwareProfile | str) -> HardwareProfile:
+    if isinstance(machine, HardwareProfile):
+        return machine
+    if isinstance(machine, str):
+        return load_hardware(machine)
+    raise InputTypeError(f"a machine is a HardwareProfile or the name of a preset, got {type(machine).__name__}")

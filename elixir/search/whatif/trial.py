@@ -1,0 +1,278 @@
+"""One combination of model, batch, machine and world size, tried on paper: traced, planned, simulated, in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.errors import ElixirError, InputError, PlanError
+from elixir.hardware import HardwareProfile
+from elixir.optimizer_states import MASTER_BYTES, state_size
+from elixir.plan import Plan
+from elixir.search.budgets import resolve_budgets
+from elixir.search.planner import plan_from_trace
+from elixir.search.propose import Budgets
+from elixir.search.request import SearchRequest
+from elixir.search.simulator import Simulation, simulate_step
+from elixir.step_trace import StepTrace
+from elixir.units import dtype_bytes, dtype_name, parse_bytes, parse_dtype
+
+HOST_PER_DEVICE_BYTE = 2
+"""Host memory of a machine that says nothing of it, per byte of device memory in use on it.
+
+Assumption: machines are bought with about so much; a DGX H200 has 2 TB with 8 x 141 GB (NVIDIA, DGX H200 datasheet).
+"""
+AS_BUILT = "as-built"
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """The step that one rank computes, its batch left open.
+
+    Raises:
+        InputError: the dtype is unknown.
+    """
+
+    seq: int | None = None
+    """Tokens per sample; None: 1024, or the model's maximum where that is smaller."""
+    dtype: str = "bf16"
+    """Dtype of parameters and floating inputs; ``as-built`` leaves them."""
+    checkpoint: str = "none"
+    """Activation checkpointing, as `elixir.models.loading.build` takes it."""
+    use_fused_kernels: bool = False
+    """As `ElixirModule` will be given it."""
+    inp: Callable[[], dict[str, Any]] | None = None
+    """Gives the input of models that have no default one; the batch is then what it returns."""
+    step_fn: Callable[[nn.Module, dict[str, Any]], Any] | None = None
+    """Runs forward, loss and backward where the model does not return its loss."""
+
+    def __post_init__(self) -> None:
+        if self.dtype != AS_BUILT:
+            parse_dtype(self.dtype)
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """None: as built."""
+        return None if self.dtype == AS_BUILT else parse_dtype(self.dtype)
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One combination: whether it fits, and what its plan would do. What is not known is None."""
+
+    model: str
+    machine: str
+    world_size: int
+    batch: int
+    """Samples per rank."""
+    seq: int | None
+    """Tokens per sample; None where samples are no tokens."""
+    dtype: str
+    fits: bool
+    reason: str
+    """Why not, in one sentence; empty where it fits."""
+    device_budget_bytes: int
+    """Bytes of one device."""
+    host_budget_bytes: int
+    """Bytes of one machine, all its ranks together."""
+    step_s: float | None = None
+    samples_per_s: float | None = None
+    """Samples of all ranks together."""
+    tokens_per_s: float | None = None
+    """Tokens of all ranks together."""
+    device_peak_bytes: int | None = None
+    host_peak_bytes: int | None = None
+    bound_by: str | None = None
+    """The resource with most seconds on the critical path of the step."""
+    chunks: int | None = None
+    resident_chunks: int | None = None
+    weights_on_host_chunks: int | None = None
+    states_on_host_chunks: int | None = None
+    block_count: int | None = None
+    host_to_device_bytes: int | None = None
+    """Per rank and step."""
+    device_to_host_bytes: int | None = None
+    network_bytes: int | None = None
+    disk_budget_bytes: int = 0
+    """Bytes of one machine, like the host's."""
+    disk_peak_bytes: int | None = None
+    states_on_disk_chunks: int | None = None
+    disk_read_bytes: int | None = None
+    disk_write_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Traced:
+    trace: StepTrace
+    samples: int
+    tokens: int | None
+
+
+@dataclass
+class Traces:
+    """Traces by what they depend on: the model, the batch, and of the machine only its kind and compute capability."""
+
+    step: TrainingStep
+    _models: dict[str, nn.Module] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Traced | ElixirError] = field(default_factory=dict)
+
+    def get(self, model: str, batch: int, hardware: HardwareProfile) -> Traced:
+        key = (model, batch, hardware.device_kind, hardware.compute_capability)
+        if key not in self._known:
+            try:
+                self._known[key] = self._trace(model, batch, hardware)
+            except ElixirError as error:
+                self._known[key] = error
+        found = self._known[key]
+        if isinstance(found, ElixirError):
+            raise found
+        return found
+
+    def _trace(self, model: str, batch: int, hardware: HardwareProfile) -> Traced:
+        # Late, because they load what planning from a trace does not need.
+        from elixir.models import build, default_step, find, input_to_trace, refused_overflow
+        from elixir.tracer.trace import trace_step
+
+        if model not in self._models:
+            self._models.clear()  # models come one after the other, and some configs make large ones
+            self._models[model] = build(
+                model,
+                dtype=self.step.torch_dtype,
+                checkpoint=self.step.checkpoint,
+            )
+        built, shape = self._models[model], find(model)
+        inp = self.step.inp() if self.step.inp else input_to_trace(built, batch=batch, seq=self.step.seq)
+        with refused_overflow():
+            trace = trace_step(
+                built,
+                inp,
+                self.step.step_fn or default_step,
+                dtype=self.step.torch_dtype,
+                hardware=hardware,
+                optimizer=None,  # its states and temporaries follow from the placement
+                use_fused_kernels=self.step.use_fused_kernels,
+                model_name=shape.name if shape else model,
+            )
+        ids = inp.get("input_ids")
+        tensors = [value for value in inp.values() if isinstance(value, torch.Tensor) and value.dim()]
+        samples = int(ids.shape[0]) if isinstance(ids, torch.Tensor) else int(tensors[0].shape[0]) if tensors else batch
+        return Traced(trace, samples, int(ids.numel()) if isinstance(ids, torch.Tensor) else None)
+
+
+def budgets_on_paper(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
+    """Budgets of a machine that need not be here: given, from its profile, or by `HOST_PER_DEVICE_BYTE`."""
+    unknown = hardware.device_memory_bytes
+    if hardware.device_kind != "cpu":
+        unknown *= HOST_PER_DEVICE_BYTE * hardware.ranks_per_host(request.world_size)
+    return resolve_budgets(hardware, request, unknown_host_bytes=unknown, on_paper=True)
+
+
+def try_out(
+    traces: Traces, request: SearchRequest, model: str, batch: int, hardware: HardwareProfile
+) -> tuple[SweepRow, ElixirError | None]:
+    """The row of one combination, and what stood in its way."""
+    disk_bytes = 0 if request.disk_memory is None else parse_bytes(request.disk_memory)
+    budgets = replace(budgets_on_paper(hardware, request), disk_bytes=disk_bytes)
+    dtype, world_size = traces.step.torch_dtype, request.world_size
+    known: dict[str, Any] = {
+        "model": model,
+        "machine": hardware.name,
+        "world_size": world_size,
+        "batch": batch,
+        "seq": traces.step.seq,
+        "dtype": "as built" if dtype is None else dtype_name(dtype),
+        "device_budget_bytes": budgets.device_bytes,
+        "host_budget_bytes": budgets.host_bytes,
+        "disk_budget_bytes": disk_bytes,
+    }
+    try:
+        _check_network(hardware, world_size)
+        traced = traces.get(model, batch, hardware)
+        known["model"], known["batch"] = traced.trace.model_name, traced.samples
+        known["seq"] = None if traced.tokens is None else traced.tokens // traced.samples
+        _check_room(traced.trace, hardware, request, budgets)
+        found = replace(
+            request,
+            device_memory=budgets.device_bytes,
+            host_memory=budgets.host_bytes,
+            device_reserve=None,
+            host_reserve=None,
+        )
+        plan = plan_from_trace(traced.trace, hardware, found)
+        step = simulate_step(plan, traced.trace, hardware)
+    except ElixirError as error:
+        return SweepRow(**known, fits=False, reason=str(error).splitlines()[0]), error
+    return SweepRow(**known, fits=True, reason="", **_measures(plan, step, traced)), None
+
+
+def _measures(plan: Plan, step: Simulation, traced: Traced) -> dict[str, Any]:
+    trainable = [chunk for chunk in plan.chunks if chunk.trainable]
+    moved = plan.predicted.moved_bytes
+    per_s = plan.world_size * plan.accumulation / step.step_s if step.step_s else None
+    return {
+        "step_s": step.step_s,
+        "samples_per_s": None if per_s is None else traced.samples * per_s,
+        "tokens_per_s": None if per_s is None or traced.tokens is None else traced.tokens * per_s,
+        "device_peak_bytes": plan.predicted.device_peak_bytes,
+        "host_peak_bytes": plan.predicted.host_peak_bytes,
+        "bound_by": step.bound_by,
+        "chunks": len(plan.chunks),
+        "resident_chunks": sum(chunk.resident for chunk in plan.chunks),
+        "weights_on_host_chunks": sum(chunk.weight_home == "host" for chunk in plan.chunks),
+        "states_on_host_chunks": sum(chunk.state_home == "host" for chunk in trainable),
+        "block_count": plan.block_count,
+        "host_to_device_bytes": moved["host_to_device"],
+        "device_to_host_bytes": moved["device_to_host"],
+        "network_bytes": moved["network"],
+        "disk_peak_bytes": plan.predicted.disk_peak_bytes,
+        "states_on_disk_chunks": sum(chunk.state_home == "disk" for chunk in trainable),
+        "disk_read_bytes": moved["disk_read"],
+        "disk_write_bytes": moved["disk_write"],
+    }
+
+
+def with_network(hardware: HardwareProfile, network_bytes_per_s: float | None) -> HardwareProfile:
+    """The machine with this bandwidth between machines, per machine and direction; as it is where None is given."""
+    return hardware if network_bytes_per_s is None else replace(hardware, network_bytes_per_s=network_bytes_per_s)
+
+
+def _check_network(hardware: HardwareProfile, world_size: int) -> None:
+    if world_size > hardware.ranks_per_host(world_size) and hardware.network_bytes_per_s is None:
+        raise InputError(
+            f"{hardware.name} has {hardware.devices_per_host} devices a machine; for {world_size} give the network's "
+            "bandwidth between machines"
+        )
+
+
+def _check_room(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, budgets: Budgets) -> None:
+    """Refuse what cannot fit however it is placed, before a search that would take seconds to say so.
+
+    Every weight, master weight and state lies somewhere once, and a rank's activations lie on its device.
+    """
+    needed, trained = 0, dict[int, int]()
+    states, world_size = state_size(request.optimizer_type, request.moments), request.world_size
+    for param in trace.parameters:
+        width = dtype_bytes(param.dtype)
+        needed += param.numel * (width + (MASTER_BYTES if param.trainable and width < MASTER_BYTES else 0))
+        trained[width] = trained.get(width, 0) + param.numel * param.trainable
+    needed += sum(states.nbytes(numel, width) for width, numel in trained.items())
+    machines = -(-world_size // hardware.ranks_per_host(world_size))
+    there = world_size * budgets.device_bytes + machines * (budgets.host_bytes + budgets.disk_bytes)
+    if needed > there:
+        raise PlanError(
+            f"{trace.model_name}: weights and optimizer states exceed device and host memory"
+            f"{', and the disk,' if budgets.disk_bytes else ''} together",
+            needed_bytes=needed,
+            available_bytes=there,
+        )
+    live_bytes = max(event.live_bytes for event in trace.accesses) + trace.buffer_bytes
+    if live_bytes > budgets.device_bytes:
+        raise PlanError(
+            f"{trace.model_name}: activations, inputs and buffers alone exceed the device memory, wherever weights are",
+            needed_bytes=live_bytes,
+            available_bytes=budgets.device_bytes,
+        )

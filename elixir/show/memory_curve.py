@@ -1,0 +1,247 @@
+"""Pictures of traces and plans, good enough for a paper.
+
+Every function returns a new matplotlib `Figure` (no pyplot, no global state) and, given a path, also writes it
+in the format its ending names. matplotlib is imported on first use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from elixir.errors import InputError
+from elixir.show.plan_map import plot_plan
+from elixir.show.style import (
+    BLUE,
+    DARK,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALE,
+    PURPLE,
+    SKY,
+    SMALL_PT,
+    TEXT_PT,
+    finish,
+    gib,
+    legend,
+    new_figure,
+    picture_format,
+    shorten,
+    swatch,
+    title_style,
+)
+from elixir.step_trace import CurveSample, StepTrace
+from elixir.units import GIB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["picture_format", "plot_activations", "plot_memory", "plot_plan"]
+
+_STACK = (
+    ("parameters", BLUE, ("parameters",)),
+    ("optimizer states", SKY, ("optimizer",)),
+    ("gradients", GREEN, ("gradients",)),
+    ("buffers", GREY, ("buffers",)),
+    ("activations + inputs", ORANGE, ("inputs", "activations")),
+    ("workspace", PURPLE, ("workspace",)),
+)
+"""The layers from the bottom: label, colour, fields of `CurveSample`. The kind that stays longest lies lowest."""
+
+_OPTIMIZER_SHARE = 0.12
+"""Share of the picture's width for the optimizer phase, whose operators have no common measure with the others."""
+
+
+# --------------------------------------------------------------------------------------------------- memory of a step
+
+
+def plot_memory(trace: StepTrace, path: str | os.PathLike[str] | None = None) -> Figure:
+    """Memory over one training step, stacked by kind, with its phases and its peak named.
+
+    Raises:
+        InputError: the trace has no curve, or `path` names no picture format.
+    """
+    if not any(sample.total for sample in trace.curve):
+        raise InputError(f"the trace of {trace.model_name} holds no memory curve to draw")
+    figure = new_figure(2.9)
+    axes = figure.add_subplot()
+    xs = _positions(trace.curve)
+    peak = max(range(len(trace.curve)), key=lambda index: trace.curve[index].total)
+    layers, handles = [], []
+    for label, colour, fields in _STACK:
+        values = [sum(getattr(sample, name) for name in fields) / GIB for sample in trace.curve]
+        if not any(values):
+            continue
+        layers.append(values)
+        handles.append(swatch(colour, f"{label}  {gib(values[peak])}"))
+    colours = [handle.get_facecolor() for handle in handles]
+    axes.stackplot(xs, layers, colors=colours, linewidth=0)
+    top = trace.curve[peak].total / GIB
+    axes.set_ylim(0, top * 1.42)
+    axes.set_xlim(xs[0], xs[-1] if xs[-1] > xs[0] else xs[0] + 1)
+    axes.set_ylabel("device memory (GiB)", fontsize=TEXT_PT)
+    axes.set_xticks([])
+    _draw_phases(axes, trace.curve, xs)
+    _draw_peak(axes, trace, xs, peak)
+    axes.set_title(f"{trace.model_name}, one step on {trace.device}: {trace.dtype}, {trace.optimizer}", **title_style())
+    # Reversed, so that the legend reads from the top as the stack does.
+    legend(axes, handles[::-1], columns=3, title="at the peak, in GiB")
+    return finish(figure, path)
+
+
+def _positions(curve: Sequence[CurveSample]) -> list[float]:
+    """Where each sample lies: by operator; the optimizer phase in its share of the width, sample by sample.
+
+    One fused optimizer operator may be the whole phase, and one foreach operator the whole way up and down again.
+    """
+    xs = [float(sample.operator) for sample in curve]
+    first = next((i for i, sample in enumerate(curve) if sample.phase == "optimizer"), None)
+    if first is None or first == 0:
+        return xs
+    start = xs[first - 1]
+    width = max(start - xs[0], 1.0) * _OPTIMIZER_SHARE / (1 - _OPTIMIZER_SHARE)
+    count = len(curve) - first
+    return xs[:first] + [start + width * (i + 1) / count for i in range(count)]
+
+
+def _draw_phases(axes: Axes, curve: Sequence[CurveSample], xs: Sequence[float]) -> None:
+    """A strip along the top: which phase runs when; recomputation is darker inside backward."""
+    tones = {"forward": "#EEEEEE", "backward": "#D4D4D4", "recompute": "#8A8A8A", "optimizer": "#EEEEEE"}
+    bottom, height = 0.925, 0.075
+    blend = axes.get_xaxis_transform()
+    for phase, start, stop in _runs([sample.phase for sample in curve]):
+        left, right = xs[max(start - 1, 0)], xs[stop]
+        axes.fill_between(
+            [left, right], bottom, bottom + height, transform=blend, color=tones[phase], linewidth=0, zorder=3
+        )
+    outer = ["backward" if sample.phase == "recompute" else sample.phase for sample in curve]
+    recomputes = any(sample.phase == "recompute" for sample in curve)
+    for phase, start, stop in _runs(outer):
+        left, right = xs[max(start - 1, 0)], xs[stop]
+        if start:
+            axes.axvline(left, color=DARK, linewidth=0.5, linestyle=(0, (3, 2)), zorder=4)
+        share = (right - left) / max(xs[-1] - xs[0], 1e-9)
+        text = {"backward": "backward (dark: recompute)" if recomputes else "backward", "optimizer": "step"}.get(
+            phase, phase
+        )
+        if share < 0.3 and phase == "backward":
+            text = phase
+        if share > 0.05:
+            box = {"facecolor": "white", "alpha": 0.8, "pad": 0.8, "linewidth": 0}
+            axes.text(
+                (left + right) / 2, bottom + height / 2 - 0.003, text, transform=blend, ha="center", va="center",
+                fontsize=SMALL_PT, color=DARK, zorder=5, bbox=box if phase == "backward" and recomputes else None,
+            )  # fmt: skip
+
+
+def _draw_peak(axes: Axes, trace: StepTrace, xs: Sequence[float], peak: int) -> None:
+    """A mark at the highest total with its size, module and operator; next to one in the optimizer, the one before
+    it."""
+    sample = trace.curve[peak]
+    running = [shorten(trace.peak_module or "outside any module", 44), shorten(trace.peak_operator, 44)]
+    lines = [f"peak {gib(sample.total / GIB)} GiB in {sample.phase}", *running]
+    ran = [index for index, other in enumerate(trace.curve) if other.phase != "optimizer"]
+    if sample.phase == "optimizer" and ran:
+        # The model's own peak is what a change of the model can lower, so it is named as well.
+        before = max(ran, key=lambda index: trace.curve[index].total)
+        earlier = trace.curve[before]
+        _mark_peak(axes, xs[before], earlier, face="white")
+        lines = [
+            f"peak {gib(sample.total / GIB)} GiB in the optimizer step",
+            f"before it {gib(earlier.total / GIB)} GiB in {earlier.phase}: {running[0]}",
+            running[1],
+        ]
+    _mark_peak(axes, xs[peak], sample, face=DARK)
+    # Towards the middle of the picture, so that the longest names stay inside it.
+    early = xs[peak] - xs[0] < 0.47 * (xs[-1] - xs[0])
+    axes.annotate(
+        "\n".join(lines), (xs[peak], sample.total / GIB), xytext=(-4 if early else 4, 6), textcoords="offset points",
+        ha="left" if early else "right", va="bottom", fontsize=SMALL_PT, color=DARK, linespacing=1.15, zorder=6,
+        bbox={"facecolor": "white", "alpha": 0.85, "pad": 0.6, "linewidth": 0},
+    )  # fmt: skip
+
+
+def _mark_peak(axes: Axes, x: float, sample: CurveSample, *, face: str) -> None:
+    style: dict[str, Any] = {
+        "marker": "v",
+        "markersize": 4.5,
+        "color": DARK,
+        "markerfacecolor": face,
+        "zorder": 7,
+        "clip_on": False,
+    }
+    axes.plot([x], [sample.total / GIB], **style)
+
+
+def _runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Consecutive equal entries as (entry, first index, last index)."""
+    runs: list[tuple[str, int, int]] = []
+    for index, phase in enumerate(phases):
+        if runs and runs[-1][0] == phase:
+            runs[-1] = (phase, runs[-1][1], index)
+        else:
+            runs.append((phase, index, index))
+    return runs
+
+
+# ---------------------------------------------------------------------------------------------------- several models
+
+
+def plot_activations(traces: Sequence[StepTrace], path: str | os.PathLike[str] | None = None) -> Figure:
+    """Activation and step peaks of several models on one logarithmic axis, with and without checkpointing.
+
+    Traces of the same `model_name` share a line; one with checkpointed modules gets the hollow marks.
+
+    Raises:
+        InputError: no trace is given, or `path` names no picture format.
+    """
+    if not traces:
+        raise InputError("give at least one trace to draw")
+    names = list(dict.fromkeys(trace.model_name for trace in traces))
+    figure = new_figure(0.9 + 0.26 * len(names))
+    axes = figure.add_subplot()
+    for trace in traces:
+        y = names.index(trace.model_name)
+        plain = not trace.checkpointed_modules
+        for size, colour, marker in (
+            (trace.param_bytes, DARK, "|"),
+            (trace.activation_peak_bytes, ORANGE, "o"),
+            (trace.step_peak_bytes, BLUE, "D"),
+        ):
+            axes.plot([size / GIB], [y], **_mark(colour, marker, hollow=not plain))
+    for y, name in enumerate(names):
+        sizes = [trace.activation_peak_bytes / GIB for trace in traces if trace.model_name == name]
+        axes.plot([min(sizes), max(sizes)], [y, y], color=ORANGE, linewidth=1.0, alpha=0.5, zorder=1)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("GiB", fontsize=TEXT_PT)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(axis="x", which="major", color=PALE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    handles = _activation_handles(traces)
+    legend(axes, handles, columns=2, below=0.5 / (0.9 + 0.26 * len(names)))
+    return finish(figure, path)
+
+
+def _mark(colour: str, marker: str, *, hollow: bool) -> dict[str, Any]:
+    # Hollow marks are larger, so that where both fall together the ring still shows around the dot.
+    size = 8.0 if marker == "|" else 6.5 if hollow else 4.0
+    style = {"marker": marker, "color": colour, "markerfacecolor": "none" if hollow else colour, "linestyle": "none"}
+    return style | {"markersize": size, "markeredgewidth": 1.0, "zorder": 3}
+
+
+def _activation_handles(traces: Sequence[StepTrace]) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    kinds = [("parameters", DARK, "|", False)]
+    for hollow, ending in ((False, ""), (True, ", checkpointing")):
+        if any(bool(trace.checkpointed_modules) == hollow for trace in traces):
+            kinds.append((f"activation peak{ending}", ORANGE, "o", hollow))
+            kinds.append((f"step peak{ending}", BLUE, "D", hollow))
+    return [
+        Line2D([], [], label=label, **_mark(colour, marker, hollow=hollow)) for label, colour, marker, hollow in kinds
+    ]

@@ -1,0 +1,179 @@
+"""The picture of a plan: budget bars of device and host over a map of the chunks."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from elixir.errors import InputError
+from elixir.plan import ChunkPlan, Plan
+from elixir.show.style import (
+    BLUE,
+    DARK,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALE,
+    PURPLE,
+    RED,
+    SKY,
+    SMALL_PT,
+    TEXT_PT,
+    YELLOW,
+    finish,
+    gib,
+    legend,
+    new_figure,
+    part_label,
+    swatch,
+    title_style,
+)
+from elixir.units import GIB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HOME_COLOURS = {"device": "#332288", "host": "#DDCC77", "disk": "#882255"}
+"""Indigo, sand and wine of Paul Tol's muted scheme: safe for the colour-blind, and in no bar above the map."""
+
+_PART_COLOURS = (
+    ("rcache", YELLOW),
+    ("block", "#A5D8C6"),
+    ("flight", PALE),
+    ("master", RED),
+    ("grad", GREEN),
+    ("state", SKY),
+    ("optim", SKY),
+    ("activation", ORANGE),
+    ("buffer", GREY),
+    ("workspace", PURPLE),
+    ("weight", BLUE),
+    ("param", BLUE),
+)
+"""Colour of a part by the first of these words in its name: the colours of the memory curve, where both know it."""
+
+_LEGEND_COLUMNS = 3
+
+
+def plot_plan(plan: Plan, path: str | os.PathLike[str] | None = None) -> Figure:
+    """A plan as a map: budget bars of device, host and (where states are there) disk over its chunks in order of use,
+    width by size, home by colour.
+
+    Raises:
+        InputError: the plan has no chunks, or `path` names no picture format.
+    """
+    if not plan.chunks:
+        raise InputError(f"the plan for {plan.model_name} holds no chunks to draw")
+    predicted = plan.predicted
+    bars = [
+        ("device", predicted.device_parts, predicted.device_peak_bytes, plan.device_budget_bytes),
+        ("host", predicted.host_parts, predicted.host_peak_bytes, plan.host_budget_bytes),
+    ]
+    if plan.uses_disk:
+        parts = {"optimizer_states": predicted.disk_peak_bytes}
+        bars.append(("disk", parts, predicted.disk_peak_bytes, plan.disk_budget_bytes))
+    # Laid out from the top in inches, because legends of one and of three lines need different room.
+    heights, bar_in, map_in = [], 0.26, 0.78
+    for _, parts, _, _ in bars:
+        lines = -(-sum(size > 0 for size in parts.values()) // _LEGEND_COLUMNS)
+        heights.append(bar_in + 0.46 + 0.155 * lines)
+    height = 0.3 + sum(heights) + 0.12 + map_in + 0.55
+    figure = new_figure(height)
+    top = height - 0.3
+    for (label, parts, peak_bytes, budget_bytes), used_in in zip(bars, heights, strict=True):
+        axes = figure.add_axes((0.13, (top - bar_in) / height, 0.85, bar_in / height))
+        _draw_budget(axes, label, parts, peak_bytes, budget_bytes, below=0.2 / bar_in)
+        top -= used_in
+    top -= 0.12
+    axes = figure.add_axes((0.13, (top - map_in) / height, 0.85, map_in / height))
+    _draw_chunks(axes, plan, below=0.36 / map_in)
+    ranks = f"{plan.world_size} x " if plan.world_size > 1 else ""
+    figure.axes[0].set_title(
+        f"{plan.model_name} on {ranks}{plan.hardware_name}: {plan.dtype}, {plan.optimizer}", **title_style()
+    )
+    return finish(figure, path)
+
+
+def order_of_use(plan: Plan) -> list[int]:
+    """Indices of all chunks: by first use, then those the recorded order never names."""
+    used = dict.fromkeys(index for use in plan.order for index in use.chunks)
+    return [*used, *(index for index in range(len(plan.chunks)) if index not in used)]
+
+
+def _draw_budget(
+    axes: Axes, label: str, parts: dict[str, int], peak_bytes: int, budget_bytes: int, *, below: float
+) -> None:
+    """One bar, filled by what holds the memory at its peak, with a line at the budget."""
+    left, handles = 0.0, []
+    colours = _colours(parts)
+    for name, size in sorted(parts.items(), key=lambda item: (-item[1], item[0])):
+        if size > 0:
+            axes.barh([0], [size / GIB], left=left, height=1, color=colours[name], edgecolor="white", linewidth=0.4)
+            handles.append(swatch(colours[name], f"{part_label(name)} {gib(size / GIB)}"))
+            left += size / GIB
+    budget = budget_bytes / GIB
+    axes.axvline(budget, color=DARK, linewidth=1.6)
+    axes.set_xlim(0, max(budget, peak_bytes / GIB) * 1.005 or 1.0)
+    axes.set_ylim(-0.5, 0.5)
+    axes.set_yticks([0], [f"{label}\n(GiB)"])
+    axes.tick_params(axis="y", length=0)
+    _corner(axes, f"{gib(peak_bytes / GIB)} of {gib(budget)} GiB")
+    if handles:
+        legend(axes, handles, columns=_LEGEND_COLUMNS, below=below)
+
+
+def _colours(parts: dict[str, int]) -> dict[str, str]:
+    """A colour for each part; where two would share one, the smaller gets the next that is free."""
+    colours: dict[str, str] = {}
+    for name in sorted(parts, key=lambda name: (-parts[name], name)):
+        wanted = next((colour for word, colour in _PART_COLOURS if word in name.lower()), GREY)
+        free = [colour for colour in (wanted, RED, PURPLE, YELLOW, GREY, PALE) if colour not in colours.values()]
+        colours[name] = free[0] if free else wanted
+    return colours
+
+
+def _draw_chunks(axes: Axes, plan: Plan, *, below: float) -> None:
+    """Two lanes of cells: homes of weights above, of gradients and states below; a dark cap marks the resident."""
+    chunks = [plan.chunks[index] for index in order_of_use(plan)]
+    # Between neighbours of a pixel or two, white gaps would wash the colours out.
+    gap = 0.5 if len(chunks) <= 60 else 0.2 if len(chunks) <= 200 else 0.08
+    left = 0.0
+    for chunk in chunks:
+        width = chunk.weight_bytes / GIB
+        for bottom, colour in ((1.0, HOME_COLOURS[chunk.weight_home]), (0.0, _state_colour(chunk))):
+            axes.bar(
+                [left], [0.86], width=[width], bottom=[bottom], align="edge", color=colour, edgecolor="white",
+                linewidth=gap,
+            )  # fmt: skip
+        if chunk.resident:
+            axes.bar([left], [0.1], width=[width], bottom=[1.88], align="edge", color=DARK, linewidth=0)
+        left += width
+    axes.set_xlim(0, left or 1.0)
+    axes.set_ylim(0, 2.0)
+    axes.set_yticks([1.43, 0.43], ["weights", "gradients\n+ states"])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("chunks in order of first use (GiB of weights)", fontsize=TEXT_PT, labelpad=2)
+    blocks = f", {plan.block_count} rCache blocks of {gib(plan.block_bytes / GIB)} GiB" if plan.block_count else ""
+    _corner(axes, f"{len(chunks)} chunks{blocks}")
+    handles = [
+        swatch(colour, f"on the {home}")
+        for home, colour in HOME_COLOURS.items()
+        if any(home in (chunk.weight_home, chunk.state_home) for chunk in chunks)
+    ]
+    if any(chunk.resident for chunk in chunks):
+        handles.append(swatch(DARK, "resident all step"))
+    if not all(chunk.trainable for chunk in chunks):
+        handles.append(swatch(PALE, "frozen: no states"))
+    legend(axes, handles, columns=4, below=below)
+
+
+def _state_colour(chunk: ChunkPlan) -> str:
+    return HOME_COLOURS[chunk.state_home] if chunk.trainable else PALE
+
+
+def _corner(axes: Axes, text: str) -> None:
+    axes.annotate(
+        text, (1, 1), xytext=(0, 2), xycoords="axes fraction", textcoords="offset points", ha="right", va="bottom",
+        fontsize=SMALL_PT, color=DARK,
+    )  # fmt: skip

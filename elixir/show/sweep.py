@@ -1,0 +1,178 @@
+"""Rows of a sweep for people: a pandas frame, tables for a terminal, a heat map."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from elixir.errors import InputError
+from elixir.search.whatif import SweepRow
+from elixir.show.style import DARK, PALE, RESOURCE_LABELS, SMALL_PT, TEXT_PT, finish, new_figure, swatch, title_style
+from elixir.show.tables import list_table
+from elixir.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+_LETTERS = {
+    "compute": "C", "host_to_device": "H", "device_to_host": "D", "network": "N", "host_adam": "A", "refresh": "R",
+    "disk": "K",
+}  # fmt: skip
+"""The bound of a step, in a cell of the heat map."""
+_CELL_IN, _WIDEST_IN, _NARROWEST_IN = 0.3, 0.62, 0.42
+"""Height of a cell of the heat map, and the bounds of its width, in inches."""
+
+
+def to_frame(rows: Sequence[SweepRow]) -> pandas.DataFrame:
+    """The rows as a table, a column per field; what is not known is missing (``NaN``, ``<NA>``)."""
+    import pandas
+
+    frame = pandas.DataFrame([dataclasses.asdict(row) for row in rows], columns=_columns())
+    whole = [field.name for field in dataclasses.fields(SweepRow) if str(field.type).startswith("int")]
+    # Plain integers cannot be missing, and floats would lose the last digits of bytes.
+    return frame.astype(dict.fromkeys(whole, "Int64"))
+
+
+def sweep_table(rows: Sequence[SweepRow], title: str = "on paper") -> Table:
+    """One line per combination; what does not fit has a number, counted from 1, into `reasons` (rich)."""
+    columns = (
+        "model", "batch", "machine", "step", "per s", "device peak", "host peak", "bound by", "states on host",
+    )  # fmt: skip
+    body = []
+    for row in rows:
+        head = [row.model, str(row.batch), f"{row.world_size} x {row.machine}"]
+        if not row.fits:
+            number = reasons(rows).index(row.reason) + 1
+            body.append([*head, "-", "-", "-", "-", f"does not fit [{number}]", ""])
+            continue
+        body.append(
+            [
+                *head,
+                format_seconds(row.step_s or 0.0),
+                _speed(row),
+                format_bytes(row.device_peak_bytes or 0),
+                format_bytes(row.host_peak_bytes or 0),
+                RESOURCE_LABELS.get(row.bound_by or "", row.bound_by or ""),
+                f"{row.states_on_host_chunks} of {row.chunks} chunks"
+                + (f", {row.states_on_disk_chunks} on disk" if row.states_on_disk_chunks else ""),
+            ]
+        )
+    return list_table(title, columns, body)
+
+
+def reasons(rows: Sequence[SweepRow]) -> list[str]:
+    """Why combinations do not fit, each reason once, in order."""
+    return list(dict.fromkeys(row.reason for row in rows if not row.fits))
+
+
+def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str] | None = None) -> Figure:
+    """Speed of every combination as a heat map: a row per model and batch, a column per machine and world size.
+
+    Colours are logarithmic; a letter says what bounds the step; a combination that does not fit is crossed out.
+
+    Args:
+        rows: of `elixir.search.whatif.sweep.sweep`.
+        path: to write it to, in the format its ending names.
+
+    Raises:
+        InputError: there are no rows, or `path` names no picture format.
+    """
+    if not rows:
+        raise InputError("there are no rows to draw")
+    down = list(dict.fromkeys((row.model, row.batch) for row in rows))
+    across = list(dict.fromkeys((row.machine, row.world_size) for row in rows))
+    figure = new_figure(0.95 + _CELL_IN * len(down))
+    width_in = min(max(3.6 / len(across), _NARROWEST_IN), _WIDEST_IN) * len(across)
+    figure.set_figwidth(width_in + 1.9)
+    whole_in, height_in = width_in + 1.9, figure.get_figheight()
+    axes = figure.add_axes((1.3 / whole_in, 0.62 / height_in, width_in / whole_in, _CELL_IN * len(down) / height_in))
+    speeds = [speed for row in rows if (speed := _amount(row))]
+    for row in rows:
+        _draw_cell(axes, down.index((row.model, row.batch)), across.index((row.machine, row.world_size)), row, speeds)
+    axes.set_xlim(-0.5, len(across) - 0.5)
+    axes.set_ylim(len(down) - 0.5, -0.5)
+    axes.set_yticks(range(len(down)), [f"{model}, batch {batch}" for model, batch in down])
+    axes.set_xticks(range(len(across)), [str(count) for _, count in across])
+    axes.tick_params(length=0)
+    _name_machines(axes, across, below_in=_CELL_IN * len(down))
+    tokens = all(row.tokens_per_s is not None for row in rows if row.fits)
+    axes.set_title(f"{'tokens' if tokens else 'samples'} per second, all ranks together (simulated)", **title_style())
+    used = dict.fromkeys(row.bound_by for row in rows if row.bound_by)
+    letters = [f"{_LETTERS[name]} {RESOURCE_LABELS[name]}" for name in _LETTERS if name in used]
+    handles = [swatch("none", text) for text in letters]
+    if any(not row.fits for row in rows):
+        handles.append(swatch(PALE, "does not fit"))
+    axes.legend(
+        handles=handles, ncols=len(handles), fontsize=SMALL_PT, frameon=False, loc="upper left", handlelength=0.8,
+        title="bound by", title_fontsize=SMALL_PT, alignment="left", columnspacing=1.0, handletextpad=0.2, borderpad=0,
+        bbox_to_anchor=(0.0, -0.42 / (_CELL_IN * len(down))), borderaxespad=0.0,
+    )  # fmt: skip
+    finish(figure, None)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return finish(figure, path) if path is not None else figure
+
+
+def _draw_cell(axes: Axes, row_index: int, column: int, row: SweepRow, speeds: Sequence[float]) -> None:
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
+    amount = _amount(row)
+    colour: Any = PALE
+    ink = DARK
+    if amount:
+        low, high = math.log(min(speeds)), math.log(max(speeds))
+        share = (math.log(amount) - low) / (high - low) if high > low else 0.5
+        colour = colormaps["cividis"](0.1 + 0.9 * share)  # made for every kind of colour vision
+        red, green, blue, _ = colour
+        # Perceived brightness (ITU-R BT.601): below the middle, white reads better.
+        ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "black"
+    axes.add_patch(Rectangle((column - 0.5, row_index - 0.5), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.8))
+    if not amount:
+        axes.plot([column - 0.3, column + 0.3], [row_index + 0.3, row_index - 0.3], color="#999999", linewidth=0.6)
+        return
+    text = f"{_short(amount)} {_LETTERS.get(row.bound_by or '', '')}"
+    axes.text(column, row_index, text, ha="center", va="center", fontsize=SMALL_PT - 1, color=ink)
+
+
+def _name_machines(axes: Axes, across: Sequence[tuple[str, int]], *, below_in: float) -> None:
+    """The machine's name below its world sizes, and a gap before the next machine."""
+    start = 0
+    for index in range(1, len(across) + 1):
+        if index == len(across) or across[index][0] != across[start][0]:
+            axes.annotate(
+                across[start][0], ((start + index - 1) / 2, len(axes.get_yticks()) - 0.5), xytext=(0, -17),
+                textcoords="offset points", ha="center", va="top", fontsize=TEXT_PT, annotation_clip=False,
+            )  # fmt: skip
+            if index < len(across):
+                axes.axvline(index - 0.5, color="white", linewidth=3)
+            start = index
+
+
+def _amount(row: SweepRow) -> float | None:
+    return row.samples_per_s if row.tokens_per_s is None else row.tokens_per_s
+
+
+def _speed(row: SweepRow) -> str:
+    if row.tokens_per_s is not None:
+        return f"{row.tokens_per_s:,.0f} tokens"
+    return "-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f} samples"
+
+
+def _short(amount: float) -> str:
+    """Three digits or fewer: 940, 1.2k, 56k, 1.3M."""
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if amount >= size * 0.9995:
+            value = amount / size
+            return f"{value:.1f}{unit}" if value < 9.95 else f"{value:.0f}{unit}"
+    return f"{amount:.0f}" if amount >= 9.95 else f"{amount:.1f}"
+
+
+def _columns() -> list[str]:
+    return [field.name for field in dataclasses.fields(SweepRow)]

@@ -1,0 +1,390 @@
+"""Traces, profiles and plans for people: flat records for JSON and comparison, tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from elixir.artifact import Artifact
+from elixir.errors import InputTypeError
+from elixir.hardware import HardwareProfile, fit_unit
+from elixir.plan import ChunkPlan, Plan
+from elixir.show.style import part_label
+from elixir.step_trace import StepTrace
+from elixir.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from elixir.search.batches import BatchChoice
+
+Record = dict[str, Any]
+
+
+def trace_record(trace: StepTrace) -> Record:
+    """The answer to "what does this step need?" as one flat object; keys ending in ``_bytes`` and ``_s`` say units."""
+    return {
+        "model": trace.model_name,
+        "device": trace.device,
+        "dtype": trace.dtype,
+        "optimizer": trace.optimizer,
+        "parameters": trace.numel,
+        "param_bytes": trace.param_bytes,
+        "grad_bytes": trace.grad_bytes,
+        "optimizer_bytes": trace.optimizer_bytes,
+        "buffer_bytes": trace.buffer_bytes,
+        "input_bytes": trace.input_bytes,
+        "workspace_bytes": trace.workspace_bytes,
+        "activation_peak_bytes": trace.activation_peak_bytes,
+        "backward_peak_bytes": trace.backward_peak_bytes,
+        "step_peak_bytes": trace.step_peak_bytes,
+        "peak_module": trace.peak_module,
+        "peak_operator": trace.peak_operator,
+        "events": len(trace.accesses),
+        "operators": trace.operators,
+        "flops": sum(event.flops for event in trace.accesses),
+        "checkpointed_modules": len(trace.checkpointed_modules),
+        "unused_parameters": list(trace.unused_parameters),
+        "assumptions": list(trace.assumptions),
+        "model_fingerprint": trace.model_fingerprint,
+        "trace_s": trace.trace_s,
+    }
+
+
+def plan_record(plan: Plan) -> Record:
+    """A plan as one flat object: the setting, the choices, the prediction."""
+    trainable = [chunk for chunk in plan.chunks if chunk.trainable]
+    predicted = plan.predicted
+    return {
+        "model": plan.model_name,
+        "model_fingerprint": plan.model_fingerprint,
+        "hardware": plan.hardware_name,
+        "hardware_fingerprint": plan.hardware_fingerprint,
+        "world_size": plan.world_size,
+        "dtype": plan.dtype,
+        "optimizer": plan.optimizer,
+        "moments": plan.moments,
+        "accumulation": plan.accumulation,
+        "may_step_in_backward": plan.may_step_in_backward,
+        "step_in_backward": plan.steps_in_backward,
+        "clipping": plan.clipping,
+        "overlap": plan.overlap,
+        "placement": plan.placement,
+        "device_budget_bytes": plan.device_budget_bytes,
+        "host_budget_bytes": plan.host_budget_bytes,
+        "disk_budget_bytes": plan.disk_budget_bytes,
+        "device_reserve_bytes": plan.device_reserve_bytes,
+        "host_reserve_bytes": plan.host_reserve_bytes,
+        "host_threads": plan.host_threads,
+        "start_up_s": plan.start_up_s,
+        "chunks": len(plan.chunks),
+        "resident_chunks": sum(chunk.resident for chunk in plan.chunks),
+        "weights_on_host_chunks": sum(chunk.weight_home == "host" for chunk in plan.chunks),
+        "states_on_host_chunks": sum(chunk.state_home == "host" for chunk in trainable),
+        "states_on_disk_chunks": sum(chunk.state_home == "disk" for chunk in trainable),
+        "block_count": plan.block_count,
+        "block_bytes": plan.block_bytes,
+        "grad_block_count": plan.grad_block_count,
+        "prefetch_depth": plan.prefetch_depth,
+        "device_peak_bytes": predicted.device_peak_bytes,
+        "host_peak_bytes": predicted.host_peak_bytes,
+        "disk_peak_bytes": predicted.disk_peak_bytes,
+        **{f"{link}_bytes": amount for link, amount in sorted(predicted.moved_bytes.items())},
+        "loads": predicted.loads,
+        "hits": predicted.hits,
+        **{f"{part}_s": seconds for part, seconds in sorted(predicted.seconds.items())},
+        "plan_fingerprint": plan.fingerprint,
+    }
+
+
+def hardware_record(profile: HardwareProfile) -> Record:
+    """A hardware profile as one flat object, sources and measured points left out."""
+    record = {key: value for key, value in profile.to_dict().items() if key not in ("artifact", "schema_version")}
+    record.pop("sources")
+    for dtype, rate in record.pop("flops_per_s").items():
+        record[f"{dtype}_flops_per_s"] = rate
+    del record["fits"]
+    for key, fit in profile.fits.items():
+        record[f"{key}_{fit_unit(key)}_per_s"] = fit.per_s
+        record[f"{key}_latency_s"] = fit.latency_s
+        record[f"{key}_fit_error"] = fit.error
+    return record | {"fingerprint": profile.fingerprint}
+
+
+def record_of(artifact: Artifact) -> Record:
+    """The flat record of any of the three artifacts."""
+    if isinstance(artifact, StepTrace):
+        return trace_record(artifact)
+    if isinstance(artifact, Plan):
+        return plan_record(artifact)
+    if isinstance(artifact, HardwareProfile):
+        return hardware_record(artifact)
+    raise InputTypeError(f"expected a StepTrace, HardwareProfile or Plan, found {type(artifact).__name__}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a comparison."""
+
+    name: str
+    a: Any
+    b: Any
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two sides are not the same."""
+        return bool(self.a != self.b)
+
+
+def compare(a: Artifact, b: Artifact) -> tuple[Row, ...]:
+    """Two artifacts of one kind, field by field; a field only one of them has is None on the other side.
+
+    Raises:
+        InputTypeError: the two are not of one kind.
+    """
+    if type(a) is not type(b):
+        raise InputTypeError(f"cannot compare a {type(a).__name__} with a {type(b).__name__}; give two of one kind")
+    left, right = record_of(a), record_of(b)
+    names = [*left, *(name for name in right if name not in left)]
+    return tuple(Row(name, left.get(name), right.get(name)) for name in names)
+
+
+def moved_parameters(a: Plan, b: Plan) -> tuple[str, ...]:
+    """Names of the parameters that the two plans place differently, or that only one of them has, in order of `a`."""
+    homes_a, homes_b = _homes(a), _homes(b)
+    names = [*homes_a, *(name for name in homes_b if name not in homes_a)]
+    return tuple(name for name in names if homes_a.get(name) != homes_b.get(name))
+
+
+def _homes(plan: Plan) -> dict[str, tuple[str, str, bool]]:
+    return {
+        slot.name: (chunk.weight_home, chunk.state_home, chunk.resident)
+        for chunk in plan.chunks
+        for slot in chunk.parameters
+    }
+
+
+def show_value(name: str, value: Any) -> str:
+    """`value` for a person, in the unit that the ending of `name` tells."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        return _show_number(name, value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(item) for item in value) or "none"
+    return str(value)
+
+
+def _show_number(name: str, value: float) -> str:
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if name.endswith("_bytes_per_s"):
+        return f"{value / 1e9:,.1f} GB/s"
+    if name.endswith("_flops_per_s"):
+        return f"{value / 1e12:,.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:,.1f} GFLOP/s"
+    if name.endswith("_numel_per_s"):
+        return f"{value / 1e9:,.2f} G elements/s"
+    if name == "flops":
+        return f"{value / 1e12:,.1f} TFLOP"
+    if name.endswith("_s"):
+        return format_seconds(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def trace_summary(trace: StepTrace) -> str:
+    """The needs of a step, in a few lines."""
+    checkpointed = len(trace.checkpointed_modules)
+    regions = f", {checkpointed} regions checkpointed" if checkpointed else ""
+    return "\n".join(
+        (
+            f"{trace.model_name} on {trace.device}: {trace.dtype}, {trace.optimizer}{regions}",
+            f"  parameters       {trace.numel:,}",
+            f"  activation peak  {format_bytes(trace.activation_peak_bytes)}",
+            f"  backward peak    {format_bytes(trace.backward_peak_bytes)} without optimizer states, "
+            f"in {trace.peak_module or 'the model'} ({trace.peak_operator})",
+            f"  step peak        {format_bytes(trace.step_peak_bytes)} all told",
+            f"  traced           {trace.operators:,} operators, {len(trace.accesses):,} uses of parameters, "
+            f"in {trace.trace_s:.2f} s, no GPU",
+        )
+    )
+
+
+def memory_table(trace: StepTrace) -> Table:
+    """Bytes of a step by kind (rich)."""
+    rows = (
+        ("parameters", trace.param_bytes),
+        ("gradients", trace.grad_bytes),
+        ("optimizer states", trace.optimizer_bytes),
+        ("buffers", trace.buffer_bytes),
+        ("inputs", trace.input_bytes),
+        ("activations, at their peak", trace.activation_peak_bytes),
+        ("library workspace", trace.workspace_bytes),
+    )
+    return list_table("memory by kind", ("kind", "size"), [[kind, format_bytes(size)] for kind, size in rows])
+
+
+def parts_table(plan: Plan) -> Table:
+    """The contents of device and host at their predicted peaks (rich)."""
+    rows: list[list[str]] = []
+    for memory, parts in (("device", plan.predicted.device_parts), ("host", plan.predicted.host_parts)):
+        for name, size in sorted(parts.items(), key=lambda part: (-part[1], part[0])):
+            if size:
+                rows.append([memory, part_label(name), format_bytes(size)])
+    return list_table("predicted peaks", ("memory", "held by", "size"), rows)
+
+
+def list_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Rows of text under headings, columns that hold numbers to the right (rich)."""
+    body = [list(row) for row in rows]
+    table = _table(title)
+    for index, heading in enumerate(columns):
+        numeric = bool(body) and all(row[index][:1].isdigit() or row[index] in ("-", "") for row in body)
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+    for row in body:
+        table.add_row(*row)
+    return table
+
+
+def record_table(title: str, record: Mapping[str, Any]) -> Table:
+    """A record as a two-column table (rich)."""
+    table = _table(title)
+    table.add_column("field", no_wrap=True)
+    table.add_column("value", justify="right", overflow="fold")
+    for name, value in record.items():
+        table.add_row(_label(name), show_value(name, value))
+    return table
+
+
+def comparison_table(title: str, a: str, b: str, rows: tuple[Row, ...]) -> Table:
+    """Two artifacts side by side (rich); rows that differ carry a mark, and for numbers the change."""
+    table = _table(title)
+    table.add_column("", no_wrap=True)
+    table.add_column("field", no_wrap=True)
+    for heading in (a, b):
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("change", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            "*" if row.differs else "",
+            _label(row.name),
+            show_value(row.name, row.a),
+            show_value(row.name, row.b),
+            _change(row),
+            style="bold" if row.differs else "dim",
+        )
+    return table
+
+
+def contributors_table(trace: StepTrace, limit: int = 10) -> Table:
+    """Allocations at the peak of forward and backward, the `limit` largest origins (rich).
+
+    Repeated layers share a line: ``layers.*.fc1`` stands for that module in every layer.
+    """
+    groups: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for origin in trace.peak_contributors:
+        key = (origin.kind, _pattern(origin.module), origin.operator)
+        count, size = groups.get(key, (0, 0))
+        groups[key] = (count + origin.count, size + origin.bytes)
+    ranked = sorted(groups.items(), key=lambda group: (-group[1][1], group[0]))
+    rows = [[*key, f"{count:,}", format_bytes(size)] for key, (count, size) in ranked[:limit]]
+    if ranked[limit:]:
+        count = sum(group[1][0] for group in ranked[limit:])
+        size = sum(group[1][1] for group in ranked[limit:])
+        rows.append(["others", f"{len(ranked) - limit} origins", "", f"{count:,}", format_bytes(size)])
+    title = "alive at the peak of forward and backward"
+    return list_table(title, ("kind", "module", "operator", "tensors", "size"), rows)
+
+
+def _pattern(module: str) -> str:
+    """``model.layers.31.fc1`` -> ``model.layers.*.fc1``."""
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))
+
+
+def homes_table(plan: Plan) -> Table:
+    """How many chunks and bytes of weights live where (rich)."""
+    table = _table("homes of the chunks")
+    for heading in ("weights", "gradients + states"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("chunks", "parameters", "weight bytes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    groups: dict[tuple[str, str], list[ChunkPlan]] = {}
+    for chunk in plan.chunks:
+        weights = "device, resident" if chunk.resident else f"{chunk.weight_home}, streamed"
+        groups.setdefault((weights, chunk.state_home if chunk.trainable else "none (frozen)"), []).append(chunk)
+    for (weights, states), chunks in sorted(groups.items()):
+        numel = sum(chunk.used_numel for chunk in chunks)
+        size = format_bytes(sum(chunk.weight_bytes for chunk in chunks))
+        table.add_row(weights, states, str(len(chunks)), f"{numel:,}", size)
+    return table
+
+
+def batch_table(choice: BatchChoice) -> Table:
+    """Every way to cut a step's samples into batches, the chosen one marked (rich)."""
+    columns = ("", "batch", "times", "checkpointing", "step", "device peak", "host peak", "why not")
+    rows = [
+        [
+            "*" if option == choice.option else "",
+            str(option.batch),
+            str(option.accumulation),
+            option.checkpoint,
+            show_value("step_s", option.step_s),
+            show_value("device_peak_bytes", option.device_peak_bytes),
+            show_value("host_peak_bytes", option.host_peak_bytes),
+            option.reason,
+        ]
+        for option in choice.options
+    ]
+    return list_table("ways to cut the step's samples into batches", columns, rows)
+
+
+def _change(row: Row) -> str:
+    for side in (row.a, row.b):
+        if isinstance(side, bool) or not isinstance(side, (int, float)):
+            return ""
+    if not row.differs:
+        return ""
+    sign = "+" if row.b > row.a else "-"
+    return sign + show_value(row.name, abs(row.b - row.a))
+
+
+_LABELS = {
+    "optimizer_bytes": "optimizer states",  # "optimizer" is the field with its name
+    "host_to_device_bytes": "moved host to device",
+    "device_to_host_bytes": "moved device to host",
+    "network_bytes": "moved by the network",
+    "disk_read_bytes": "read from disk",
+    "disk_write_bytes": "written to disk",
+    "disk_peak_bytes": "on disk",
+    "weights_on_host_chunks": "chunks with weights on host",
+    "states_on_host_chunks": "chunks with states on host",
+    "states_on_disk_chunks": "chunks with states on disk",
+    "block_count": "rCache blocks",
+    "block_bytes": "size of a block",
+    "grad_block_count": "gradient blocks",
+    "loads": "rCache loads",
+    "hits": "rCache hits",
+}
+"""Fields whose name alone would not tell a person what they are."""
+_UNIT_LABELS = {
+    "_bytes_per_s": " bandwidth", "_flops_per_s": " peak rate", "_numel_per_s": " rate", "_bytes": "", "_s": " time",
+}  # fmt: skip
+"""Ending of a field -> what a person calls it, the unit being shown with the value."""
+
+
+def _label(name: str) -> str:
+    if name in _LABELS:
+        return _LABELS[name]
+    for ending, words in _UNIT_LABELS.items():
+        if name.endswith(ending):
+            return name.removesuffix(ending).replace("_", " ") + words
+    return name.replace("_", " ")
+
+
+def _table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)

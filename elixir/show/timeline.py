@@ -1,0 +1,185 @@
+"""A simulated step over time: as a picture with one lane per resource, and as a Chrome trace for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elixir.artifact import write_atomically
+from elixir.errors import InputError, InputTypeError
+from elixir.search.simulator import RESOURCES, Simulation, Span
+from elixir.show.style import (
+    BLUE,
+    DARK,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALE,
+    PURPLE,
+    RED,
+    RESOURCE_LABELS,
+    SKY,
+    SMALL_PT,
+    TEXT_PT,
+    YELLOW,
+    finish,
+    legend,
+    new_figure,
+    swatch,
+    title_style,
+)
+from elixir.units import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS = {
+    "forward": BLUE,
+    "recompute": SKY,
+    "backward": GREEN,
+    "optimizer": DARK,
+    "norm": YELLOW,
+    "fetch": ORANGE,
+    "copy": GREY,
+    "gather": YELLOW,
+    "reduce": "#882255",  # wine, of Paul Tol's muted scheme
+    "offload": RED,
+    "deliver": PALE,
+    "update": PURPLE,
+    "add": ORANGE,
+    "refresh": SKY,
+    "read": SKY,
+    "write": DARK,
+}
+"""By name of a span; no two in one lane are alike to the colour-blind."""
+_LANE_ORDER = ("compute", "host_to_device", "network", "device_to_host", "host_adam", "refresh", "disk")
+"""From the top: a chunk's way through a step."""
+_LANE_IN, _BAR = 0.34, 0.72
+"""Height of a lane in inches, and the share of it that its bars fill."""
+_WIDE = 0.005
+"""Share of the picture from which on a bar has room for a white edge, which tells it from its neighbours."""
+_MICROSECONDS = 1e6
+
+
+def plot_timeline(
+    simulation: Simulation, path: str | os.PathLike[str] | None = None, *, title: str | None = None
+) -> Figure:
+    """The step as a Gantt chart: a lane per resource in use, with its share of the step; gaps in compute are waits.
+
+    Args:
+        simulation: of `simulate_step`.
+        path: to write it to, in the format its ending names.
+        title: before the step's time and what bounds it.
+
+    Raises:
+        InputError: nothing happens in the step, or `path` names no picture format.
+    """
+    _check(simulation)
+    lanes = [name for name in _LANE_ORDER if any(span.resource == name for span in simulation.timeline)]
+    unit_s, unit = (1.0, "s") if simulation.step_s >= 1 else (1e-3, "ms") if simulation.step_s >= 1e-3 else (1e-6, "µs")
+    figure = new_figure(0.95 + _LANE_IN * len(lanes))
+    axes = figure.add_subplot()
+    for row, name in enumerate(lanes):
+        spans = [span for span in simulation.timeline if span.resource == name]
+        _draw_lane(axes, len(lanes) - 1 - row, spans, unit_s)
+        share = simulation.utilisation[name]
+        axes.annotate(
+            f"{share:.0%}", (1, len(lanes) - 1 - row), xytext=(4, 0), xycoords=("axes fraction", "data"),
+            textcoords="offset points", va="center", fontsize=SMALL_PT, color=DARK,
+        )  # fmt: skip
+    for at_s in _turns(simulation.timeline):
+        axes.axvline(at_s / unit_s, color=DARK, linewidth=0.6, linestyle=(0, (3, 2)), zorder=3)
+    axes.set_xlim(0, simulation.step_s / unit_s)
+    axes.set_ylim(-0.5, len(lanes) - 0.5)
+    axes.set_yticks(range(len(lanes)), [RESOURCE_LABELS[name] for name in reversed(lanes)])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(f"time since the optimizer has all gradients ({unit})", fontsize=TEXT_PT, labelpad=2)
+    text = f"{format_seconds(simulation.step_s)} a step, bound by {RESOURCE_LABELS[simulation.bound_by]}"
+    axes.set_title(f"{title}: {text}" if title else text, **title_style())
+    used = dict.fromkeys(span.name for span in simulation.timeline)
+    handles = [swatch(colour, name) for name, colour in _COLOURS.items() if name in used]
+    legend(axes, handles, columns=6, below=0.44 / (_LANE_IN * len(lanes)))
+    return finish(figure, path)
+
+
+def chrome_trace(simulation: Simulation) -> dict[str, Any]:
+    """The step in Chrome's trace event format ("JSON object format"), which Perfetto and chrome://tracing open.
+
+    Every resource is a thread; times are in microseconds, as the format wants.
+
+    Raises:
+        InputError: nothing happens in the step.
+    """
+    _check(simulation)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "one rank, simulated"}}
+    ]
+    thread = {name: number for number, name in enumerate(_LANE_ORDER)}
+    for name, number in thread.items():
+        events.append(
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": RESOURCE_LABELS[name]}}
+        )
+        events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": number, "args": {"sort_index": number}})
+    for span in simulation.timeline:
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name if span.chunk is None else f"{span.name} chunk {span.chunk}",
+                "cat": span.name,
+                "ts": span.start_s * _MICROSECONDS,
+                "dur": (span.end_s - span.start_s) * _MICROSECONDS,
+                "pid": 0,
+                "tid": thread[span.resource],
+                "args": {} if span.chunk is None else {"chunk": span.chunk},
+            }
+        )
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def save_chrome_trace(simulation: Simulation, path: str | os.PathLike[str]) -> Path:
+    """Write `chrome_trace` to `path`, atomically.
+
+    Raises:
+        InputError: nothing happens in the step, or `path` does not end in .json.
+    """
+    if not os.fspath(path).lower().endswith(".json"):
+        raise InputError(f"{os.fspath(path)!r} must end in .json, which is what a Chrome trace is")
+    text = json.dumps(chrome_trace(simulation), allow_nan=False, separators=(",", ":"))
+    return write_atomically(path, text.encode())
+
+
+def _check(simulation: Simulation) -> None:
+    if not isinstance(simulation, Simulation):
+        raise InputTypeError(f"simulation must be what simulate_step gives, got {type(simulation).__name__}")
+    if not simulation.timeline:
+        raise InputError(
+            "nothing takes any time in this step, so there is no timeline; check the trace's FLOPs and bytes"
+        )
+
+
+def _draw_lane(axes: Axes, row: int, spans: Sequence[Span], unit_s: float) -> None:
+    # An edge in a bar's own colour keeps the thinnest bars visible.
+    narrowest_s = min(span.end_s - span.start_s for span in spans)
+    apart = narrowest_s > _WIDE * max(span.end_s for span in spans)
+    for name, colour in _COLOURS.items():
+        bars = [(span.start_s / unit_s, (span.end_s - span.start_s) / unit_s) for span in spans if span.name == name]
+        if bars:
+            axes.broken_barh(
+                bars, (row - _BAR / 2, _BAR), facecolors=colour, edgecolors="white" if apart else colour, linewidth=0.3
+            )
+
+
+def _turns(timeline: Sequence[Span]) -> list[float]:
+    """Where forward begins, and where backward does."""
+    turns, before = [], ""
+    for span in timeline:
+        if span.resource == RESOURCES[0]:
+            now = {"recompute": "backward", "norm": "optimizer"}.get(span.name, span.name)
+            if now != before and (before or now != "forward"):
+                turns.append(span.start_s)
+            before = now
+    return turns

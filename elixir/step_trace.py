@@ -1,0 +1,161 @@
+"""`StepTrace`: what one training step needs, found without a GPU.
+
+All byte counts are those of one rank that holds the whole model, as plain PyTorch would run it on the target device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from elixir.artifact import Artifact
+
+Phase = Literal["forward", "recompute", "backward"]
+"""`recompute` is a checkpointed region that runs again inside backward."""
+
+Kind = Literal["parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "workspace"]
+"""The purpose of live bytes. `workspace` is memory that libraries and the optimizer hold while they work."""
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One parameter tensor; tied names share one entry."""
+
+    name: str
+    """The first name under which `named_parameters` gives it."""
+    aliases: tuple[str, ...]
+    """Its other names."""
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    grad_event: int | None
+    """Index of the access event during which its gradient is complete; None where it gets none."""
+    grad_arrivals: int = 1
+    """How often autograd adds to its gradient: more than once where reentrant checkpointing runs several backwards over
+    what shares it, or where the step has several; 0 where it gets none."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class AccessEvent:
+    """One use of parameters: a function call in forward or recompute, an autograd node in backward.
+
+    Costs are of everything dispatched from this event up to the next one.
+    """
+
+    phase: Phase
+    parameters: tuple[int, ...]
+    """Indices into `StepTrace.parameters`."""
+    pin_until: int
+    """Index of the last event during which these stay in memory: when the module that used them returns."""
+    module: str
+    operator: str
+    flops: int
+    moved_bytes: int
+    """Bytes its operators read and write in device memory."""
+    live_bytes: int
+    """Highest live bytes of inputs, activations and workspace: all but parameters, gradients, states, buffers."""
+
+
+@dataclass(frozen=True)
+class CurveSample:
+    """Live bytes by kind at the moment of highest total within one stretch of the step."""
+
+    operator: int
+    """Index of the dispatched operator at that moment."""
+    phase: Literal["forward", "recompute", "backward", "optimizer"]
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    inputs: int
+    activations: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """Sum over the kinds."""
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.buffers
+            + self.inputs
+            + self.activations
+            + self.workspace
+        )
+
+
+@dataclass(frozen=True)
+class Contributor:
+    """Tensors of one origin that are alive at the peak."""
+
+    kind: Kind
+    module: str
+    operator: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class StepTrace(Artifact):
+    """The needs of one training step; see the fields."""
+
+    artifact: ClassVar[str] = "step_trace"
+    schema_version: ClassVar[int] = 2
+    anew: ClassVar[str] = "trace it anew with `elixir profile`"
+
+    model_name: str
+    model_fingerprint: str
+    device: str
+    """Name of the hardware the step was traced for, such as ``h200`` or ``cpu``."""
+    dtype: str
+    """Dtype the floating parameters and inputs were cast to, or ``as built``."""
+    optimizer: str
+    """Class name of the optimizer and how it runs, such as ``AdamW (foreach)``."""
+    parameters: tuple[ParamInfo, ...]
+    param_bytes: int
+    grad_bytes: int
+    optimizer_bytes: int
+    """States of the optimizer in plain PyTorch (moments in the dtype of the parameters)."""
+    buffer_bytes: int
+    input_bytes: int
+    resting_bytes: int
+    """Bytes that the allocator holds between steps, without optimizer states: parameters, buffers and inputs,
+    rounded."""
+    workspace_bytes: int
+    """Bytes that matrix libraries keep allocated on the target device."""
+    activation_peak_bytes: int
+    """Highest live bytes, over forward and backward, that are no parameter, gradient, buffer or optimizer state."""
+    backward_peak_bytes: int
+    """Highest total in forward and backward, optimizer states not included."""
+    step_peak_bytes: int
+    """Highest total of a whole training step, optimizer states and its temporaries included."""
+    peak_module: str
+    """Module that was running at `backward_peak_bytes`."""
+    peak_operator: str
+    peak_contributors: tuple[Contributor, ...]
+    """Allocations that are alive at `backward_peak_bytes`, largest first."""
+    accesses: tuple[AccessEvent, ...]
+    curve: tuple[CurveSample, ...]
+    operators: int
+    """Number of operators dispatched."""
+    checkpointed_modules: tuple[str, ...]
+    unused_parameters: tuple[str, ...]
+    unused_modules: tuple[str, ...]
+    """Modules that hold parameters and never ran."""
+    assumptions: tuple[str, ...]
+    """Assumptions of the trace, such as balanced expert routing."""
+    trace_s: float = field(compare=False)
+
+    @property
+    def numel(self) -> int:
+        """Number of parameter elements, tied ones counted once."""
+        return sum(param.numel for param in self.parameters)

@@ -1,0 +1,107 @@
+"""Bytes that one optimizer step of one rank moves over the links: the count that a plan predicts and a run is compared
+with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class ChunkRoute(NamedTuple):
+    """Where one chunk's bytes go; the homes of its weights and states, and whether it has gradients."""
+
+    weight_bytes: int
+    """Bytes of the gathered weights, and of a whole gradient."""
+    shard_bytes: int
+    resident: bool
+    weight_on_device: bool
+    state_on_device: bool
+    trainable: bool
+    gradient: bool
+    """Whether any of its parameters gets a gradient."""
+    stepped: bool = True
+    """Whether the rank's shard holds a part of any parameter, so that there is something to step."""
+
+
+@dataclass(frozen=True)
+class Backwards:
+    """The backwards of one optimizer step, by what became of their gradients. One rank alone always sends them home."""
+
+    sent: int
+    """Those after which gradients were reduced and sent to the home of the states."""
+    kept: int = 0
+    """Those in ``no_sync()``, after which every rank added whole gradients to its own."""
+    handed_over: int = 0
+    """How often kept gradients were added to ones that were reduced next, or were reduced before the optimizer's
+    step."""
+    late: bool = False
+    """Whether the last were kept ones, which are reduced before the optimizer's step."""
+
+    @classmethod
+    def of(cls, reducing: Sequence[bool]) -> Backwards:
+        """From whether each of them, in order, reduced its gradients."""
+        kept = reducing.count(False)
+        late = bool(reducing) and not reducing[-1]
+        changes = sum(now and not before for before, now in pairwise(reducing))
+        return cls(len(reducing) - kept, kept, changes + late, late)
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of the step."""
+        return self.sent + self.kept
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Bytes that one rank moves in one optimizer step."""
+
+    host_to_device_bytes: int
+    device_to_host_bytes: int
+    """Gradients. Evictions are clean and move nothing."""
+    network_bytes: int
+    """Received from other ranks, when weights are gathered and gradients reduced."""
+
+
+def step_traffic(
+    routes: Iterable[ChunkRoute],
+    loads: Mapping[int, int],
+    backwards: Backwards,
+    *,
+    several_ranks: bool,
+    stepped: bool = True,
+) -> StepTraffic:
+    """Count the bytes of one optimizer step.
+
+    Args:
+        routes: of every chunk, by index.
+        loads: per chunk, how often it comes into a block in all micro-batches (`StepSchedule.step`).
+        backwards: of the step.
+        several_ranks: they reduce all that may have a gradient on any of them.
+        stepped: False where the optimizer left the step out, so that no weights are new.
+    """
+    host_to_device = device_to_host = network = 0
+    for index, route in enumerate(routes):
+        from_others = route.weight_bytes - route.shard_bytes
+        loaded = loads.get(index, 0)
+        network += loaded * from_others
+        if not route.weight_on_device:
+            host_to_device += loaded * route.shard_bytes
+        if not route.trainable:
+            continue
+        # Ranks reduce every chunk in one order, zeros where no gradient came. What is late is what they have kept.
+        sent = (backwards.sent if route.gradient or several_ranks else 0) + (backwards.late and route.gradient)
+        network += sent * from_others
+        if not route.state_on_device:
+            device_to_host += sent * route.shard_bytes
+            if route.gradient:
+                device_to_host += backwards.kept * route.weight_bytes
+                host_to_device += backwards.handed_over * route.weight_bytes
+        if not stepped:
+            continue
+        if route.resident:
+            network += from_others  # the new weights of the other ranks' shards
+        if route.gradient and route.stepped and route.weight_on_device and not route.state_on_device:
+            host_to_device += route.shard_bytes
+    return StepTraffic(host_to_device, device_to_host, network)

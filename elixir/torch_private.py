@@ -1,0 +1,199 @@
+"""Every private name of PyTorch that Elixir leans on: why, and what happens where a version lacks it.
+
+Names without a public counterpart are taken from here and nowhere else. `ATTRIBUTES` lists private attributes of
+tensors, modules and operators that are read where they are needed. `tests/unit/artifacts/test_torch_private.py` holds
+what each name is used for against the installed version, so that a version that drops or changes one is noticed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._python_dispatch
+import torch.utils._pytree
+
+# --- Modes ------------------------------------------------------------------------------------------------------------
+
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""Inside, a tensor subclass is asked about itself without announcing a use. PyTorch's notes on extending it name it."""
+
+DisableTorchFunction = torch._C.DisableTorchFunction
+"""The same, for modes too. PyTorch's notes on extending it name it."""
+
+DisableTorchDispatch = torch._C._DisableTorchDispatch
+"""Inside, operators run past every dispatch mode: a trace looks at real values without recording that it does."""
+
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+"""Sees every operator. Documented, but the module that holds it has a private name."""
+
+TopDispatch: Any = torch._C._disabled_torch_dispatch_impl
+"""The `__torch_dispatch__` of a class that does not define one: a plain tensor to the operator cache."""
+
+
+torch_function_is_enabled: Callable[[], bool] = getattr(torch._C, "_is_torch_function_enabled", lambda: True)
+"""Whether a use of a tensor subclass would be announced now. Always, where PyTorch cannot say."""
+
+functorch_level: Callable[[], int | None] = getattr(
+    getattr(torch._C, "_functorch", None), "maybe_current_level", lambda: None
+)
+"""Level of the innermost `torch.func` transform that runs; None outside of all, and where PyTorch cannot say."""
+
+# --- Dispatch keys ----------------------------------------------------------------------------------------------------
+
+DispatchKey = torch._C.DispatchKey
+DispatchKeySet = torch._C.DispatchKeySet
+"""One or several places on an operator's way to its kernel. A placeholder has one more, which sends it to Elixir
+first."""
+
+dispatch_key: Callable[[str], Any] = torch._C._dispatch_key_parse
+dispatch_keys: Callable[[torch.Tensor], Any] = torch._C._dispatch_keys
+key_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+exclude_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
+"""Asked and set for this thread only; together several times faster than the guards below."""
+
+IncludeDispatchKeyGuard = torch._C._IncludeDispatchKeyGuard
+ExcludeDispatchKeyGuard = torch._C._ExcludeDispatchKeyGuard
+"""Autocast for a missing device is a separate key, included for the time of a trace."""
+
+below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
+"""Inside, an operator goes past autograd: a derivative of ours calls the very operator that it replaces."""
+
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
+"""Which operators autocast treats on the target device: read from PyTorch, so that no list of ours grows old."""
+
+make_wrapper_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
+"""A tensor with shape and keys and without memory. The documented way to write a subclass that wraps."""
+
+# --- Autograd ---------------------------------------------------------------------------------------------------------
+
+saved_tensors_hooks_are_enabled: Callable[[], bool] = getattr(
+    torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True
+)
+"""Whether hooks for saved tensors may be set now; `torch.func` forbids it. Always, where PyTorch cannot say."""
+
+top_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+"""The innermost pair of hooks, so that ours can hand on what is no weight to the pair around them."""
+
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""-1 unless backward runs on this thread."""
+
+current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node that backward executes; its `_sequence_nr()` says when forward made it."""
+
+sequence_number: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+"""Number of the next node that autograd makes. Without it accesses in backward carry no module's name."""
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Have autograd call `function` when the backward that runs now is over, as DDP and FSDP do."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+version_counter_kept: Callable[..., Any] = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+"""Inside, a write does not count as one: values that are broadcast as DDP does it leave what autograd saved valid."""
+
+# --- Kernels of the CPU -----------------------------------------------------------------------------------------------
+
+onednn_is_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
+"""Whether operators are sent to oneDNN; the public flag is a property of a module that cannot be read cheaply."""
+
+
+def onednn_takes_bfloat16() -> bool:
+    """Whether the processor has what oneDNN wants for bfloat16; False where PyTorch cannot say."""
+    found = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return found is not None and bool(found())
+
+
+def allocations(call: Callable[[], Any]) -> tuple[Any, list[int]] | None:
+    """`call`, and the bytes of each allocation (freed: negative) of this thread on the CPU meanwhile, in order.
+
+    None where PyTorch cannot say or something else is profiling this thread. The public profiler takes a hundred times
+    as long to start and writes to the standard error.
+    """
+    try:
+        config = torch.autograd.ProfilerConfig(  # type: ignore[attr-defined]
+            torch.autograd.ProfilerState.CPU,  # type: ignore[attr-defined]
+            *(False, True, False, False, False),  # of shapes, memory, stacks, FLOPs, modules
+            torch._C._profiler._ExperimentalConfig(),
+        )
+        torch.autograd._enable_profiler_legacy(config)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    try:
+        result = call()
+    finally:
+        threads = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
+    return result, [e.cpu_memory_usage() for events in threads for e in events if str(e.kind()) == "memory_alloc"]
+
+
+# --- Tensors ----------------------------------------------------------------------------------------------------------
+
+swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = getattr(
+    torch._C, "_swap_tensor_impl", torch.utils.swap_tensors
+)
+"""Exchanges two tensors in place, weak references or not. The public one refuses what has weak references."""
+
+default_device_context: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
+"""Holds the device of `torch.set_default_device`; the public getter names that of a ``with`` around it instead."""
+
+
+def has_internal_overlap(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor share memory, or may."""
+    return bool(torch._debug_has_internal_overlap(tensor) != 0)
+
+
+def references(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many C++ owners a tensor has, and its storage: autograd keeps a gradient in place of a copy if it is the only
+    one."""
+    storage = tensor.untyped_storage()
+    return int(tensor._use_count()), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+
+
+foreach_norm: Callable[..., Any] = torch._foreach_norm
+fused_adam: Callable[..., Any] = torch._fused_adam_
+fused_adamw: Callable[..., Any] = torch._fused_adamw_
+"""One launch for many tensors. `torch.nn.utils` and `torch.optim` call them."""
+
+OpOverload = torch._ops.OpOverload
+"""An operator with its argument types chosen. Documented, but the module that holds it has a private name."""
+
+tree_flatten = torch.utils._pytree.tree_flatten
+tree_leaves = torch.utils._pytree.tree_leaves
+tree_map = torch.utils._pytree.tree_map
+tree_unflatten = torch.utils._pytree.tree_unflatten
+"""Tensors inside of nested arguments. `torch.utils.pytree` came with 2.9 and is not in all supported versions."""
+
+enter_autocast: Callable[..., Any] = torch.amp.autocast_mode._enter_autocast
+exit_autocast: Callable[..., Any] = torch.amp.autocast_mode._exit_autocast
+"""Torch functions by which `torch.autocast` tells a mode that it begins and ends."""
+
+ATTRIBUTES: dict[str, str] = {
+    "_version": "of a tensor: how often it was written; what autograd itself compares",
+    "_cdata": "of a storage: its identity while it lives",
+    "_base": "of a view: the tensor that it looks at",
+    "_is_view": "of a tensor: whether it has a base",
+    "_use_count": "of a tensor: C++ owners",
+    "_backward_hooks": "of a tensor or module: hooks that a replacement has to carry or must not skip",
+    "_post_accumulate_grad_hooks": "of a parameter: the same",
+    "_backward_pre_hooks": "of a module: the same",
+    "_forward_hooks": "of a module: the same",
+    "_forward_pre_hooks": "of a module: the same",
+    "_parameters": "of a module: parameters under their own names, None included",
+    "_buffers": "of a module: the same for buffers, to put another tensor in place of one",
+    "_modules": "of a module: children under their own names",
+    "_non_persistent_buffers_set": "of a module: buffers that a state dict leaves out",
+    "_apply": "of a module: what to(), half() and cuda() go through",
+    "_schema": "of an operator: its arguments, which of them alias and which are written",
+    "_overloadpacket": "of an operator: the overloads that share its name",
+    "_sequence_nr": "of an autograd node: when forward made it",
+    "_get_backend": "of a process group: the backend of a device",
+    "_timeout": "of a backend's options: how long a collective may take",
+    "_destroy": "of a library: takes its kernels away again",
+    "_c": "of a TorchScript module: the object in C++ that holds its weights",
+    "_opt_called": "of an optimizer: what a scheduler looks at to warn of a wrong order",
+    "_init_weights": "of a model of transformers: initial values of a module",
+}
+"""Private attributes that are read or set where they are needed -> what for."""

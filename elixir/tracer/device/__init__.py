@@ -1,0 +1,30 @@
+"""Rules that make meta tensors behave as on the target device: attention, autocast, allocator, sums of gradients."""
+
+from __future__ import annotations
+
+from elixir.tracer.device.attention import routed
+from elixir.tracer.device.autocast import Autocast, warnings_heard
+from elixir.tracer.device.gradients import (
+    WRITES_IN_PLACE,
+    accumulates_in_place,
+    references_when_alone,
+    writes_in_place,
+)
+from elixir.tracer.device.meta_kernels import LENGTHS_IN_TENSORS
+from elixir.tracer.device.target import Attention, CudaTarget, OptimizerKernel, Target, target_for
+
+__all__ = [
+    "LENGTHS_IN_TENSORS",
+    "WRITES_IN_PLACE",
+    "Attention",
+    "Autocast",
+    "CudaTarget",
+    "OptimizerKernel",
+    "Target",
+    "accumulates_in_place",
+    "references_when_alone",
+    "routed",
+    "target_for",
+    "warnings_heard",
+    "writes_in_place",
+]

@@ -1,0 +1,191 @@
+"""Sends composite functions, for meta tensors and for the time of a trace, where the target device would send them.
+
+Attention and dropout are composed of other operators before any dispatch mode sees them, and on meta they fall back to
+forms no GPU would run. An implementation under the `AutogradMeta` key comes earlier, and is in force on the engine's
+threads and inside checkpoint's recompute as well, where a function mode would not be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from elixir.tracer.device import recurrent, value_branches
+from elixir.tracer.device.meta_kernels import KERNELS
+from elixir.tracer.device.target import Attention, Target
+
+aten = torch.ops.aten
+
+_PAD = {"flash": 8, "efficient": 1, "cudnn": 1, "cpu_flash": 1}
+_EFFICIENT_BIAS_ALIGNMENT = 8
+
+
+@contextlib.contextmanager
+def routed(target: Target) -> Iterator[None]:
+    """While open, meta tensors take the target's attention and dropout.
+
+    PyTorch warns that kernels are replaced: that is the purpose, and undone at the end.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        _implement(library, "scaled_dot_product_attention", _attention(target))
+        if target.native_dropout:
+            _implement(library, "dropout", _dropout)
+        if target.kind == "cpu":
+            for name, kernel in recurrent.kernels().items():
+                _implement(library, name, kernel)
+        for name, function in value_branches.kernels(target.kind).items():
+            _implement(library, name, function)
+        for name, kernel in KERNELS.items():
+            library.impl(name, kernel, "Meta", allow_override=True)
+        _implement(library, "mish_backward", lambda grad_output, input: torch.empty_like(input))
+        if target.fused_rms_norm and hasattr(aten, "_fused_rms_norm"):
+            _implement(library, "_fused_rms_norm", _FusedRmsNorm.apply)
+        if target.softmax_reads_half:
+            _implement(library, "softmax.int", _softmax(aten._softmax))
+            _implement(library, "log_softmax.int", _softmax(aten._log_softmax))
+        yield
+    finally:
+        library._destroy()
+
+
+def _implement(library: torch.library.Library, name: str, function: Callable[..., Any]) -> None:
+    library.impl(name, function, "AutogradMeta", allow_override=True)
+
+
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """As `at::dropout` on a device with a fused kernel."""
+    if train and 0 < p < 1 and input.numel() > 0:
+        output: torch.Tensor = torch.native_dropout(input, p, train)[0]
+        return output
+    if p == 0 or not train or input.numel() == 0:
+        return input
+    return input * torch.zeros((), dtype=input.dtype, device=input.device)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """RMS norm with the allocations of one kernel: the input, and a factor per row, of half precision in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None, eps: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+        rows = input.shape[: input.dim() - len(normalized_shape)]
+        wide = torch.promote_types(input.dtype, torch.float32)
+        factor = torch.empty(rows + (1,) * len(normalized_shape), dtype=wide, device=input.device)
+        ctx.save_for_backward(input, weight, factor)
+        ctx.mark_non_differentiable(factor)
+        ctx.axes = tuple(range(-len(normalized_shape), 0))
+        return output, factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight, factor = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again: composed of others, as on the device
+            factor = (input.square().mean(ctx.axes, keepdim=True) + 1).rsqrt()
+            normed, scaled = input * factor, gradient if weight is None else gradient * weight
+            of_input = factor * (scaled - normed * (scaled * normed).mean(ctx.axes, keepdim=True))
+            of_weight = None if weight is None else (gradient * normed).sum_to_size(weight.shape)
+        else:
+            of_input = torch.empty_like(input)
+            of_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
+        return of_input, None, of_weight, None
+
+
+def _softmax(fused: Callable[[torch.Tensor, int, bool], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """As `at::softmax` on a device whose kernel reads float16 and writes float32."""
+
+    def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if input.dtype is torch.float16 and dtype is torch.float32:
+            return fused(input, dim, True)
+        return fused(input if dtype is None else input.to(dtype), dim, False)
+
+    return softmax
+
+
+def _attention(target: Target) -> Callable[..., torch.Tensor]:
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        call = Attention(
+            dtype=query.dtype,
+            query_shape=tuple(query.shape),
+            key_shape=tuple(key.shape),
+            value_shape=tuple(value.shape),
+            mask_shape=None if attn_mask is None else tuple(attn_mask.shape),
+            mask_needs_grad=attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled(),
+            dropout=dropout_p,
+            is_causal=is_causal,
+            enable_gqa=enable_gqa,
+            last_dim_contiguous=query.stride(-1) == key.stride(-1) == value.stride(-1) == 1,
+            mask_last_dim_contiguous=attn_mask is None or attn_mask.stride(-1) == 1,
+        )
+        kernel = target.attention_kernel(call)
+        bias = _additive(attn_mask, query.dtype)
+        saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        if kernel == "math":
+            output: torch.Tensor = aten._scaled_dot_product_attention_math(
+                query, key, value, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+            )[0]
+            return output
+        if kernel == "cpu_flash":
+            output = aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale
+            )[0]
+            return output
+        if kernel == "cudnn":
+            output = aten._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, saves, dropout_p, is_causal, False, scale=scale
+            )[0]
+            return output
+        width = query.shape[-1]
+        if kernel == "flash":
+            padding = -width % _PAD["flash"]
+            if padding:
+                query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
+            scale = width**-0.5 if scale is None else scale
+            output = aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+            return output[..., :width] if padding else output
+        if bias is not None:
+            bias = _aligned(bias).expand(*query.shape[:3], key.shape[-2])
+        output = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, saves, dropout_p, is_causal, scale=scale
+        )[0]
+        return output
+
+    return scaled_dot_product_attention
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A bool mask as a summand of the scores: a separate tensor in the query's dtype."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, torch.full((), float("-inf"), dtype=dtype, device=mask.device))
+
+
+def _aligned(bias: torch.Tensor) -> torch.Tensor:
+    """The memory-efficient kernel wants rows that begin at multiples of 8: padded, then cut, if they do not.
+
+    As PyTorch pads them: by a whole 8 where only the layout is in the way.
+    """
+    if all(stride % _EFFICIENT_BIAS_ALIGNMENT == 0 for stride in bias.stride()[:-1]):
+        return bias
+    length = bias.shape[-1]
+    padding = _EFFICIENT_BIAS_ALIGNMENT - length % _EFFICIENT_BIAS_ALIGNMENT
+    return F.pad(bias, (0, padding))[..., :length]

@@ -1,0 +1,194 @@
+"""Memory that kernels of the CPU allocate beyond their results, read off the allocator of this machine.
+
+oneDNN copies what it convolves to layouts that depend on the processor, kernels of linear algebra keep workspaces that
+no schema tells of. No formula follows all that, so a trace for the CPU runs such an operator once for each signature it
+meets: on made-up values, outside of every mode, while PyTorch's own profiler lists what is allocated. A convolution too
+large to be run for a number is run for two smaller batches, and what it allocates is continued to the whole one, since
+copies of activations grow with the batch and those of weights do not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from elixir.torch_private import allocations, onednn_is_enabled, tree_flatten, tree_leaves, tree_unflatten
+
+aten = torch.ops.aten
+
+MAX_RUN_BYTES = 1 << 28
+"""Operands of an operator that is run: 256 MiB."""
+MAX_RUN_FLOPS = 4e9
+"""About a tenth of a second of one core."""
+MAX_SLOW_RUN_FLOPS = 4e10
+"""The same for a convolution that is too large with a batch of two: about a second."""
+
+_CONVOLUTIONS = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}
+"""Operator -> which arguments have the batch as their first axis."""
+
+PLAIN = frozenset(
+    {
+        aten._grouped_mm.default,
+        aten._to_copy.default, aten.clone.default, aten.copy.default, aten.cat.default, aten.stack.default,
+        aten.constant_pad_nd.default, aten.repeat.default, aten.roll.default, aten.flip.default,
+        aten.embedding.default, aten.embedding_dense_backward.default, aten.index.Tensor, aten.index_select.default,
+        aten.gather.default, aten.index_put.default, aten.scatter_add.default, aten.scatter.value, aten.scatter.src,
+        aten.index_add.default, aten.where.self, aten.tril.default, aten.triu.default, aten.cumsum.default,
+        aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default,
+        aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
+        aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
+        aten.native_batch_norm.default, aten.native_batch_norm_backward.default,
+        aten.nll_loss_forward.default, aten.nll_loss_backward.default,
+        aten.slice_backward.default, aten.select_backward.default, aten.arange.default, aten.arange.start,
+        aten.arange.start_step, aten._ctc_loss.default, aten._ctc_loss_backward.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    }
+)  # fmt: skip
+"""Operators of which it is known, from their sources, what they allocate; `CpuTarget` has what is not their result."""
+
+_NEW = frozenset({"empty", "zeros", "ones", "full", "rand", "randn", "new", "scalar", "normal", "eye", "linspace"})
+"""First words of the names of operators that only make tensors."""
+_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+_HALF = (torch.bfloat16, torch.float16)
+_SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim})
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """The allocations of one call of an operator."""
+
+    peak_bytes: int
+    """Highest sum while it runs, its results included."""
+    result_bytes: tuple[int, ...]
+    """Storage of each tensor among its results."""
+    continued: bool = False
+    """Whether it was told from smaller batches."""
+
+
+def is_plain(func: Any, args: Any) -> bool:
+    """Whether all that an operator allocates is its results, or a rule of `CpuTarget` says what else."""
+    if func in _PRODUCTS:
+        return (
+            args[-1].dtype not in _HALF
+        )  # oneDNN has a scratchpad for half precision, PyTorch's BLAS for others has none
+    if func in PLAIN or func.namespace != "aten" or func._schema.is_mutable:
+        return True
+    if torch.Tag.pointwise in func.tags:
+        return True
+    if func in _SUMS:
+        return bool(args[0].is_floating_point())
+    return func._schema.name.removeprefix("aten::").partition("_")[0].partition(".")[0] in _NEW
+
+
+class KernelMemory:
+    """Allocations of kernels here, each signature observed once in the life of the process."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Allocated] = {}
+
+    def of(self, func: Any, args: Any, kwargs: Any) -> Allocated | None:
+        """The allocations of a call of an operator; None if they cannot be found out here.
+
+        Args:
+            func: returns new tensors.
+            args: its arguments, tensors on meta among them; of these only sizes, strides and dtypes count.
+            kwargs: as well.
+        """
+        leaves, structure = tree_flatten((args, kwargs))
+        key = (
+            func, torch.get_num_threads(), onednn_is_enabled(), torch.are_deterministic_algorithms_enabled(),
+            str(structure), tuple(_signature(leaf) for leaf in leaves),
+        )  # fmt: skip
+        found = self._known.get(key) or _observe_or_continue(func, leaves, structure)
+        if found is not None:  # otherwise something may only be in the way now, such as a profiler
+            self._known[key] = found
+        return found
+
+
+KERNELS_HERE = KernelMemory()
+"""The one of this process: its libraries always allocate the same."""
+
+
+def _signature(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype
+    return type(leaf), str(leaf)
+
+
+def _observe_or_continue(func: Any, leaves: list[Any], structure: Any) -> Allocated | None:
+    flops, nbytes = _cost(func, leaves, structure)
+    share = min(1.0, MAX_RUN_FLOPS / max(flops, 1), MAX_RUN_BYTES / max(nbytes, 1))
+    if share == 1.0:
+        return _observe(func, leaves, structure)
+    positions = _CONVOLUTIONS.get(func)
+    if positions is None:
+        return None
+    batch = int(leaves[0].shape[0])
+    more = max(2, int(batch * share))
+    if more * flops / batch > MAX_SLOW_RUN_FLOPS or more * nbytes / batch > MAX_RUN_BYTES:
+        return None
+    if more >= batch:
+        return _observe(func, leaves, structure)
+    less = more // 2
+    small, large = (_observe(func, _with_batch(leaves, positions, size), structure) for size in (less, more))
+    if small is None or large is None:
+        return None
+
+    def continued(first: int, second: int) -> int:
+        return first + (second - first) * (batch - less) // (more - less)
+
+    results = zip(small.result_bytes, large.result_bytes, strict=True)
+    return Allocated(continued(small.peak_bytes, large.peak_bytes), tuple(continued(*each) for each in results), True)
+
+
+def _cost(func: Any, leaves: list[Any], structure: Any) -> tuple[float, int]:
+    """Floating-point operations and bytes of the operands; 0 of the former where PyTorch has no formula."""
+    nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is None:
+        return 0.0, nbytes
+    args, kwargs = tree_unflatten(leaves, structure)
+    return float(formula(*args, **kwargs, out_val=func(*args, **kwargs))), nbytes
+
+
+def _with_batch(leaves: list[Any], positions: tuple[int, ...], size: int) -> list[Any]:
+    return [
+        leaf.new_empty_strided((size, *leaf.shape[1:]), leaf.stride()) if position in positions else leaf
+        for position, leaf in enumerate(leaves)
+    ]
+
+
+def _observe(func: Any, leaves: list[Any], structure: Any) -> Allocated | None:
+    """The operator, run on made-up values; None if it takes none such, or something else is profiling this thread."""
+    generator = torch.Generator()
+    try:
+        args, kwargs = tree_unflatten([_made_up(leaf, generator) for leaf in leaves], structure)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if not any(argument.name == "generator" for argument in func._schema.arguments):
+                return None  # it would draw from PyTorch's generator, which a trace leaves alone
+            kwargs["generator"] = generator
+        func(*args, **kwargs)  # a first call may set up what stays
+        found = allocations(lambda: func(*args, **kwargs))
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+        return None
+    if found is None:
+        return None
+    result, changes = found
+    peak = max(itertools.accumulate(changes), default=0)
+    results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return Allocated(peak, tuple(leaf.untyped_storage().nbytes() for leaf in results))
+
+
+def _made_up(leaf: Any, generator: torch.Generator) -> Any:
+    """Numbers between 0 and 1 for floating tensors, zeros for indices; on the CPU."""
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="cpu")
+    return made.uniform_(generator=generator) if leaf.is_floating_point() else made.zero_()

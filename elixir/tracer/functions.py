@@ -1,0 +1,215 @@
+"""Calls of a step in Python, seen by a mode of its thread, so that nothing of torch is replaced.
+
+A dispatch mode sees operators only. Some of what a trace must know is decided above them: values of lists in an index
+(PyTorch makes them a tensor on meta, below every dispatch mode), how a number is printed, whether autocast is on.
+
+A mode is off while it handles a function. `backward` runs the user's code again where it is checkpointed, so there the
+mode is put back before the engine starts.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import torch
+
+# `torch.autocast` reports to modes of this kind, and to no other, that it is entered and left.
+from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+
+from elixir.torch_private import enter_autocast, exit_autocast
+from elixir.tracer.device import Autocast
+from elixir.tracer.regions import CHECKPOINT_FILE, CheckpointedRegions
+from elixir.tracer.values import printable
+
+_UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_DIFFERENTIATES = (torch.autograd.backward, torch.autograd.grad)
+
+
+class StepFunctions(PreDispatchTorchFunctionMode):
+    """The functions of a step that need more than their operators.
+
+    Args:
+        kind: of the target device, ``cuda`` or ``cpu``.
+        autocast: is told when autocast is entered and left.
+        regions: is told when a checkpointed region begins.
+    """
+
+    def __init__(self, kind: str, autocast: Autocast, regions: CheckpointedRegions) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self._kind = kind
+        self._autocast = autocast
+        self._regions = regions
+        self._handlers: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.__getitem__: _index,
+            torch.Tensor.__setitem__: _index,
+            torch.Tensor.__format__: _format,
+            torch.Tensor.item: _item,
+            torch.Tensor.new_tensor: _make_like,
+            torch.tensor: _make,
+            torch.as_tensor: _make,
+            torch.asarray: _make,
+            torch.Tensor.backward: self._backward,
+            torch.autograd.backward: self._differentiate,
+            torch.autograd.grad: self._differentiate,
+            torch.Tensor.device.__get__: self._device,
+            enter_autocast: self._autocast_entered,
+            exit_autocast: self._autocast_left,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = self._handlers.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _backward(self, func: Any, args: Any, kwargs: Any) -> None:
+        given = inspect.signature(func).bind(*args, **kwargs).arguments
+        tensor, gradient = given.pop("self"), given.pop("gradient", None)
+        self._differentiate(torch.autograd.backward, (tensor, gradient), given)
+
+    def _differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = inspect.signature(func).bind(*args, **kwargs).arguments
+        starts, gradients = ("tensors", "grad_tensors") if "tensors" in given else ("outputs", "grad_outputs")
+        if given.get("grad_variables") is not None:  # the old name, which PyTorch refuses next to the new one
+            given[gradients] = given.pop("grad_variables")
+        if not isinstance(given[starts], (torch.Tensor, torch.autograd.graph.GradientEdge)):
+            given[starts] = tuple(given[starts])
+        entering = _Entering(self, given[starts], given.get(gradients))
+        try:
+            return func(**given | {gradients: entering})
+        finally:
+            entering.leave()
+
+    def _device(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``x.device`` is meta, but who asks for its type because of autocast is told the target's."""
+        caller = sys._getframe(2)
+        device = func(*args, **kwargs)
+        if device.type != "meta" or not _asks_type_for_autocast(caller.f_code, caller.f_lasti):
+            return device
+        if caller.f_code.co_filename == CHECKPOINT_FILE:
+            self._regions.begins(caller)
+        return torch.device(self._kind)
+
+    def _autocast_entered(self, func: Any, args: Any, kwargs: Any) -> None:
+        self._autocast.entered()
+
+    def _autocast_left(self, func: Any, args: Any, kwargs: Any) -> None:
+        self._autocast.left()
+
+
+class _Entering:
+    """The gradients that a backward pass begins with; to ask for them enters a mode.
+
+    PyTorch asks after it has looked for modes, and before it calls the engine, which runs everything as it was then.
+    """
+
+    def __init__(self, mode: StepFunctions, starts: Any, gradients: Any) -> None:
+        self._mode = mode
+        self._entered = False
+        if gradients is None:
+            self._gradients: tuple[Any, ...] = (None,) * (len(starts) if isinstance(starts, tuple) else 1)
+        else:
+            self._gradients = (gradients,) if isinstance(gradients, torch.Tensor) else tuple(gradients)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._entered:
+            self._entered = True
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return iter(self._gradients)
+
+    def leave(self) -> None:
+        """The mode is off again if it was on."""
+        if self._entered:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def _index(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x[:, [-1, 0]]`` goes by way of a tensor on the CPU, whose values are known."""
+    tensor, index, *value = args
+    if tensor.is_meta and type(index) not in (int, slice):
+        index = tuple(_as_tensor(item) for item in index) if type(index) is tuple else _as_tensor(index)
+    return func(tensor, index, *value, **kwargs)
+
+
+def _as_tensor(item: Any) -> Any:
+    if isinstance(item, np.ndarray) and item.dtype.kind in "biu":
+        return torch.tensor(item, device="cpu")
+    if isinstance(item, (list, tuple, range)) and item and all(type(entry) in (int, bool) for entry in item):
+        return torch.tensor(item, device="cpu")
+    return item
+
+
+def _format(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    if not tensor.is_meta or tensor.dim():
+        return func(*args, **kwargs)
+    value = tensor.item()
+    return "unknown" if isinstance(value, _UNKNOWN) else format(value, *args[1:], **kwargs)
+
+
+def _item(func: Any, args: Any, kwargs: Any) -> Any:
+    return printable(func(*args, **kwargs))
+
+
+def _make(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.tensor([1, 2], device=x.device)`` is made on the CPU, and copied with its values.
+
+    PyTorch reads numbers out of tensors in a list, ``torch.tensor([height, width])``, below every dispatch mode: here
+    they are known ones, or nothing is known of the result.
+    """
+    device = kwargs.get("device")
+    goes_to_meta = device is not None and torch.device(device).type == "meta"
+    data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    unknown: list[torch.Tensor] = []
+    if isinstance(data, (list, tuple)):
+        data = [_on_host(item, unknown) for item in data]
+        args, kwargs = (data, *args[1:]), {key: value for key, value in kwargs.items() if key not in ("data", "obj")}
+    if isinstance(data, torch.Tensor) or not (goes_to_meta or unknown):
+        return func(*args, **kwargs)
+    wants_gradient = kwargs.get("requires_grad", False)
+    made = func(*args, **{key: value for key, value in kwargs.items() if key != "requires_grad"} | {"device": "cpu"})
+    moved = torch.empty_like(made, device="meta") if unknown else made.to("meta")
+    return moved.requires_grad_(wants_gradient)
+
+
+def _on_host(item: Any, unknown: list[torch.Tensor]) -> Any:
+    """The same data without meta tensors; those whose values nobody knows are zero, and put down."""
+    if isinstance(item, (list, tuple)):
+        return [_on_host(inner, unknown) for inner in item]
+    if not isinstance(item, torch.Tensor) or not item.is_meta:
+        return item
+    if item.dim():
+        return [_on_host(inner, unknown) for inner in item.unbind()]
+    value = item.item()
+    if isinstance(value, _UNKNOWN):
+        unknown.append(item)
+        value = 0
+    return torch.tensor(value, dtype=item.dtype)
+
+
+def _make_like(func: Any, args: Any, kwargs: Any) -> Any:
+    like, *rest = args
+    if kwargs.get("device") is not None or not like.is_meta:
+        return _make(func, args, kwargs) if not like.is_meta else func(*args, **kwargs)
+    return _make(torch.tensor, tuple(rest), {"dtype": like.dtype} | kwargs | {"device": like.device})
+
+
+@functools.lru_cache(maxsize=4096)
+def _asks_type_for_autocast(code: CodeType, position: int) -> bool:
+    """Whether an instruction is part of ``x.device.type`` in a function that speaks of autocast, or of checkpoint's."""
+    checkpoints = code.co_filename == CHECKPOINT_FILE
+    if not checkpoints and not any("autocast" in name for name in (*code.co_names, *code.co_freevars)):
+        return False
+    instructions = dis.get_instructions(code)
+    for one, following in itertools.pairwise(instructions):
+        if one.offset == position:
+            return following.opname.startswith("LOAD_") and following.argval == "type"
+    return False

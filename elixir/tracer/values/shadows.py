@@ -1,0 +1,248 @@
+"""Values of meta tensors, where they are known.
+
+A meta tensor has no values, yet a model may decide by one: skip a layer, pick an expert, stop at a padding token. What
+follows from real data (token ids, masks, positions) is known, so storages of such tensors carry a *shadow*: their
+values on the CPU, worked out only when something asks. What follows from weights or activations is not known, and is
+never guessed: see `elixir.tracer.values.unknowns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from elixir.torch_private import DisableTorchDispatch, tree_map
+from elixir.tracer.ledger import Ledger, StorageRecord
+from elixir.tracer.values.unknowns import undecidable
+
+MAX_SHADOW_NUMEL = 2**26
+"""Values of larger tensors are not worked out: 512 MiB of int64."""
+MAX_EAGER_SHADOW_NUMEL = 2**22
+"""In-place operators must be followed at once; on larger tensors the values are given up instead."""
+
+aten = torch.ops.aten
+
+CONSTANTS_LIKE = frozenset(
+    {
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+    }
+)
+"""Operators whose result is known even where the values of their argument are not."""
+
+
+class Shadow:
+    """The values of one storage: a flat CPU tensor, or how to compute it."""
+
+    __slots__ = ("_compute", "_value", "numel", "supposed")
+
+    def __init__(self, numel: int, compute: Callable[[], torch.Tensor], supposed: frozenset[str] = frozenset()) -> None:
+        self.numel = numel
+        self.supposed = supposed
+        """The assumption that gave these values, such as balanced routing; empty for those that follow from data."""
+        self._compute: Callable[[], torch.Tensor] | None = compute
+        self._value: torch.Tensor | None = None
+
+    def value(self) -> torch.Tensor:
+        """The storage's elements as a flat CPU tensor; views of it see each other's writes."""
+        if self._value is None:
+            assert self._compute is not None
+            self._value = self._compute()
+            self._compute = None
+        return self._value
+
+
+class View:
+    """A shadow seen with a tensor's size, stride and offset."""
+
+    __slots__ = ("_geometry", "_shadow", "supposed")
+
+    def __init__(self, shadow: Shadow, tensor: torch.Tensor) -> None:
+        self._shadow = shadow
+        self.supposed = shadow.supposed
+        self._geometry = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def value(self) -> torch.Tensor:
+        """A CPU tensor with the values, sharing memory with the shadow."""
+        dtype, size, stride, offset = self._geometry
+        flat = self._shadow.value()
+        if flat.dtype != dtype:
+            flat = flat.view(dtype)
+        return flat.as_strided(size, stride, offset)
+
+
+class Blank(View):
+    """Stands for a tensor of which only shape and dtype matter."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._like = (tensor.dtype, tensor.size())
+        self.supposed = frozenset()
+
+    def value(self) -> torch.Tensor:
+        """Zeros that take no memory."""
+        dtype, size = self._like
+        return torch.zeros((), dtype=dtype).expand(size)
+
+
+class Shadows:
+    """Attaches shadows to the storages of a ledger and follows them through operators."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._pending: list[Shadow] = []
+        self._supposed: dict[str, None] = {}
+
+    @property
+    def supposed(self) -> tuple[str, ...]:
+        """Assumptions on values by which the step has decided; see `attach`."""
+        return tuple(self._supposed)
+
+    def attach(self, tensor: torch.Tensor, values: torch.Tensor, supposed: str | None = None) -> None:
+        """`tensor` (meta) has these values, cast to its dtype; they are read only when asked for.
+
+        Args:
+            tensor: followed by the ledger.
+            values: of its shape.
+            supposed: what was supposed to have them, in words; None where they follow from data.
+        """
+        record = self._ledger.find(tensor)
+        if record is not None and values.numel():
+            source, dtype = values.detach(), tensor.dtype
+            because = frozenset() if supposed is None else frozenset({supposed})
+            record.shadow = Shadow(source.numel(), lambda: _flat_like(source.to(dtype), tensor_geometry), because)
+            tensor_geometry = (tensor.size(), tensor.stride(), tensor.untyped_storage().nbytes() // tensor.itemsize)
+
+    def of(self, tensor: torch.Tensor) -> View | None:
+        """The known values of a meta tensor."""
+        record = self._ledger.find(tensor)
+        if record is None or record.shadow is None:
+            return None
+        return View(record.shadow, tensor)
+
+    def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor, meta or not, as a CPU tensor; None where they are unknown.
+
+        Who asks decides by them, so what was supposed to have them counts from now on.
+        """
+        if tensor.device.type != "meta":
+            return tensor
+        view = self.of(tensor)
+        if view is None:
+            return None
+        self._supposed |= dict.fromkeys(sorted(view.supposed))
+        return view.value()
+
+    def derive(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
+        """Let new storages in `outputs` carry what `func` makes of known inputs, lazily."""
+        views: dict[int, Any] = {}
+        supposed: frozenset[str] = frozenset()
+        for tensor in inputs:
+            if tensor.device.type != "meta":
+                views[id(tensor)] = snapshot(tensor)
+            else:
+                view = Blank(tensor) if func in CONSTANTS_LIKE else self.of(tensor)
+                if view is None:
+                    return
+                views[id(tensor)] = view
+                supposed |= view.supposed
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return
+        operands = (tree_map(lambda x: views.get(id(x), x), args), tree_map(lambda x: views.get(id(x), x), kwargs))
+        results: list[Any] = []
+
+        def result(position: int) -> torch.Tensor:
+            if not results:
+                results.append(self._evaluate(func, *operands))
+            made = results[0]
+            tensors = [made] if isinstance(made, torch.Tensor) else [t for t in made if isinstance(t, torch.Tensor)]
+            return tensors[position]
+
+        for position, tensor in enumerate(outputs):
+            record = self._ledger.find(tensor)
+            if record is None or record.shadow is not None or tensor.numel() == 0:
+                continue
+            numel = tensor.untyped_storage().nbytes() // tensor.itemsize
+            if numel > MAX_SHADOW_NUMEL:
+                continue
+            geometry = (tensor.size(), tensor.stride(), numel)
+            compute = partial(lambda p, g: _flat_like(result(p), g), position, geometry)
+            record.shadow = Shadow(numel, compute, supposed)
+            self._pending.append(record.shadow)
+
+    def mutate(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], written: list[StorageRecord]
+    ) -> None:
+        """Follow an in-place operator: apply it to the shadows, or forget those that it makes unknown."""
+        followed = [record for record in written if record.shadow is not None]
+        views = [self.of(tensor) if tensor.device.type == "meta" else tensor for tensor in inputs]
+        small = all(record.shadow is None or record.shadow.numel <= MAX_EAGER_SHADOW_NUMEL for record in written)
+        known = all(view is not None for view in views) and torch.Tag.nondeterministic_seeded not in func.tags
+        if not known or not small:
+            for record in followed:
+                record.shadow = None
+            return
+        # Whatever was derived from the old values must be worked out before they change.
+        for shadow in self._pending:
+            shadow.value()
+        self._pending.clear()
+        supposed = frozenset[str]().union(*(view.supposed for view in views if isinstance(view, View)))
+        for record in followed:
+            record.shadow.supposed |= supposed
+        by_id = {id(tensor): view for tensor, view in zip(inputs, views, strict=True)}
+        self._evaluate(
+            func, tree_map(lambda x: by_id.get(id(x), x), args), tree_map(lambda x: by_id.get(id(x), x), kwargs)
+        )
+
+    def evaluate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`func` on the real values of its arguments; `TraceError` where one is unknown."""
+
+        def real(item: Any) -> Any:
+            if not isinstance(item, torch.Tensor):
+                return item
+            value = self.real(item)
+            if value is None:
+                raise undecidable(f"the outcome of {func}")
+            return value
+
+        return self._evaluate(func, tree_map(real, args), tree_map(real, kwargs))
+
+    @staticmethod
+    def _evaluate(func: Any, args: Any, kwargs: Any) -> Any:
+        def concrete(item: Any) -> Any:
+            if isinstance(item, View):
+                return item.value()
+            if isinstance(item, torch.device) and item.type == "meta":
+                return torch.device("cpu")
+            return item
+
+        args, kwargs = tree_map(concrete, args), tree_map(concrete, kwargs)
+        with torch.no_grad(), DisableTorchDispatch():
+            if func is aten.histc.default and not args[0].is_floating_point():
+                # counts of integers: only other devices than the CPU have a kernel for them
+                return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+            return func(*args, **kwargs)
+
+
+def snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor's present values, apart from it: it may be written to, and must not live longer for being known."""
+    if tensor.numel() > MAX_EAGER_SHADOW_NUMEL:
+        return tensor.detach()
+    with DisableTorchDispatch():
+        return tensor.detach().clone()
+
+
+def _flat_like(values: torch.Tensor, geometry: tuple[Any, Any, int]) -> torch.Tensor:
+    """`values` laid out as the meta storage is: flat, of `numel` elements, with the given size and stride."""
+    size, stride, numel = geometry
+    flat = torch.zeros(numel, dtype=values.dtype)
+    flat.as_strided(size, stride).copy_(values)
+    return flat

@@ -1,0 +1,179 @@
+"""Numbers that a trace does not have, and the errors of code that decides by one.
+
+`loss.item()` follows from weights, which a trace does not have. It gives a number that can be added up and printed, as
+a log line does, but raises once something compares it, converts it to bool or takes it for a size.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from elixir.errors import TraceError
+
+_OUR_FOLDERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+class UnknownNumber:
+    """Node of a `torch.SymInt/SymFloat/SymBool` whose value nobody knows: arithmetic goes on, decisions raise."""
+
+    def __init__(self, kind: type, text: str) -> None:
+        self._kind = kind
+        self._text = text
+
+    def is_int(self) -> bool:
+        """Whether it stands for an integer."""
+        return self._kind is int
+
+    def is_float(self) -> bool:
+        """Whether it stands for a floating-point number."""
+        return self._kind is float
+
+    def is_bool(self) -> bool:
+        """Whether it stands for a truth value."""
+        return self._kind is bool
+
+    def is_symbolic(self) -> bool:
+        """Always: there is no value."""
+        return True
+
+    def is_constant(self) -> bool:
+        """Never."""
+        return False
+
+    def is_nested_int(self) -> bool:
+        """Never."""
+        return False
+
+    def has_hint(self) -> bool:
+        """Never."""
+        return False
+
+    def maybe_as_int(self) -> None:
+        """No integer is known."""
+
+    def _graph_repr(self) -> str:
+        return self._text
+
+    __str__ = __repr__ = _graph_repr
+
+    def wrap_int(self, value: int) -> UnknownNumber:
+        """A known operand next to this one."""
+        return UnknownNumber(int, repr(value))
+
+    def wrap_float(self, value: float) -> UnknownNumber:
+        """A known operand next to this one."""
+        return UnknownNumber(float, repr(value))
+
+    def wrap_bool(self, value: bool) -> UnknownNumber:
+        """A known operand next to this one."""
+        return UnknownNumber(bool, repr(value))
+
+    def sym_float(self) -> UnknownNumber:
+        """The same number as a float."""
+        return UnknownNumber(float, self._text)
+
+    def _arithmetic(self, other: UnknownNumber) -> UnknownNumber:
+        return UnknownNumber(float if float in (self._kind, other._kind) else self._kind, "unknown")
+
+    add = sub = mul = pow = mod = sym_max = sym_min = _arithmetic
+    float_pow = int_floordiv = floordiv = pow_by_natural = _arithmetic
+
+    def _true_division(self, other: UnknownNumber) -> UnknownNumber:
+        return UnknownNumber(float, "unknown")
+
+    truediv = float_truediv = int_truediv = _true_division
+
+    def neg(self) -> UnknownNumber:
+        """Its negative."""
+        return UnknownNumber(self._kind, "unknown")
+
+    abs = neg
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "str":
+            return self._graph_repr
+        if name.startswith("__") or name == "_sympy_":
+            raise AttributeError(name)
+
+        def decide(*_: Any) -> Any:
+            raise undecidable("a number")
+
+        return decide
+
+
+class UnknownInt(torch.SymInt):
+    """Can be put into a log line: ``f"{count.item():5d}"``."""
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+
+class UnknownFloat(torch.SymFloat):
+    """Can be put into a log line: ``f"{loss.item():.3f}"``."""
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+
+_PRINTABLE: dict[type, type] = {torch.SymInt: UnknownInt, torch.SymFloat: UnknownFloat}
+
+
+def printable(number: Any) -> Any:
+    """The same number, so that a log line can format it if nobody knows it; PyTorch hands it out in a special class."""
+    kind = _PRINTABLE.get(type(number))
+    if kind is not None:
+        number.__class__ = kind
+    return number
+
+
+def _staying_printable(name: str, base: type) -> Callable[..., Any]:
+    return lambda self, *others: printable(getattr(base, name)(self, *others))
+
+
+for _base, _kind in _PRINTABLE.items():
+    for _name in "add sub mul truediv floordiv mod pow neg pos abs sym_float sym_int".split():
+        for _method in (f"__{_name}__", f"__r{_name}__"):
+            if hasattr(_base, _method):
+                setattr(_kind, _method, _staying_printable(_method, _base))
+
+
+def unknown_number(tensor: torch.Tensor) -> Any:
+    """The number that `.item()` of a tensor without known values gives."""
+    if tensor.dtype is torch.bool:
+        return torch.SymBool(UnknownNumber(bool, "unknown"))
+    if tensor.is_floating_point():
+        return torch.SymFloat(UnknownNumber(float, "unknown"))
+    return torch.SymInt(UnknownNumber(int, "unknown"))
+
+
+def undecidable(what: str) -> TraceError:
+    """The error for control flow that depends on values the trace does not have."""
+    return TraceError(
+        f"{user_location()}: the code decides by {what} that follows from weights or activations, which a trace does "
+        "not have. Make the decision depend on shapes or on the inputs, or leave it out of step_fn"
+    )
+
+
+def user_location() -> str:
+    """``file:line`` of the innermost frame that is neither ours, nor PyTorch's, nor Python's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_user_code(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown location"
+
+
+def is_user_code(filename: str) -> bool:
+    """Whether a source file is neither ours, nor PyTorch's, nor of Python's own library."""
+    if filename.startswith((*_OUR_FOLDERS, "<")):
+        return False
+    return not filename.startswith(_STANDARD_LIBRARY) or "site-packages" in filename

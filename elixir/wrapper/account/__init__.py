@@ -1,0 +1,8 @@
+"""The account of a step: counts, clock, report."""
+
+from __future__ import annotations
+
+from elixir.wrapper.account.counts import StepAccount
+from elixir.wrapper.account.report import StepReport
+
+__all__ = ["StepAccount", "StepReport"]

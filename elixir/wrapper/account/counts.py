@@ -1,0 +1,95 @@
+"""Counts a training step, from its first forward to the end of its optimizer step, and reports it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from elixir.step_traffic import Backwards
+from elixir.wrapper.account.clock import StepClock
+from elixir.wrapper.account.report import Course, Expected, StepReport, differences, expected_of, make_report
+from elixir.wrapper.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+class StepAccount:
+    """Counts and times the steps of one module, one after the other.
+
+    Args:
+        engine: of the module.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._clock = StepClock(engine.device)
+        self._warned = False
+        self._known: dict[Course, Expected] = {}  # by what steps under this plan were like; most are alike
+        self._start()
+        self.last_report: StepReport | None = None
+        """The last step, compared with its prediction; None before the first."""
+
+    def _start(self, held: tuple[int, ...] = ()) -> None:
+        self._held = held  # chunks in the blocks when the step began
+        self._trained = self._evaluated = 0  # forwards of this step
+        self._engine.emptied = False  # of the blocks, since its last forward
+        self._odd = ""  # why its loads follow from no plan
+
+    def forward(self) -> bool:
+        """A forward begins; whether a step begins with it."""
+        engine = self._engine
+        training = torch.is_grad_enabled()
+        begins = training and not self._clock.running
+        if begins:
+            # What has been counted since the last step, as of an evaluation, is not of this one.
+            engine.cache.take_counts()
+            engine.gradients.forget_counts()
+            engine.lanes.fetch.take_busy_s()  # other lanes may still be at work for the last step
+            for lane in engine.lanes.all():
+                lane.waited_s = 0.0
+            self._clock.start()
+            self._start(engine.cache.held)
+        elif self._clock.running and not training:
+            self._odd = "the model was evaluated between its first forward and step()"
+        elif engine.emptied and engine.schedule.min_blocks:
+            self._odd = "weights were shown or saved between two micro-batches, which empties the blocks"
+        engine.emptied = False
+        self._trained += training
+        return begins
+
+    def begin_anew(self) -> None:
+        """The forward with which a step began has raised; the step begins with the next."""
+        self._clock.stop()
+
+    def another_plan(self) -> None:
+        """Steps run under another plan from here on, of which nobody has been told yet that it is wrong."""
+        self._warned = False
+        self._known.clear()
+
+    def step_over(self, skipped: bool) -> None:
+        """Write the step's report, and say so where the plan was wrong.
+
+        Args:
+            skipped: the step was left out after an overflow, so that no weights have moved.
+        """
+        engine = self._engine
+        backwards = engine.gradients.backwards
+        odd = self._odd
+        if len(backwards) != self._trained or not backwards:
+            odd = f"{self._trained} forwards to train and {len(backwards)} backwards came before step()"
+        elif len(engine.steppers) > 1:
+            odd = f"{len(engine.steppers)} optimizers step this module, each a part of it"
+        course = Course(Backwards.of(backwards), self._held, engine.group.rank, skipped, odd)
+        if course not in self._known:
+            self._known[course] = expected_of(engine.plan, engine.schedule, course)
+        self.last_report = make_report(engine, self._known[course], engine.cache.take_counts(), self._clock.stop())
+        self._start()
+        surprises = {} if skipped else self.last_report.surprises()
+        if surprises and not self._warned:
+            self._warned = True
+            count, planned = self.last_report.micro_batches, engine.plan.accumulation
+            other = (
+                "" if count == planned else f"; it had {count} micro-batches, planned were {planned}: see accumulation="
+            )
+            logger.warning("this step differs from its plan: %s%s", differences(surprises), other)

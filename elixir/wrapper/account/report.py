@@ -1,0 +1,227 @@
+"""The report of a step, compared with what the plan predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from elixir.chunk.host_buffers import staging_kind, summands_kind
+from elixir.chunk.rcache import CacheCounts
+from elixir.optimizer_states import MASTER_BYTES, master_bytes
+from elixir.plan import Plan
+from elixir.schedule import StepSchedule
+from elixir.step_traffic import Backwards, step_traffic
+from elixir.units import dtype_bytes, format_bytes, format_seconds
+from elixir.wrapper.account.clock import Span
+from elixir.wrapper.engine import Engine
+
+TOLERANCE = 0.05
+"""Where observed and predicted differ by more than this share, the run says so."""
+_LINKS = ("host_to_device", "device_to_host", "network")
+
+
+@dataclass(frozen=True)
+class Course:
+    """The course of one step: everything apart from the plan on which its loads and bytes depend."""
+
+    backwards: Backwards
+    held: tuple[int, ...]
+    """Chunks that lay in the blocks when it began, as after an evaluation."""
+    rank: int
+    skipped: bool
+    """Whether the optimizer left it out after an overflow."""
+    odd: str
+    """Why its loads and bytes follow from no plan; empty where they do."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The prediction of a plan for a step with a certain course."""
+
+    counts: dict[str, int]
+    """Loads, hits and bytes by link."""
+    micro_batches: int
+    not_compared: str
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step of one rank, from its first forward to the end of `ElixirOptimizer.step`.
+
+    All counts are of all its micro-batches together; what is predicted is of as many as the step had, whatever the plan
+    was made for. `observed` and `predicted` have the same keys: ``loads``, ``hits``, ``host_to_device``,
+    ``device_to_host``, ``network`` (bytes), ``device_peak`` and ``host_peak`` (bytes that the runtime's own buffers
+    took so far, and what the plan allots them: activations and gradients that autograd holds are in neither; of the
+    host, this rank's part).
+    """
+
+    observed: dict[str, int]
+    predicted: dict[str, int]
+    device_limit_bytes: int
+    """The plan's whole device peak. Its parts are those of one moment; at others ours may be more and the rest less."""
+    demand_loads: int
+    """Loads that nothing had foreseen, for which the use had to wait from beginning to end."""
+    deviations: int
+    """Uses that left the recorded order."""
+    waited_s: dict[str, float]
+    """How long compute stood still for each lane; on CUDA, where nobody stands still, 0."""
+    busy_s: dict[str, float]
+    """How long each lane worked, delays of an emulated link included; on CUDA, of what is known to be over."""
+    refreshed_bytes: int
+    """A part of ``host_to_device``: weights on the device that the host's optimizer has updated."""
+    span: Span | None
+    """From the beginning of the first forward with gradients on to the end of the optimizer's step; None without one.
+    """
+    predicted_step_s: float | None
+    """None where the step had other than the planned number of micro-batches."""
+    micro_batches: int = 1
+    """Backwards of the step."""
+    not_compared: str = ""
+    """Why nothing can be predicted for what this step loaded and moved; empty for most.
+
+    The predictions are the plan's then.
+    """
+
+    @cached_property
+    def step_s(self) -> float | None:
+        """Seconds of `span`; on CUDA, asking waits for the device."""
+        return None if self.span is None else self.span.seconds()
+
+    def surprises(self) -> dict[str, tuple[int, int]]:
+        """(observed, predicted) of what differs by more than `TOLERANCE`, and of memory beyond the plan's peak.
+
+        Hits do not count: they cost nothing, and uses of one chunk in a row are one use to a run.
+        """
+        found = {}
+        for name, expected in self.predicted.items():
+            if name == "hits" or (self.not_compared and name not in ("device_peak", "host_peak")):
+                continue
+            seen = self.observed[name]
+            if name == "device_peak":
+                if seen > self.device_limit_bytes:
+                    found[name] = (seen, self.device_limit_bytes)
+            elif name == "host_peak":  # less is no surprise: states come with the first step
+                if seen > (1 + TOLERANCE) * expected:
+                    found[name] = (seen, expected)
+            elif abs(seen - expected) > TOLERANCE * max(expected, 1):
+                found[name] = (seen, expected)
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"{'':16}{'observed':>14}{'predicted':>14}"]
+        if self.micro_batches != 1:
+            lines[0] += f"  per optimizer step of {self.micro_batches} micro-batches"
+        for name, expected in self.predicted.items():
+            show = str if name in ("loads", "hits") else format_bytes
+            lines.append(f"{name:16}{show(self.observed[name]):>14}{show(expected):>14}")
+        if self.step_s is not None:
+            predicted = "" if self.predicted_step_s is None else format_seconds(self.predicted_step_s)
+            lines.append(f"{'step':16}{format_seconds(self.step_s):>14}{predicted:>14}".rstrip())
+        lines.append(f"demand loads {self.demand_loads}, deviations from the recorded order {self.deviations}")
+        waits = ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in self.waited_s.items())
+        lines.append(f"compute waited for {waits}")
+        if self.not_compared:
+            lines.append(f"loads and bytes cannot be compared with the plan: {self.not_compared}")
+        return "\n".join(lines)
+
+
+def differences(surprises: dict[str, tuple[int, int]]) -> str:
+    """`StepReport.surprises` in words."""
+    words = []
+    for name, pair in surprises.items():
+        seen, expected = (str(value) if name == "loads" else format_bytes(value) for value in pair)
+        words.append(f"{name} {seen} instead of {expected}")
+    return ", ".join(words)
+
+
+def expected_of(plan: Plan, schedule: StepSchedule, course: Course) -> Expected:
+    """The loads and bytes that a step should have.
+
+    Args:
+        plan: that it ran under.
+        schedule: as the plan was run, with or without prefetch.
+        course: of the step.
+    """
+    predicted, count = plan.predicted, course.backwards.count
+    if course.odd:
+        counts = {"loads": predicted.loads, "hits": predicted.hits} | {
+            link: predicted.moved_bytes[link] for link in _LINKS
+        }
+        return Expected(counts, count, course.odd)
+    known = {chunk for chunks in schedule.policy.required for chunk in chunks}
+    held = tuple(chunk for chunk in course.held if chunk in known)
+    loads = schedule.step(plan.block_count, count, held)
+    moved = step_traffic(
+        plan.routes(course.rank),
+        loads.by_chunk,
+        course.backwards,
+        several_ranks=plan.world_size > 1,
+        stepped=not course.skipped,
+    )
+    bytes_by_link = (moved.host_to_device_bytes, moved.device_to_host_bytes, moved.network_bytes)
+    counts = {"loads": loads.loads, "hits": loads.hits, **dict(zip(_LINKS, bytes_by_link, strict=True))}
+    return Expected(counts, count, "")
+
+
+def make_report(engine: Engine, expected: Expected, counts: CacheCounts, span: Span | None) -> StepReport:
+    """The report of the step that is just over; the engine's counts start anew.
+
+    Args:
+        engine: that made the step.
+        expected: what the step should have loaded and moved.
+        counts: of the cache.
+        span: when the step began and ended.
+    """
+    plan, arena, lanes, moved = engine.plan, engine.arena, engine.lanes, engine.gradients.moved
+    predicted, parts = plan.predicted, plan.predicted.device_parts
+    ours = ["rcache", "resident_weights", "weight_shards", "optimizer_states", "gradient_blocks"]
+    if plan.world_size > 1:
+        ours.append("gradients")
+    as_planned = expected.micro_batches == plan.accumulation
+    report = StepReport(
+        observed={
+            "loads": counts.loads,
+            "hits": counts.hits,
+            "host_to_device": counts.host_to_device_bytes + moved.returned + engine.refreshed_bytes,
+            "device_to_host": moved.offloaded,
+            "network": counts.network_bytes + moved.network + engine.regathered_bytes,
+            "device_peak": arena.peak_bytes["device"],
+            "host_peak": arena.peak_bytes["host"],
+        },
+        predicted={
+            **expected.counts,
+            "device_peak": sum(parts.get(name, 0) for name in ours),
+            "host_peak": _host_bytes(plan, arena.device.type, max(expected.micro_batches, plan.accumulation)),
+        },
+        device_limit_bytes=predicted.device_peak_bytes,
+        demand_loads=counts.demand_loads,
+        deviations=counts.deviations,
+        waited_s={name: lane.waited_s for name, lane in lanes.by_name().items()},
+        busy_s={name: lane.take_busy_s() for name, lane in lanes.by_name().items()},
+        refreshed_bytes=engine.refreshed_bytes,
+        span=span,
+        predicted_step_s=predicted.seconds["total"] if as_planned else None,
+        micro_batches=expected.micro_batches,
+        not_compared=expected.not_compared,
+    )
+    engine.gradients.forget_counts()
+    engine.refreshed_bytes = engine.regathered_bytes = 0
+    for lane in lanes.all():
+        lane.waited_s = 0.0
+    return report
+
+
+def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
+    """Bytes that one rank keeps in host memory: weights, gradients, masters and states, and what new weights and
+    gradients that are added to others pass through; the latter with a device only."""
+    summands = summands_kind(plan, device_type, backwards=max(plan.accumulation, micro_batches))
+    total = staging_kind(plan).nbytes + (summands.nbytes if summands.at_once else 0)
+    for chunk in plan.chunks:
+        numel, itemsize = chunk.numel // plan.world_size, dtype_bytes(chunk.dtype)
+        if chunk.weight_home == "host":
+            total += numel * itemsize
+        if chunk.trainable and chunk.state_home == "host":
+            kept = itemsize < MASTER_BYTES or chunk.weight_home == "device"
+            gradients = 0 if chunk.grad_rank is None else itemsize
+            total += numel * (gradients + master_bytes(itemsize) * kept) + plan.state_size.nbytes(numel, itemsize)
+    return total

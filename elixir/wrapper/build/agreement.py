@@ -1,0 +1,105 @@
+"""Before a model is cut up, its values are the same on all ranks: those of rank 0, as DistributedDataParallel has it.
+
+Each rank keeps shards of what it built itself. Ranks that were not seeded alike would otherwise train a mixture of
+several models, or, where chunks are whole on every rank, several models side by side, and nothing would say so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from elixir.chunk.group import Group
+from elixir.errors import InputError
+from elixir.wrapper.build.weights import Weights, few
+
+logger = logging.getLogger(__name__)
+
+_PIECE_NUMEL = 2**20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""By bytes of an element; what is wider is read as several int64."""
+
+
+def agree_on_values(group: Group, model: nn.Module, given: Weights | None) -> None:
+    """Give every rank the parameters and buffers of rank 0, where they are not the same already.
+
+    What is on meta is made later, from rank 0's generator. A state dict in `given` is compared and left alone; of files
+    all ranks read the same.
+
+    Args:
+        group: of the ranks that share the model.
+        model: as the caller built it; what differs is overwritten in place on all ranks but 0.
+        given: values that will take the place of the model's own parameters.
+
+    Raises:
+        InputError: something has values on one rank and is on meta on another; or `given` is not the same on all ranks.
+    """
+    if group.size == 1:
+        return
+    if isinstance(given, dict):
+        tensors = ((name, value) for name, value in given.items() if isinstance(value, torch.Tensor))
+        _, different = _compare(group, "given weights", tensors)
+        if different:
+            raise InputError(
+                f"the weights given are not the same on all ranks ({few(different)}); load the same ones everywhere"
+            )
+    own = dict(_own_tensors(model, with_parameters=given is None))
+    lacking, different = _compare(group, "values", own.items())
+    if lacking:
+        raise InputError(
+            f"some ranks built {few(lacking)} on meta, others with values; build the model in the same way on all "
+            "ranks, or on meta everywhere with weights="
+        )
+    for name in different:
+        _take_from_rank_0(group, own[name])
+    if different and group.rank == 0:
+        logger.warning(
+            "the ranks built different models (%s): all train rank 0's; seed them alike before building, with "
+            "torch.manual_seed, and nothing has to be sent",
+            few(different),
+        )
+
+
+def _own_tensors(model: nn.Module, *, with_parameters: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    if with_parameters:
+        yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _compare(group: Group, what: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[str]]:
+    """Names that only some ranks have values for, and names whose values differ; the same on all ranks."""
+    mine = {name: _digest(tensor) for name, tensor in tensors}
+    answers = group.exchange(what, mine)
+    names = dict.fromkeys(name for answer in answers for name in answer)
+    lacking: list[str] = []
+    different: list[str] = []
+    for name in names:
+        found = [answer.get(name) for answer in answers]
+        if all(value == found[0] for value in found):
+            continue
+        (lacking if None in found else different).append(name)
+    return lacking, different
+
+
+def _digest(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """A sum of all bit patterns by their places; None without values, and for a layout without strides."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return None
+    flat = tensor.detach().reshape(-1)
+    bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
+    total = 0
+    for start in range(0, bits.numel(), _PIECE_NUMEL):
+        piece = bits[start : start + _PIECE_NUMEL].long()
+        places = torch.arange(start, start + piece.numel(), device=piece.device)
+        total += int((piece * (2 * places + 1)).sum())  # wraps around, on all ranks alike
+    return (*tensor.shape, total)
+
+
+def _take_from_rank_0(group: Group, tensor: torch.Tensor) -> None:
+    value = tensor.detach()
+    flat = value.reshape(-1).cpu()
+    group.send_from_rank_0(flat)
+    value.copy_(flat.view(value.shape))

@@ -1,0 +1,307 @@
+"""From a model and a plan to chunks that hold its weights, one parameter at a time, so that nothing is held twice."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir.chunk.buffers import Arena
+from elixir.chunk.chunk import Chunk, ChunkState
+from elixir.chunk.group import Group
+from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError, RankError
+from elixir.hardware import other_device, total_host_bytes
+from elixir.models import fingerprint, refuse_unplannable
+from elixir.plan import Plan
+from elixir.units import dtype_name, format_bytes
+from elixir.wrapper.build.agreement import agree_on_values
+from elixir.wrapper.build.weights import Weights, WeightSource, become_real, few
+
+logger = logging.getLogger(__name__)
+
+
+def build_chunks(
+    model: nn.Module, plan: Plan, arena: Arena, group: Group, weights: Weights | None = None
+) -> list[Chunk]:
+    """Chunks with the model's weights at their homes; the model's parameters no longer own memory.
+
+    A rank reads one parameter after the other, and only those of which it keeps a part. Parameters keep their identity.
+
+    Args:
+        model: on meta, real, or both.
+        plan: for it.
+        arena: makes the memory.
+        group: over which chunks are sharded.
+        weights: see `WeightSource`.
+
+    Raises:
+        InputError: a weight is on meta and comes from nowhere, or see `agree_on_values`.
+        RankError: another rank could not be built.
+    """
+    agree_on_values(group, model, weights)
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    chunks: list[Chunk] = []
+    problem: Exception | None = None
+    drawn = 0
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        drawn = int(torch.empty((), dtype=torch.int64).random_())  # as building on the CPU, it moves the generator on
+    seed = group.exchange("seed", drawn)[0]
+    try:
+        source = WeightSource(model, weights, seed=seed)
+        for index, chunk_plan in enumerate(plan.chunks):
+            parameters = [by_name[slot.name] for slot in chunk_plan.parameters]
+            chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
+            _load_weights(chunk, arena, source)
+            chunks.append(chunk)
+        source.fill_buffers()
+    except (ElixirError, RuntimeError, OSError) as error:
+        problem = error
+    # A rank that stopped here alone would leave the others waiting in their first gather.
+    answers = group.exchange("weights", None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    for rank, answer in enumerate(answers):
+        if answer is not None:
+            raise RankError(f"rank {rank} could not fill its weights: {answer}")
+    for chunk in chunks:
+        _attach(chunk)
+    return chunks
+
+
+def move_chunks(model: nn.Module, plan: Plan, arena: Arena, group: Group, *, before: list[Chunk]) -> list[Chunk]:
+    """The same chunks at the homes of another plan, with the same bits; what they had before is let go one by one.
+
+    Args:
+        model: has the chunks' parameters already.
+        plan: packs as the plan before does.
+        arena: makes the new memory.
+        group: over which chunks are sharded.
+        before: the chunks as they were; nothing may be on its way to or from them.
+    """
+    chunks = []
+    for index, (old, chunk_plan) in enumerate(zip(before, plan.chunks, strict=True)):
+        parameters = [slot.parameter for slot in old.slots]
+        chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
+        _make_memory(chunk, arena)
+        old.follow_writes()
+        shard = old.shard_weights
+        if chunk.masters is not None:
+            chunk.masters.copy_(shard if old.masters is None else old.masters)
+        if chunk.shard is not None:
+            chunk.shard.copy_(shard)
+        elif chunk.whole is not None and old.whole is not None:
+            chunk.whole.copy_(old.whole)
+        elif chunk.whole is not None:
+            group.gather(chunk.whole, shard.to(arena.device), f"chunk {index}, which stays")
+        for slot in chunk.slots:
+            chunk.show(slot)
+        _attach(chunk)
+        old.shard = old.whole = old.masters = None
+        chunks.append(chunk)
+    return chunks
+
+
+def _make_memory(chunk: Chunk, arena: Arena) -> None:
+    plan = chunk.plan
+    if chunk.needs_masters:
+        wide = torch.float32 if chunk.low_precision else chunk.dtype
+        # New weights return from masters only where these are no wider; else rounded, from staging or from the weights'
+        # home.
+        copied = plan.weight_home == "device" and not chunk.low_precision
+        chunk.masters = arena.make(chunk.shard_numel, wide, plan.update_home, "optimizer_states", pin=copied)
+    if plan.resident:
+        chunk.whole = arena.make(plan.numel, chunk.dtype, "device", "resident_weights")
+    else:
+        kind = "weight_shards" if plan.weight_home == "device" else "weights"
+        chunk.shard = arena.make(chunk.shard_numel, chunk.dtype, plan.weight_home, kind)
+
+
+def _load_weights(chunk: Chunk, arena: Arena, source: WeightSource) -> None:
+    _make_memory(chunk, arena)
+    for slot in chunk.slots:
+        if chunk.wants(slot):
+            chunk.write(slot, source.parameter(slot.name))
+        if not slot.parameter.is_meta:
+            chunk.show(slot)  # it has been copied, so its own memory can go
+
+
+def _attach(chunk: Chunk) -> None:
+    """Parameters on meta stay so until all chunks are filled, since initialisation would write to placeholders."""
+    for slot in chunk.slots:
+        if slot.parameter.is_meta:
+            become_real(slot.parameter, slot.placeholder)
+    if chunk.whole is not None:
+        chunk.to(ChunkState.RESIDENT, chunk.whole)
+
+
+def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Buffers live on the device; modules that share one go on sharing it.
+
+    Args:
+        model: has them.
+        device: where compute runs.
+        dtype: what floating ones are cast to; None leaves each in its dtype.
+    """
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            kept = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+            if buffer.device != device or buffer.dtype != kept:
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device, kept)
+                module._buffers[name] = moved[buffer]
+
+
+def agree_on_plan(group: Group, module: nn.Module, plan: Plan, dtype: torch.dtype | None) -> None:
+    """Refuse, on all ranks at once, a plan that one of them cannot run or that differs between them."""
+    error: Exception | None = None
+    try:
+        if not isinstance(plan, Plan):
+            raise InputTypeError(
+                f"plan must be a Plan, got {type(plan).__name__}; Plan.load(path) reads a file, and what one rank has "
+                "planned has to be sent to the others"
+            )
+        refuse_unplannable(module)
+        _check_fits(plan, module, group.size)
+        _refuse_compiled(plan, module, group.size)
+        if plan.uses_disk:
+            raise InputError(
+                "the plan keeps optimizer states on a disk; this version runs plans for device and host: search "
+                "without "
+                "disk_memory"
+            )
+        planned = (
+            list(dict.fromkeys(chunk.dtype for chunk in plan.chunks)) if plan.dtype == "as built" else [plan.dtype]
+        )
+        if dtype is not None and planned != [dtype_name(dtype)]:
+            raise InputError(
+                f"the plan is for {' and '.join(planned)}, dtype asks for {dtype_name(dtype)}; plan with unified_dtype="
+                f"torch.{dtype_name(dtype)}"
+            )
+    except (ValueError, TypeError) as refused:
+        error = refused
+    mine = plan.fingerprint if isinstance(plan, Plan) else ""
+    answers = group.exchange("plan", (mine, None if error is None else str(error)))
+    if error is not None:
+        raise error
+    for rank, (theirs, problem) in enumerate(answers):
+        if problem is not None:
+            raise InputError(f"rank {rank} cannot run its plan: {problem}")
+        if theirs != plan.fingerprint:
+            raise InputError(
+                f"rank {rank} has plan {theirs}, rank {group.rank} has {plan.fingerprint}; plan on one rank and send "
+                "the plan to the others"
+            )
+
+
+def warn_if_made_elsewhere(plan: Plan, device: torch.device) -> None:
+    """Log one warning where the plan was made for another device than it runs on, or for more memory than there is."""
+    found = []
+    here = other_device(plan.hardware_name, plan.device_name, device.type)
+    if here is not None:
+        found.append(f"it runs on {device.type} ({here})")
+    for needed, there, what in (
+        (plan.predicted.device_peak_bytes, _device_bytes(device), "of device memory"),
+        (plan.predicted.host_peak_bytes, _host_bytes(), "of host memory"),
+    ):
+        if there is not None and needed > there:
+            found.append(f"it needs {format_bytes(needed)} {what}, of which this machine has {format_bytes(there)}")
+    if found:
+        logger.warning(
+            "the plan was made for %d x %s%s, but %s: what it predicts does not hold here, and another plan may be "
+            "faster; "
+            "plan again with hardware= of this machine (`elixir hardware --measure --out hw.json` measures it)",
+            plan.world_size,
+            plan.hardware_name,
+            f" ({plan.device_name})" if plan.device_name else "",
+            ", and ".join(found),
+        )
+
+
+def _device_bytes(device: torch.device) -> int | None:
+    if device.type == "cpu":
+        return _host_bytes()
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _host_bytes() -> int | None:
+    try:
+        return total_host_bytes()
+    except InputError:  # this operating system does not tell
+        return None
+
+
+def _check_fits(plan: Plan, module: nn.Module, world_size: int) -> None:
+    """`Plan.check`, and more words on what is different."""
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    alone = world_size == 1 and started > 1 and not (dist.is_available() and dist.is_initialized())
+    told = f"{started} processes were started, and torch.distributed.init_process_group() has not been called"
+    try:
+        plan.check(fingerprint(module), world_size)
+    except ArtifactError as refused:
+        reasons = ([told] if alone and plan.world_size != 1 else []) + _differences(plan, module)
+        raise ArtifactError(f"{refused} ({'; '.join(reasons)})" if reasons else str(refused)) from None
+    if alone:
+        logger.warning("%s: each of them trains a separate model", told)
+
+
+def _refuse_compiled(plan: Plan, module: nn.Module, world_size: int) -> None:
+    """Refuse a module of torch.compile, unless its weights stay put: it would trace into what brings them in."""
+    moving = {
+        slot.name
+        for chunk in plan.chunks
+        if world_size > 1 or not chunk.resident or chunk.state_home != "device"
+        for slot in chunk.parameters
+    }
+    for prefix, part in module.named_modules():
+        if "_orig_mod" not in part._modules:
+            continue
+        if any((f"{prefix}.{name}" if prefix else name) in moving for name, _ in part.named_parameters()):
+            raise InputError(
+                f"{prefix or 'the model'} was given to torch.compile, which cannot run with weights that are streamed; "
+                "give the module itself, or plan with memory enough that everything stays on one device"
+            )
+
+
+def _differences(plan: Plan, module: nn.Module) -> list[str]:
+    """Where parameters are not those of the plan; one sentence for each kind of difference."""
+    planned = {slot.name: (slot.numel, chunk.trainable) for chunk in plan.chunks for slot in chunk.parameters}
+    here = {name: (parameter.numel(), parameter.requires_grad) for name, parameter in module.named_parameters()}
+    both = [name for name in here if name in planned]
+    kinds = {
+        "only in the plan": [name for name in planned if name not in here],
+        "only in the model": [name for name in here if name not in planned],
+        "of another size": [name for name in both if here[name][0] != planned[name][0]],
+        "trained in the plan, frozen in the model": [n for n in both if planned[n][1] and not here[n][1]],
+        "frozen in the plan, trained in the model": [n for n in both if here[n][1] and not planned[n][1]],
+    }
+    return [f"{kind}: {few(names)}" for kind, names in kinds.items() if names]
+
+
+def compute_device(device: torch.device | str | None) -> torch.device:
+    """The device asked for; else the current CUDA device, else the CPU.
+
+    Raises:
+        InputError: it is neither, or there is no CUDA here.
+    """
+    if device is not None:
+        try:
+            wanted = torch.device(device)
+        except RuntimeError as error:
+            raise InputError(f"device must be 'cpu' or a CUDA device such as 'cuda:0', got {device!r}") from error
+        if wanted.type not in ("cpu", "cuda"):
+            raise InputError(f"device must be 'cpu' or a CUDA device such as 'cuda:0', got {device!r}")
+        if wanted.type == "cpu":
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise InputError(f"device {device!r} was asked for, but torch finds no CUDA here; leave device= out")
+        index, count = torch.cuda.current_device() if wanted.index is None else wanted.index, torch.cuda.device_count()
+        if index >= count:
+            raise InputError(f"device {device!r} was asked for, but there are {count}, from 'cuda:0' on")
+        return torch.device("cuda", index)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

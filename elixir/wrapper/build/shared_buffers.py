@@ -1,0 +1,148 @@
+"""Buffers that forwards write to, such as running statistics: ranks go on with rank 0's, as DistributedDataParallel has
+it.
+
+Each rank's forward sees other data. If ranks kept what each of them wrote, they would train and evaluate different
+models, and which of them was saved would depend on who saved it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from elixir.chunk.group import Group
+from elixir.chunk.lanes import Lanes
+from elixir.torch_private import has_internal_overlap, version_counter_kept
+
+_ALIGNMENT = 16
+"""Bytes that every buffer's place in the message is a multiple of, so that it can be read in its own dtype there."""
+
+
+class _Place(NamedTuple):
+    """Where a buffer is registered."""
+
+    module: nn.Module
+    key: str
+    buffer: torch.Tensor
+
+
+class SharedBuffers:
+    """When ranks take rank 0's buffers, and how.
+
+    The rule is that of DistributedDataParallel, so that numbers are, too. Rank 0's buffers are taken before a forward
+    unless the last one ran without gradients or inside `no_sync`. All of them are, since not every write can be
+    noticed: batch norm's kernel counts none, nor does code that writes through ``data``.
+
+    Args:
+        model: whose buffers are the same on all ranks now.
+        group: of the ranks.
+        lanes: the network is used.
+    """
+
+    def __init__(self, model: nn.Module, group: Group, lanes: Lanes) -> None:
+        self._model, self._group, self._lanes = model, group, lanes
+        self._any = group.size > 1 and next(model.buffers(), None) is not None
+        self._due = True
+
+    def before_forward(self) -> None:
+        """Have rank 0's, where it is time."""
+        if self._any and self._due:
+            # Compute that reads or writes buffers comes after their new values.
+            self._lanes.network.submit(self._take).wait()
+
+    def after_forward(self, *, reducing: bool) -> None:
+        """A forward has ended; `reducing` is off inside of `no_sync`."""
+        self._due = reducing and torch.is_grad_enabled()
+
+    def of_rank_0(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Rank 0's values for this rank's buffers, which are left as they are; empty for rank 0. All ranks must ask."""
+        if not self._any:
+            return {}
+        found: dict[str, torch.Tensor] = {}
+        # The dict is empty until the network's thread has filled it.
+        self._lanes.network.submit(lambda: found.update(self._receive(self._places()))).synchronize()
+        places = self._places() if found else {}
+        return {places[name].buffer: value for name, value in found.items() if name in places}
+
+    def _take(self) -> None:
+        places = self._places()
+        with torch.inference_mode(False), torch.no_grad():
+            for name, value in self._receive(places).items():
+                _put(self._model, places, name, value)
+
+    def _places(self) -> dict[str, _Place]:
+        """The buffers by name, each once; forwards may have registered others."""
+        seen: set[torch.Tensor] = set()
+        places: dict[str, _Place] = {}
+        for prefix, module in self._model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer not in seen:
+                    seen.add(buffer)
+                    places[f"{prefix}.{key}" if prefix else key] = _Place(module, key, buffer)
+        return places
+
+    @torch.no_grad()
+    def _receive(self, places: dict[str, _Place]) -> dict[str, torch.Tensor]:
+        """Rank 0's values by name, on the ranks that are not rank 0."""
+        answers = self._group.exchange("buffers", _digest(places))
+        if any(answer != answers[0] for answer in answers) or None in answers:
+            # Some rank has registered another one, or one of another size.
+            mine = (
+                {name: place.buffer.detach().cpu() for name, place in places.items()} if not self._group.rank else None
+            )
+            values: dict[str, torch.Tensor] = self._group.exchange("values of buffers", mine)[0]
+            return values if self._group.rank else {}
+        received: dict[str, torch.Tensor] = {}
+        for device in dict.fromkeys(place.buffer.device for place in places.values()):
+            here = {name: place.buffer for name, place in places.items() if place.buffer.device == device}
+            message = torch.cat([_padded(buffer) for buffer in here.values()])
+            self._group.send_from_rank_0(message)
+            start = 0
+            for name, buffer in here.items() if self._group.rank else ():
+                received[name] = message[start : start + buffer.nbytes].view(buffer.dtype).view(buffer.shape)
+                start += _padded_bytes(buffer)
+        return received
+
+
+def _digest(places: dict[str, _Place]) -> int | None:
+    """A digest of what a message of all buffers looks like; None where one cannot be part of one."""
+    digest = 0
+    for name, (_, _, buffer) in places.items():
+        if buffer.layout != torch.strided:
+            return None
+        said = f"{name} {tuple(buffer.shape)} {buffer.dtype} {buffer.device.type}"
+        digest = zlib.crc32(said.encode(), digest)
+    return digest
+
+
+def _padded_bytes(buffer: torch.Tensor) -> int:
+    return -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _padded(buffer: torch.Tensor) -> torch.Tensor:
+    flat = buffer.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return nn.functional.pad(flat, (0, _padded_bytes(buffer) - flat.numel()))
+
+
+def _put(model: nn.Module, places: dict[str, _Place], name: str, value: torch.Tensor) -> None:
+    """Give a buffer rank 0's value; in place where it can be, so that all that hold it see it."""
+    place = places.get(name)
+    if place is None:  # rank 0's forward has registered one that this rank's has not
+        prefix, _, key = name.rpartition(".")
+        model.get_submodule(prefix)._buffers[key] = value
+        return
+    module, key, own = place
+    if own.shape != value.shape and key in module._non_persistent_buffers_set:
+        return  # a cache that has grown with this rank's data, whose size the module keeps elsewhere
+    if own.shape != value.shape or own.dtype != value.dtype or own.is_inference() or own.layout != value.layout:
+        module._buffers[key] = value.to(own.device)
+    elif has_internal_overlap(own):  # an expanded one, which cannot be written to
+        if not torch.equal(own, value):
+            module._buffers[key] = value.clone()
+    else:
+        # What a graph has saved counts as unwritten, as under DDP: with two forwards before one backward it may be.
+        with version_counter_kept(own):
+            own.copy_(value)

@@ -1,0 +1,191 @@
+"""Where the weights of a model come from when it is wrapped: its own memory, a state dict, or its own initialisation.
+
+A source hands out one parameter at a time, so that a model built on the meta device never exists as a whole on any
+rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.access import unmarked
+from elixir.checkpoint_format import INDEX_NAME, open_checkpoint
+from elixir.errors import InputError, InputTypeError
+from elixir.torch_private import swap_tensors
+from elixir.wrapper.build.initialise import OwnInitialisation
+
+Weights = Mapping[str, torch.Tensor] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A state dict; safetensors: a file, several, or a folder as Hugging Face writes it; or the folder of a checkpoint."""
+
+SHOWN_NAMES = 3
+
+
+class WeightSource:
+    """Values of a model's parameters and buffers.
+
+    Args:
+        model: as the caller built it, on meta, real, or both.
+        given: values that take the place of the model's own; None for its own. What is on meta and has no value is
+            initialised as its modules do (`OwnInitialisation`).
+        seed: of that initialisation.
+
+    Raises:
+        InputError: `given` lacks weights of the model, has others, or is no safetensors.
+    """
+
+    def __init__(self, model: nn.Module, given: Weights | None = None, *, seed: int = 0) -> None:
+        self._model = model
+        self._names = _names(model)
+        self._given: Mapping[str, torch.Tensor] | None = None
+        if given is not None:
+            self._given = given if isinstance(given, Mapping) else _of_files(given)
+            self._check_names(self._given)
+        self._own = OwnInitialisation(model, seed)
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """Values of a parameter, in its shape, in whatever dtype they come.
+
+        Raises:
+            InputError: it is on meta, and nothing says what it should be; or the shape is another.
+        """
+        parameter = self._model.get_parameter(name)
+        if self._given is not None:
+            alias = next(alias for alias in self._names[parameter] if alias in self._given)
+            return _shaped(self._given[alias], parameter, alias)
+        return self._own.parameter(name) if parameter.is_meta else parameter.data
+
+    def fill_buffers(self) -> None:
+        """Give every buffer that is on meta, or in the values given, its value; on the CPU."""
+        given = self._given or {}
+        for prefix, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if buffer is not None and full in given and name not in module._non_persistent_buffers_set:
+                    module._buffers[name] = _shaped(given[full], buffer, full).to(buffer.dtype, copy=True)
+        self._own.fill_buffers()
+
+    def _check_names(self, given: Mapping[str, torch.Tensor]) -> None:
+        persistent = [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self._model.named_modules(remove_duplicate=False)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
+        missing = [names[0] for names in self._names.values() if not any(name in given for name in names)]
+        missing += [name for name in persistent if name not in given]
+        known = {name for names in self._names.values() for name in names} | set(persistent)
+        unexpected = [name for name in given if name not in known]
+        if missing or unexpected:
+            raise InputError(
+                f"the weights given are not those of {type(self._model).__name__}: missing {few(missing)}, unexpected "
+                f"{few(unexpected)}; rename or complete them"
+            )
+
+
+def _of_files(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Mapping[str, torch.Tensor]:
+    """Weights of a checkpoint of ours, where `where` is its folder; else of safetensors files."""
+    if isinstance(where, (str, os.PathLike)) and (Path(where) / INDEX_NAME).is_file():
+        return open_checkpoint(where).weights()
+    return SafetensorsFiles(where)
+
+
+class SafetensorsFiles(Mapping[str, torch.Tensor]):
+    """Tensors in safetensors files, each read when it is asked for.
+
+    Args:
+        where: a file, several files, or a folder with ``*.safetensors``.
+
+    Raises:
+        InputError: there is no such file, one cannot be read, or two have a tensor of the same name.
+    """
+
+    def __init__(self, where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> None:
+        if not isinstance(where, (str, os.PathLike, list, tuple)):
+            raise InputTypeError(f"weights must be a state dict or paths of safetensors, got {type(where).__name__}")
+        self._file_of: dict[str, Path] = {}
+        for path in _files(where):
+            names: list[str] = _opened(path).keys()
+            for name in names:
+                if name in self._file_of:
+                    raise InputError(f"{name} is in {self._file_of[name]} and in {path}; give only one of them")
+                self._file_of[name] = path
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        # Opened anew each time: what a mapping has read stays in memory for as long as it is open.
+        tensor: torch.Tensor = _opened(self._file_of[name]).get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+def become_real(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """A parameter on meta gets `value`; it keeps its identity, its attributes and whether it is trained."""
+    with unmarked():  # `value` may be a placeholder, which nothing reads here
+        real = nn.Parameter(value, parameter.requires_grad)
+    real.__dict__.update(parameter.__dict__)
+    # Hooks live in dicts of the object and are called by what is swapped: they have to be entered there again.
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    # Weak references, which nn.RNN keeps, stay valid: the object is the same before and after.
+    swap_tensors(parameter, real)
+    if before is not None:
+        parameter._backward_hooks = before
+    if after is not None:
+        parameter._post_accumulate_grad_hooks = after
+
+
+def _files(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+    paths = [Path(where)] if isinstance(where, (str, os.PathLike)) else [Path(path) for path in where]
+    found: list[Path] = []
+    for path in paths:
+        found += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    missing = [str(path) for path in found if not path.is_file()]
+    if missing or not found:
+        raise InputError(f"no safetensors at {', '.join(missing or map(str, paths))}")
+    return found
+
+
+def _opened(path: Path) -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise InputError("reading safetensors needs the package safetensors; install it") from None
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except Exception as error:  # the library's own class of error has moved between its versions
+        raise InputError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Each parameter's names, the first one first."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _shaped(value: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value.shape != like.shape:
+        found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise InputError(f"{name} must have shape {list(like.shape)}, the weights given have {found}")
+    if value.is_meta:
+        raise InputError(f"the weights given for {name} are on meta themselves, without values")
+    return value.detach()
+
+
+def few(names: Sequence[str]) -> str:
+    """The first `SHOWN_NAMES` of them, and how many more there are."""
+    if not names:
+        return "none"
+    more = len(names) - SHOWN_NAMES
+    return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

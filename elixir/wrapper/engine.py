@@ -1,0 +1,451 @@
+"""The engine: one plan at work on one model. It holds the chunks, the memory and the lanes, and knows the step's phase.
+
+`ElixirModule` and `ElixirOptimizer` are what users call. Both hold the engine; it imports neither, and of an optimizer
+it knows what `AnyStepper` says.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from elixir.access import ParameterAccess, backward_is_running
+from elixir.chunk.buffers import Arena, BlockPool
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.gradients import FlowOptions, GradientFlow
+from elixir.chunk.group import Group
+from elixir.chunk.host_buffers import STAGING, SUMMANDS, HostBuffers, staging_kind, summands_kind
+from elixir.chunk.lanes import Ticket, failure, make_lanes
+from elixir.chunk.rcache import RCache
+from elixir.errors import InputError, InputTypeError
+from elixir.hardware import host_share, host_view
+from elixir.plan import Plan
+from elixir.schedule import StepSchedule
+from elixir.torch_private import DisableTorchFunctionSubclass, call_after_backward
+from elixir.wrapper.fetch_on_use import WeightUses
+from elixir.wrapper.loss_scale import LossScale
+from elixir.wrapper.options import RunOptions
+from elixir.wrapper.phase import STEP_OR_ACCUMULATE, Phase, StepPhase
+from elixir.wrapper.state_reader import StateReader
+
+logger = logging.getLogger(__name__)
+
+Build = Callable[[nn.Module, Plan, Arena, Group], list[Chunk]]
+"""Chunks of a model under a plan, filled and with its parameters attached."""
+
+
+class AnyStepper(Protocol):
+    """An optimizer as the engine sees it; see `elixir.wrapper.step.Stepper`."""
+
+    @property
+    def parameters(self) -> set[nn.Parameter]:
+        """The parameters that it steps."""
+
+    @property
+    def wants_norm(self) -> bool:
+        """Whether the next step needs the norm of the gradients, as far as can be known during backward."""
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuse a plan that this cannot step by."""
+
+    def begin_early(self, chunk: Chunk, home: Ticket) -> None:
+        """Step a chunk in backward, once `home` says that its gradients have arrived."""
+
+    def give_up_states(self) -> dict[str, dict[str, Any]]:
+        """The states of this rank's part of each parameter; the stepper has none until `take_states`."""
+
+    def take_states(self, states: dict[str, dict[str, Any]]) -> None:
+        """Go on from `states`, under the engine's plan of now."""
+
+    def gradients_scaled(self, by: float | None) -> None:
+        """The gradients there are were multiplied by a loss scale; None: none are there."""
+
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """The norm of the gradients; the next step clips to `max_norm`."""
+
+
+class Engine:
+    """One plan at work on one model.
+
+    Args:
+        model: the model inside of the wrapper.
+        plan: what to do.
+        group: over which chunks are sharded.
+        device: where compute runs.
+        options: how.
+        build: makes the chunks.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, group: Group, device: torch.device, options: RunOptions, build: Build
+    ) -> None:
+        self.model, self.group, self.device, self.options = model, group, device, options
+        self.host_share = host_share(group.exchange("cores", host_view()), group.rank)
+        """This rank's part of its machine's cores."""
+        self.lanes = make_lanes(device, options.debug.emulation)
+        # Also where nobody calls `close`: the interpreter must not end with threads inside of torch.
+        self._stop_lanes = weakref.finalize(self, self.lanes.close)
+        self.phase = StepPhase(group.rank)
+        self.steppers: list[AnyStepper] = []
+        """The optimizers that step this model."""
+        self.loss_scale = LossScale(False, 1.0, 1)
+        """The scale of the loss, for all of them; the last one that is made sets it."""
+        self.before_forward: Callable[[], None] | None = None
+        """Called when a forward begins."""
+        self.stepped: Callable[[bool], None] = lambda skipped: None
+        """Called when an optimizer has stepped, or, after an overflow, has left its step out."""
+        self.emptied = False
+        """Whether the blocks have been emptied since the account of the step looked last."""
+        self.refreshed_bytes = 0
+        """Host to device since the last report, for weights on the device that the host has updated."""
+        self.regathered_bytes = 0
+        """Network, likewise, for resident weights whose shards have been updated."""
+        self.unstepped: list[AnyStepper] = []
+        """Optimizers that have not stepped since the last backward."""
+        self.state_reader: StateReader | None = None
+        """The reader of checkpoints; None before the first."""
+        self.half_loaded = ""
+        """Why weights are neither the old ones nor those of a checkpoint; empty where they are."""
+        self._pending_updates: list[Ticket] = []
+        self._untold: Exception | None = None  # of a lane, which was logged and not raised yet
+        self.host_buffers = HostBuffers(Arena(device))
+        """All host memory of this rank that no chunk owns. Kinds that are not the plan's stay when that changes."""
+        self.take_up(plan, build)
+
+    # --- the plan ----------------------------------------------------------------------------------------------
+
+    def take_up(self, plan: Plan, build: Build) -> None:
+        """Put the model under a plan."""
+        debug = self.options.debug
+        self.plan, self.arena = plan, Arena(self.device)
+        self.chunks = build(self.model, plan, self.arena, self.group)
+        pool = BlockPool(self.arena, plan.block_count, plan.block_bytes, poison=debug.poison)
+        self.schedule = (plan if self.options.prefetch else replace(plan, prefetch_depth=0)).schedule()
+        self.host_buffers.count_in(self.arena)
+        wide = self.options.reduce_fp32 and self.group.size > 1
+        self.host_buffers.add(staging_kind(plan))
+        self.host_buffers.add(summands_kind(plan, self.device.type, backwards=plan.accumulation, wide=wide))
+        self.gradients = self._gradient_flow()
+        self.cache = RCache(
+            self.chunks,
+            self.schedule,
+            pool,
+            self.lanes,
+            self.group,
+            self.gradients,
+            evict_always=debug.evict_always,
+            backward_from=next((i for i, use in enumerate(plan.order) if use.phase != "forward"), len(plan.order)),
+        )
+        self.tracked = [chunk for chunk in self.chunks if not self.is_ordinary(chunk)]
+        """Chunks whose parameters may be placeholders, or whose weights may still be being updated."""
+        self.uses = WeightUses(
+            self.cache, self.chunks, self.tracked, self.gradients, self.device, _weakly(self.backward_runs)
+        )
+        parameters = {slot.parameter for chunk in self.tracked for slot in chunk.slots}
+        self._access = ParameterAccess(self.model, self.uses, parameters) if self.tracked else None
+        arrived = _weakly(self._arrived)
+        self._handles: list[RemovableHandle] = [
+            slot.parameter.register_post_accumulate_grad_hook(partial(arrived, chunk.index, place))
+            for chunk in self.chunks
+            if chunk.index in self.gradients.by_chunk
+            for place, slot in enumerate(chunk.slots)
+            if slot.parameter.requires_grad
+        ]
+
+    def put_down(self) -> None:
+        """Take everything off the model; the chunks keep their memory, and parameters point to it."""
+        if self._access is not None:
+            self._access.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    def change_plan(self, plan: Plan, build: Build) -> None:
+        """Put another plan instead of this one."""
+        self.put_down()
+        for kind in (STAGING, SUMMANDS):
+            self.host_buffers.drop(kind)
+        del self.cache, self.uses, self.gradients, self._access  # their memory goes before there is new
+        self.take_up(plan, build)
+
+    def is_ordinary(self, chunk: Chunk) -> bool:
+        """Whether its parameters are plain ones: weights, gradients and states all on the device of one rank."""
+        return chunk.plan.resident and chunk.plan.state_home == "device" and self.group.size == 1
+
+    def whole(self, chunk: Chunk, precise: bool = False) -> torch.Tensor:
+        """The gathered weights of a chunk on the device; with `precise`, its masters where it has any."""
+        held = self.uses.gathered_memory.get(chunk.index, chunk.whole)
+        if chunk.masters is not None and precise and chunk.index not in self.uses.gathered_memory:
+            chunk.follow_writes()
+            shard = chunk.masters
+        elif held is not None:
+            return held
+        else:
+            shard = chunk.shard_weights
+        whole = torch.empty(chunk.plan.numel, dtype=shard.dtype, device=self.device)
+        mine = shard.to(self.device)
+        # This thread reads `whole` next, which the network writes.
+        self.lanes.network.submit(lambda: self.group.gather(whole, mine)).synchronize()
+        return whole
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Every rank's `value`, in order of rank, after what the network is doing; see `Group.exchange`."""
+        answers: list[Any] = []
+        # The list is empty until the network's thread has filled it.
+        self.lanes.network.submit(lambda: answers.extend(self.group.exchange(what, value))).synchronize()
+        return answers
+
+    def holds_gradients(self) -> bool:
+        """Whether this rank has gradients that no step or `zero_grad` has cleared."""
+        ordinary = (slot.parameter for chunk in self.chunks if self.is_ordinary(chunk) for slot in chunk.slots)
+        return self.gradients.any_held() or any(parameter.grad is not None for parameter in ordinary)
+
+    # --- forward and backward ----------------------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        """The model's forward starts."""
+        self.cache.begin()
+        self.phase.enter_forward()
+
+    def forward_over(self) -> None:
+        """The model's forward has returned."""
+        self.phase.leave_forward()
+        self.cache.end_forward()
+
+    def forward_failed(self) -> None:
+        """The model's forward has raised."""
+        self.phase.leave_forward()
+        self.uses.reset()
+        self.cache.disturbed()
+        self._failures()  # if one of them is what has been raised, it has been told with that
+
+    def watch_output(self, output: Any) -> None:
+        """Notice the beginning of backward at what it begins with, before any of the model's nodes run."""
+        if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+            output.register_hook(_weakly(self._begins))
+
+    def backward_runs(self) -> None:
+        """Backward is running; the first time, have autograd call when it is over."""
+        if not (self.phase.in_backward or self.phase.closed):
+            self.phase.refuse_begun("another backward", STEP_OR_ACCUMULATE)
+            self.phase.to(Phase.BACKWARD)
+            self.unstepped = list(self.steppers)
+            if self.group.size > 1:
+                self.cache.enter_backward()
+            else:
+                self.gradients.begin()
+            call_after_backward(self._backward_over)
+
+    def forget_failed_backward(self) -> None:
+        """If a backward has raised: it left its pins, and gradients that count as they do in plain PyTorch."""
+        if self.phase.in_backward and not backward_is_running():
+            try:
+                self.uses.reset()
+                self.cache.disturbed()
+                self._failures()
+                if self.group.size == 1:
+                    self.gradients.flush()
+            finally:
+                self.phase.leave_backward()
+
+    def _backward_over(self) -> None:
+        try:
+            self.uses.backward_done()
+            self.cache.end_backward()
+            self.gradients.flush()  # steps of chunks may begin here, too
+        finally:
+            self.phase.leave_backward()
+
+    # --- errors and settling -----------------------------------------------------------------------------------
+
+    def refuse_unusable(self) -> None:
+        """Raise `InputError` after `close`, and where a checkpoint was loaded in part."""
+        self.phase.refuse_closed()
+        if self.half_loaded:
+            raise InputError(
+                f"{self.half_loaded}, so weights and states are old in part; load a checkpoint that is whole"
+            )
+
+    def refuse_step(self) -> None:
+        """An optimizer is about to step.
+
+        Raises:
+            InputError: inside `gathered`, which would go on showing the weights before the step.
+        """
+        self.refuse_unusable()
+        if any(chunk.updated is not None and chunk.updated.done() and failure(chunk.updated) for chunk in self.chunks):
+            self._untold = self._untold or self._failures()[0]
+        self.raise_untold()
+        if self.uses.gathered:
+            raise InputError("an optimizer cannot step inside gathered(); leave it first")
+
+    def raise_untold(self) -> None:
+        """Raise an error of a lane that was only logged until now."""
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            raise untold
+
+    def settle_together(self, what: str) -> None:
+        """`settle`, where all ranks have called `what`: one that is alone would get answers to other questions.
+
+        Weights can be had whatever has failed: that is logged here, and raised by the next forward or step.
+        """
+        self.refuse_unusable()
+        self.exchange(what, None)
+        self.settle_quietly()
+
+    def settle(self) -> None:
+        """Wait for all lanes, and empty the blocks.
+
+        Raises:
+            StepError: an optimizer has failed there; it is raised once.
+        """
+        self.settle_quietly()
+        self.raise_untold()
+
+    def settle_quietly(self) -> None:
+        """`settle` for who needs weights in whatever state they are."""
+        self.phase.refuse_closed()
+        self.phase.refuse_begun("looking at weights")
+        self.forget_failed_backward()
+        failed = self._failures()  # shards may be written to after this
+        if failed:
+            self._untold = self._untold or failed[0]
+            logger.error("weights are looked at after an error that nobody has been told of yet: %s", failed[0])
+        self.gradients.settle()
+        self.cache.invalidate()
+        self.emptied = True
+        for chunk in self.chunks:
+            if chunk.whole is not None and chunk.gathered is None and self.is_ordinary(chunk):
+                chunk.take_back(chunk.whole, chunk.slots)  # plain parameters, whose `data` anybody may have set
+
+    def weights_changed(self, updates: Iterable[Ticket]) -> None:
+        """An optimizer has stepped: blocks hold old weights, and resident ones are new once `updates` are done."""
+        self._pending_updates = [*(ticket for ticket in self._pending_updates if not ticket.done()), *updates]
+        self.cache.invalidate()
+
+    def _failures(self) -> list[Exception]:
+        """Wait for all that lanes do; what has failed, which nothing waits for afterwards."""
+        found = self.cache.failures()
+        for chunk in self.chunks:
+            found += chunk.failures()
+        found += [*self.gradients.failures(), *self.host_buffers.failures()]
+        for ticket in self._pending_updates:
+            error = failure(ticket)
+            if error is not None and error not in found:
+                found.append(error)
+        self._pending_updates.clear()
+        return found
+
+    def end(self) -> bool:
+        """Nothing may run from here on; weights can still be had. Whether the other ranks can be asked for theirs."""
+        together = not (self.phase.in_backward or self.cache.is_disturbed)
+        self.phase.close()
+        self.uses.reset()
+        for error in [*self._failures(), *([] if self._untold is None else [self._untold])]:
+            logger.error("the model is given back after an error: %s", error)
+        return together
+
+    def stop(self) -> None:
+        """Take everything off the model and stop the lanes."""
+        self.put_down()
+        self._stop_lanes()
+        self.group.close()
+
+    def _gradient_flow(self) -> GradientFlow:
+        gathering = [chunk for chunk in self.chunks if chunk.plan.trainable and not self.is_ordinary(chunk)]
+        # Those that got no gradient in the traced step come last: nobody must wait for them.
+        last = len(self.chunks)
+        gathering.sort(key=lambda chunk: (last if chunk.plan.grad_rank is None else chunk.plan.grad_rank, chunk.index))
+        return GradientFlow(
+            gathering,
+            self.arena,
+            self.lanes,
+            self.group,
+            self.host_buffers,
+            FlowOptions(
+                block_count=self.plan.grad_block_count,
+                block_bytes=self.plan.block_bytes,
+                reduce_fp32=self.options.reduce_fp32,
+                overlap=self.plan.overlap,
+                places=_places(gathering, self.schedule),
+                accumulation=self.plan.accumulation,
+            ),
+            _weakly(self._complete) if self.plan.steps_in_backward else None,
+            _weakly(self._wants_norms),
+        )
+
+    def _complete(self, chunk: Chunk, home: Ticket) -> None:
+        """All gradients of a chunk are on their way home."""
+        if chunk.plan.steps_in_backward:
+            for stepper in self.steppers:  # one at most, or the plan would have been refused
+                stepper.begin_early(chunk, home)
+
+    def _wants_norms(self) -> bool:
+        """Whether a step is going to ask for the norm of the gradients that come now."""
+        return any(stepper.wants_norm for stepper in self.steppers)
+
+    def _begins(self, gradient: torch.Tensor) -> None:
+        """Backward has come to an output of the model."""
+        self.backward_runs()
+
+    def _arrived(self, index: int, place: int, parameter: nn.Parameter) -> None:
+        """Autograd has accumulated a gradient: it leaves for its home.
+
+        The hook holds numbers, not the chunk: the garbage collector cannot see through autograd.
+        """
+        chunk = self.chunks[index]
+        slot = chunk.slots[place]
+        self.backward_runs()
+        with DisableTorchFunctionSubclass():  # nobody else is reading gradients here
+            if parameter.grad is not None:
+                self.uses.order_compute()
+                try:
+                    self.gradients.take(chunk, slot, parameter.grad)
+                finally:  # one that was refused must not stay where `step` takes it for one that was set by hand
+                    parameter.grad = None
+
+
+def engine_of(module: nn.Module) -> Engine:
+    """The engine of an `ElixirModule`, for tests, benchmarks and packages built on the runtime.
+
+    Raises:
+        InputTypeError: `module` is no `ElixirModule`.
+    """
+    engine = vars(module).get("_engine")
+    if not isinstance(engine, Engine):
+        raise InputTypeError(f"only an ElixirModule has an engine, this is a {type(module).__name__}")
+    return engine
+
+
+def _places(chunks: list[Chunk], schedule: StepSchedule) -> dict[int, int]:
+    """By chunk, the position after whose loads it is reduced: the last gathers before its last gradient; -1 if none
+    are."""
+    loading = [position for position, window in enumerate(schedule.windows) if window]
+    return {
+        chunk.index: ([-1, *loading])[bisect_right(loading, chunk.plan.grad_entry)]
+        for chunk in chunks
+        if chunk.plan.grad_entry is not None
+    }
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of an engine's method, or nothing once the engine is gone.
+
+    What autograd and parameters hold must not hold the engine: the garbage collector cannot see through autograd.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = weak()
+        return None if bound is None else bound(*args)
+
+    return call

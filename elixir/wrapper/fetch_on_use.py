@@ -1,0 +1,374 @@
+"""The runtime's part when a step uses a parameter: fetch its chunk, keep it while it may be read, let it go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.access import TrackedView, backward_is_running, current_node_number, storage_of
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.gradients import GradientFlow
+from elixir.chunk.rcache import RCache
+from elixir.errors import InputError
+from elixir.torch_private import DisableTorchFunctionSubclass
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor that lies in a block: what it takes to make it again from wherever its chunk is then.
+
+    Or in a resident chunk that is stepped in backward: what it takes to refuse it once its weights are being replaced.
+    """
+
+    chunk: int
+    offset: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    parameter: nn.Parameter
+    version: int
+    """The parameter's version, so that weights which have changed since are not taken for those that were meant."""
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor, as a view of what holds its chunk's weights."""
+        if memory.dtype != self.dtype:
+            memory = memory.view(self.dtype)
+        return memory.as_strided(self.size, self.stride, memory.storage_offset() + self.offset)
+
+
+@dataclass
+class _Scope:
+    """The uses, so far, of a module that is running, or of an autograd node."""
+
+    pins: list[int] = field(default_factory=list)
+    """Chunks, one for each pin."""
+    parameters: set[int] = field(default_factory=set)
+    """Those of streamed chunks, by `id`."""
+
+
+@dataclass
+class _ThreadState:
+    scopes: list[_Scope] = field(default_factory=list)
+    """One for each module that is running, outermost first."""
+    node: int | None = None
+    at_node: _Scope = field(default_factory=_Scope)
+
+
+class WeightUses:
+    """The listener of a running module.
+
+    A chunk stays pinned until the innermost module that was running when it was used returns; in backward, until
+    another autograd node asks for a weight. Pins are per thread: backward runs on threads of the engine.
+
+    Args:
+        cache: the blocks.
+        chunks: all chunks of the plan, by index.
+        tracked: those of them whose parameters announce their uses here.
+        gradients: know whose gradients have left.
+        device: where compute runs.
+        backward_runs: is told of every node of a backward, which need not have begun at an output of the model.
+    """
+
+    def __init__(
+        self,
+        cache: RCache,
+        chunks: Sequence[Chunk],
+        tracked: Sequence[Chunk],
+        gradients: GradientFlow,
+        device: torch.device,
+        backward_runs: Callable[[], None],
+    ) -> None:
+        self._cache, self._gradients, self._device = cache, gradients, device
+        self._backward_runs = backward_runs
+        self._compute: torch.cuda.Stream | None = None  # that memory here was last used from
+        self._chunks = chunks
+        self._chunk_of = {slot.parameter: chunk.index for chunk in tracked for slot in chunk.slots}
+        # Code that keeps a view of these must be told from code that asks anew. What is made with `data`, or by a node
+        # for which a weight is a constant, has no part in the count of writes, or in what autograd waits for.
+        self._written_early = {
+            storage_of(chunk.whole): chunk
+            for chunk in tracked
+            if chunk.whole is not None and chunk.plan.steps_in_backward
+        }
+        self._threads: dict[int, _ThreadState] = {}
+        self.gathered: dict[int, frozenset[nn.Parameter]] = {}
+        """Chunks that `ElixirModule.gathered` holds in separate memory, and which of their parameters for writing."""
+        self.gathered_memory: dict[int, torch.Tensor] = {}
+        self.saving = False
+        """While a state dict is made of placeholders, which are replaced before anyone sees it."""
+        self.loading = False
+        """While parameters have separate memory, into which a state dict is loaded."""
+
+    def used(self, parameters: list[nn.Parameter], function: str) -> None:
+        """Bring the chunks in, and keep them until the running module returns."""
+        if self.loading or (self.saving and function == "detach"):
+            return
+        self.order_compute()
+        state, streamed = self._state(), []
+        inside = bool(state.scopes) or backward_is_running()
+        for index in dict.fromkeys(self._chunk_of[parameter] for parameter in parameters):
+            chunk = self._chunks[index]
+            if index in self.gathered:
+                continue
+            if chunk.plan.resident:
+                chunk.refuse_stepping("weights are read")
+                self._wait_for_update(chunk)
+                continue
+            if not inside:
+                self._refuse_outside(chunk, parameters, function)
+            if chunk.dtype == torch.float32 and torch.is_autocast_enabled(self._device.type):
+                raise InputError(
+                    "torch.autocast over weights that are streamed keeps a cast copy of every weight until backward, "
+                    "which is the memory that streaming saves; leave autocast out and plan with unified_dtype="
+                    f"{torch.get_autocast_dtype(self._device.type)}, which casts the weights once"
+                )
+            streamed.append(index)
+        if not streamed:
+            return
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # else what is made here could not be written to in training
+                self._cache.acquire(streamed)
+        else:
+            self._cache.acquire(streamed)
+        if not state.scopes:
+            self._enter_node(state)
+        scope = state.scopes[-1] if state.scopes else state.at_node
+        scope.pins.extend(streamed)
+        scope.parameters.update(map(id, parameters))
+
+    def order_compute(self) -> None:
+        """Have the caller's CUDA stream, where it is another than last time, come after that one.
+
+        What only reads weights needs no order in plain PyTorch. Here it shares blocks, and a lane that fills one comes
+        after the one stream that it is told of.
+        """
+        if self._device.type == "cuda":
+            now = torch.cuda.current_stream(self._device)
+            if self._compute is not None and now != self._compute:
+                # It may evict a block that the other stream still reads, which a lane then fills.
+                now.wait_stream(self._compute)
+            self._compute = now
+
+    def view(self, tensor: torch.Tensor) -> _Part | None:
+        """Where a tensor lies, if it lies in a block and so is to be tracked."""
+        return self._part(tensor)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether a module that is running here, or else the node that is, keeps the parameter's chunk."""
+        state = self._state()
+        if state.scopes:
+            return any(id(parameter) in scope.parameters for scope in state.scopes)
+        if not backward_is_running():
+            return False
+        self._enter_node(state)
+        return id(parameter) in state.at_node.parameters
+
+    def renew(self, view: TrackedView) -> None:
+        """Point a view to where its chunk lies now, which has been brought in."""
+        part: _Part = view.elixir_place
+        if self._chunks[part.chunk].plan.resident:
+            return  # it lies where it did, and `used` has seen to it that it may be read
+        self._refuse_changed(part, "a view of it was made")
+        memory = self.gathered_memory.get(part.chunk)
+        if memory is None:
+            memory = self._cache.marked_memory(part.chunk)
+        if view.elixir_memory is not memory:
+            view.data = part.of(memory)
+            view.elixir_memory = memory
+
+    def refuse_inside(self, what: str) -> None:
+        """Raise where one of the model's modules is running on this thread, or backward is."""
+        if backward_is_running() or self._state().scopes:
+            raise InputError(f"{what} is for outside of the model's forward and backward, where weights come and go")
+
+    def writes(self, parameters: list[nn.Parameter], function: str) -> None:
+        """Only what is gathered for writing may be written to."""
+        if self.loading:
+            return
+        for parameter in parameters:
+            if parameter not in self.gathered.get(self._chunk_of[parameter], ()):
+                raise InputError(
+                    f"{function} writes in place to a parameter of shape {list(parameter.shape)} whose home is "
+                    "elsewhere, so it would be lost; do it inside `with model.gathered(parameters, write=True)`"
+                )
+
+    def replaces(self, parameter: nn.Parameter) -> None:
+        """Refuse other memory, which would be given up, or passed by, at the next step."""
+        raise InputError(
+            f"setting the .data of a parameter of shape {list(parameter.shape)} gives it memory that the plan does not "
+            "know; copy the values with parameter.copy_(tensor), inside torch.no_grad() and "
+            "`with model.gathered(parameters, write=True)`"
+        )
+
+    def reads_gradient(self, parameter: nn.Parameter) -> None:
+        """Refuse to read None for a gradient that is elsewhere: the caller would go on as if there were none."""
+        chunk = self._chunks[self._chunk_of[parameter]]
+        if parameter.grad is not None:
+            return
+        for slot in chunk.slots:
+            if slot.parameter is parameter and self._gradients.holds(chunk, slot.name):
+                raise InputError(
+                    f"{slot.name}.grad is None because its gradient lies sharded at the home of its optimizer states: "
+                    "clip with max_norm= or model.clip_grad_norm_(), step and zero_grad() with the ElixirOptimizer, "
+                    "and "
+                    "change gradients in a hook (parameter.register_hook)"
+                )
+
+    def drops_gradient(self, parameter: nn.Parameter) -> None:
+        """The gradient is dropped where it lies."""
+        chunk = self._chunks[self._chunk_of[parameter]]
+        if chunk.stepping and parameter.grad is not None:
+            return  # one that was set by hand, for which `step` waits to be taken back
+        for slot in chunk.slots:
+            if slot.parameter is parameter:
+                self._gradients.drop(chunk, slot.name)
+
+    def entered(self, module: nn.Module) -> None:
+        """A module starts to run; inside backward, a recompute begins, which ends what ran before it."""
+        state = self._state()
+        if not state.scopes and backward_is_running():
+            self._enter_node(state)
+        state.scopes.append(_Scope())
+
+    def left(self, module: nn.Module, output: Any) -> Any:
+        """A module has returned: its chunks may go. What it returns from inside a block is cloned first."""
+        kept = _map_tensors(self._outside, output)
+        self._cache.unpin(self._state().scopes.pop().pins)
+        return kept
+
+    def pack(self, tensor: torch.Tensor) -> Any | None:
+        """Claim what lies in a block."""
+        if type(tensor) is TrackedView:  # it may lie elsewhere by now
+            return tensor.elixir_place if tensor.elixir_listener is self else None
+        return self._part(tensor)
+
+    def unpack(self, handle: Any) -> torch.Tensor:
+        """The weight from wherever it is now, for the node that runs."""
+        part: _Part = handle
+        self.order_compute()
+        if (whole := self._chunks[part.chunk].whole) is not None:
+            self._chunks[part.chunk].refuse_stepping("weights are read")
+            self._refuse_changed(part, "it was saved")
+            return part.of(whole)
+        if torch.is_grad_enabled() and backward_is_running():
+            raise InputError(
+                "create_graph=True over streamed weights would keep views of memory that other weights take next; "
+                "plan with every chunk on the device (placement='cuda')"
+            )
+        self._refuse_changed(part, "it was saved")
+        if (gathered := self.gathered_memory.get(part.chunk)) is not None:
+            return part.of(gathered)
+        if not backward_is_running():  # someone looks at what a node of the graph has saved
+            self._cache.acquire([part.chunk])
+            try:
+                return part.of(self._cache.memory(part.chunk)).clone()
+            finally:
+                self._cache.unpin([part.chunk])
+        state = self._state()
+        self._enter_node(state)
+        self._cache.acquire([part.chunk])
+        state.at_node.pins.append(part.chunk)
+        state.at_node.parameters.add(id(part.parameter))
+        return part.of(self._cache.memory(part.chunk))
+
+    def backward_done(self) -> None:
+        """No autograd node is running any more on any thread."""
+        for state in self._threads.values():
+            self._cache.unpin(state.at_node.pins)
+            state.node, state.at_node = None, _Scope()
+
+    def reset(self) -> None:
+        """A forward or a backward was left by an exception: nothing is pinned any more."""
+        for state in self._threads.values():
+            for scope in state.scopes:
+                self._cache.unpin(scope.pins)
+            state.scopes.clear()
+        self.backward_done()
+
+    @staticmethod
+    def _wait_for_update(chunk: Chunk) -> None:
+        if chunk.filled is not None:
+            chunk.filled.wait()  # the step before writes the weights that are read next
+            chunk.filled = None
+            if chunk.whole is not None:  # see `publish`
+                chunk.point_into(chunk.whole)
+
+    def _refuse_outside(self, chunk: Chunk, parameters: list[nn.Parameter], function: str) -> None:
+        name = next(slot.name for slot in chunk.slots for parameter in parameters if slot.parameter is parameter)
+        raise InputError(
+            f"{function} reads {name} outside of the model's forward, where nothing says how long it is "
+            "needed; do it inside `with model.gathered(parameters)`"
+        )
+
+    def _enter_node(self, state: _ThreadState) -> None:
+        node = current_node_number()
+        if node != state.node:
+            self._backward_runs()  # sees to it that the pins of the last node are given back
+            self._cache.unpin(state.at_node.pins)
+            state.node, state.at_node = node, _Scope()
+
+    def _state(self) -> _ThreadState:
+        thread = threading.get_ident()
+        state = self._threads.get(thread)
+        if state is None:
+            state = self._threads[thread] = _ThreadState()
+        return state
+
+    def _part(self, tensor: torch.Tensor) -> _Part | None:
+        found = self._cache.chunk_at(tensor) or self._in_resident(tensor)
+        if found is None:
+            return None
+        index, offset = found
+        chunk = self._chunks[index]
+        parameter = chunk.parameter_at(offset * tensor.itemsize // chunk.dtype.itemsize)
+        return _Part(index, offset, tensor.dtype, tensor.size(), tensor.stride(), parameter, parameter._version)
+
+    def _in_resident(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """(chunk, offset in elements inside it) of a tensor that lies in a resident chunk stepped in backward, else
+        None."""
+        chunk = self._written_early.get(storage_of(tensor)) if self._written_early else None
+        if chunk is None or chunk.whole is None:
+            return None
+        first = chunk.whole.storage_offset() * chunk.dtype.itemsize
+        return chunk.index, (int(tensor.storage_offset()) * tensor.itemsize - first) // tensor.itemsize
+
+    @staticmethod
+    def _refuse_changed(part: _Part, when: str) -> None:
+        if part.parameter._version != part.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"weight of shape {list(part.parameter.shape)} is at version {part.parameter._version}, {when} at "
+                f"version {part.version}; an optimizer step in between does this"
+            )
+
+    def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is TrackedView:
+            if self._chunks[tensor.elixir_place.chunk].plan.resident:
+                return tensor  # its memory stays
+            return tensor.clone()  # a use, since it may have been made in a module that has returned long ago
+        with DisableTorchFunctionSubclass():  # where a parameter lies is asked, not what it holds
+            lies_in_block = self._cache.chunk_at(tensor) is not None
+        return tensor.clone() if lies_in_block else tensor
+
+
+def _map_tensors(change: Any, output: Any) -> Any:
+    """`change` on the tensors of a module's output, in the containers that modules return."""
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    if isinstance(output, (tuple, list)):
+        changed = [_map_tensors(change, item) for item in output]
+        if all(new is old for new, old in zip(changed, output, strict=True)):
+            return output
+        # A named tuple takes its fields one by one, all others take an iterable.
+        return type(output)(*changed) if hasattr(output, "_fields") else type(output)(changed)
+    if isinstance(output, dict):
+        for key, value in output.items():
+            new = _map_tensors(change, value)
+            if new is not value:
+                output[key] = new
+    return output

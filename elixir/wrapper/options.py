@@ -1,0 +1,32 @@
+"""How a plan is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elixir.chunk.lanes import Emulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Debug:
+    """Switches for tests of the runtime, and for measurements without the hardware; training needs none of them.
+
+    Attributes:
+        poison: fill blocks that are given back with NaN, so that a stale use shows.
+        evict_always: evict whatever is not pinned after every use.
+        emulation: speed and delays of the links, on the CPU.
+    """
+
+    poison: bool = False
+    evict_always: bool = False
+    emulation: Emulation | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a plan is run; see `ElixirModule`."""
+
+    prefetch: bool = True
+    reduce_fp32: bool = False
+    fused_kernels: bool = False
+    debug: Debug = field(default_factory=Debug)

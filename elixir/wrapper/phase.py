@@ -1,0 +1,128 @@
+"""The phase of a step: what a rank is doing, and the only ways from one phase to the next."""
+
+from __future__ import annotations
+
+import enum
+
+from elixir.chunk.lanes import closed
+from elixir.errors import InputError, StateError
+
+STEP_OR_ACCUMULATE = (
+    "call step() first (where batches are accumulated, run all backwards but the last inside no_sync())"
+)
+"""Advice to code that goes on to the next batch too early."""
+STEP_OR_LEAVE_OUT = "call step() first (a step that must be left out must be left out before its backward)"
+"""Advice to code that gives up a step too late."""
+
+
+class Phase(enum.Enum):
+    """The part of a step in which a rank is, and who holds which memory meanwhile."""
+
+    IDLE = "outside of forward and backward"
+    """Nothing is pinned; blocks may go on holding weights. Gradients of earlier backwards are at the home of the
+    states, or on their way there out of gradient blocks."""
+    FORWARD = "in forward"
+    """Modules that run pin blocks. What autograd saves of a weight is a handle without memory."""
+    BACKWARD = "in backward"
+    """The autograd node that runs pins blocks. Gradient blocks hold what arrives, until a lane has taken it home."""
+    BACKWARD_STEPS = "in backward, with updates begun"
+    """As `BACKWARD`. The CPU-Adam lane also writes weights, masters and states of the chunks whose step has begun, so
+    nobody may read those weights anew."""
+    PART_STEPPED = "between backward and step(), with updates begun"
+    """As `IDLE`, but some weights are new and others old, and the CPU-Adam lane may still be writing them."""
+    CLOSED = "closed"
+    """The model's parameters own their memory again; the lanes have ended."""
+
+
+_NEXT = {
+    Phase.IDLE: (Phase.FORWARD, Phase.BACKWARD, Phase.CLOSED),
+    Phase.FORWARD: (Phase.IDLE, Phase.BACKWARD),  # a forward may run a backward, as for a penalty on gradients
+    Phase.BACKWARD: (Phase.IDLE, Phase.BACKWARD_STEPS),
+    Phase.BACKWARD_STEPS: (Phase.BACKWARD, Phase.PART_STEPPED),
+    Phase.PART_STEPPED: (Phase.IDLE, Phase.CLOSED),
+    Phase.CLOSED: (),
+}
+
+
+class StepPhase:
+    """The phase of one model on one rank.
+
+    Args:
+        rank: this one; for messages.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.now = Phase.IDLE
+
+    def to(self, phase: Phase) -> None:
+        """Change the phase.
+
+        Raises:
+            StateError: the change is not allowed.
+        """
+        if phase not in _NEXT[self.now]:
+            raise StateError(f"rank {self._rank}: a step cannot go from '{self.now.value}' to '{phase.value}'")
+        self.now = phase
+
+    @property
+    def closed(self) -> bool:
+        """Whether the model was given back."""
+        return self.now is Phase.CLOSED
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs, or has raised and nobody has noticed yet."""
+        return self.now in (Phase.BACKWARD, Phase.BACKWARD_STEPS)
+
+    def enter_forward(self) -> None:
+        """A forward starts. One inside of a backward, as of a checkpoint around the wrapper, is part of that."""
+        if self.now is Phase.IDLE:
+            self.to(Phase.FORWARD)
+
+    def leave_forward(self) -> None:
+        """A forward has returned or raised. A backward that it ran may have ended it already."""
+        if self.now is Phase.FORWARD:
+            self.to(Phase.IDLE)
+
+    def leave_backward(self) -> None:
+        """A backward is over, or has raised."""
+        if self.in_backward:
+            self.to(Phase.IDLE if self.now is Phase.BACKWARD else Phase.PART_STEPPED)
+
+    def begin_early(self) -> None:
+        """The step of a chunk begins in backward."""
+        if self.now is not Phase.BACKWARD_STEPS:
+            self.to(Phase.BACKWARD_STEPS)
+
+    def end_early(self) -> None:
+        """Steps that began in backward are part of the optimizer's step now, or have failed."""
+        if self.now is Phase.BACKWARD_STEPS:
+            self.to(Phase.BACKWARD)  # one that has raised; `Engine.forget_failed_backward` does the rest
+        elif self.now is Phase.PART_STEPPED:
+            self.to(Phase.IDLE)
+
+    def close(self) -> None:
+        """The model is given back, whatever it was doing."""
+        self.leave_backward()
+        self.leave_forward()
+        self.to(Phase.CLOSED)
+
+    def refuse_closed(self) -> None:
+        """Raise `InputError` after `close`."""
+        if self.closed:
+            raise closed()
+
+    def refuse_begun(self, what: str, instead: str = "call step() first") -> None:
+        """Raise `InputError` while weights are stepped in part.
+
+        Args:
+            what: is not possible then.
+            instead: what to do under the same plan.
+        """
+        if self.now in (Phase.BACKWARD_STEPS, Phase.PART_STEPPED):
+            raise InputError(
+                f"{what} between backward and step() would meet weights that are stepped in part, since this plan "
+                "steps "
+                f"during backward: {instead}, or plan with step_in_backward=False"
+            )

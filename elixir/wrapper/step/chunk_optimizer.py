@@ -1,0 +1,327 @@
+"""The optimizer of one chunk: steps this rank's shard of it, where its states live."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.gradients import ChunkGradient
+from elixir.chunk.lanes import Ticket, known
+from elixir.chunk.pinned import host_zeros
+from elixir.wrapper.engine import Engine
+from elixir.wrapper.step.fused_adam import FusedAdam, KeptMoments
+from elixir.wrapper.step.user_class import UserOptimizer
+
+
+@dataclass
+class Segment:
+    """A stretch of one parameter inside this rank's shard."""
+
+    name: str
+    group: int
+    start: int
+    """In elements from the start of the shard."""
+    place: int
+    """Position of its parameter among those of the chunk."""
+    weights: nn.Parameter
+    """The tensor that the chunk's optimizer steps: float32 master weights, or the weights themselves."""
+    source: nn.Parameter
+    """The model's parameter."""
+    version: int
+    """Its version when the segment was made."""
+
+
+_ALIGNED_NUMEL = 16
+"""Alignment of a float32 moment: 64 bytes, as PyTorch's allocator aligns what it makes one by one."""
+Arrived = list[tuple[Segment, torch.Tensor]]
+"""Segments that got a gradient, with it."""
+
+
+class ChunkOptimizer:
+    """The optimizer of one chunk.
+
+    Args:
+        engine: of the chunk.
+        user: the optimizer whose class or rule steps it.
+        chunk: is stepped.
+    """
+
+    def __init__(self, engine: Engine, user: UserOptimizer, chunk: Chunk) -> None:
+        self._engine, self._user, self.chunk = engine, user, chunk
+        self._shard: ChunkGradient | None = engine.gradients.by_chunk.get(chunk.index)
+        self._separate = chunk.masters is not None
+        chunk.follow_writes()  # between wrapping and now
+        self._master = chunk.shard_weights if chunk.masters is None else chunk.masters
+        # Moments in fewer bits are stepped by one function wherever gradients are, float32 ones where they lie
+        # together.
+        gathered = self._shard is not None or engine.plan.moments != "float32"
+        fuses = user.fuses and gathered and self._master.dtype == torch.float32
+        self.segments = self._cut(ordinary=not self._separate and not fuses and engine.is_ordinary(chunk))
+        self.optimizer: torch.optim.Optimizer | FusedAdam
+        if fuses:
+            self.optimizer = user.fused_over(self._master, self.segments)
+        else:
+            self.optimizer = user.over(self.segments)
+        self._counted_states = False
+        self._versions: dict[str, int] = {}  # of the parameters, after the last step that changed them
+
+    def gradients(self, used: Collection[str]) -> Arrived:
+        """The segments that got a gradient, with it; where these are sharded, the parameters that did are `used`."""
+        found = []
+        for segment in self.segments:
+            if self._shard is None:
+                gradient = segment.source.grad
+                if gradient is not None:
+                    found.append((segment, gradient.view(-1)))
+            elif segment.name in used:
+                numel = segment.weights.numel()
+                found.append((segment, self._shard.memory[segment.start : segment.start + numel]))
+        return found
+
+    def make_states(self) -> None:
+        """Have the moments of a shard that the host steps now, in memory that no child process gets.
+
+        Otherwise the first step would make them, page by page, and the host would run out of memory there. Other
+        classes than torch's Adams make their states themselves.
+        """
+        if self._master.device.type != "cpu" or not self.segments:
+            return
+        if isinstance(self.optimizer, FusedAdam):
+            self.optimizer.make_moments()
+        elif type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+            self._make_moments(self.optimizer)
+        else:
+            return
+        self._count_states()
+
+    def _make_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """The state that torch's Adam begins with, all of one moment in one buffer."""
+        places, numel = [], 0
+        for segment in self.segments:
+            places.append(numel)
+            numel += -(-segment.weights.numel() // _ALIGNED_NUMEL) * _ALIGNED_NUMEL
+        amsgrad = any(group["amsgrad"] for group in optimizer.param_groups)
+        names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
+        buffers = {name: host_zeros(numel, self._master.dtype) for name in names}
+        for segment, place in zip(self.segments, places, strict=True):
+            weights, group = segment.weights, optimizer.param_groups[segment.group]
+            wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+            state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float64 if wide else torch.float32)}
+            for name in names if group["amsgrad"] else names[:2]:
+                state[name] = buffers[name][place : place + weights.numel()].view(weights.shape)
+            optimizer.state[weights] = state
+
+    @property
+    def arrival(self) -> list[Ticket]:
+        """The arrival of the gradients at their home; none where they are autograd's own."""
+        return [] if self._shard is None else self._shard.tickets
+
+    def with_norms(self, arrived: Arrived) -> list[tuple[tuple[Segment, torch.Tensor], torch.Tensor | None]]:
+        """Each gradient with its norm, where that was summed on the way; compute and this thread may read what this
+        gives.
+
+        Where it was not, the gradient itself is waited for.
+        """
+        norms = None if self._shard is None else self._shard.norms
+        if norms is not None:
+            norms.wait()  # the lane that sums them writes their values
+            return [(item, norms.of(item[0].place)) for item in arrived]
+        # The step before may still multiply it in place, where no zero_grad() came in between.
+        for ticket in (*self.arrival, *known(self.chunk.updated)):
+            ticket.wait()  # compute reads the shard of gradients, which the ticket's work writes
+            if self.chunk.plan.state_home == "host":
+                ticket.synchronize()  # it is read by this thread
+        return [(item, None) for item in arrived]
+
+    def forget_norms(self) -> None:
+        """The gradients are not what they were when their norms were summed."""
+        if self._shard is not None:
+            self._shard.norms = None
+
+    def give_up_states(self) -> dict[str, dict[str, Any]]:
+        """States by parameter name; nothing here holds them, or the weights, any more."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, FusedAdam):
+            states = {segment.name: optimizer.give_up(segment) for segment in self.segments}
+        else:
+            states = {segment.name: dict(optimizer.state.get(segment.weights, {})) for segment in self.segments}
+        del optimizer
+        self.optimizer.state.clear()
+        self.segments = []
+        del self.optimizer, self._master
+        return {name: state for name, state in states.items() if state}
+
+    def take_states(self, states: dict[str, dict[str, Any]]) -> None:
+        """Go on from states of the same segments, wherever they were, in whatever shape."""
+        for segment in self.segments:
+            state = states.pop(segment.name, None)
+            if state is None:
+                continue
+            if isinstance(self.optimizer, FusedAdam):
+                self.optimizer.take(segment, state)
+                continue
+            weights = segment.weights
+            kept = state.pop("moments", None)
+            if isinstance(kept, KeptMoments):
+                state["exp_avg"], state["exp_avg_sq"] = kept.read()
+            made = self.optimizer.state.get(weights, {})
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                mine = made.get(key)
+                if mine is not None and mine.dim() and mine.dtype == value.dtype and mine.numel() == value.numel():
+                    state[key] = mine.copy_(value.view_as(mine))
+                elif value.dim() and value.numel() == weights.numel():
+                    state[key] = value.to(weights.device).reshape(weights.shape)
+                elif weights.device.type != "cpu" and self.optimizer.param_groups[segment.group].get("fused"):
+                    state[key] = value.to(weights.device)  # a fused step reads its own count on the device
+                else:
+                    state[key] = value.to("cpu")
+            self.optimizer.state[weights] = state
+        self.states_were_made()
+
+    def states_were_made(self) -> None:
+        """Count states that came otherwise than by a step."""
+        if self.optimizer.state:
+            self._count_states()
+
+    def mark_changed(self, arrived: Arrived, used: Collection[str]) -> None:
+        """Let autograd know that a backward over the weights before this step would be wrong.
+
+        Args:
+            arrived: what this rank steps.
+            used: where gradients are sharded, the parameters that got one on any rank: others step their parts.
+        """
+        mine = {segment.name: segment for segment, _ in arrived}
+        for slot in self.chunk.slots:
+            segment = mine.get(slot.name)
+            elsewhere = self._shard is not None and slot.name in used and slot.parameter in self._user.group_of
+            if segment is None and not elsewhere:
+                continue
+            if segment is None or segment.weights is not segment.source:  # else the step itself has
+                torch.autograd.graph.increment_version(slot.parameter)
+            if segment is not None:
+                self._versions[slot.name] = slot.parameter._version
+
+    def follow_writes(self) -> None:
+        """Resident weights may be written to, ordinary ones by anyone, others by their own forward; masters follow."""
+        if self.chunk.whole is not None and any(
+            segment.source._version != self._versions.get(segment.name, segment.version) for segment in self.segments
+        ):
+            self.chunk.follow_writes()
+
+    def step(
+        self,
+        arrived: Arrived,
+        factor: float | torch.Tensor,
+        hyperparameters: list[dict[str, Any]],
+        staged: torch.Tensor | None = None,
+        *,
+        in_place: bool = False,
+    ) -> None:
+        """One step with the gradients in `arrived` times `factor`; `write_weights` comes next.
+
+        Args:
+            arrived: of `gradients`.
+            factor: gradients are multiplied by it; a tensor on the device only where `follows_torch`.
+            hyperparameters: by group.
+            staged: takes the shard's new weights in their dtype, on their way to another memory.
+            in_place: the gradients themselves are multiplied, as torch.nn.utils.clip_grad_norm_ does it, where they
+                have the weights' dtype. A copy would take memory that no plan counts, and as long as half of the step.
+        """
+        # A tensor is not compared: this thread would wait for the device.
+        scales = isinstance(factor, torch.Tensor) or factor != 1.0
+        if in_place and scales and arrived and arrived[0][1].dtype == self._master.dtype:
+            for _, gradient in arrived:
+                gradient.mul_(factor)
+            factor = 1.0
+        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
+            group.update(values)
+        if isinstance(self.optimizer, FusedAdam):
+            out = self.chunk.shard_weights if self._writes_itself() else staged
+            self.optimizer.step(arrived, None if self._shard is None else self._shard.memory, float(factor), out)
+        else:
+            self._step_segments(self.optimizer, arrived, factor)
+            if staged is not None:
+                self._copy(arrived, self._master, staged)
+        self._count_states()
+
+    @property
+    def follows_torch(self) -> bool:
+        """Whether autograd's own gradients are stepped by the user's class: all on the device, and nothing waits for
+        it."""
+        return self._shard is None and not isinstance(self.optimizer, FusedAdam)
+
+    def _step_segments(self, optimizer: torch.optim.Optimizer, arrived: Arrived, factor: float | torch.Tensor) -> None:
+        before = [segment.weights.grad for segment in self.segments]  # of ordinary parameters, which keep theirs
+        for segment in self.segments:
+            segment.weights.grad = None
+        for segment, gradient in arrived:
+            # In float32 without a factor the gradient itself is stepped with, as plain PyTorch would.
+            value = gradient.to(segment.weights.dtype)
+            if isinstance(factor, torch.Tensor) or factor != 1.0:
+                value = value * factor if value is gradient else value.mul_(factor)
+            segment.weights.grad = value.view_as(segment.weights)
+        optimizer.step()
+        for segment, kept in zip(self.segments, before, strict=True):
+            segment.weights.grad = kept
+
+    def _writes_itself(self) -> bool:
+        """Whether the step writes the weights in the same pass: it is fused, and they are where their masters are."""
+        plan = self.chunk.plan
+        return isinstance(self.optimizer, FusedAdam) and self._separate and plan.weight_home == plan.state_home
+
+    def write_weights(self, arrived: Arrived, staged: torch.Tensor | None = None) -> None:
+        """Copy master weights, if there are any, or what was `staged` of them, to where the weights are, in their
+        dtype."""
+        if self._separate and not self._writes_itself():
+            self._copy(arrived, self._master if staged is None else staged, self.chunk.shard_weights)
+
+    def _copy(self, arrived: Arrived, source: torch.Tensor, target: torch.Tensor) -> None:
+        """New weights of a whole shard; nobody writes to `source` before they are there."""
+        beside = target.is_cuda and target.dtype == source.dtype
+        if len(arrived) == len(self.chunk.slots):
+            target.copy_(source, non_blocking=beside)
+            return
+        for segment, _ in arrived:  # the others may be another optimizer's
+            end = segment.start + segment.weights.numel()
+            target[segment.start : end].copy_(source[segment.start : end], non_blocking=beside)
+
+    def _cut(self, *, ordinary: bool) -> list[Segment]:
+        chunk = self.chunk
+        start, end = chunk.shard_start, chunk.shard_start + chunk.shard_numel
+        segments = []
+        for place, slot in enumerate(chunk.slots):
+            begin, stop = max(slot.offset, start), min(slot.offset + slot.numel, end)
+            group = self._user.group_of.get(slot.parameter)
+            if begin >= stop or group is None or not slot.parameter.requires_grad:
+                continue
+            part = self._master[begin - start : stop - start]
+            if ordinary and slot.shape:
+                weights = slot.parameter  # plain PyTorch's own: same kernel, same bits
+            else:
+                # Also for a weight without dimensions: its moments would look like a count of steps in `take_states`.
+                weights = nn.Parameter(part, requires_grad=True)
+            version = slot.parameter._version
+            segments.append(Segment(slot.name, group, begin - start, place, weights, slot.parameter, version))
+        return segments
+
+    def _count_states(self) -> None:
+        if self._counted_states:
+            return
+        self._counted_states = True
+        if isinstance(self.optimizer, FusedAdam):
+            states = self.optimizer.nbytes
+        else:
+            states = sum(
+                value.nbytes
+                for state in self.optimizer.state.values()
+                for value in state.values()
+                if isinstance(value, torch.Tensor) and value.numel() > 1
+            )
+        self._engine.arena.count(states, self.chunk.plan.update_home, "optimizer_states")

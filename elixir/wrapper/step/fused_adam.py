@@ -1,0 +1,256 @@
+"""Adam over one chunk's shard in one pass over memory, instead of a torch optimizer over its segments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from elixir.chunk.pinned import host_zeros
+from elixir.errors import InputError
+from elixir.kernels.adam import AdamOptions, HybridAdam, Moments, adam_step, make_moments, read_moments, write_moments
+from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
+
+
+class Stretch(Protocol):
+    """A segment of a shard; see `elixir.wrapper.step.chunk_optimizer.Segment`."""
+
+    group: int
+    start: int
+    place: int
+    weights: nn.Parameter
+
+
+def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `FusedAdam` can take the place of `optimizer`: one of torch's Adams or ours, without further options."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, HybridAdam):
+        return False
+    refused = ("amsgrad", "differentiable")
+    return all(not any(group.get(name) for name in refused) for group in optimizer.param_groups)
+
+
+def check_moments(optimizer: torch.optim.Optimizer, fusible: bool, moments: MomentKind) -> None:
+    """Refuse an optimizer that cannot step with the moments of a plan, or was told to use others.
+
+    Args:
+        optimizer: with its groups.
+        fusible: whether `FusedAdam` can take its place.
+        moments: of the plan.
+
+    Raises:
+        InputError: says what to give instead.
+    """
+    said = [str(group["moments"]) for group in optimizer.param_groups if "moments" in group]
+    other = next((kind for kind in said if kind != moments), None)
+    if other is not None:
+        raise InputError(
+            f"the plan keeps Adam's moments in {moments}, this HybridAdam in {other}: make it with "
+            f"moments={moments!r}, or "
+            f"plan with moments={other!r}"
+        )
+    if moments != "float32" and not fusible:
+        raise InputError(
+            f"the plan keeps Adam's moments in {moments}, with which torch.optim.Adam, torch.optim.AdamW and "
+            "HybridAdam are "
+            "stepped, without amsgrad and differentiable; give one of these, or plan with moments='float32'"
+        )
+
+
+@dataclass(frozen=True)
+class KeptMoments:
+    """Moments of one segment as they lie in those of a whole shard, which several segments share."""
+
+    shard: Moments
+    start: int
+    numel: int
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both as flat float32 tensors."""
+        return read_moments(self.shard, self.numel, self.start)
+
+
+class FusedAdam:
+    """Adam of one chunk's shard.
+
+    float32 moments: neighbours of one group at the same step are stepped as one stretch, alignment gaps between them
+    included: what is there is nobody's. A parameter between them that is not stepped here, because it is frozen or
+    another optimizer's, parts them. Moments in fewer bits: segment by segment, wherever the gradients come from, so
+    that rounding is the same in every home. Blocks of 8-bit moments count from the shard's start.
+
+    Args:
+        master: the flat shard of weights that are stepped, float32.
+        segments: its parts, in order.
+        groups: options of the parameter groups.
+        decoupled: AdamW's decay, where a group does not say.
+        moments: how they are kept.
+    """
+
+    def __init__(
+        self,
+        master: torch.Tensor,
+        segments: Sequence[Stretch],
+        groups: Iterable[dict[str, Any]],
+        decoupled: bool,
+        moments: MomentKind = "float32",
+    ) -> None:
+        self._master = master
+        self._segments = list(segments)
+        self._decoupled = decoupled
+        self._kind = moments
+        self.param_groups = [dict(group) for group in groups]
+        self.state: dict[nn.Parameter, dict[str, Any]] = {}
+        """By segment: the number of its last step. Moments are the shard's."""
+        self._moments: Moments | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the moments, once there are any."""
+        return 0 if self._moments is None else self._moments.nbytes
+
+    def step(
+        self,
+        arrived: Sequence[tuple[Stretch, torch.Tensor]],
+        gradients: torch.Tensor | None,
+        factor: float,
+        weight_out: torch.Tensor | None,
+    ) -> None:
+        """One step of the segments in `arrived`.
+
+        Args:
+            arrived: those that got a gradient, with it, flat.
+            gradients: those of the whole shard, where they lie in one tensor.
+            factor: gradients are multiplied by it first.
+            weight_out: flat; takes the new weights in its dtype. None where `master` is what the model reads.
+        """
+        if self._kind != "float32" or gradients is None:
+            for stretch, gradient in arrived:
+                self._step_run([stretch], gradient, factor, weight_out)
+            return
+        here = {id(segment) for segment, _ in arrived}
+        run: list[Stretch] = []
+        for segment in [*self._segments, None]:
+            joins = segment is not None and id(segment) in here
+            if run and not (joins and segment is not None and self._joins(run[-1], segment)):
+                self._step_run(run, gradients[self._part(run)], factor, weight_out)
+                run = []
+            if joins and segment is not None:
+                run.append(segment)
+
+    @property
+    def moments(self) -> Moments:
+        """The moments of the whole shard, which are made if there are none yet."""
+        return self._made()
+
+    def steps_of(self, segment: Stretch) -> int:
+        """How many steps a segment has had."""
+        state = self.state.get(segment.weights)
+        return 0 if state is None else int(state["step"])
+
+    def read(self, segment: Stretch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both moments of a segment in float32."""
+        return read_moments(self._made(), segment.weights.numel(), segment.start)
+
+    def set_steps(self, segment: Stretch, steps: int) -> None:
+        """Go on as after so many steps; the moments are the caller's to write."""
+        self._state(segment)["step"].fill_(float(steps))
+
+    def give_up(self, segment: Stretch) -> dict[str, Any]:
+        """The state of a segment, for `take`; empty before its first step."""
+        if segment.weights not in self.state:
+            return {}
+        kept = KeptMoments(self._made(), segment.start, segment.weights.numel())
+        return {"step": self.state[segment.weights]["step"], "moments": kept}
+
+    def take(self, segment: Stretch, state: dict[str, Any]) -> None:
+        """Go on from a state that another shard optimizer gave up, or as torch's Adam keeps it.
+
+        Moments of the same kind and place come over to the bit. Else they are read in float32 and rounded to the
+        nearest (`elixir.kernels.adam.moments.write_moments` says how far off that is).
+        """
+        self._state(segment)["step"].fill_(float(state["step"]))
+        kept = state.get("moments")
+        if kept is None:
+            pair = (state["exp_avg"], state["exp_avg_sq"])
+        elif self._same_place(kept, segment):
+            self._take_bits(kept)
+            return
+        else:
+            pair = kept.read()
+        mine = self._made()
+        avg, square = (value.detach().to(self._master.device, torch.float32).reshape(-1) for value in pair)
+        write_moments(mine, segment.start, avg, square)
+
+    def _same_place(self, kept: KeptMoments, segment: Stretch) -> bool:
+        shard, mine = kept.shard, self._made()
+        return (
+            shard.kind == mine.kind
+            and kept.start == segment.start
+            and kept.numel == segment.weights.numel()
+            and shard.exp_avg.shape == mine.exp_avg.shape
+        )
+
+    def _take_bits(self, kept: KeptMoments) -> None:
+        """All of what this segment's moments lie in: blocks it shares with others are the same for these."""
+        first, stop = kept.start, kept.start + kept.numel
+        for theirs, mine in zip(kept.shard.tensors(), self._made().tensors(), strict=True):
+            per = kept.shard.exp_avg.numel() // theirs.numel()  # 1, or a block's elements for its scale
+            width = BLOCK_NUMEL if self._kind == "8bit" else 1
+            part = slice(first // width * width // per, -(-stop // width) * width // per)
+            mine[part].copy_(theirs[part])
+
+    def _joins(self, one: Stretch, other: Stretch) -> bool:
+        beside = other.place == one.place + 1
+        return beside and one.group == other.group and bool(self._state(one)["step"] == self._state(other)["step"])
+
+    @staticmethod
+    def _part(run: list[Stretch]) -> slice:
+        return slice(run[0].start, run[-1].start + run[-1].weights.numel())
+
+    def _step_run(
+        self, run: list[Stretch], gradient: torch.Tensor, factor: float, weight_out: torch.Tensor | None
+    ) -> None:
+        part = self._part(run)
+        for segment in run:
+            self._state(segment)["step"] += 1
+        adam_step(
+            gradient,
+            self._master[part],
+            None if weight_out is None else weight_out[part],
+            self._made(),
+            self._options(self.param_groups[run[0].group]),
+            int(self._state(run[0])["step"]),
+            factor,
+            at=part.start,
+        )
+
+    def _options(self, group: dict[str, Any]) -> AdamOptions:
+        beta1, beta2 = group["betas"]
+        return AdamOptions(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group.get("adamw_mode", group.get("decoupled_weight_decay", self._decoupled)),
+            maximize=bool(group.get("maximize", False)),
+        )
+
+    def make_moments(self) -> None:
+        """Have moments now, and not only when they are first needed."""
+        self._made()
+
+    def _made(self) -> Moments:
+        if self._moments is None:
+            device = self._master.device
+            zeros = host_zeros if device.type == "cpu" else None
+            self._moments = make_moments(self._master.numel(), self._kind, device, zeros=zeros)
+        return self._moments
+
+    def _state(self, segment: Stretch) -> dict[str, Any]:
+        state = self.state.get(segment.weights)
+        if state is None:
+            state = self.state[segment.weights] = {"step": torch.zeros(())}
+        return state

@@ -1,0 +1,328 @@
+"""States of the segments of one chunk's optimizer, by kind and parameter: what a checkpoint saves, and how it comes
+back.
+
+A kind is a key of torch's per-parameter state, such as ``exp_avg``. Elementwise states are tensors over a stretch of
+the flattened parameter. Counts of steps and other scalars belong to the parameter as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from elixir.errors import InputError
+from elixir.kernels.adam import Moments, read_moments, write_moments
+from elixir.optimizer_states import BLOCK_NUMEL
+from elixir.units import dtype_name
+from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer, Segment
+from elixir.wrapper.step.fused_adam import FusedAdam
+
+SCALE_SUFFIX = "_scale"
+"""Kind of the scales of 8-bit codes: ``exp_avg`` -> ``exp_avg_scale``."""
+PIECE_NUMEL = 2**20
+"""Elements that are converted at once where states come in another form: 4 MiB of float32, whole blocks of codes."""
+ADAM_KINDS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements of one saved tensor that this rank has."""
+
+    kind: str
+    name: str
+    """Name of the parameter."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    start: int
+    """First element in the flattened tensor."""
+    tensor: torch.Tensor
+    """The live elements, flat; of decoded moments those of the shard's codes, see `decoded`."""
+    has_codes: bool = False
+    """Whether these are codes of 8 bits, in blocks that begin where the parameter begins."""
+    is_state: bool = True
+    """Whether it is the state of an optimizer, and no weight."""
+    decoded: tuple[Moments, int, int] | None = None
+    """(moments of the shard, first element in them, elements) where blocks are shared with other parameters or cut by
+    ranks, so that the values are saved in float32."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is saved."""
+        return torch.float32 if self.decoded is not None else self.tensor.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements of the stretch."""
+        return self.tensor.numel() if self.decoded is None else self.decoded[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stretch as it is saved."""
+        return self.numel * self.dtype.itemsize
+
+    def values(self, first: int, stop: int) -> torch.Tensor:
+        """Elements from `first` to `stop` of the stretch, where they lie; decoded ones in separate memory."""
+        if self.decoded is None:
+            return self.tensor[first:stop]
+        moments, start, _ = self.decoded
+        return read_moments(moments, stop - first, start + first)[ADAM_KINDS.index(self.kind)]
+
+
+@dataclass
+class SmallStates:
+    """States of a parameter that are no tensors over its elements."""
+
+    step: int | None = None
+    others: dict[str, Any] = field(default_factory=dict)
+    """Kind -> a number, or (dtype, number) of a tensor without dimensions."""
+
+
+class SavedStates(Protocol):
+    """States to go on from, by parameter."""
+
+    def kinds(self, name: str) -> Collection[str]:
+        """Elementwise states of a parameter, scales of codes not among them; none where it has no state."""
+
+    def dtype(self, kind: str, name: str) -> torch.dtype:
+        """In which a state is saved; that of its codes where it has any."""
+
+    def whole_blocks(self, kind: str, name: str) -> bool:
+        """Whether it is saved as codes in blocks that begin where the parameter begins."""
+
+    def small(self, name: str) -> SmallStates:
+        """Its other states."""
+
+    def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill `out`, flat, with the elements from `start` on, converted to its dtype; codes only into their own."""
+
+
+def blocks_are_whole(part: ChunkOptimizer) -> bool:
+    """Whether no block of 8-bit moments is shared by two parameters or cut by ranks: the same on all ranks."""
+    chunk = part.chunk
+    return chunk.shard_numel % BLOCK_NUMEL == 0 and all(slot.offset % BLOCK_NUMEL == 0 for slot in chunk.slots)
+
+
+def first_element(part: ChunkOptimizer, segment: Segment) -> int:
+    """The element of its flattened parameter with which a segment begins."""
+    return part.chunk.shard_start + segment.start - part.chunk.slots[segment.place].offset
+
+
+def stretches(part: ChunkOptimizer) -> Iterator[Stretch]:
+    """All elementwise states of a chunk's shard, as views of live memory; of segments that have been stepped."""
+    optimizer = part.optimizer
+    for segment in part.segments:
+        slot, start, numel = part.chunk.slots[segment.place], first_element(part, segment), segment.weights.numel()
+        if isinstance(optimizer, FusedAdam):
+            if optimizer.steps_of(segment):
+                yield from _of_moments(part, optimizer.moments, segment.name, tuple(slot.shape), start, segment, numel)
+            continue
+        state = optimizer.state.get(segment.weights, {})
+        if not _has_begun(state):
+            continue
+        for kind, value in state.items():
+            if kind != "step" and isinstance(value, torch.Tensor) and value.shape == segment.weights.shape:
+                yield Stretch(kind, segment.name, tuple(slot.shape), start, _flat(value, kind, segment.name))
+
+
+def _of_moments(
+    part: ChunkOptimizer,
+    moments: Moments,
+    name: str,
+    shape: tuple[int, ...],
+    start: int,
+    segment: Segment,
+    numel: int,
+) -> Iterator[Stretch]:
+    first, stop = segment.start, segment.start + numel
+    for kind, values, scales in (
+        ("exp_avg", moments.exp_avg, moments.exp_avg_scale),
+        ("exp_avg_sq", moments.exp_avg_sq, moments.exp_avg_sq_scale),
+    ):
+        if scales is None:
+            yield Stretch(kind, name, shape, start, values[first:stop])
+        elif not blocks_are_whole(part):
+            yield Stretch(kind, name, shape, start, values[first:stop], decoded=(moments, first, numel))
+        else:
+            whole = torch.Size(shape).numel()
+            blocks = slice(first // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
+            yield Stretch(kind, name, shape, start, values[first:stop], has_codes=True)
+            yield Stretch(kind + SCALE_SUFFIX, name, (-(-whole // BLOCK_NUMEL),), start // BLOCK_NUMEL, scales[blocks])
+
+
+def have_begun(part: ChunkOptimizer) -> bool:
+    """Whether every segment has states, so that no step makes others."""
+    optimizer = part.optimizer
+    if isinstance(optimizer, FusedAdam):
+        return all(optimizer.steps_of(segment) for segment in part.segments)
+    return all(_has_begun(optimizer.state.get(segment.weights, {})) for segment in part.segments)
+
+
+def small_states(part: ChunkOptimizer) -> dict[str, SmallStates]:
+    """Counts of steps and other scalars of a chunk's parameters, as of now.
+
+    Raises:
+        InputError: a state is neither elementwise nor a number.
+    """
+    found: dict[str, SmallStates] = {}
+    optimizer = part.optimizer
+    for segment in part.segments:
+        if isinstance(optimizer, FusedAdam):
+            steps = optimizer.steps_of(segment)
+            if steps:
+                found[segment.name] = SmallStates(steps)
+            continue
+        state = optimizer.state.get(segment.weights, {})
+        if not _has_begun(state):
+            continue
+        small = found[segment.name] = SmallStates()
+        for kind, value in state.items():
+            if kind == "step":
+                small.step = _count(value, segment.name)
+                if not isinstance(value, torch.Tensor):
+                    small.others[kind] = small.step
+            elif isinstance(value, torch.Tensor) and value.shape != segment.weights.shape:
+                if value.dim():
+                    raise InputError(
+                        f"state {kind!r} of {segment.name} has shape {list(value.shape)}, neither that of its weights "
+                        "nor a "
+                        "number, so it cannot be saved"
+                    )
+                small.others[kind] = (dtype_name(value.dtype), value.item())
+            elif isinstance(value, (bool, int, float)):
+                small.others[kind] = value
+            elif value is not None and not isinstance(value, torch.Tensor):
+                raise InputError(
+                    f"state {kind!r} of {segment.name} is a {type(value).__name__}, which cannot be saved; states are "
+                    "tensors and numbers"
+                )
+    return found
+
+
+def load_states(part: ChunkOptimizer, saved: SavedStates) -> set[str]:
+    """Have the states of a chunk's shard be those that are saved, and none where none are; notes on what is not exact.
+
+    Nothing else may read or step the chunk meanwhile.
+    """
+    notes: set[str] = set()
+    optimizer = part.optimizer
+    if isinstance(optimizer, FusedAdam):
+        for tensor in optimizer.moments.tensors():
+            tensor.zero_()
+        optimizer.state.clear()
+        for segment in part.segments:
+            if saved.kinds(segment.name):
+                notes |= _load_moments(part, optimizer.moments, segment, saved)
+                optimizer.set_steps(segment, saved.small(segment.name).step or 0)
+        return notes
+    for segment in part.segments:
+        notes |= _load_state(part, optimizer, segment, saved)
+    part.states_were_made()
+    return notes
+
+
+def _load_moments(part: ChunkOptimizer, moments: Moments, segment: Segment, saved: SavedStates) -> set[str]:
+    start, numel, at, name = first_element(part, segment), segment.weights.numel(), segment.start, segment.name
+    if moments.kind != "8bit":
+        for kind, target in zip(ADAM_KINDS, moments.tensors(), strict=True):
+            saved.fill(kind, name, start, target[at : at + numel])
+        return _other_form(saved, name, moments.kind)
+    if blocks_are_whole(part) and all(saved.whole_blocks(kind, name) for kind in ADAM_KINDS):
+        blocks = slice(at // BLOCK_NUMEL, -(-(at + numel) // BLOCK_NUMEL))
+        saved.fill("exp_avg", name, start, moments.exp_avg[at : at + numel])
+        saved.fill("exp_avg_sq", name, start, moments.exp_avg_sq[at : at + numel])
+        for kind, scales in zip(ADAM_KINDS, (moments.exp_avg_scale, moments.exp_avg_sq_scale), strict=True):
+            if scales is not None:
+                saved.fill(kind + SCALE_SUFFIX, name, start // BLOCK_NUMEL, scales[blocks])
+        return set()
+    for first, stop in _pieces(at, at + numel):
+        avg, square = (torch.empty(stop - first, dtype=torch.float32) for _ in ADAM_KINDS)
+        saved.fill("exp_avg", name, start + first - at, avg)
+        saved.fill("exp_avg_sq", name, start + first - at, square)
+        device = moments.exp_avg.device
+        write_moments(moments, first, avg.to(device), square.to(device))
+    return {_changed("float32" if saved.dtype("exp_avg", name) == torch.float32 else "another form", "8bit")}
+
+
+def _load_state(
+    part: ChunkOptimizer, optimizer: torch.optim.Optimizer, segment: Segment, saved: SavedStates
+) -> set[str]:
+    weights, name = segment.weights, segment.name
+    made, kinds, small = optimizer.state.get(weights, {}), saved.kinds(name), saved.small(name)
+    if not kinds and small.step is None and not small.others:
+        # As before its first step: what lies ready for that is kept.
+        if "step" in made and isinstance(made["step"], torch.Tensor):
+            for value in made.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+        else:
+            optimizer.state.pop(weights, None)
+        return set()
+    notes, state = set(), {}
+    if small.step is not None and "step" not in small.others:
+        state["step"] = _step_tensor(made.get("step"), small.step, weights, optimizer.param_groups[segment.group])
+    for kind in kinds:
+        dtype = saved.dtype(kind, name)
+        narrow = saved.whole_blocks(kind, name) or (dtype.is_floating_point and dtype.itemsize < weights.dtype.itemsize)
+        wanted = weights.dtype if narrow else dtype
+        mine = made.get(kind)
+        if not isinstance(mine, torch.Tensor) or mine.shape != weights.shape or mine.dtype != wanted:
+            mine = torch.zeros_like(weights, dtype=wanted, requires_grad=False)
+        flat = _flat(mine, kind, name)
+        saved.fill(kind, name, first_element(part, segment), flat)
+        state[kind] = mine
+        if narrow:
+            notes |= _other_form(saved, name, dtype_name(wanted), kind)
+    for kind, value in small.others.items():
+        state[kind] = torch.tensor(value[1], dtype=getattr(torch, value[0])) if isinstance(value, tuple) else value
+    optimizer.state[weights] = state
+    return notes
+
+
+def _step_tensor(made: Any, step: int, weights: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    if isinstance(made, torch.Tensor):
+        return made.fill_(float(step))
+    # As torch.optim makes them: a fused step counts on the device of its weights.
+    wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+    device = weights.device if group.get("fused") else torch.device("cpu")
+    return torch.tensor(float(step), dtype=torch.float64 if wide else torch.float32, device=device)
+
+
+def _has_begun(state: Mapping[str, Any]) -> bool:
+    """Whether a state is more than what was allocated ahead of the first step."""
+    if not state:
+        return False
+    step = state.get("step")
+    return step is None or bool(step > 0)
+
+
+def _count(value: Any, name: str) -> int:
+    number = float(value)
+    if number != int(number):
+        raise InputError(f"state 'step' of {name} is {number}, expected a whole number")
+    return int(number)
+
+
+def _flat(value: torch.Tensor, kind: str, name: str) -> torch.Tensor:
+    if not value.is_contiguous():
+        raise InputError(f"state {kind!r} of {name} is not contiguous, so it cannot be saved or loaded")
+    return value.detach().view(-1)
+
+
+def _pieces(first: int, stop: int) -> Iterable[tuple[int, int]]:
+    """Stretches of at most `PIECE_NUMEL`, parted between blocks so that each block is rounded once."""
+    while first < stop:
+        end = min(stop, (first // PIECE_NUMEL + 1) * PIECE_NUMEL)
+        yield first, end
+        first = end
+
+
+def _other_form(saved: SavedStates, name: str, mine: str, kind: str = "exp_avg") -> set[str]:
+    form = "8bit" if saved.whole_blocks(kind, name) else dtype_name(saved.dtype(kind, name))
+    return set() if form == mine else {_changed(form, mine)}
+
+
+def _changed(form: str, mine: str) -> str:
+    return f"moments saved in {form} are kept in {mine} here, to the nearest that it has"

@@ -1,0 +1,304 @@
+"""The engine's side of an optimizer: steps the chunks, each where its states live."""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.lanes import Ticket
+from elixir.errors import InputError
+from elixir.plan import Plan
+from elixir.torch_private import DisableTorchFunctionSubclass
+from elixir.wrapper.engine import Engine
+from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
+from elixir.wrapper.step.fused_adam import check_moments
+from elixir.wrapper.step.host_threads import set_host_threads
+from elixir.wrapper.step.in_backward import EarlySteps, clips_in_backward
+from elixir.wrapper.step.norm import total_norm
+from elixir.wrapper.step.updates import publish, update
+from elixir.wrapper.step.user_class import UserOptimizer
+
+logger = logging.getLogger(__name__)
+
+
+class Stepper:
+    """Steps the chunks of one engine by the rule of one optimizer; an `elixir.wrapper.engine.AnyStepper`.
+
+    Args:
+        engine: whose chunks are stepped.
+        given: the user's optimizer.
+        groups: its parameter groups, as of now.
+        max_norm: the norm of all gradients is clipped to this; 0 for no clipping.
+        host_threads: see `ElixirOptimizer`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        given: torch.optim.Optimizer,
+        groups: Callable[[], list[dict[str, Any]]],
+        *,
+        max_norm: float,
+        host_threads: int | None,
+    ) -> None:
+        self._engine = engine
+        self.user = UserOptimizer(given, groups, engine)
+        self.max_norm = max_norm
+        self.check_plan(engine.plan)
+        self._refuse_parameters()
+        if engine.plan.moments == "float32":  # others are stepped by `FusedAdam`, whatever the class
+            self.user.check_elementwise()
+        self.clip_once = 0.0
+        self.asked_for_norm = False
+        """Whether somebody has asked for the norm, so that it is summed while gradients arrive: other bits than later.
+        """
+        self._told = False
+        self._made_by: float | None = None  # the loss scale that the gradients there are were multiplied by
+        self._used: set[str] = set()  # parameters that got a gradient on any rank
+        self._position = {parameter: index for index, parameter in enumerate(engine.model.parameters())}
+        self.parts: dict[int, ChunkOptimizer] = {}
+        """The optimizer of each chunk, in the order in which the next forward asks for them."""
+        self._make_parts()
+        self.early = EarlySteps(engine, self.user, self.parts)
+        self.host_threads = set_host_threads(engine, host_threads)
+        """Threads of CPU Adam."""
+        for part in self.parts.values():
+            self._make_states(part)
+
+    @property
+    def parameters(self) -> set[torch.nn.Parameter]:
+        """The parameters that this steps."""
+        return set(self.user.group_of)
+
+    @property
+    def clip_limit(self) -> float:
+        """The limit to which the next `step` clips the norm of the gradients to; 0 for no clipping."""
+        return self.clip_once or self.max_norm or 0.0
+
+    @property
+    def wants_norm(self) -> bool:
+        """Whether the next step needs the norm of the gradients, as far as can be known during backward."""
+        return bool(self.clip_limit) or self._engine.loss_scale.used or self.asked_for_norm
+
+    def follow_writes(self) -> None:
+        """Have masters take what was written to resident weights since the last step, as the next step would."""
+        for part in self.parts.values():
+            part.follow_writes()
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuse a plan that this cannot step by; `InputError` says what to do."""
+        check_moments(self.user.given, self.user.fusible, plan.moments)
+        if self.max_norm and plan.steps_in_backward:
+            raise clips_in_backward()
+        if plan.steps_in_backward and any(other is not self for other in self._engine.steppers):
+            raise InputError(
+                "a plan that steps during backward is for a module with one optimizer; give that one all parameters, "
+                "or plan "
+                "with step_in_backward=False"
+            )
+
+    def give_up_states(self) -> dict[str, dict[str, Any]]:
+        """The states of this rank's part of each parameter; this has none until `take_states`."""
+        states: dict[str, dict[str, Any]] = {}
+        for part in self.parts.values():
+            states |= part.give_up_states()
+        self.parts.clear()
+        return states
+
+    def take_states(self, states: dict[str, dict[str, Any]]) -> None:
+        """Go on from `states`, under the engine's plan of now; each is let go of when its chunk has taken it."""
+        self._make_parts()
+        for part in self.parts.values():
+            self._make_states(part)
+            part.take_states(states)
+
+    def begin_early(self, chunk: Chunk, home: Ticket) -> None:
+        """Step a chunk in backward, once `home` says that its gradients have arrived."""
+        if self.clip_limit or self._engine.uses.gathered:
+            return  # the norm must be known, or weights must stay until gathered() is left: `step` does it
+        self.early.begin(chunk, home)
+
+    def gradients_scaled(self, by: float | None) -> None:
+        """The gradients there are were multiplied by a loss scale; None: none are there."""
+        self._made_by = by
+
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """The global norm of the gradients, on the device; the next `step` clips what there is then to `max_norm`."""
+        engine = self._engine
+        engine.phase.refuse_begun("clip_grad_norm_()", "leave clipping out")
+        self._refuse_unreduced("clip_grad_norm_()")
+        engine.forget_failed_backward()
+        engine.gradients.send_late()
+        self.clip_once = max_norm
+        self.asked_for_norm = True  # who asks once asks again
+        self._agree_on_used()
+        norm = self.norm() / self._gradient_scale()
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
+        return norm.to(engine.device)
+
+    def step(self) -> bool:
+        """One step everywhere; whether it was made, rather than left out after an overflow.
+
+        Raises:
+            InputError, StepError: see `ElixirOptimizer.step`.
+        """
+        engine = self._engine
+        engine.refuse_step()
+        self._refuse_unreduced("step()")
+        self._refuse_unseen()
+        engine.forget_failed_backward()
+        engine.gradients.send_late()  # each update waits for the arrival of its gradients, and nothing else does
+        self._agree_on_used(unscaled=self._unscaled())
+        loss_scale, made_by = engine.loss_scale, self._gradient_scale()
+        factor: float | torch.Tensor = 1.0 / made_by
+        clipped = False
+        limit = self.clip_limit
+        if limit:
+            engine.phase.refuse_begun("clipping", "leave it out")  # of what was asked for after backward
+        self.clip_once = 0.0
+        if limit or loss_scale.used:
+            norm = self.norm()
+            waits = loss_scale.used or not all(part.follows_torch for part in self.parts.values())
+            if waits:
+                norm = norm.cpu()  # the one number that a step waits for: the host's updates multiply by it
+            if loss_scale.used and not math.isfinite(norm):
+                loss_scale.overflowed(made_by)
+                engine.stepped(True)
+                return False
+            if limit:
+                # As torch.nn.utils.clip_grad_norm_: the same epsilon, in float32, and never a factor above 1.
+                clip = torch.clamp(limit / (norm / made_by + 1e-6), max=1.0)
+                factor *= float(clip) if waits else clip
+                clipped = made_by == 1.0  # what is scaled stays so: another step would not scale it back again
+        hyperparameters = self.user.hyperparameters()
+        engine.cache.invalidate()  # before weights count as changed, which inside a block they must not
+        begun = self.early.finish(hyperparameters)
+        updates = []
+        for index, part in self.parts.items():
+            if index not in begun:
+                part.follow_writes()
+                arrived = part.gradients(self._used)  # now: when it runs, other parameters may have gradients
+                update(engine, part, arrived, factor, hyperparameters, behind=part.arrival, in_place=clipped)
+                if clipped:
+                    part.forget_norms()
+                part.mark_changed(arrived, self._used)
+            updates += [ticket for ticket in [publish(engine, part.chunk)] if ticket is not None]
+        engine.weights_changed(updates)
+        engine.stepped(False)
+        loss_scale.stepped(made_by)
+        return True
+
+    def norm(self) -> torch.Tensor:
+        """Norm of all gradients over all ranks, loss scale included; float32."""
+        found = [
+            (segment, gradient, norm)
+            for part in self.parts.values()
+            for (segment, gradient), norm in part.with_norms(part.gradients(self._used))
+        ]
+        # In the order of the model, so that one rank sums the norms as PyTorch would.
+        found.sort(key=lambda item: self._position[item[0].source])
+        norm = total_norm([item[1] for item in found], self.host_threads, [item[2] for item in found])
+        if self._engine.group.size == 1:
+            return norm
+        # Added in order of rank, so that all ranks have the same bits. Python's own sum compensates in some versions.
+        square = reduce(operator.add, self._engine.exchange("norm", float(norm.cpu().double() ** 2)))
+        return torch.tensor(math.sqrt(square), dtype=torch.float32)
+
+    def _make_parts(self) -> None:
+        for chunk in self._in_order():
+            if chunk.plan.trainable:
+                self.parts[chunk.index] = ChunkOptimizer(self._engine, self.user, chunk)
+
+    def _make_states(self, part: ChunkOptimizer) -> None:
+        """By the threads that step them, so that they lie next to these."""
+        if part.chunk.plan.state_home == "host":
+            # This thread may read or move the states next; and if they have no room, wrapping must raise.
+            self._engine.lanes.host_adam.submit(part.make_states).synchronize()
+
+    def _refuse_parameters(self) -> None:
+        own = {slot.parameter for chunk in self._engine.chunks for slot in chunk.slots}
+        mine = self.parameters
+        foreign = len(mine - own)
+        if foreign:
+            raise InputError(f"{foreign} parameters of the optimizer are not parameters of the module")
+        taken = sum(len(mine & other.parameters) for other in self._engine.steppers)
+        if taken:
+            raise InputError(
+                f"{taken} parameters of the optimizer have an ElixirOptimizer already, and would be stepped twice; "
+                "give each "
+                "parameter to one, or close the module and wrap the model again"
+            )
+
+    def _gradient_scale(self) -> float:
+        """By which the gradients there are were multiplied."""
+        return self._engine.loss_scale.value if self._made_by is None else self._made_by
+
+    def _unscaled(self) -> bool:
+        """Whether this rank has gradients without the loss scale by which they would be divided."""
+        if self._engine.holds_gradients():
+            return self._engine.loss_scale.used and self._made_by is None
+        if not self._told:
+            self._told = True
+            logger.warning("step() found no gradients on this rank: call optimizer.backward(loss) before it")
+        return False
+
+    def _refuse_unreduced(self, what: str) -> None:
+        if not self._engine.gradients.reducing and self._engine.plan.world_size > 1:
+            raise InputError(f"{what} inside no_sync() would use this rank's gradients alone; call it outside")
+
+    def _refuse_unseen(self) -> None:
+        """Refuse gradients that plain PyTorch would step with, and that would be left out here without a word."""
+        with DisableTorchFunctionSubclass():
+            for chunk in self._engine.chunks:
+                if self._engine.is_ordinary(chunk) and chunk.plan.trainable:
+                    continue
+                for slot in chunk.slots:
+                    if slot.parameter.requires_grad and not chunk.plan.trainable:
+                        raise InputError(
+                            f"{slot.name} was frozen when the model was planned, and is not now; plan again"
+                        )
+                    if slot.parameter.grad is not None and chunk.plan.trainable:
+                        raise InputError(
+                            f"the gradient of {slot.name} was set by hand, but gradients are taken as backward makes "
+                            "them; change them in a hook (parameter.register_hook), or change the loss"
+                        )
+
+    def _agree_on_used(self, *, unscaled: bool = False) -> None:
+        """Find the parameters that got a gradient on any rank, the same on all ranks.
+
+        Raises:
+            InputError: `unscaled` is true on any rank; then on all.
+        """
+        names = [slot.name for part in self.parts.values() for slot in part.chunk.slots]
+        used: set[str] = set()
+        for gradient in self._engine.gradients.by_chunk.values():
+            used |= gradient.arrived
+        if self._engine.group.size > 1:
+            mine = bytes([*(name in used for name in names), unscaled])
+            *found, unscaled = (
+                any(flags) for flags in zip(*self._engine.exchange("gradients used", mine), strict=True)
+            )
+            used = {name for name, flag in zip(names, found, strict=True) if flag}
+        if unscaled:
+            raise InputError(
+                f"step() divides float16 gradients by the loss scale, {self._engine.loss_scale.value:g}, but these "
+                "were made "
+                "by loss.backward(); call optimizer.backward(loss), which multiplies by it"
+            )
+        self._used = used
+
+    def _in_order(self) -> list[Chunk]:
+        """Chunks in the order in which the next forward asks for them."""
+        first: dict[int, int] = {}
+        for position, use in enumerate(self._engine.plan.order):
+            for index in use.chunks:
+                first.setdefault(index, position)
+        return sorted(self._engine.chunks, key=lambda chunk: (first.get(chunk.index, len(first)), chunk.index))

@@ -1,0 +1,103 @@
+"""Steps of single chunks on the lanes, and their new weights on the way to where the model reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.host_buffers import STAGING
+from elixir.chunk.lanes import Ticket, known
+from elixir.errors import StepError
+from elixir.wrapper.build import few
+from elixir.wrapper.engine import Engine
+from elixir.wrapper.step.chunk_optimizer import Arrived, ChunkOptimizer
+
+
+def update(
+    engine: Engine,
+    part: ChunkOptimizer,
+    arrived: Arrived,
+    factor: float | torch.Tensor,
+    hyperparameters: list[dict[str, Any]],
+    behind: Sequence[Ticket] = (),
+    *,
+    in_place: bool = False,
+) -> None:
+    """Step one chunk once `behind` is done: on the host while what comes next runs, on the device in the order of
+    compute."""
+    chunk, lanes = part.chunk, engine.lanes
+    if chunk.plan.state_home != "host":
+        for ticket in behind:
+            ticket.wait()  # compute reads the gradients that it brings
+        chunk.about_to_write()  # a checkpoint may still have to copy what this step replaces
+        part.step(arrived, factor, hyperparameters, in_place=in_place)
+        part.write_weights(arrived)
+        return
+    # `behind` brings the gradients. The step before writes masters and states, and if it failed, so must this. The
+    # fetch before reads the shard of weights: a block would get some of them new.
+    before = [*behind, *known(chunk.updated, chunk.fetched)]
+    stage = staged = None
+    if chunk.plan.returns_rounded and arrived:
+        stage = engine.host_buffers.take(STAGING, chunk.shard_numel * chunk.dtype.itemsize)
+        staged = stage.view(chunk.shard_numel, chunk.dtype)
+        before += stage.tickets  # the weights that it held last may still be on their way to the device
+    # As of now: a checkpoint that begins later saves what this step makes, and waits for it.
+    step = partial(_step, part, chunk.before_write, arrived, factor, hyperparameters, staged, in_place=in_place)
+    stepped = lanes.host_adam.submit(step, after=before)
+    moved_bytes = chunk.shard_weights.nbytes if chunk.plan.weight_home == "device" and arrived else 0
+    write = partial(part.write_weights, arrived, staged)
+    # New weights go to the device while the next chunk is stepped. The step fills the masters or the stage that they
+    # come from.
+    writes = lanes.refresh if moved_bytes else lanes.host_adam
+    chunk.updated = stepped  # should submitting raise what the step has raised, the next step does, too
+    chunk.updated = writes.submit(write, after=[stepped], nbytes=moved_bytes)
+    if stage is not None:
+        stage.busy = chunk.updated
+    engine.refreshed_bytes += moved_bytes
+
+
+def _step(
+    part: ChunkOptimizer, release: Callable[[], None] | None, arrived: Arrived, *rest: Any, **options: Any
+) -> None:
+    """A step on a lane, where an error is raised far from what it is about."""
+    try:
+        if release is not None:
+            release()  # a checkpoint may still have to write, or copy, what this step replaces
+        part.step(arrived, *rest, **options)
+    except Exception as error:
+        chunk, name = part.chunk, type(error).__name__
+        cause = f"{name}: {error}" if str(error) else name
+        raise StepError(
+            f"rank {chunk.rank}: the optimizer step of chunk {chunk.index} "
+            f"({few([slot.name for slot in chunk.slots])}) failed on "
+            f"the host with {cause}. Each of its weights is either stepped or as before; the other chunks have been "
+            "stepped. "
+            "state_dict() gives the weights as they are"
+        ) from error
+
+
+def publish(engine: Engine, chunk: Chunk) -> Ticket | None:
+    """Have the new weights of a resident chunk on every rank; when its next use may read them, where it must wait."""
+    if chunk.whole is None:
+        return None
+    after = known(chunk.updated) if chunk.plan.state_home == "host" else []
+    group, whole = engine.group, chunk.whole
+    if group.size == 1:
+        if after:
+            _withhold(chunk, after[0])
+        return chunk.filled
+    mine = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
+    engine.regathered_bytes += whole.nbytes - mine.nbytes
+    # `after` writes this rank's part, which the other ranks would otherwise get as it was before the step.
+    _withhold(chunk, engine.lanes.network.submit(lambda: group.gather(whole, mine), after=after))
+    return chunk.filled
+
+
+def _withhold(chunk: Chunk, written: Ticket) -> None:
+    """Let nobody read a resident chunk's weights before they are `written`: the next use waits, announced or not."""
+    chunk.filled = written
+    chunk.hold_placeholders()

@@ -1,0 +1,152 @@
+"""Properties of a user's optimizer and its class; above all, whether it is elementwise."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.errors import InputError
+from elixir.torch_private import tree_map
+from elixir.wrapper.engine import Engine
+from elixir.wrapper.step.fused_adam import FusedAdam, Stretch, can_fuse
+
+_NAMES = frozenset("Adafactor LAMB Lamb LARS Muon Shampoo SOAP LBFGS SparseAdam NovoGrad".split())
+_SHAPE = (6, 4)
+_STEPS = 3
+
+
+class UserOptimizer:
+    """A user's optimizer: which parameter is in which group, the options of now, and optimizers like it over other
+    tensors.
+
+    Args:
+        given: what the user made.
+        groups: its groups as of now.
+        engine: whose chunks are stepped.
+    """
+
+    def __init__(
+        self, given: torch.optim.Optimizer, groups: Callable[[], list[dict[str, Any]]], engine: Engine
+    ) -> None:
+        self.given = given
+        self._class = type(given)
+        self._groups, self._engine = groups, engine
+        self.fusible = can_fuse(given)
+        self.group_of = {parameter: index for index, group in enumerate(groups()) for parameter in group["params"]}
+
+    @property
+    def fuses(self) -> bool:
+        """Whether shards are stepped by `FusedAdam` rather than by the user's class; same rule, other rounding."""
+        return self.fusible and (self._engine.options.fused_kernels or self._engine.plan.moments != "float32")
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Options of the groups, as of now."""
+        return [shard_options(group) for group in self._groups()]
+
+    def over(self, segments: Sequence[Stretch]) -> torch.optim.Optimizer:
+        """An optimizer of the user's class over segments, with their groups' options."""
+        groups = []
+        for index, options in enumerate(self.hyperparameters()):
+            groups.append({**options, "params": [segment.weights for segment in segments if segment.group == index]})
+        return self._make(groups)
+
+    def fused_over(self, master: torch.Tensor, segments: Sequence[Stretch]) -> FusedAdam:
+        """An optimizer that steps a shard in one pass, with the groups' options."""
+        decoupled = issubclass(self._class, torch.optim.AdamW)
+        return FusedAdam(master, segments, self.hyperparameters(), decoupled, self._engine.plan.moments)
+
+    def check_elementwise(self) -> None:
+        """See `check_elementwise`, with the options of each group."""
+        for group in self._groups():
+            check_elementwise(self._class, partial(self._make_over, group))
+
+    def _make_over(self, group: dict[str, Any], weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return self._make([{**shard_options(group), "params": weights}])
+
+    def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        defaults = {key: value for key, value in self.given.defaults.items() if key not in ("differentiable",)}
+        made: torch.optim.Optimizer = self._class(groups, **accepted_options(self._class, shard_options(defaults)))
+        return made
+
+
+def check_elementwise(cls: type, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+    """Make sure that steps on pieces of a weight give the bits of steps on the whole.
+
+    This tries it, since names do not tell. Two optimizers step the same small weights with the same gradients: one has
+    them whole, the other in flat pieces, as shards are.
+
+    Args:
+        cls: the optimizer's class; for messages.
+        make: an optimizer of that class, with the caller's options, over given parameters.
+
+    Raises:
+        InputError: the pieces come out differently, or the optimizer cannot step them.
+    """
+    advice = (
+        f"{cls.__name__} is not elementwise: its update of one weight depends on others, which live in other "
+        "shards; use an elementwise optimizer such as AdamW, SGD, RMSprop or Adagrad"
+    )
+    if any(base.__name__ in _NAMES for base in cls.__mro__):
+        raise InputError(advice)
+    numel = _SHAPE[0] * _SHAPE[1]
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(numel, generator=generator)
+    gradients = [torch.randn(numel, generator=generator) for _ in range(_STEPS)]
+    cuts = (0, 7, 16, numel)
+    try:
+        with torch.enable_grad():
+            whole = [nn.Parameter(start.clone().view(_SHAPE))]
+            pieces = [nn.Parameter(start[a:b].clone()) for a, b in pairwise(cuts)]
+            for parameters in (whole, pieces):
+                optimizer = make(parameters)
+                for gradient in gradients:
+                    offset = 0
+                    for parameter in parameters:
+                        part = gradient[offset : offset + parameter.numel()].clone()
+                        parameter.grad, offset = part.view_as(parameter), offset + parameter.numel()
+                    optimizer.step()
+    except Exception as error:
+        raise InputError(f"{advice} (it cannot step flat pieces of a weight: {error})") from error
+    with torch.no_grad():
+        mine, theirs = torch.cat([piece.flatten() for piece in pieces]), whole[0].flatten()
+        # Not to the bit: vectors of other lengths may go through other instructions.
+        if not torch.allclose(mine, theirs, rtol=1e-5, atol=1e-7, equal_nan=True):
+            raise InputError(advice)
+
+
+def has_stepped(state: Any) -> bool:
+    """Whether an optimizer's state of one parameter is that of a step, rather than what a constructor made."""
+    if not isinstance(state, dict):
+        return bool(state)
+    if "step" in state:
+        return bool(state["step"] > 0)
+    return any(isinstance(value, torch.Tensor) for value in state.values())
+
+
+def shard_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with which shards are stepped, wherever they are; copies, since a scheduler may write into a tensor.
+
+    What `capturable` is for, CUDA graphs, is refused here, and the host cannot step with it. Nor with numbers that lie
+    on the device: they are read.
+    """
+    captured = bool(options.get("capturable"))
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.item() if value.numel() == 1 and (value.is_cuda or captured) else value.clone()
+
+    own = {key: tree_map(copied, value) for key, value in options.items() if key != "params"}
+    return {**own, "capturable": False} if captured else own
+
+
+def accepted_options(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of `options` that the class's constructor takes."""
+    names = inspect.signature(cls).parameters
+    return {key: value for key, value in options.items() if key in names}

@@ -1,0 +1,245 @@
+"""States of an optimizer in torch's own layout, whole: by number of the parameter, in its shape. Out and in again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from elixir.chunk.chunk import Chunk, Slot
+from elixir.errors import InputError, InputTypeError
+from elixir.units import dtype_name
+from elixir.wrapper.engine import Engine
+from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
+from elixir.wrapper.step.fused_adam import FusedAdam
+from elixir.wrapper.step.segment_states import (
+    ADAM_KINDS,
+    SmallStates,
+    first_element,
+    load_states,
+    small_states,
+    stretches,
+)
+from elixir.wrapper.step.stepper import Stepper
+
+HOW = ("foreach", "fused", "capturable", "differentiable", "moments")
+"""Options that say how a step is computed and not what it gives: those of this run stay when others are loaded."""
+
+
+def take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Have the options of a group be those that were saved, but for `HOW`."""
+    for key, value in options.items():
+        mine = group.get(key)
+        if key in HOW or key == "params":
+            continue
+        if isinstance(mine, torch.Tensor) and isinstance(value, (torch.Tensor, float, int)):
+            mine.fill_(float(value))  # a scheduler may hold the same tensor
+        else:
+            group[key] = value
+
+
+def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, Any]], *, wanted: bool) -> dict[str, Any]:
+    """The state dict, one chunk gathered at a time. All ranks call this, after everything has settled.
+
+    Args:
+        engine: of the chunks.
+        stepper: whose states.
+        groups: the parameter groups.
+        wanted: whether this rank keeps what is gathered.
+    """
+    names_of = {slot.parameter: slot.name for chunk in engine.chunks for slot in chunk.slots}
+    ordered = [names_of[parameter] for group in groups for parameter in group["params"]]
+    numbers = {name: number for number, name in enumerate(ordered)}
+    small: dict[str, SmallStates] = {}
+    mine: dict[int, dict[str, str]] = {}
+    names: dict[str, set[str]] = {}
+    for index, part in stepper.parts.items():
+        small |= small_states(part)
+        for name, kind, _, values in _segments(part):
+            mine.setdefault(index, {})[kind] = dtype_name(values.dtype)
+            names.setdefault(name, set()).add(kind)
+    answers = engine.exchange("optimizer states", (mine, names, small))
+    state: dict[int, dict[str, Any]] = {}
+    for _, _, theirs in answers:
+        for name, each in theirs.items():
+            state.setdefault(numbers[name], {}).update(_plain(each))
+    having: dict[str, set[str]] = {}
+    for _, theirs, _ in answers:
+        for name, kinds in theirs.items():
+            having.setdefault(name, set()).update(kinds)
+    for index, part in stepper.parts.items():
+        kinds = {kind: dtype for found, _, _ in answers for kind, dtype in found.get(index, {}).items()}
+        for kind in sorted(kinds):
+            whole = _gathered(engine, part, kind, getattr(torch, kinds[kind]))
+            for slot in part.chunk.slots if wanted else ():
+                if kind in having.get(slot.name, ()):
+                    value = slot.part_of(whole).to("cpu", copy=True)
+                    state.setdefault(numbers[slot.name], {})[kind] = value
+    if not wanted:
+        return {}
+    return {
+        "state": {number: state[number] for number in sorted(state)},
+        "param_groups": [
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "params": [numbers[names_of[parameter]] for parameter in group["params"]],
+            }
+            for group in groups
+        ],
+    }
+
+
+def load_whole_states(
+    engine: Engine, stepper: Stepper, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
+) -> None:
+    """Go on from a state dict of torch's layout. All ranks call this with the same; each takes its parts.
+
+    Raises:
+        InputError: it is of another optimizer, or of another model; nothing was changed, on any rank.
+        InputTypeError: it is no state dict of an optimizer.
+    """
+    problem: Exception | None = None
+    source: _GivenStates | None = None
+    try:
+        source = _checked(engine, stepper, groups, state_dict)
+    except (InputError, InputTypeError) as error:
+        problem = error
+    answers = engine.exchange("load_state_dict() of an optimizer", None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    for rank, answer in enumerate(answers):
+        if answer is not None:
+            raise InputError(f"rank {rank}: {answer}")
+    for part in stepper.parts.values():
+        part.chunk.about_to_write()
+        if source is not None:
+            load_states(part, source)
+    for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+        take_options(group, saved)
+
+
+class _GivenStates:
+    """States in memory; implements `SavedStates`."""
+
+    def __init__(self, state: Mapping[str, Mapping[str, Any]], slots: Mapping[str, Slot]) -> None:
+        self._state, self._slots = state, slots
+
+    def _elementwise(self, name: str, value: Any) -> bool:
+        shape = self._slots[name].shape
+        return isinstance(value, torch.Tensor) and value.shape == shape
+
+    def kinds(self, name: str) -> Collection[str]:
+        """See `SavedStates`."""
+        return [
+            kind
+            for kind, value in self._state.get(name, {}).items()
+            if kind != "step" and self._elementwise(name, value)
+        ]
+
+    def dtype(self, kind: str, name: str) -> torch.dtype:
+        """See `SavedStates`."""
+        found: torch.dtype = self._state[name][kind].dtype
+        return found
+
+    def whole_blocks(self, kind: str, name: str) -> bool:
+        """See `SavedStates`."""
+        return False
+
+    def small(self, name: str) -> SmallStates:
+        """See `SavedStates`."""
+        small = SmallStates()
+        for kind, value in self._state.get(name, {}).items():
+            if kind == "step":
+                small.step = int(value)
+                if not isinstance(value, torch.Tensor):
+                    small.others[kind] = small.step
+            elif isinstance(value, torch.Tensor):
+                if not self._elementwise(name, value):
+                    small.others[kind] = (dtype_name(value.dtype), value.item())
+            elif value is not None:
+                small.others[kind] = value
+        return small
+
+    def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
+        """See `SavedStates`."""
+        out.copy_(self._state[name][kind].detach().reshape(-1)[start : start + out.numel()])
+
+
+def _checked(
+    engine: Engine, stepper: Stepper, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
+) -> _GivenStates:
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise InputTypeError("a state dict of an optimizer has 'state' and 'param_groups', as torch.optim gives it")
+    saved = state_dict["param_groups"]
+    sizes, theirs = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved]
+    if sizes != theirs:
+        raise InputError(
+            f"the state dict has groups of {theirs} parameters, this optimizer of {sizes}; make the groups that were "
+            "saved"
+        )
+    slots = {slot.parameter: slot for chunk in engine.chunks for slot in chunk.slots}
+    by_name: dict[str, Mapping[str, Any]] = {}
+    for group, other in zip(groups, saved, strict=True):
+        for parameter, number in zip(group["params"], other["params"], strict=True):
+            slot, state = slots[parameter], state_dict["state"].get(number)
+            if state is None:
+                continue
+            _check_state(slot, state, needs_adam=stepper.user.fusible)
+            by_name[slot.name] = {kind: value for kind, value in state.items() if kind != "master"}
+    return _GivenStates(by_name, {slot.name: slot for slot in slots.values()})
+
+
+def _check_state(slot: Slot, state: Mapping[str, Any], *, needs_adam: bool) -> None:
+    for kind, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != slot.shape:
+            raise InputError(
+                f"state {kind!r} of {slot.name} has shape {list(value.shape)}, the parameter {list(slot.shape)}; load "
+                "states "
+                "of the same model, with moments in float32 or bfloat16"
+            )
+    if needs_adam and not {"step", *ADAM_KINDS} <= set(state):
+        raise InputError(
+            f"the state of {slot.name} is not one of Adam: it has {sorted(state)}, not step, exp_avg and exp_avg_sq"
+        )
+
+
+def _segments(part: ChunkOptimizer) -> Iterator[tuple[str, str, int, torch.Tensor]]:
+    """(parameter, kind, first element in the shard, values in float32 or wider) of every state of a chunk's shard."""
+    optimizer = part.optimizer
+    starts = {segment.name: segment.start - first_element(part, segment) for segment in part.segments}
+    if isinstance(optimizer, FusedAdam):
+        for segment in part.segments:
+            if optimizer.steps_of(segment):
+                for kind, value in zip(ADAM_KINDS, optimizer.read(segment), strict=True):
+                    yield segment.name, kind, segment.start, value
+        return
+    for each in stretches(part):
+        values = each.values(0, each.numel)
+        narrow = values.is_floating_point() and values.itemsize < torch.float32.itemsize
+        yield each.name, each.kind, starts[each.name] + each.start, values.float() if narrow else values
+
+
+def _gathered(engine: Engine, part: ChunkOptimizer, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """One state of all parameters of a chunk, as they lie in the chunk; zeros if it has none."""
+    chunk: Chunk = part.chunk
+    shard = torch.zeros(chunk.shard_numel, dtype=dtype, device=engine.device)
+    for _, found, start, values in _segments(part):
+        if found == kind:
+            shard[start : start + values.numel()].copy_(values)
+    if engine.group.size == 1:
+        return shard
+    whole = torch.empty(chunk.plan.numel, dtype=dtype, device=engine.device)
+    gather = partial(
+        engine.group.gather, whole.view(torch.uint8), shard.view(torch.uint8), f"states of chunk {chunk.index}"
+    )
+    engine.lanes.network.submit(gather).synchronize()  # this thread reads `whole` next
+    return whole
+
+
+def _plain(small: SmallStates) -> dict[str, Any]:
+    found: dict[str, Any] = {} if small.step is None else {"step": torch.tensor(float(small.step))}
+    for kind, value in small.others.items():
+        found[kind] = torch.tensor(value[1], dtype=getattr(torch, value[0])) if isinstance(value, tuple) else value
+    return found

@@ -1,0 +1,323 @@
+"""`TrainingStates`: all that a checkpoint reads of a running module and its optimizers, and writes when it is loaded.
+
+The one door between the runtime and checkpoints: what lies where, in which order it is stepped next, and how it is put
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from elixir.chunk.chunk import Chunk, Slot
+from elixir.chunk.group import Group
+from elixir.chunk.host_buffers import BufferKind, SizeClass
+from elixir.chunk.lanes import Ticket
+from elixir.errors import InputError
+from elixir.plan import Plan
+from elixir.wrapper.engine import engine_of
+from elixir.wrapper.module import ElixirModule
+from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of
+from elixir.wrapper.state_reader import StateReader
+from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
+from elixir.wrapper.step.segment_states import (
+    SavedStates,
+    SmallStates,
+    Stretch,
+    have_begun,
+    load_states,
+    small_states,
+    stretches,
+)
+
+_COPIES = "copies for a checkpoint"
+WEIGHT = "weight"
+"""Kind of the tensors that are weights: masters, if there are any."""
+
+
+class ChunkStates:
+    """This rank's part of one chunk: weights, or their masters, and the states of what steps them.
+
+    Args:
+        chunk: the chunk.
+        parts: its optimizers.
+    """
+
+    def __init__(self, chunk: Chunk, parts: Sequence[ChunkOptimizer]) -> None:
+        self.chunk, self.parts = chunk, tuple(parts)
+        self._updated: Ticket | None = chunk.updated
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no update is still under way that could make states which are not there yet."""
+        return self._updated is None or self._updated.done() or all(have_begun(part) for part in self.parts)
+
+    def wait(self) -> None:
+        """Wait for the update that was under way when this was made; raises what it raised."""
+        if self._updated is not None:
+            self._updated.synchronize()  # it still writes the weights, masters and states that are read next
+
+    def stretches(self) -> list[Stretch]:
+        """Everything to save, as it lies in live memory; call this when no update is under way."""
+        found = list(self._weights())
+        for part in self.parts:
+            found += stretches(part)
+        return found
+
+    def small(self) -> dict[str, SmallStates]:
+        """Counts of steps and other scalars, by parameter, as of now."""
+        found: dict[str, SmallStates] = {}
+        for part in self.parts:
+            found |= small_states(part)
+        return found
+
+    def _weights(self) -> Iterator[Stretch]:
+        memory = self.target
+        for slot, start, stop in self.cuts():
+            at = slot.offset + start - self.chunk.shard_start
+            yield Stretch(WEIGHT, slot.name, tuple(slot.shape), start, memory[at : at + stop - start], is_state=False)
+
+    @property
+    def target(self) -> torch.Tensor:
+        """The flat shard of the weights as they are saved and loaded: masters if there are any."""
+        return self.chunk.shard_weights if self.chunk.masters is None else self.chunk.masters
+
+    def cuts(self) -> Iterator[tuple[Slot, int, int]]:
+        """(parameter, first, stop) of the elements of each flattened parameter that this rank has."""
+        first, last = self.chunk.shard_start, self.chunk.shard_start + self.chunk.shard_numel
+        for slot in self.chunk.slots:
+            start, stop = max(slot.offset, first), min(slot.offset + slot.numel, last)
+            if start < stop:
+                yield slot, start - slot.offset, stop - slot.offset
+
+    def load_states(self, saved: SavedStates) -> set[str]:
+        """Take states; see `elixir.wrapper.step.segment_states.load_states`."""
+        notes: set[str] = set()
+        for part in self.parts:
+            notes |= load_states(part, saved)
+        return notes
+
+
+class TrainingStates:
+    """A module and some of its optimizers, seen by code that saves and loads them.
+
+    Args:
+        module: the module.
+        optimizers: those of its optimizers whose states are meant, by name.
+
+    Raises:
+        InputError: an optimizer steps another module.
+    """
+
+    def __init__(self, module: ElixirModule, optimizers: Mapping[str, ElixirOptimizer]) -> None:
+        for name, optimizer in optimizers.items():
+            if optimizer.module is not module:
+                raise InputError(f"{name!r} is an optimizer of another ElixirModule; save each module with its own")
+        self._engine = engine_of(module)
+        self._model = module.module
+        self.optimizers = dict(optimizers)
+        self._steppers = {name: stepper_of(optimizer) for name, optimizer in optimizers.items()}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan at work."""
+        return self._engine.plan
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share the chunks; its collectives belong to the network lane."""
+        return self._engine.group
+
+    @property
+    def device(self) -> torch.device:
+        """Where compute runs."""
+        return self._engine.device
+
+    @property
+    def reader(self) -> StateReader | None:
+        """The reader of the checkpoints of this module."""
+        return self._engine.state_reader
+
+    @reader.setter
+    def reader(self, reader: StateReader) -> None:
+        self._engine.state_reader = reader
+
+    def refuse_closed(self) -> None:
+        """Raise `InputError` after `close`."""
+        self._engine.phase.refuse_closed()
+
+    def begin_to_load(self, why: str) -> None:
+        """From here on the module refuses to run because of `why`, until `show`."""
+        self._engine.settle_quietly()
+        self._engine.half_loaded = why
+
+    def refuse(self, what: str, *, loading: bool = False) -> None:
+        """Raise where weights and states are not those between two steps.
+
+        Raises:
+            InputError: inside `gathered`, in a forward or backward, between backward and `step`, or the module is
+                closed.
+        """
+        engine = self._engine
+        if not loading:
+            engine.refuse_unusable()
+        engine.uses.refuse_inside(what)
+        if engine.uses.gathered:
+            raise InputError(f"{what} is for outside of gathered(); leave it first")
+        engine.forget_failed_backward()
+        engine.phase.refuse_begun(what)
+        if engine.unstepped:
+            raise InputError(
+                f"{what} between backward and step() would lose the gradients that have come since the last step: call "
+                "step() first, or zero_grad() to give them up"
+            )
+
+    def chunks(self, *, frozen: bool = True) -> list[ChunkStates]:
+        """The chunks, in the order in which they are updated next; without `frozen` only those that are trained."""
+        first: dict[int, int] = {}
+        for position, use in enumerate(self.plan.order):
+            for index in use.chunks:
+                first.setdefault(index, position)
+        ordered = sorted(self._engine.chunks, key=lambda chunk: (first.get(chunk.index, len(first)), chunk.index))
+        found = []
+        for chunk in ordered:
+            if frozen or chunk.plan.trainable:
+                parts = [stepper.parts[chunk.index] for stepper in self._steppers.values() if chunk.plan.trainable]
+                found.append(ChunkStates(chunk, parts))
+        return found
+
+    def follow_writes(self) -> None:
+        """Have masters be what was written to resident weights since the last step, as the next step would."""
+        for stepper in self._steppers.values():
+            stepper.follow_writes()
+
+    def aliases(self) -> dict[str, str]:
+        """Other names of tied parameters and buffers -> their first name."""
+        first: dict[int, str] = {}
+        found: dict[str, str] = {}
+        for names in (
+            self._model.named_parameters(remove_duplicate=False),
+            self._model.named_buffers(remove_duplicate=False),
+        ):
+            for name, tensor in names:
+                known = first.setdefault(id(tensor), name)
+                if known != name:
+                    found[name] = known
+        persistent = set(self.buffers())
+        parameters = {slot.name for chunk in self._engine.chunks for slot in chunk.slots}
+        return {name: target for name, target in found.items() if target in persistent or target in parameters}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Persistent buffers by name, each once."""
+        seen: set[int] = set()
+        found: dict[str, torch.Tensor] = {}
+        for prefix, part in self._model.named_modules():
+            for key, buffer in part._buffers.items():
+                if buffer is not None and key not in part._non_persistent_buffers_set and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    found[f"{prefix}.{key}" if prefix else key] = buffer
+        return found
+
+    def parameters(self) -> dict[str, tuple[tuple[int, ...], bool]]:
+        """Name -> shape, and whether it is trained."""
+        return {
+            slot.name: (tuple(slot.shape), chunk.plan.trainable)
+            for chunk in self._engine.chunks
+            for slot in chunk.slots
+        }
+
+    def groups(self, optimizer: ElixirOptimizer) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
+        """(names, options) of an optimizer's groups; the options are the live ones."""
+        return [
+            (self.names_of(group), {key: value for key, value in group.items() if key != "params"})
+            for group in optimizer.param_groups
+        ]
+
+    def names_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the parameters of a group of an optimizer."""
+        names = {slot.parameter: slot.name for chunk in self._engine.chunks for slot in chunk.slots}
+        return tuple(names[parameter] for parameter in group["params"])
+
+    def said_of(self, name: str) -> dict[str, Any]:
+        """Other values from which an optimizer goes on."""
+        stepper = self._steppers[name]
+        return {"class": type(stepper.user.given).__name__, "asked_for_norm": stepper.asked_for_norm}
+
+    def load_said(self, name: str, said: Mapping[str, Any]) -> None:
+        """Go on from what `said_of` gave."""
+        self._steppers[name].asked_for_norm = bool(said.get("asked_for_norm"))
+
+    @torch.no_grad()
+    def load(
+        self,
+        fill_weights: Callable[[str, int, torch.Tensor], set[str]],
+        saved: SavedStates,
+        *,
+        skipped: frozenset[str] = frozenset(),
+    ) -> set[str]:
+        """Write this rank's weights and states of all chunks; notes on what is not exact. After `begin_to_load`, and
+        before `show`.
+
+        Args:
+            fill_weights: fills a flat tensor with the elements of a named parameter from one on; gives notes.
+            saved: the states of the optimizers.
+            skipped: parameters that are left as they are.
+        """
+        notes: set[str] = set()
+        for states in self.chunks():
+            chunk = states.chunk
+            chunk.about_to_write()
+            target = states.target
+            for slot, start, stop in states.cuts():
+                if slot.name not in skipped:
+                    at = slot.offset + start - chunk.shard_start
+                    notes |= fill_weights(slot.name, start, target[at : at + stop - start])
+            if chunk.masters is not None:
+                chunk.shard_weights.copy_(chunk.masters)  # as after every step, weights are the rounded masters
+            notes |= states.load_states(saved)
+        return notes
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Have what was loaded be what the model reads, on all ranks; all of them have loaded."""
+        lanes, group = self._engine.lanes, self.group
+        for chunk in self._engine.chunks:
+            if chunk.whole is not None and group.size > 1:
+                whole, mine = chunk.whole, chunk.shard_weights
+                # Who reads the resident weights next, on this thread or in compute, must find those of all ranks.
+                lanes.network.submit(partial(group.gather, whole, mine, "loaded weights")).synchronize()
+        self._engine.cache.invalidate()
+        self._engine.half_loaded = ""
+
+    def pool_limit_bytes(self, largest_bytes: int) -> int:
+        """Host memory for copies while a checkpoint is written: what the plan leaves of its budget, at most two chunks'
+        states.
+
+        Args:
+            largest_bytes: of one chunk's states on this rank.
+        """
+        plan = self.plan
+        left = max(0, plan.host_budget_bytes - plan.predicted.host_peak_bytes) // max(1, self._engine.host_share.ranks)
+        return min(left, 2 * largest_bytes)
+
+    def make_pool(self, nbytes: int) -> torch.Tensor:
+        """Host memory for copies, counted with the runtime's other buffers; pinned next to a CUDA device."""
+        buffers = self._engine.host_buffers
+        buffers.add(BufferKind(_COPIES, "checkpoint", (SizeClass(nbytes, 1),), at_once=False))
+        return buffers.take(_COPIES, nbytes).memory
+
+    def drop_pool(self) -> None:
+        """Give up what `make_pool` has made, once nothing reads it."""
+        self._engine.host_buffers.drop(_COPIES)
+
+    def loss_scale_state(self) -> dict[str, float | int] | None:
+        """The loss scale of float16; None where losses are not scaled."""
+        scale = self._engine.loss_scale
+        return scale.state() if scale.used else None
+
+    def load_loss_scale(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved one."""
+        self._engine.loss_scale.load(state)

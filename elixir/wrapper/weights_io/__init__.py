@@ -1,0 +1,8 @@
+"""Weights in and out under the model's names: state dicts and gathered()."""
+
+from __future__ import annotations
+
+from elixir.wrapper.weights_io.gathered import shown
+from elixir.wrapper.weights_io.state_dict import ModelState, in_use
+
+__all__ = ["ModelState", "in_use", "shown"]

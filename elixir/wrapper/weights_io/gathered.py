@@ -1,0 +1,83 @@
+"""Full weights shown in their parameters, outside of a step: `ElixirModule.gathered`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from elixir.chunk.chunk import Chunk, Slot
+from elixir.errors import InputError
+from elixir.wrapper.engine import Engine
+
+Wanted = nn.Module | nn.Parameter | Iterable[nn.Parameter] | None
+"""The parameters of a module, one, several, or all."""
+
+
+@contextlib.contextmanager
+def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
+    """See `ElixirModule.gathered`.
+
+    Args:
+        engine: whose chunks are gathered.
+        wanted: parameters to show.
+        write: whether what is written to them becomes the weights, unless an exception ends it.
+    """
+    uses, parameters = engine.uses, _of_model(engine.chunks, wanted)
+    uses.refuse_inside("gathered()")
+    engine.settle_together("gathered()")
+    opened: list[tuple[Chunk, torch.Tensor, list[Slot]]] = []
+    before = dict(uses.gathered)
+    try:
+        for chunk in engine.chunks:
+            asked = [slot for slot in chunk.slots if parameters is None or slot.parameter in parameters]
+            if not asked:
+                continue
+            if write:
+                chunk.about_to_write()  # before anything counts as written to, of which a checkpoint would complain
+            if chunk.index in before:  # another `gathered` around this one holds it already
+                memory = uses.gathered_memory[chunk.index]
+            else:
+                memory = engine.whole(chunk)
+                if memory is chunk.whole:
+                    # What is written here must not be the weights yet, and without `write` never: `data` tells nobody.
+                    memory = memory.clone()
+                chunk.point_into(memory)
+                chunk.gathered = memory
+            opened.append((chunk, memory, asked))
+            uses.gathered_memory[chunk.index] = memory
+            writable = {slot.parameter for slot in asked} if write else set()
+            uses.gathered[chunk.index] = before.get(chunk.index, frozenset()) | writable
+        yield
+        if write:
+            engine.cache.invalidate()  # a backward in here may have fetched what is old now
+            for chunk, memory, asked in opened:
+                chunk.take_back(memory, asked)
+                chunk.take(memory, asked)
+    finally:
+        uses.gathered = before
+        for chunk, _, _ in opened:
+            if chunk.index not in before:
+                del uses.gathered_memory[chunk.index]
+                chunk.gathered = None
+                if chunk.whole is None:
+                    chunk.hold_placeholders()
+                else:
+                    chunk.point_into(chunk.whole)
+
+
+def _of_model(chunks: Sequence[Chunk], wanted: Wanted) -> set[nn.Parameter] | None:
+    if wanted is None:
+        return None
+    if isinstance(wanted, nn.Module):
+        wanted = wanted.parameters()
+    found = [wanted] if isinstance(wanted, nn.Parameter) else list(wanted)
+    own = {slot.parameter for chunk in chunks for slot in chunk.slots}
+    foreign = [item for item in found if not (isinstance(item, nn.Parameter) and item in own)]
+    if foreign:
+        raise InputError(
+            f"gathered() takes parameters of this model, or modules of it; {len(foreign)} of {len(found)} are none"
+        )
+    return set(found)

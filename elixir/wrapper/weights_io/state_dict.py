@@ -1,0 +1,223 @@
+"""Weights in and out under the model's own names: full values, no more than one chunk gathered at a time.
+
+Every module of a wrapped model, and so its ``save_pretrained``, gives and takes full values in the weights' dtype. The
+wrapper's own state dict has float32: master weights if there are any.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.chunk.chunk import Chunk, Slot
+from elixir.errors import InputError
+from elixir.torch_private import DisableTorchFunctionSubclass
+from elixir.wrapper.engine import Engine
+
+
+class _Replaced:
+    """A method of one module with another over it; models that share a module may put theirs over each other's.
+
+    Args:
+        module: has the method.
+        name: of the method.
+        over: is called with what it replaces, and the arguments.
+    """
+
+    def __init__(self, module: nn.Module, name: str, over: Callable[..., Any]) -> None:
+        self._module, self._name, self._over = module, name, over
+        self.own = vars(module).get(name)  # None where it is that of the class
+        self.original: Callable[..., Any] = getattr(module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._over(self.original, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Take it off again, whatever has been put over it since."""
+        above = vars(self._module).get(self._name)
+        if above is self:
+            if self.own is None:
+                delattr(self._module, self._name)
+            else:
+                setattr(self._module, self._name, self.own)
+            return
+        while isinstance(above, _Replaced):
+            if above.own is self:
+                above.own, above.original = self.own, self.original
+                return
+            above = above.own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the module is nobody's: it has the method of its class.
+        return MethodType(getattr(type(self._module), self._name), copy.deepcopy(self._module, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError("a module that runs under a plan cannot be pickled; save its state_dict()")
+
+
+def in_use(module: nn.Module) -> bool:
+    """Whether a model that runs under a plan has this module, and its parameters, among its own."""
+    return bool(module._parameters) and isinstance(vars(module).get("_save_to_state_dict"), _Replaced)
+
+
+class ModelState:
+    """Makes ``state_dict`` and ``load_state_dict`` of every module of a model full and strict.
+
+    Args:
+        engine: of the model. With several ranks all must ask for a state dict together.
+        buffers: rank 0's values for this rank's buffers, where they may be others.
+    """
+
+    def __init__(self, engine: Engine, buffers: Callable[[], dict[torch.Tensor, torch.Tensor]]) -> None:
+        self._engine, self._model, self._buffers = engine, engine.model, buffers
+        self._uses = engine.uses
+        self._slots: dict[nn.Parameter, tuple[Chunk, Slot]] = {
+            slot.parameter: (chunk, slot) for chunk in engine.chunks for slot in chunk.slots
+        }
+        self._tracked = frozenset(chunk.index for chunk in engine.tracked)
+        self._full: bool | None = None
+        """While the wrapper's own state dict is made: whether this rank wants it."""
+        self._given: dict[nn.Parameter, torch.Tensor] = {}
+        """Values in the state dict that is being made: names of one tied parameter share one tensor, as they always do.
+        """
+        self._gathered: tuple[int, torch.Tensor] | None = None
+        """The last chunk that was gathered for a state dict, and its values."""
+        self._shared: dict[torch.Tensor, torch.Tensor] = {}
+        """Rank 0's values of buffers for the state dict that is being made, so that it does not depend on who saves it.
+        """
+        self._replaced: list[_Replaced] = []
+        for module in self._model.modules():
+            if module._parameters or module._buffers:
+                self._replace(module, "_save_to_state_dict", partial(self._give, module))
+            if next(module.parameters(), None) is not None:  # all others may be part of other models as well
+                self._replace(module, "state_dict", self._together)
+                self._replace(module, "_load_from_state_dict", partial(self._take, module))
+
+    def _replace(self, module: nn.Module, name: str, over: Callable[..., Any]) -> None:
+        replaced = _Replaced(module, name, over)
+        setattr(module, name, replaced)
+        self._replaced.append(replaced)
+
+    def remove(self) -> None:
+        """Give modules their own methods back."""
+        while self._replaced:
+            self._replaced.pop().remove()
+
+    def full(self, *args: Any, wanted: bool = True, **kwargs: Any) -> dict[str, Any]:
+        """The model's state dict on the CPU, in separate memory, weights in float32 or wider.
+
+        Args:
+            wanted: False takes part in gathering and keeps nothing.
+        """
+        self._full = wanted
+        try:
+            state = self._model.state_dict(*args, **kwargs)
+        finally:
+            self._full = None
+        return state if wanted else {}
+
+    def _together(self, original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """A module's state dict; with several ranks, find out first that all of them want one."""
+        if self._uses.saving:  # of a module around this one
+            return original(*args, **kwargs)
+        self._engine.settle_together("state_dict()")
+        self._uses.saving = True
+        try:
+            self._shared = self._buffers()
+            return original(*args, **kwargs)
+        finally:
+            self._uses.saving = False
+            self._gathered = None
+            self._given.clear()
+            self._shared = {}
+
+    def _give(
+        self,
+        module: nn.Module,
+        original: Callable[..., None],
+        destination: dict[str, Any],
+        prefix: str,
+        keep_vars: bool,
+    ) -> None:
+        """Save a module without its children, values instead of placeholders; before any hook sees it."""
+        original(destination, prefix, keep_vars)
+        for name, parameter in module._parameters.items():
+            key = prefix + name
+            if parameter not in self._slots or not isinstance(destination.get(key), torch.Tensor):
+                continue
+            chunk, slot = self._slots[parameter]
+            if self._full is None and (keep_vars or chunk.index not in self._tracked):
+                continue
+            if parameter not in self._given:
+                part = slot.part_of(self._whole_of(chunk)).detach()
+                dtype = part.dtype if self._full is None else torch.promote_types(part.dtype, torch.float32)
+                keeps = self._full is not False
+                self._given[parameter] = part.to("cpu", dtype, copy=True) if keeps else torch.empty(0)
+            destination[key] = self._given[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is None or not isinstance(value := destination.get(prefix + name), torch.Tensor):
+                continue
+            if not keep_vars:
+                value = self._shared.get(buffer, value)
+            if self._full is not None:
+                value = value.detach().to("cpu", copy=True)  # the model's own lives on
+            destination[prefix + name] = value
+
+    def _whole_of(self, chunk: Chunk) -> torch.Tensor:
+        if self._gathered is None or self._gathered[0] != chunk.index:
+            self._gathered = None  # no two at a time
+            self._gathered = (chunk.index, self._engine.whole(chunk, precise=self._full is not None))
+        return self._gathered[1]
+
+    def _take(
+        self, module: nn.Module, original: Callable[..., None], state: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
+        """Load one module: its parameters are given separate memory, and what was written there goes home."""
+        own = [
+            self._slots[parameter]
+            for parameter in dict.fromkeys(module._parameters.values())
+            if parameter in self._slots and self._slots[parameter][0].index not in self._uses.gathered
+        ]
+        self._refuse_shown(module, state, prefix)
+        if not own:
+            original(state, prefix, *rest)
+            return
+        self._uses.refuse_inside("load_state_dict()")
+        if rest and isinstance(rest[0], dict) and rest[0].get("assign_to_params_buffers"):
+            raise InputError("assign=True would give the parameters other memory; leave it out")
+        self._engine.settle_quietly()
+        memory: list[torch.Tensor] = []
+        for chunk, slot in own:
+            chunk.about_to_write()  # before anything counts as written to, of which a checkpoint would complain
+            wide = torch.promote_types(chunk.dtype, torch.float32) if chunk.masters is not None else chunk.dtype
+            memory.append(torch.empty(slot.shape, dtype=wide))
+            with DisableTorchFunctionSubclass():
+                slot.parameter.data = memory[-1]
+        before = [slot.parameter._version for _, slot in own]
+        self._uses.loading = True
+        try:
+            original(state, prefix, *rest)
+        finally:
+            self._uses.loading = False
+            for (chunk, slot), version, values in zip(own, before, memory, strict=True):
+                if slot.parameter._version != version:
+                    chunk.write(slot, values)
+                chunk.show(slot)
+
+    def _refuse_shown(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Raise where values would be loaded into memory that `ElixirModule.gathered` shows and takes nothing from."""
+        for name, parameter in module._parameters.items():
+            if parameter in self._slots and prefix + name in state:
+                writable = self._uses.gathered.get(self._slots[parameter][0].index)
+                if writable is not None and parameter not in writable:
+                    raise InputError(
+                        f"load_state_dict() writes to {prefix + name}, which gathered() shows for reading: use "
+                        "gathered("
+                        "parameters, write=True), or load outside of it"
+                    )

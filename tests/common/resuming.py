@@ -1,0 +1,129 @@
+"""A run that is saved, and another that goes on from there; every bit of both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.plan import Plan
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
+from elixir.wrapper.optimizer import stepper_of
+from elixir.wrapper.options import Debug
+from elixir.wrapper.step.segment_states import small_states, stretches
+from tests.common import gpu
+from tests.common.parity import Case
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's optimizer: an int for a step, and a new tensor in each, rather than the same one written to."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                before = state.get("exp_avg", torch.zeros_like(parameter))
+                parameter.add_((0.9 * before + 0.1 * parameter.grad).sign(), alpha=-group["lr"])
+                state["exp_avg"] = 0.99 * before + 0.01 * parameter.grad
+
+
+def two_groups(cls: type = torch.optim.AdamW, **options: Any) -> Make:
+    """Weights with decay and vectors without, at different rates."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.dim() > 1], "lr": 1e-3},
+            {"params": [p for p in trained if p.dim() <= 1], "lr": 3e-3},
+        ]
+        return cls([group for group in groups if group["params"]], **options)
+
+    return make
+
+
+class Run:
+    """A model, its optimizer and a scheduler, in training.
+
+    Args:
+        case: its model is copied.
+        plan: for it.
+        make: makes the optimizer.
+        max_norm: ask for the norm and clip to it before every step.
+        optimizer: options of `ElixirOptimizer`.
+    """
+
+    def __init__(
+        self, case: Case, plan: Plan, make: Make, *, max_norm: float = 0.0, wrap: Any = None, **optimizer: Any
+    ) -> None:
+        self.case = replace(case, model=copy.deepcopy(case.model), inp=gpu.there(case.inp, gpu.DEVICE))
+        options = {"debug": Debug(poison=True)} | (wrap or {})
+        self.module = ElixirModule(self.case.model, plan, device=gpu.DEVICE, **options)
+        self.optimizer = ElixirOptimizer(self.module, make(self.module.module), **optimizer)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.5)
+        self._max_norm = max_norm
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.module.close()
+
+    def state(self, **more: Any) -> dict[str, Any]:
+        """The state that is saved."""
+        return {"model": self.module, "optimizer": self.optimizer, "scheduler": self.scheduler, **more}
+
+    def step(self, scale: float = 1.0) -> float:
+        """One step; its loss."""
+        loss = self.case.loss(self.module, self.case.inp)
+        self.optimizer.backward(loss * scale)
+        if self._max_norm:
+            self.optimizer.clip_grad_norm_(self._max_norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def train(self, steps: int) -> list[float]:
+        """So many steps; their losses."""
+        return [self.step() for _ in range(steps)]
+
+    def bits(self) -> dict[str, Any]:
+        """All that a checkpoint should bring back, of this rank."""
+        self.module.settle()
+        found: dict[str, Any] = {f"model.{name}": value for name, value in self.module.state_dict().items()}
+        for part in stepper_of(self.optimizer).parts.values():
+            for each in stretches(part):
+                found[f"{each.kind}.{each.name}.{each.start}"] = each.values(0, each.numel).detach().cpu().clone()
+            found |= {f"small.{name}": vars(small) for name, small in small_states(part).items()}
+        found["groups"] = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+        ]
+        scale = engine_of(self.module).loss_scale
+        found["loss scale"] = scale.state() if scale.used else None
+        found["scheduler"] = self.scheduler.state_dict()
+        return found
+
+
+def differing(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Names of what is not the same, bit for bit."""
+    found = sorted(mine.keys() ^ theirs.keys())
+    for name in mine.keys() & theirs.keys():
+        one, other = mine[name], theirs[name]
+        same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        if not same:
+            found.append(name)
+    return sorted(found)

@@ -1,0 +1,185 @@
+"""Several ranks save and load one checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.checkpoint import PerRank, load_checkpoint, save_checkpoint
+from elixir.checkpoint_format import open_checkpoint, verify
+from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, FileError, InputError
+from elixir.plan import Plan
+from tests.common.ddp import batch_of, plan_for
+from tests.common.file_faults import UnsyncedFiles
+from tests.common.parity import Case, case, hf_loss, make_plan
+from tests.common.resuming import Run, differing, two_groups
+from tests.common.spawn import run_ranks, run_to_end
+from tests.common.tiny_models import tiny
+
+FILES = UnsyncedFiles()
+
+
+def runs(rank: int, world_size: int, kind: str, **options: Any) -> tuple[Case, Plan]:
+    model = tiny("opt", dropout=0.1, layers=1)
+    inp = batch_of(model, rank, world_size)
+    return Case(model, inp, hf_loss), plan_for(model, inp, kind, **options)
+
+
+def _resumed(rank: int, world_size: int, folder: str, kind: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(rank)
+    it, plan = runs(rank, world_size, kind, **options)
+    with Run(it, plan, two_groups(), max_norm=0.5) as run:
+        run.train(3)
+        saving = save_checkpoint(folder, run.state(mine=PerRank([rank]), step=3), step=3, files=FILES)
+        losses = run.train(3)
+        saving.wait()
+        whole = run.bits() | {"losses": losses}
+    torch.manual_seed(99)
+    with Run(it, plan, two_groups(), max_norm=0.5) as run:
+        state = run.state(mine=PerRank(None), step=0)
+        loaded = load_checkpoint(folder, state, files=FILES)
+        losses = run.train(3)
+        assert differing(whole, run.bits() | {"losses": losses}) == []
+        assert (state["step"], state["mine"].value) == (3, [rank])
+        assert loaded.exact, loaded.notes
+        assert loaded.world_size == world_size
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("mixed", {}), ("resident", {"unified_dtype": "bfloat16", "moments": "8bit"})],
+)
+def test_two_ranks_go_on_with_the_same_bits(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    run_ranks(2, _resumed, str(tmp_path / "run"), kind, options)
+    assert verify(tmp_path / "run") == ()
+
+
+def _on_own_disks(rank: int, world_size: int, folder: str) -> None:
+    machine = os.path.join(folder, f"machine-{rank}")
+    os.mkdir(machine)
+    os.chdir(machine)
+    _resumed(rank, world_size, "run", "host", {})
+    _resumed(rank, world_size, "run", "host", {})  # replaces the one that is there
+    # A machine that lost its disk has nothing to load, and then nobody has.
+    it, plan = runs(rank, world_size, "host")
+    with Run(it, plan, two_groups()) as run:
+        if rank == 1:
+            os.remove("run/index.json")
+        with pytest.raises(CheckpointNotFound):
+            load_checkpoint("run", run.state(), files=FILES)
+        run.train(1)
+
+
+def test_every_machine_has_a_disk_of_its_own(tmp_path: Path) -> None:
+    run_ranks(2, _on_own_disks, str(tmp_path))
+    for rank in range(2):
+        names = sorted(os.listdir(tmp_path / f"machine-{rank}" / "run"))
+        assert [name.split("-", 1)[-1] for name in names if name.endswith("tensors")] == [
+            f"rank-{rank:05}-of-00002.safetensors"
+        ]
+
+
+def saved_by_two(folder: Path, **options: Any) -> None:
+    run_ranks(2, _save, str(folder), options)
+
+
+def _save(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
+    it, plan = runs(rank, world_size, "mixed", **options)
+    with Run(it, plan, two_groups()) as run:
+        run.train(2)
+        save_checkpoint(folder, run.state(mine=PerRank(rank)), wait=True, files=FILES)
+
+
+@pytest.mark.parametrize("options", [{}, {"unified_dtype": "bfloat16", "moments": "8bit"}])
+def test_what_two_ranks_saved_is_loaded_by_one(tmp_path: Path, options: dict[str, Any]) -> None:
+    saved_by_two(tmp_path / "run", **options)
+    it = case("opt", layers=1)
+    with Run(it, make_plan(it, "mixed", split_number=3, **options), two_groups()) as run:
+        with pytest.raises(CheckpointMismatch, match="mine"):
+            load_checkpoint(tmp_path / "run", run.state(mine=PerRank(None)), files=FILES)
+        loaded = load_checkpoint(tmp_path / "run", run.state(), files=FILES)
+        assert not loaded.exact
+        assert [note for note in loaded.notes if "random number" not in note] == []
+        bits = run.bits()
+        with open_checkpoint(tmp_path / "run") as saved:
+            states = [key for key in saved.keys() if key.startswith("exp_avg")]  # noqa: SIM118
+            assert len(states) > 10
+            for key in states:
+                kind, _, name = key.partition("/")
+                assert torch.equal(bits[f"{kind}.{name}.0"], saved.read(key)), key
+            for name, weight in saved.weights().items():
+                assert torch.equal(bits[f"model.{name}"], weight), name
+            steps = {name: bits[f"small.{name}"]["step"] for name in saved.index.steps}
+            assert steps == saved.index.steps
+        run.train(1)
+
+
+class Full(UnsyncedFiles):
+    """No rank file gets longer than this disk allows."""
+
+    def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+        if operation == "write" and "rank" in path:
+            raise FileError(errno.ENOSPC, "No space left on device", path, operation)
+        return super().call(operation, path, function, *args)
+
+
+class Deadly(UnsyncedFiles):
+    """This rank is gone in the middle of a write."""
+
+    def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+        if operation == "write" and "rank" in path:
+            os._exit(9)
+        return super().call(operation, path, function, *args)
+
+
+def _one_fails(rank: int, world_size: int, folder: str) -> str:
+    it, plan = runs(rank, world_size, "host")
+    with Run(it, plan, two_groups()) as run:
+        run.train(1)
+        save_checkpoint(folder, run.state(number=1), wait=True, files=FILES)
+        saving = save_checkpoint(folder, run.state(number=2), files=Full() if rank == 1 else FILES)
+        run.train(1)
+        with pytest.raises(CheckpointError, match=r"rank 1: .*No space left") as raised:
+            saving.wait()
+        with pytest.raises(InputError, match=r"rank 1: value: a "):
+            save_checkpoint(folder, run.state(value=object() if rank else 1), files=FILES)
+        run.train(1)
+        load_checkpoint(folder, run.state(number=0), files=FILES)
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_one_rank_that_fails_fails_the_save_on_all_and_training_goes_on(tmp_path: Path) -> None:
+    said = run_ranks(2, _one_fails, str(tmp_path / "run"))
+    assert said[0] == said[1]
+    assert verify(tmp_path / "run") == ()
+    with open_checkpoint(tmp_path / "run") as saved:
+        assert saved.value("number") == 1
+    assert len(os.listdir(tmp_path / "run")) == 3  # nothing of the one that failed
+
+
+def _one_dies(rank: int, world_size: int, folder: str) -> str:
+    it, plan = runs(rank, world_size, "host")
+    run = Run(it, plan, two_groups())
+    run.train(1)
+    save_checkpoint(folder, run.state(number=1), wait=True, files=FILES)
+    saving = save_checkpoint(folder, run.state(number=2), files=Deadly() if rank == 1 else FILES)
+    try:
+        saving.wait()
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_rank_that_dies_in_a_save_leaves_the_one_before(tmp_path: Path) -> None:
+    survivor, dead = run_to_end(2, _one_dies, str(tmp_path / "run"), group_timeout_s=10.0, wait_s=60.0)
+    assert dead.error is not None
+    assert "given up" in str(survivor.result)
+    assert survivor.seconds < 40
+    assert verify(tmp_path / "run") == ()
+    with open_checkpoint(tmp_path / "run") as saved:
+        assert saved.value("number") == 1

@@ -1,0 +1,136 @@
+"""Ranks that part, and then wait for each other in different collectives, end within seconds, not after the timeout."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir.chunk.group import Group
+from elixir.errors import RankError
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common.ddp import LR, plan_for
+from tests.common.spawn import run_ranks, run_to_end
+
+WIDTH = 24
+TIMEOUT_S = 300.0
+SOON_S = 120.0
+"""Far below the timeout, with time to start the ranks on a busy machine."""
+
+
+class ByRank(nn.Module):
+    """Every rank runs another one of its modules."""
+
+    def __init__(self, chosen: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.choices = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.chosen = chosen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.choices[self.chosen](self.first(x).tanh())).square().mean()
+
+
+def _loss(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
+    return model(inp["x"])  # type: ignore[no-any-return]
+
+
+def _train(rank: int, world_size: int, kind: str) -> None:
+    model = ByRank(rank)
+    inp = {"x": torch.randn(4, WIDTH)}
+    module = ElixirModule(model, plan_for(model, inp, kind, loss=_loss, split_number=5), device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=LR))
+    for _ in range(3):
+        optimizer.backward(_loss(module, inp))
+        optimizer.step()
+        optimizer.zero_grad()
+    module.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "device", "mixed"])
+def test_modules_chosen_by_rank_end_at_once_on_both_ranks(kind: str) -> None:
+    outcomes = run_to_end(2, _train, kind, group_timeout_s=TIMEOUT_S)
+    for outcome in outcomes:
+        assert "RankError" in str(outcome.error), outcome.error
+        assert outcome.seconds < SOON_S, f"rank {outcome.rank} took {outcome.seconds:.0f} s"
+    told = [str(outcome.error) for outcome in outcomes if "after" in str(outcome.error)]
+    assert any("a use of chunks [3] that is not in the order" in text and "gather chunk" in text for text in told), told
+
+
+def test_modules_chosen_by_rank_train_where_nothing_is_streamed() -> None:
+    run_ranks(2, _train, "resident")
+
+
+def _straggles(rank: int, world_size: int) -> None:
+    model = ByRank(0)
+    inp = {"x": torch.randn(4, WIDTH)}
+    module = ElixirModule(model, plan_for(model, inp, "host", loss=_loss, split_number=5), device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=LR))
+    for step in range(2):
+        if rank == 1 and step == 1:
+            model.last.register_forward_pre_hook(lambda *_: time.sleep(4.0))
+        optimizer.backward(_loss(module, inp))
+        optimizer.step()
+        optimizer.zero_grad()
+    module.close()
+
+
+def test_a_rank_that_is_slow_has_not_parted() -> None:
+    run_ranks(2, _straggles, group_timeout_s=TIMEOUT_S)
+
+
+def _gather(group: Group, what: str) -> None:
+    group.gather(torch.empty(group.size * 4), torch.ones(4), what)
+
+
+def _part(rank: int, group: Group) -> None:
+    if rank:
+        _gather(group, "chunk 2")
+        _gather(group, "chunk 3")
+    else:
+        _gather(group, "chunk 1")  # has the size of rank 1's, so gloo is content
+        group.send_from_rank_0(torch.ones(4))
+
+
+def _first_wrong_place(rank: int, world_size: int) -> tuple[str, float]:
+    group = Group()
+    group.exchange("begin", None)
+    _gather(group, "chunk 0")
+    started = time.perf_counter()
+    with pytest.raises(RankError) as raised:
+        _part(rank, group)
+    with pytest.raises(RankError):
+        group.exchange("more", None)
+    group.close()  # waits for nothing, though gloo still waits for the other rank
+    dist.barrier()  # the other must not learn it from this rank's end
+    return str(raised.value), time.perf_counter() - started
+
+
+def test_the_error_names_the_first_place_and_nobody_waits_to_close() -> None:
+    for told, seconds in run_ranks(2, _first_wrong_place, group_timeout_s=TIMEOUT_S):
+        assert "'gather chunk 1'" in told, told
+        assert "'gather chunk 2'" in told, told
+        assert "after 2 collectives" in told, told
+        assert seconds < SOON_S
+
+
+def _data_against_data(rank: int, world_size: int) -> str:
+    group = Group()
+    if rank == 1:
+        time.sleep(4.0)  # the others must find out without this rank, which has issued nothing yet
+    with pytest.raises(RankError) as raised:
+        group.send_from_rank_0(torch.ones(4)) if rank == 2 else _gather(group, "weights")
+    group.close()
+    dist.barrier()
+    return str(raised.value)
+
+
+def test_two_collectives_of_data_that_wait_for_each_other() -> None:
+    for told in run_ranks(3, _data_against_data, group_timeout_s=TIMEOUT_S):
+        assert "'gather weights'" in told, told
+        assert "'send from rank 0'" in told, told

@@ -1,0 +1,81 @@
+"""Several ranks load and move, in a step of several micro-batches, what was predicted for it, to the byte."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.common.ddp import PLANS, Twins, batch_of
+from tests.common.spawn import run_ranks
+from tests.common.tiny_models import tiny
+
+COUNTED = ("loads", "host_to_device", "device_to_host", "network")
+ALONE = ((), (0,), (0, 1), (0, 2), (1,))
+"""Which micro-batches of a step run inside no_sync(), step after step."""
+
+
+def _steps(twins: Twins, patterns: tuple[tuple[int, ...], ...]) -> None:
+    for pattern in patterns:
+        count = max(pattern, default=1) + 1 if pattern == (1,) else 4
+        for micro_batch in range(count):
+            with contextlib.ExitStack() as stack:
+                if micro_batch in pattern:
+                    stack.enter_context(twins.module.no_sync())
+                    stack.enter_context(twins.plain.no_sync())
+                twins.backward()
+        twins.step()
+        report = twins.module.last_report
+        assert report is not None
+        assert report.micro_batches == count
+        assert report.not_compared == ""
+        for name in COUNTED:
+            assert report.observed[name] == report.predicted[name], f"{name} with {pattern} alone"
+        if not pattern:
+            predicted = twins.plan.prediction_for(count)
+            said = {"loads": predicted.loads, **predicted.moved_bytes}
+            assert {name: report.predicted[name] for name in COUNTED[:3]} == {name: said[name] for name in COUNTED[:3]}
+
+
+def _training(rank: int, world_size: int, kind: str, checkpoint: Any) -> None:
+    model = tiny("gpt2", layers=1, checkpoint=checkpoint)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(number % 4 != 1)
+    twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=6)
+    _steps(twins, ALONE)
+    twins.close()
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_what_ranks_move_is_what_was_predicted(kind: str) -> None:
+    run_ranks(2, _training, kind, "non-reentrant" if kind == "mixed" else "none")
+
+
+class PartlyUsed(nn.Module):
+    """A layer that the step never uses, in chunks that hold nothing else; a bias that fits into one rank's shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, 64)
+        self.unused = nn.Linear(300, 300, bias=False)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x)) * self.scale.sum()
+
+
+def _partly(rank: int, world_size: int, kind: str) -> None:
+    loss = lambda model, inp: model(**inp).square().mean()  # noqa: E731
+    twins = Twins(PartlyUsed(), {"x": torch.ones(2, 64)}, kind, loss=loss, split_number=4, unused=True)
+    _steps(twins, ((), ()))
+    twins.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "mixed", "resident"])
+def test_chunks_without_a_gradient_and_shards_of_padding_count_as_they_are(kind: str) -> None:
+    run_ranks(2, _partly, kind)

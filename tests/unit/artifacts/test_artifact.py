@@ -1,0 +1,380 @@
+"""Artifacts come back from JSON the same, or name the field that is wrong; files change whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import typing
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elixir.artifact import Artifact, check_writable, digest, write_atomically
+from elixir.errors import ArtifactError, InputError
+from elixir.hardware import HardwareProfile, RateFit
+from elixir.optimizer_states import StateSize
+from elixir.plan import LINKS, Plan, PlanPrediction
+from elixir.step_trace import StepTrace
+from tests.common.samples import make_hardware, make_plan, make_trace
+
+KINDS = (StepTrace, HardwareProfile, Plan)
+SAMPLES = (make_trace(layers=2), make_hardware(), make_plan(3))
+FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of an annotation that the artifacts use; a new kind of field fails here, so it gets tested."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return st.builds(hint, **{field.name: values_of(hints[field.name]) for field in dataclasses.fields(hint)})
+    if origin in (typing.Union, UnionType):
+        return st.one_of(*(st.none() if arg is type(None) else values_of(arg) for arg in args))
+    if origin is Literal:
+        return st.sampled_from(args)
+    if origin is tuple and args[1:] == (Ellipsis,):
+        return st.lists(values_of(args[0]), max_size=2).map(tuple)
+    if origin is tuple:
+        return st.tuples(*(values_of(arg) for arg in args))
+    if origin is dict:
+        return st.dictionaries(st.text(max_size=5), values_of(args[1]), max_size=2)
+    return {
+        int: st.integers(-(2**80), 2**80),
+        float: st.floats(allow_nan=False, allow_infinity=False),
+        str: st.text(max_size=8),
+        bool: st.booleans(),
+    }[hint]
+
+
+RATES = st.floats(1, 1e18)
+SIZES = st.integers(1, 2**80)
+
+
+def profiles() -> st.SearchStrategy[HardwareProfile]:
+    """Hardware profiles that make sense; others refuse to be built."""
+    hints = typing.get_type_hints(HardwareProfile)
+    fields = {
+        name: {int: SIZES, float: RATES}.get(hint, values_of(hint)) for name, hint in hints.items() if name in NAMES
+    }
+    fields |= {
+        "name": st.text(min_size=1, max_size=8),
+        "device_kind": st.just("cuda"),
+        "compute_capability": st.tuples(st.integers(1, 20), st.integers(0, 9)),
+        "flops_per_s": st.dictionaries(st.sampled_from(("bfloat16", "float32", "int8")), RATES, min_size=1),
+        "matmul_efficiency": st.floats(0.01, 1.0),
+        "host_memory_bytes": st.none() | SIZES,
+        "network_bytes_per_s": st.none() | RATES,
+        "host_pin_bytes_per_s": st.none() | RATES,
+        "network_latency_s": st.none() | st.floats(0, 1e9),
+        "disk_read_bytes_per_s": st.none() | RATES,
+        "disk_write_bytes_per_s": st.none() | RATES,
+        "disk_free_bytes": st.none() | SIZES,
+        "measured_at": st.none() | st.dates().map(str),
+        "fits": st.dictionaries(
+            st.sampled_from(("host_to_device.both", "host_adam.2.bfloat16", "all_gather.8")),
+            st.builds(
+                RateFit,
+                st.floats(0, 1e9),
+                RATES,
+                st.floats(0, 1),
+                st.lists(st.tuples(RATES, RATES), max_size=2).map(tuple),
+            ),
+            max_size=2,
+        ),
+    }
+    return st.builds(HardwareProfile, **fields)
+
+
+NAMES = {field.name for field in dataclasses.fields(HardwareProfile)}
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Plans that make sense: a sample with other words, budgets and predictions."""
+    world_size = draw(st.sampled_from((1, 2, 8)))
+    plan = make_plan(
+        draw(st.integers(1, 4)), world_size=world_size, resident=draw(st.floats(0.3, 1.0)), frozen=draw(st.floats(0, 1))
+    )
+    counts, words = st.integers(0, 2**80), st.text(max_size=8)
+    parts = draw(st.dictionaries(words, counts, max_size=2))
+    seconds = st.floats(0, 1e9)
+    predicted = PlanPrediction(
+        device_peak_bytes=sum(parts.values()),
+        device_parts=parts,
+        host_peak_bytes=sum(parts.values()),
+        host_parts=parts,
+        moved_bytes={link: draw(counts) for link in LINKS},
+        loads=draw(counts),
+        hits=draw(counts),
+        seconds=draw(st.dictionaries(words, seconds, max_size=2)) | {"total": draw(seconds)},
+    )
+    return dataclasses.replace(
+        plan,
+        model_name=draw(words),
+        model_fingerprint=draw(words),
+        hardware_name=draw(words),
+        hardware_fingerprint=draw(words),
+        dtype=draw(st.sampled_from(("as built", "bfloat16", "float32"))),
+        optimizer=draw(words),
+        state_size=StateSize(draw(counts), draw(st.integers(1, 2**80))),
+        overlap=draw(st.booleans()),
+        placement=draw(st.sampled_from(("auto", "cuda", "cpu"))),
+        may_step_in_backward=draw(st.booleans()),
+        clipping=draw(st.booleans()),
+        block_numel=draw(counts),
+        grad_block_count=draw(counts),
+        device_budget_bytes=draw(counts),
+        host_budget_bytes=draw(counts),
+        predicted=predicted,
+    )
+
+
+VALID = {HardwareProfile: profiles(), Plan: plans()}
+"""Artifacts that refuse values which make no sense, so that not every value of the right type will do."""
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", KINDS)
+def test_json_round_trip_gives_the_same_artifact(kind: type[Artifact]) -> None:
+    @FEW
+    @given(VALID[kind] if kind in VALID else values_of(kind))
+    def check(artifact: Artifact) -> None:
+        text = artifact.to_json()
+        back = kind.from_json(text)
+        assert back == artifact
+        assert back.to_json() == text
+
+    check()
+
+
+@pytest.mark.parametrize("artifact", SAMPLES, ids=lambda sample: sample.artifact)
+def test_save_and_load(artifact: Artifact, tmp_path: Path) -> None:
+    path = artifact.save(tmp_path / "a.json")
+    assert type(artifact).load(path) == artifact
+    assert json.loads(path.read_text())["schema_version"] == artifact.schema_version
+
+
+def leaves(data: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """Every value of a JSON tree as (path, container, key)."""
+    found: list[tuple[str, Any, Any]] = []
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        here = f"{path}[{key}]" if isinstance(data, list) else f"{path}.{key}" if path else str(key)
+        found.append((here, data, key))
+        found += leaves(value, here)
+    return found
+
+
+# Objects whose keys are names, not fields: any key is allowed in them.
+OPEN = ("flops_per_s", "sources", "predicted.device_parts", "predicted.host_parts", "predicted.moved_bytes")
+OPEN_ALL = (*OPEN, "predicted.seconds")
+
+
+@pytest.mark.parametrize("artifact", SAMPLES, ids=lambda sample: sample.artifact)
+def test_every_missing_field_is_named(artifact: Artifact) -> None:
+    paths = [path for path, container, _ in leaves(artifact.to_dict()) if isinstance(container, dict)]
+    for wanted in paths:
+        if wanted.rpartition(".")[0] in OPEN_ALL:
+            continue
+        data = artifact.to_dict()
+        ((container, key),) = [(c, k) for path, c, k in leaves(data) if path == wanted]
+        del container[key]
+        with pytest.raises(ArtifactError) as caught:
+            type(artifact).from_dict(data, source="a.json")
+        assert f"'{wanted}' is missing" in str(caught.value)
+        assert str(caught.value).startswith("a.json: ")
+
+
+@pytest.mark.parametrize("artifact", SAMPLES, ids=lambda sample: sample.artifact)
+def test_every_mistyped_field_is_named(artifact: Artifact) -> None:
+    for wanted in [path for path, _, _ in leaves(artifact.to_dict())]:
+        data = artifact.to_dict()
+        ((container, key),) = [(c, k) for path, c, k in leaves(data) if path == wanted]
+        container[key] = {"not": "this"} if not isinstance(container[key], dict) else "not this"
+        with pytest.raises(ArtifactError) as caught:
+            type(artifact).from_dict(data)
+        assert f"'{wanted}'" in str(caught.value)
+
+
+@pytest.mark.parametrize("artifact", SAMPLES, ids=lambda sample: sample.artifact)
+def test_unknown_fields_are_named(artifact: Artifact) -> None:
+    data = artifact.to_dict() | {"colour": 1}
+    with pytest.raises(ArtifactError, match="'colour' is unknown"):
+        type(artifact).from_dict(data)
+
+
+def test_unknown_field_deep_inside_is_named_by_its_path() -> None:
+    data = make_plan(3).to_dict()
+    data["chunks"][2]["colour"] = "red"
+    with pytest.raises(ArtifactError, match=r"'chunks\[2\].colour' is unknown"):
+        Plan.from_dict(data)
+
+
+@pytest.mark.parametrize("value", [True, "1", 1.5, None])
+def test_a_bool_or_text_is_no_number(value: Any) -> None:
+    data = make_plan(3).to_dict() | {"world_size": value}
+    with pytest.raises(ArtifactError, match="'world_size' must be int"):
+        Plan.from_dict(data)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
+def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
+    text = make_hardware().to_json().replace('"matmul_efficiency": 0.6', f'"matmul_efficiency": {number}')
+    with pytest.raises(ArtifactError, match="'matmul_efficiency' must be a finite number"):
+        HardwareProfile.from_json(text)
+
+
+def test_a_number_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    trace = dataclasses.replace(make_trace(layers=1), trace_s=math.nan)
+    with pytest.raises(InputError, match="cannot be saved"):
+        trace.save(tmp_path / "trace.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_absurd_integers_are_artifact_errors(digits: int) -> None:
+    text = make_hardware().to_json().replace('"devices_per_host": 8', f'"devices_per_host": {"9" * digits}')
+    with pytest.raises(ArtifactError):
+        HardwareProfile.from_json(text)
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, "9", True, 9.0, None])
+def test_another_version_is_refused(version: Any) -> None:
+    data = make_plan(3).to_dict() | {"schema_version": version}
+    with pytest.raises(ArtifactError, match="'schema_version' is .* plan it anew"):
+        Plan.from_dict(data, source="plan.json")
+
+
+def test_other_artifacts_of_another_version_say_how_to_make_them_anew() -> None:
+    with pytest.raises(ArtifactError, match=r"'schema_version' is 1, .* reads \d+; trace it anew"):
+        StepTrace.from_dict(make_trace(layers=1).to_dict() | {"schema_version": 1})
+    with pytest.raises(ArtifactError, match=r"'schema_version' is 4, .* reads \d+; measure it anew"):
+        HardwareProfile.from_dict(make_hardware().to_dict() | {"schema_version": 4})
+
+
+def test_another_artifact_is_refused() -> None:
+    with pytest.raises(ArtifactError, match="'artifact' is 'hardware_profile'"):
+        Plan.from_dict(make_hardware().to_dict())
+
+
+def test_any_truncation_is_an_artifact_error() -> None:
+    text = make_hardware().to_json().rstrip()
+    for length in range(len(text)):
+        with pytest.raises(ArtifactError):
+            HardwareProfile.from_json(text[:length])
+
+
+@FEW
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+    )
+)
+def test_any_other_json_is_an_artifact_error(data: Any) -> None:
+    with pytest.raises(ArtifactError):
+        Plan.from_dict(data)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 100_000, "\ufeff{}"])
+def test_text_that_is_no_artifact(text: str) -> None:
+    with pytest.raises(ArtifactError):
+        StepTrace.from_json(text)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "absent.json", tmp_path, tmp_path / "binary", "a\0b"):
+        with pytest.raises(ArtifactError):
+            Plan.load(path)
+
+
+def test_fingerprints_follow_the_content() -> None:
+    plan, profile = make_plan(3), make_hardware()
+    assert plan.fingerprint == make_plan(3).fingerprint
+    assert plan.fingerprint != dataclasses.replace(plan, world_size=2).fingerprint
+    assert profile.fingerprint == dataclasses.replace(profile, sources={}, measured_at="2026-01-01").fingerprint
+    assert profile.fingerprint != dataclasses.replace(profile, matmul_efficiency=0.5).fingerprint
+
+
+def test_digest_ignores_the_order_of_keys_only() -> None:
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert digest([1, 2]) != digest([2, 1])
+    assert digest("a", "b") != digest("ab")
+
+
+def test_trace_time_is_no_part_of_equality() -> None:
+    trace = make_trace(layers=2)
+    assert trace == dataclasses.replace(trace, trace_s=9.0)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(InputError, match="No space left"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_the_new_content_appears_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the file gets its name, all of it is there."""
+    replace, seen = os.replace, []
+
+    def spy(source: str, target: Path) -> None:
+        seen.append(Path(source).read_bytes())
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", spy)
+    write_atomically(tmp_path / "a", b"x" * 100_000)
+    assert seen == [b"x" * 100_000]
+
+
+def test_a_written_file_has_ordinary_permissions(tmp_path: Path) -> None:
+    path = write_atomically(tmp_path / "a", "")
+    plain = tmp_path / "b"
+    plain.touch()
+    assert path.stat().st_mode == plain.stat().st_mode
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("old")
+    link = tmp_path / "link"
+    link.symlink_to("target")
+    write_atomically(link, "new")
+    assert link.is_symlink()
+    assert (tmp_path / "target").read_text() == "new"
+
+
+def test_what_cannot_be_written_is_said_beforehand(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.iterdir())
+    for path in (
+        tmp_path,
+        tmp_path / "pipe",
+        tmp_path / "no" / "a",
+        tmp_path / "file" / "a",
+        tmp_path / ("x" * 300),
+        "a\0b",
+    ):
+        with pytest.raises(InputError, match="cannot write"):
+            check_writable(path)
+        with pytest.raises(InputError, match="cannot write"):
+            write_atomically(path, "")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_checking_leaves_no_file(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,496 @@
+"""Named, configured and made models: right sizes, no initialisation, one deterministic default step, clear errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.errors import InputError, InputTypeError
+from elixir.models import build, default_input, default_step, describe, fingerprint, model_names
+from tests.common.tiny_models import FAMILIES, tiny, tiny_shape
+
+# Elements of the released checkpoints with their training head, tied ones once: Hugging Face's checkpoint metadata
+# for OPT, GPT-2, Llama, Mixtral, BERT and T5; torchvision's `num_params` for ViT.
+PUBLISHED = {
+    "opt-125m": 125_239_296,
+    "opt-350m": 331_196_416,
+    "opt-1.3b": 1_315_758_080,
+    "opt-2.7b": 2_651_596_800,
+    "opt-6.7b": 6_658_473_984,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "bert-base": 109_514_298,
+    "bert-large": 335_174_458,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "vit-base": 86_567_656,
+    "vit-large": 304_326_632,
+    "mixtral-8x7b": 46_702_792_704,
+}
+# Only a rounded size is published for the rest; the name says it, in billions.
+NOMINAL = {
+    "opt-13b": 13, "opt-30b": 30, "opt-66b": 66, "opt-175b": 174.6,
+    "gpt2-4b": 4, "gpt2-10b": 10, "gpt2-15b": 15, "gpt2-20b": 20, "gpt2-30b": 30,
+}  # fmt: skip
+
+
+def count(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
+
+
+# Named models -------------------------------------------------------------------------------------------------------
+
+
+def test_every_name_has_a_published_size() -> None:
+    assert set(model_names()) == set(PUBLISHED) | set(NOMINAL)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count_is_the_published_one(name: str) -> None:
+    assert describe(name).parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", NOMINAL)
+def test_parameter_count_is_near_the_published_size(name: str) -> None:
+    assert describe(name).parameters == pytest.approx(NOMINAL[name] * 1e9, rel=0.06)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_built_model_is_what_describe_says(name: str) -> None:
+    model = build(name, dtype=torch.bfloat16)
+    assert count(model) == describe(name).parameters
+    assert all(param.is_meta and param.dtype == torch.bfloat16 for param in model.parameters())
+    assert model.training
+    assert not getattr(model.config, "use_cache", False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_formula_holds_for_other_proportions(family: str) -> None:
+    sizes: dict[str, Any] = {"layers": 3, "hidden": 96, "heads": 6, "vocabulary": 101, "positions": 48}
+    assert count(tiny(family, device="meta", **sizes)) == tiny_shape(family, **sizes).parameters
+
+
+def test_opt_350m_projects_its_embeddings_and_norms_after_the_blocks() -> None:
+    decoder = build("opt-350m").model.decoder
+    assert decoder.embed_tokens.weight.shape == (50272, 512)
+    assert decoder.project_in.weight.shape == (1024, 512)
+    assert decoder.final_layer_norm is None
+    assert not decoder.layers[0].do_layer_norm_before
+
+
+def test_names_are_found_whatever_their_case() -> None:
+    assert describe("OPT-175B") == describe("opt-175b")
+
+
+def test_dtype_is_restored_after_a_build() -> None:
+    build("opt-125m", dtype=torch.float16)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_max_positions_grows_the_learned_table() -> None:
+    grown = build("gpt2", max_positions=4096)
+    assert count(grown) == describe("gpt2").parameters + (4096 - 1024) * 768
+    assert default_input(grown, seq=4096)["input_ids"].shape == (1, 4096)
+
+
+@pytest.mark.parametrize("name", ["t5-small", "vit-base"])
+def test_max_positions_is_refused_where_there_is_no_such_thing(name: str) -> None:
+    with pytest.raises(InputError, match="leave out max_positions"):
+        build(name, max_positions=2048)
+
+
+def test_unknown_name_suggests_the_nearest() -> None:
+    for call in (build, describe):
+        with pytest.raises(InputError, match=r"unknown model 'opt-175'; did you mean .*opt-175b"):
+            call("opt-175")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": torch.int8}, "dtype must be float32"),
+        ({"checkpoint": "full"}, "unknown checkpoint mode 'full'"),
+        ({"device": "warp"}, "'warp' is no device"),
+        ({"max_positions": 0}, "max_positions must be 1 or more"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        build("opt-125m", **options)
+
+
+def test_a_module_in_place_of_a_name_is_a_type_error() -> None:
+    with pytest.raises(InputTypeError, match="found Linear"):
+        build(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_process_stays_lean_and_works_without_transformers() -> None:
+    # One process for all, as starting torch takes a second: no transformers on import, a clear error without it, and
+    # with it only the one family asked for; the fingerprint is the one this process computes, under another hash seed.
+    script = """
+import sys
+from elixir.errors import InputError
+from elixir.models.loading import build, describe, fingerprint, model_names
+assert len(model_names()) > 20 and describe("opt-175b").parameters > 174e9
+assert "transformers" not in sys.modules
+sys.modules["transformers"] = None
+try:
+    build("opt-125m")
+except InputError as error:
+    assert "pip install elixir[hf]" in str(error), error
+else:
+    raise SystemExit("built without transformers")
+del sys.modules["transformers"]
+print(fingerprint(build("opt-125m")))
+loaded = {name for name in sys.modules if ".modeling_" in name and name.startswith("transformers.models.")}
+# The tables of the auto classes come with transformers itself; no other family does.
+assert loaded <= {"transformers.models.opt.modeling_opt", "transformers.models.auto.modeling_auto"}, loaded
+"""
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"PYTHONPATH": str(root), "PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == fingerprint(build("opt-125m"))
+
+
+# Checkpointing ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
+def test_checkpointing_runs_blocks_twice_and_changes_no_gradient(family: str, mode: str) -> None:
+    (runs_once, plain), (runs_twice, recomputed) = (
+        _norm_runs_and_gradients(family, "none"),
+        _norm_runs_and_gradients(family, mode),
+    )
+    assert runs_twice > runs_once > 0
+    # T5's position bias is a mask that needs a gradient; by that torch chooses its attention kernel, and reentrant
+    # checkpointing hides it from the forward. The kernels round differently.
+    tolerance = 1e-6 if family == "t5" else 0.0
+    for name, grad in plain.items():
+        torch.testing.assert_close(recomputed[name], grad, rtol=0.0, atol=tolerance)
+
+
+def _norm_runs_and_gradients(family: str, checkpoint: str) -> tuple[int, dict[str, torch.Tensor]]:
+    model = tiny(family, checkpoint=checkpoint)
+    runs: list[nn.Module] = []
+    for name, module in model.named_modules():
+        if "norm" in name.lower() or "ln_1" in name:
+            module.register_forward_hook(lambda module, *_: runs.append(module))
+    default_step(model, default_input(model, batch=2, seq=None if family == "vit" else 16))
+    return len(runs), {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+# config.json --------------------------------------------------------------------------------------------------------
+
+
+def write_config(folder: Path, values: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    return path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_file_gives_the_same_model_as_the_name(family: str, tmp_path: Path) -> None:
+    named = tiny(family, device="meta")
+    path = write_config(tmp_path, named.config.to_dict())
+    for place in (path, tmp_path):
+        read = build(str(place))
+        assert type(read) is type(named)
+        assert fingerprint(read) == fingerprint(named)
+
+
+BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}
+
+
+def test_config_without_a_trainable_head_gets_the_usual_one(tmp_path: Path) -> None:
+    path = write_config(tmp_path, BERT | {"model_type": "bert", "architectures": ["BertModel"]})
+    assert type(build(str(path))).__name__ == "BertForMaskedLM"
+
+
+def test_config_chooses_architecture_and_dtype(tmp_path: Path) -> None:
+    values = BERT | {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "dtype": "bfloat16"}
+    model = build(str(write_config(tmp_path, values)))
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert default_input(model, batch=3, seq=4)["labels"].tolist() == [0, 1, 0]
+    assert {param.dtype for param in build(str(tmp_path), dtype=torch.float16).parameters()} == {torch.float16}
+
+
+def test_config_of_a_family_without_a_name_is_built_and_stepped(tmp_path: Path) -> None:
+    values = BERT | {"model_type": "roberta", "max_position_embeddings": 34, "pad_token_id": 1}
+    model = build(str(write_config(tmp_path, values)), device="cpu")
+    assert type(model).__name__ == "RobertaForMaskedLM"
+    # Its positions start after the padding row: a table of 34 holds sequences of 32.
+    inp = default_input(model)
+    assert inp["input_ids"].shape == (1, 32)
+    default_step(model, inp)
+
+
+def test_encoder_decoder_config_without_a_start_token_can_be_stepped(tmp_path: Path) -> None:
+    values = tiny("t5", device="meta").config.to_dict() | {"architectures": ["T5EncoderModel"]}
+    values.pop("decoder_start_token_id", None)
+    model = build(str(write_config(tmp_path, values)), device="cpu")
+    assert type(model).__name__ == "T5ForConditionalGeneration"
+    default_step(model, default_input(model, seq=8))
+
+
+def test_quantisation_of_a_config_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    values = tiny("opt", device="meta").config.to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    assert count(build(str(write_config(tmp_path, values)))) == tiny_shape("opt").parameters
+    assert "quantization_config is ignored" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "no valid JSON"),
+        ({"model_type": "whisper"}, "no language model or image classifier for 'whisper'"),
+        ({"model_type": "opt", "dtype": "float3"}, "values do not make a OPTConfig: .*float3"),
+        ([], "expected an object with 'model_type'"),
+        ({"hidden_size": 8}, "expected an object with 'model_type'"),
+        ({"model_type": "warp-drive"}, "knows no architecture 'warp-drive'"),
+        ({"model_type": "opt", "architectures": ["OPTForWarp"]}, "no architecture 'OPTForWarp'"),
+        ({"model_type": "opt", "hidden_size": "wide"}, "values do not make a OPTConfig"),
+        ({"model_type": "opt", "hidden_size": 10, "num_attention_heads": 3}, "cannot build OPTForCausalLM"),
+    ],
+)
+def test_unusable_config_says_what_is_wrong(content: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        build(str(write_config(tmp_path, content)))
+
+
+def test_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"config\.json: cannot be read"):
+        build(str(tmp_path))
+    with pytest.raises(InputError, match=r"none\.json: cannot be read"):
+        build(str(tmp_path / "none.json"))
+
+
+# module:function ----------------------------------------------------------------------------------------------------
+
+FACTORIES = """
+import torch
+from torch import nn
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+
+def number():
+    return 3
+
+def broken():
+    raise RuntimeError("out of ideas")
+
+class Zoo:
+    cat = mlp
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "factories_for_test.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "factories_for_test", raising=False)
+    return "factories_for_test"
+
+
+def test_function_in_the_working_folder_is_built_on_meta_in_train_mode(factories: str) -> None:
+    path_before = list(sys.path)
+    for function in ("mlp", "Zoo.cat"):
+        model = build(f"{factories}:{function}", dtype=torch.bfloat16)
+        assert model.training
+        assert all(param.is_meta and param.dtype == torch.bfloat16 for param in model.parameters())
+    assert sys.path == path_before
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        ("number", {}, "returned int"),
+        ("broken", {}, r"the function failed: RuntimeError: out of ideas \(.*factories_for_test.py:\d+\)"),
+        ("absent", {}, "has no function absent"),
+        ("mlp", {"checkpoint": "reentrant"}, "has no gradient_checkpointing_enable"),
+        ("mlp", {"max_positions": 8}, "set it inside the function"),
+    ],
+)
+def test_unusable_function_says_what_is_wrong(
+    factories: str, function: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        build(f"{factories}:{function}", **options)
+
+
+def test_module_that_is_not_there_is_named() -> None:
+    with pytest.raises(InputError, match="cannot import no_such_module_at_all: ModuleNotFoundError"):
+        build("no_such_module_at_all:model")
+
+
+# Default input and step ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_default_step_gives_every_parameter_a_gradient(family: str) -> None:
+    model = tiny(family)
+    default_step(model, default_input(model, batch=3, seq=None if family == "vit" else 16))
+    missing = [name for name, param in model.named_parameters() if param.grad is None]
+    assert missing == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_default_input_is_real_and_the_same_every_time(family: str) -> None:
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        first = default_input(tiny(family, device="meta"), batch=3)
+    second = default_input(tiny(family, seed=1), batch=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(first) == list(second)
+    for name, tensor in first.items():
+        assert tensor.device.type == "cpu"
+        assert torch.equal(tensor, second[name])
+        assert tensor.unique().numel() > 1
+        assert tensor.shape[0] == 3
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "mixtral"])
+def test_causal_models_learn_their_own_input(family: str) -> None:
+    inp = default_input(tiny(family))
+    assert torch.equal(inp["labels"], inp["input_ids"])
+    assert inp["labels"].data_ptr() != inp["input_ids"].data_ptr()
+
+
+@pytest.mark.parametrize("family", ["opt", "bert", "t5"])
+def test_no_padding_is_drawn(family: str) -> None:
+    model = tiny(family, vocabulary=8)
+    inp = default_input(model, batch=8, seq=64)
+    drawn = set(inp["input_ids"].unique().tolist())
+    assert drawn == set(range(8)) - {model.config.pad_token_id}
+
+
+def test_default_sequence_is_the_maximum_up_to_1024() -> None:
+    lengths = {name: default_input(build(name))["input_ids"].shape for name in ("bert-base", "opt-125m", "t5-small")}
+    assert lengths == {"bert-base": (1, 512), "opt-125m": (1, 1024), "t5-small": (1, 1024)}
+    assert default_input(tiny("opt", positions=48))["input_ids"].shape == (1, 48)
+
+
+def test_pixels_follow_the_dtype_of_the_model() -> None:
+    inp = default_input(build("vit-base", dtype=torch.bfloat16), batch=2)
+    assert inp["pixel_values"].shape == (2, 3, 224, 224)
+    assert inp["pixel_values"].dtype == torch.bfloat16
+    assert inp["labels"].tolist() == [0, 1]
+
+
+def test_sequence_beyond_the_positions_names_both() -> None:
+    with pytest.raises(InputError, match=r"seq 4096 is longer than the 2048 positions .*max_positions=4096"):
+        default_input(build("opt-125m"), seq=4096)
+
+
+@pytest.mark.parametrize("argument", ["batch", "seq"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_counts_below_one_are_refused(argument: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"{argument} must be a whole number of 1 or more"):
+        default_input(tiny("opt", device="meta"), **{argument: value})
+
+
+def test_models_without_a_derivable_input_ask_for_one(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="pass inp"):
+        default_input(nn.Linear(2, 2))
+    with pytest.raises(InputError, match="takes no labels"):
+        default_input(tiny("opt", device="meta").model)
+    values = BERT | {"model_type": "bert", "architectures": ["BertForMultipleChoice"]}
+    with pytest.raises(InputError, match="no default input for BertForMultipleChoice"):
+        default_input(build(str(write_config(tmp_path, values))))
+    with pytest.raises(InputError, match="leave out seq"):
+        default_input(tiny("vit", device="meta"), seq=17)
+
+
+def test_step_without_a_loss_is_refused_and_one_with_nothing_to_train_ends_after_forward() -> None:
+    model = tiny("opt")
+    inp = default_input(model, seq=8)
+    with pytest.raises(InputError, match="has no loss"):
+        default_step(model, {"input_ids": inp["input_ids"]})
+    with pytest.raises(InputTypeError, match="inp must be a dict"):
+        default_step(model, inp["input_ids"])  # type: ignore[arg-type]
+    default_step(model.requires_grad_(False), inp)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    default_step(model, {"input_ids": inp["input_ids"]})  # to evaluate needs no loss
+
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": x.sum()}
+
+    with pytest.raises(InputError, match="nothing to train"):
+        default_step(Apart(), {"x": torch.ones(1)})
+
+
+def test_dropout_is_what_was_asked_for() -> None:
+    for family in FAMILIES:
+        model = tiny(family, dropout=0.5)
+        inp = default_input(model, batch=2, seq=None if family == "vit" else 16)
+        assert not torch.equal(model(**inp).loss, model(**inp).loss), family
+        model = tiny(family)
+        assert torch.equal(model(**inp).loss, model(**inp).loss), family
+
+
+# Fingerprint --------------------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(
+        self, *, width: int = 4, tied: bool = False, trainable: bool = True, buffer: int = 0, scratch: int = 0
+    ) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        if tied:
+            self.second.weight = self.first.weight
+        self.second.requires_grad_(trainable)
+        if buffer:
+            self.register_buffer("saved", torch.zeros(buffer))
+        if scratch:
+            self.register_buffer("scratch", torch.zeros(scratch), persistent=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fingerprint_is_of_the_layout_not_of_values_or_dtype(family: str) -> None:
+    real = fingerprint(tiny(family, seed=3))
+    assert fingerprint(tiny(family, device="meta", dtype=torch.bfloat16, checkpoint="reentrant")) == real
+
+
+def test_fingerprint_sees_everything_a_plan_depends_on() -> None:
+    variants = [
+        Pair(),
+        Pair(width=5),
+        Pair(tied=True),
+        Pair(trainable=False),
+        Pair(buffer=3),
+        Pair(buffer=4),
+        nn.Sequential(Pair()),
+    ]
+    assert len({fingerprint(model) for model in variants}) == len(variants)
+    assert fingerprint(Pair(scratch=9)) == fingerprint(Pair())
+
+
+def test_fingerprint_of_a_lazy_model_asks_for_a_forward() -> None:
+    with pytest.raises(InputError, match="run one forward"):
+        fingerprint(nn.LazyLinear(3))

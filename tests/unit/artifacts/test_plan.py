@@ -1,0 +1,138 @@
+"""A plan that exists can be run: any other is refused with the name of the field that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from elixir.errors import ArtifactError
+from elixir.plan import ChunkPlan, ChunkUse, ParamSlot, Plan
+from elixir.schedule import simulate
+from tests.common.samples import make_plan
+
+STREAMED = 12
+"""A chunk of the sample that is streamed from the host; the first eight are resident."""
+
+
+def with_chunk(plan: Plan, index: int, **changes: Any) -> Plan:
+    """The plan with one chunk changed."""
+    chunks = list(plan.chunks)
+    chunks[index] = dataclasses.replace(chunks[index], **changes)
+    return dataclasses.replace(plan, chunks=tuple(chunks))
+
+
+def with_use(plan: Plan, index: int, **changes: Any) -> Plan:
+    """The plan with one entry of its order changed."""
+    order = list(plan.order)
+    order[index] = dataclasses.replace(order[index], **changes)
+    return dataclasses.replace(plan, order=tuple(order))
+
+
+def with_prediction(plan: Plan, **changes: Any) -> Plan:
+    """The plan with its prediction changed."""
+    return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, **changes))
+
+
+def slots(*places: tuple[str, int, int]) -> tuple[ParamSlot, ...]:
+    """Parameter slots by name, offset, numel."""
+    return tuple(ParamSlot(*place) for place in places)
+
+
+BAD: list[tuple[str, Callable[[Plan], Plan]]] = [
+    ("world_size", lambda plan: dataclasses.replace(plan, world_size=0)),
+    ("world_size", lambda plan: dataclasses.replace(plan, world_size=-8)),
+    ("dtype", lambda plan: dataclasses.replace(plan, dtype="bf17")),
+    *(
+        (name, lambda plan, name=name: dataclasses.replace(plan, **{name: -1}))  # type: ignore[misc]
+        for name in (
+            "block_numel",
+            "block_bytes",
+            "block_count",
+            "prefetch_depth",
+            "grad_block_count",
+            "device_budget_bytes",
+            "host_budget_bytes",
+        )
+    ),
+    # Chunk 0 of the sample has 3 * 2**24 elements, which 9 ranks cannot share evenly.
+    (r"chunks\[0\].numel", lambda plan: dataclasses.replace(plan, world_size=9)),
+    ("numel", lambda plan: with_chunk(plan, STREAMED, numel=0, parameters=())),
+    ("dtype", lambda plan: with_chunk(plan, STREAMED, dtype="bf17")),
+    ("block_bytes", lambda plan: with_chunk(plan, STREAMED, numel=2 * plan.chunks[STREAMED].numel)),
+    ("block_bytes", lambda plan: with_chunk(plan, STREAMED, dtype="float32")),
+    (r"parameters\[0\].offset", lambda plan: with_chunk(plan, STREAMED, parameters=slots(("w", 255, 1)))),
+    (
+        r"parameters\[1\].offset",
+        lambda plan: with_chunk(plan, STREAMED, parameters=slots(("v", 0, 257), ("w", 256, 1))),
+    ),
+    (r"parameters\[0\].offset", lambda plan: with_chunk(plan, STREAMED, parameters=slots(("w", 256, 2**24)))),
+    ("already", lambda plan: with_chunk(plan, STREAMED, parameters=plan.chunks[1].parameters)),
+    ("already", lambda plan: with_chunk(plan, STREAMED, parameters=slots(("w", 0, 1), ("w", 256, 1)))),
+    ("offset", lambda plan: with_chunk(plan, STREAMED, parameters=slots(("w", -256, 1)))),
+    ("numel", lambda plan: with_chunk(plan, STREAMED, parameters=slots(("w", 0, -1)))),
+    ("weight_home", lambda plan: with_chunk(plan, STREAMED, resident=True)),
+    ("weight_home", lambda plan: with_chunk(plan, STREAMED, state_home="device")),
+    ("state_home", lambda plan: with_chunk(plan, STREAMED, trainable=False, weight_home="device", state_home="host")),
+    (r"order\[1\].chunks", lambda plan: with_use(plan, 1, chunks=(99,))),
+    (r"order\[1\].chunks", lambda plan: with_use(plan, 1, chunks=(-1,))),
+    (r"order\[1\].pin_until", lambda plan: with_use(plan, 1, pin_until=0)),
+    (r"order\[1\].pin_until", lambda plan: with_use(plan, 1, pin_until=len(plan.order))),
+    ("block_count", lambda plan: dataclasses.replace(plan, block_count=2)),
+    ("block_count", lambda plan: with_use(plan, 8, chunks=tuple(range(8, 17)))),
+    ("block_count", lambda plan: with_use(plan, 8, pin_until=len(plan.order) - 1, chunks=tuple(range(8, 15)))),
+    ("device_parts", lambda plan: with_prediction(plan, device_peak_bytes=1)),
+    ("host_parts", lambda plan: with_prediction(plan, host_parts={})),
+    ("host_parts.weights", lambda plan: with_prediction(plan, host_parts={"weights": -1}, host_peak_bytes=-1)),
+    ("moved_bytes", lambda plan: with_prediction(plan, moved_bytes={"network": 0})),
+    (
+        "moved_bytes.network",
+        lambda plan: with_prediction(plan, moved_bytes=plan.predicted.moved_bytes | {"network": -1}),
+    ),
+    ("loads", lambda plan: with_prediction(plan, loads=-1)),
+    ("hits", lambda plan: with_prediction(plan, hits=-1)),
+    ("seconds", lambda plan: with_prediction(plan, seconds={"forward": 1.0})),
+    ("seconds.total", lambda plan: with_prediction(plan, seconds={"total": -1.0})),
+]
+
+
+@pytest.mark.parametrize(("field", "spoil"), BAD)
+def test_what_could_not_be_run_is_refused_by_the_name_of_the_field(field: str, spoil: Callable[[Plan], Plan]) -> None:
+    with pytest.raises(ValueError, match=field):
+        spoil(make_plan())
+
+
+def test_a_bad_value_in_a_file_is_named_by_its_path() -> None:
+    data = make_plan().to_dict()
+    data["chunks"][STREAMED]["resident"] = True
+    with pytest.raises(ArtifactError, match=r"plan.json: field 'chunks\[12\]': field 'weight_home' must be 'device'"):
+        Plan.from_dict(data, source="plan.json")
+
+
+def test_gradient_blocks_have_a_size() -> None:
+    plan = make_plan(4, resident=1.0)
+    assert dataclasses.replace(plan, block_bytes=0, block_count=0, grad_block_count=0).block_bytes == 0
+    with pytest.raises(ValueError, match="block_bytes"):
+        dataclasses.replace(plan, block_bytes=0, block_count=0, grad_block_count=1)
+
+
+def test_a_plans_own_schedule_leaves_out_residents_and_keeps_pins() -> None:
+    def chunk(name: str, *, resident: bool = False) -> ChunkPlan:
+        home: Any = "device" if resident else "host"
+        return ChunkPlan("bfloat16", True, 256, slots((name, 0, 256)), home, home, resident)
+
+    plan = dataclasses.replace(
+        make_plan(),
+        chunks=(chunk("a"), chunk("b", resident=True), chunk("c")),
+        order=(ChunkUse("forward", (0,), 2), ChunkUse("forward", (1,), 1), ChunkUse("forward", (2,), 2)),
+        block_bytes=512,
+        block_count=2,
+        prefetch_depth=0,
+    )
+    schedule = plan.schedule()
+    assert schedule.policy.required == ((0,), (0,), (0, 2))
+    assert schedule.simulate(2) == simulate([[0], [0], [0, 2]], 2)
+    with pytest.raises(ValueError, match="block_count"):
+        dataclasses.replace(plan, block_count=1)

@@ -1,0 +1,233 @@
+"""An optimizer step of several micro-batches loads and moves what was predicted for it, to the byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elixir
+from elixir.hardware import preset
+from elixir.models import default_input
+from elixir.plan import Plan
+from elixir.schedule import StepSchedule
+from elixir.search.searches import optimal_search
+from elixir.search.simulator import simulate_step
+from elixir.step_traffic import Backwards
+from elixir.tracer import trace_step
+from tests.common import gpu
+from tests.common.parity import MODES, Case, Pair, case, hf_loss, make_plan
+from tests.common.tiny_models import tiny
+
+COUNTED = ("loads", "hits", "host_to_device", "device_to_host", "network")
+
+
+def assert_as_predicted(report: Any, plan: Plan | None = None) -> None:
+    """Every count is the predicted one; with `plan`, also what the plan itself says."""
+    assert report is not None
+    assert report.not_compared == ""
+    assert report.demand_loads == report.deviations == 0
+    for name in COUNTED:
+        if name != "hits":  # uses of one chunk in a row are one use to a run
+            assert report.observed[name] == report.predicted[name], name
+    if plan is not None:
+        predicted = plan.predicted
+        said = {"loads": predicted.loads, "hits": predicted.hits, **predicted.moved_bytes}
+        assert {name: report.predicted[name] for name in COUNTED} == {name: said[name] for name in COUNTED}
+
+
+def frozen(it: Case) -> Case:
+    for number, parameter in enumerate(it.model.parameters()):
+        parameter.requires_grad_(number % 3 > 0)
+    return it
+
+
+def kinds_of_case(name: str) -> Case:
+    """gpt2 ties its embedding; opt is what the frozen ones are taken from."""
+    if name == "frozen":
+        return frozen(case("opt", layers=3))
+    if name == "checkpointed":
+        return case("opt", "non-reentrant", layers=3)
+    return case(name, layers=3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["gpt2", "frozen", "checkpointed"])
+def test_a_step_moves_what_is_predicted_for_its_micro_batches(name: str, mode: str) -> None:
+    """Whatever the plan was made for, here for one."""
+    it = kinds_of_case(name)
+    plan = make_plan(it, mode, allocate_factor=0.3, split_number=12)
+    with Pair(it, plan) as pair:
+        for micro_batches in (1, 2, 4):
+            for _ in range(micro_batches):
+                pair.backward()
+            pair.step()
+            report = pair.module.last_report
+            assert_as_predicted(report)
+            assert report is not None
+            assert report.micro_batches == micro_batches
+            predicted = plan.prediction_for(micro_batches)
+            assert report.predicted["loads"] == predicted.loads
+            assert report.predicted["hits"] == predicted.hits
+            assert (report.predicted_step_s is None) == (micro_batches != plan.accumulation)
+        pair.assert_same_weights()
+
+
+def search(it: Case, accumulation: int, where: str) -> Plan:
+    """A plan with everything on the host, on the device, or (``auto``) in a budget for less than half of it."""
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        it.loss(model, inp).backward()
+
+    memory = "560KiB" if where == "auto" else "64GiB"
+    return optimal_search(
+        it.model, 1, inp=it.inp, step_fn=step, hardware="cpu", host_memory="64GiB", device_memory=memory,
+        placement=where, accumulation=accumulation,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("accumulation", "where"), [(1, "cpu"), (2, "cpu"), (3, "auto"), (4, "cpu"), (4, "cuda")])
+def test_a_searched_plan_predicts_its_own_optimizer_step(
+    accumulation: int, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = case("opt", "non-reentrant", layers=2)
+    plan = search(it, accumulation, where)
+    with Pair(it, plan) as pair:
+        for _ in range(2):
+            for _ in range(accumulation):
+                pair.backward()
+            pair.step()
+            assert_as_predicted(pair.module.last_report, plan)
+            assert pair.module.last_report is not None
+            assert not pair.module.last_report.surprises()
+    assert "differs from its plan" not in caplog.text
+
+
+@pytest.mark.parametrize(("accumulation", "where"), [(1, "cpu"), (2, "auto"), (4, "cpu")])
+def test_the_simulated_step_moves_the_same(accumulation: int, where: str) -> None:
+    it = case("opt", "non-reentrant", layers=2)
+    plan = search(it, accumulation, where)
+    step = lambda model, inp: it.loss(model, inp).backward()  # noqa: E731
+    trace = trace_step(it.model, it.inp, step, hardware=preset("cpu"), optimizer=None)
+    simulated = simulate_step(plan, trace, preset("cpu"))
+    assert simulated.loads == plan.predicted.loads
+    assert simulated.moved_bytes == plan.predicted.moved_bytes
+
+
+def test_wrap_predicts_for_its_accumulation(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("gpt2", layers=2)
+    batch = default_input(model, batch=2, seq=16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    module, wrapped = elixir.wrap(
+        model, optimizer, inp=batch, hardware="cpu", device_memory="1MiB", host_memory="1GiB", accumulation=4,
+        replan=False, device=gpu.DEVICE,
+    )  # fmt: skip
+    assert any(not chunk.resident for chunk in module.plan.chunks)
+    for _ in range(2):
+        for _ in range(4):
+            wrapped.backward(hf_loss(module, gpu.there(batch, module.device)))
+        wrapped.step()
+        wrapped.zero_grad()
+        assert_as_predicted(module.last_report, module.plan)
+    assert "differs from its plan" not in caplog.text
+    assert "per optimizer step of 4 micro-batches" in str(module.plan)
+    assert "per optimizer step of 4 micro-batches" in str(module.last_report)
+    module.close()
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_an_evaluation_is_foreseen_or_named(when: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The chunks that it leaves in the blocks are known when a step begins; inside of a step nothing is compared."""
+    it = case("opt", layers=3)
+    with Pair(it, make_plan(it, "streamed", allocate_factor=0.4, split_number=12)) as pair:
+        pair.train(1)
+        for turn in range(2):
+            if (turn == 0) == (when == "before"):
+                with torch.no_grad():
+                    hf_loss(pair.module, pair.case.inp)
+                held = pair.engine.cache.held
+            pair.backward()
+        pair.step()
+        report = pair.module.last_report
+        assert report is not None
+        assert held
+        if when == "before":
+            assert_as_predicted(report)
+            assert report.predicted["loads"] < pair.plan.prediction_for(2).loads
+        else:
+            assert "evaluated between" in report.not_compared
+            assert "cannot be compared" in str(report)
+            assert not report.surprises()
+    assert "differs from its plan" not in caplog.text
+
+
+def test_a_step_whose_forwards_and_backwards_differ_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    it = case("opt", layers=2)
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        hf_loss(pair.module, pair.case.inp)  # a loss that is left out, as one that is not finite
+        pair.train(1)
+        report = pair.module.last_report
+        assert report is not None
+        assert "2 forwards to train and 1 backwards" in report.not_compared
+        pair.train(1)
+        assert_as_predicted(pair.module.last_report)
+        with torch.no_grad():
+            pair.module.state_dict()
+        pair.backward()
+        pair.module.state_dict()
+        pair.backward()
+        pair.step()
+        report = pair.module.last_report
+        assert report is not None
+        assert "empties the blocks" in report.not_compared
+    assert "differs from its plan" not in caplog.text
+
+
+def test_a_wrong_prediction_still_warns(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the number of micro-batches, where it is not the planned one."""
+    it = case("opt", layers=2)
+    walk = StepSchedule.step
+
+    def half(self: StepSchedule, blocks: int, micro_batches: int, held: tuple[int, ...] = ()) -> Any:
+        right = walk(self, blocks, micro_batches, held)
+        return dataclasses.replace(right, by_chunk={chunk: n // 2 for chunk, n in right.by_chunk.items()})
+
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        monkeypatch.setattr(StepSchedule, "step", half)
+        with caplog.at_level(logging.WARNING):
+            pair.backward()
+            pair.backward()
+            pair.step()
+    assert "differs from its plan: loads" in caplog.text
+    assert "it had 2 micro-batches, planned were 1: see accumulation=" in caplog.text
+
+
+def test_the_circle_of_walks_is_that_of_walking_each() -> None:
+    """Also where walks come to repeat each other late, or two of them take turns."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        chunks = int(torch.randint(2, 7, (1,), generator=generator))
+        required = [[int(torch.randint(chunks, (1,), generator=generator))] for _ in range(12)]
+        schedule = StepSchedule(required, int(torch.randint(0, 2, (1,), generator=generator)))
+        for blocks in range(schedule.min_blocks, chunks + 1):
+            for micro_batches in (1, 2, 3, 7, 20):
+                held: tuple[int, ...] = ()
+                loads, hits = 0, 0
+                for _ in range(micro_batches):
+                    walk = schedule.simulate(blocks, held)
+                    loads, hits, held = loads + walk.loads, hits + walk.hits, walk.left
+                found = schedule.step(blocks, micro_batches)
+                assert (found.loads, found.hits) == (loads, hits)
+    assert schedule.step(blocks, 10**12).hits > 10**12  # without walking each
+
+
+def test_what_became_of_the_gradients_of_each_backward() -> None:
+    assert Backwards.of([True, True]) == Backwards(2)
+    assert Backwards.of([False, False, True]) == Backwards(1, kept=2, handed_over=1)
+    assert Backwards.of([False, True, False, True]) == Backwards(2, kept=2, handed_over=2)
+    assert Backwards.of([True, False]) == Backwards(1, kept=1, handed_over=1, late=True)
+    assert Backwards.of([]) == Backwards(0)

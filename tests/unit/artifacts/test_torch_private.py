@@ -1,0 +1,226 @@
+"""Each private name of PyTorch does what it is used for, in the installed version."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.fx.experimental.proxy_tensor
+from torch import nn
+
+from elixir import torch_private as private
+
+ROOT = Path(__file__).parents[3]
+
+
+class Announced(torch.Tensor):
+    uses = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Announced.uses += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Counted(private.TorchDispatchMode):
+    operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert isinstance(func, private.OpOverload)
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
+
+
+def modes() -> None:
+    tensor, before = torch.zeros(2).as_subclass(Announced), Announced.uses
+    with private.DisableTorchFunctionSubclass():
+        assert not private.torch_function_is_enabled()
+        tensor.sum()
+    with private.DisableTorchFunction():
+        tensor.sum()
+    assert Announced.uses == before
+    assert private.torch_function_is_enabled()
+    with Counted() as mode:
+        torch.ones(2).neg()
+        seen = mode.operators
+        with private.DisableTorchDispatch():
+            torch.ones(2).neg()
+    assert mode.operators == seen == 2
+    assert torch.Tensor.__torch_dispatch__ is private.TopDispatch
+    assert Announced.__torch_dispatch__ is private.TopDispatch
+
+
+def transforms() -> None:
+    levels = []
+    assert private.functorch_level() is None
+    torch.func.vmap(lambda x: levels.append(private.functorch_level()) or x)(torch.zeros(2))
+    assert levels == [1]
+
+
+def keys() -> None:
+    key = private.dispatch_key("DeferredInit")
+    assert not private.dispatch_keys(torch.zeros(1)).has(key)
+    before = private.key_is_excluded(key)
+    private.exclude_key(key, not before)
+    assert private.key_is_excluded(key) is not before
+    private.exclude_key(key, before)
+    made = private.make_wrapper_subclass(
+        type("Lent", (torch.Tensor,), {"__torch_dispatch__": classmethod(lambda *_: None)}),
+        (2, 3),
+        _extra_dispatch_keys=private.DispatchKeySet(key),
+    )
+    assert private.dispatch_keys(made).has(key)
+    assert made.shape == (2, 3)
+    operators = private.operator_names()
+    assert "aten::mm" in operators
+    assert private.has_kernel("aten::mm", "AutocastCUDA")
+    assert not private.has_kernel("aten::view", "AutocastCUDA")
+    autocast = private.DispatchKeySet(private.DispatchKey.AutocastCPU)
+    with private.IncludeDispatchKeyGuard(private.DispatchKey.AutocastCPU), private.ExcludeDispatchKeyGuard(autocast):
+        assert torch.ones(2).neg().dtype is torch.float32
+
+
+def autograd() -> None:
+    assert private.saved_tensors_hooks_are_enabled()
+    assert private.top_saved_tensors_hooks(True) is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert len(private.top_saved_tensors_hooks(True)) == 2
+    with torch.autograd.graph.disable_saved_tensors_hooks("no"):
+        assert not private.saved_tensors_hooks_are_enabled()
+    over: list[int] = []
+    numbers: list[tuple[int, int]] = []
+
+    def heard(gradient: torch.Tensor) -> None:
+        numbers.append((private.current_graph_task_id(), private.current_autograd_node()._sequence_nr()))
+        private.call_after_backward(lambda: over.append(len(numbers)))
+
+    weight = torch.ones(2, requires_grad=True)
+    assert private.current_graph_task_id() == -1
+    assert private.current_autograd_node() is None
+    first = private.sequence_number()
+    product = weight * 2
+    product.register_hook(heard)
+    assert private.sequence_number() == first + 1
+    product.sum().backward()
+    assert over == [1]
+    assert numbers[0][0] >= 0
+    version = weight._version
+    with torch.no_grad(), private.version_counter_kept(weight):
+        weight.add_(1)
+    assert weight._version == version
+
+
+def tensors() -> None:
+    rnn = nn.RNN(2, 2)  # keeps weak references to its parameters
+    parameter = next(rnn.parameters())
+    value = nn.Parameter(torch.full_like(parameter, 3.0))
+    private.swap_tensors(parameter, value)
+    assert parameter[0, 0] == 3
+    assert next(rnn.parameters()) is parameter
+    assert private.has_internal_overlap(torch.zeros(1).expand(2))
+    assert not private.has_internal_overlap(torch.zeros(2))
+    one = torch.zeros(2)
+    alone = private.references(one)
+    other = one.detach()
+    assert private.references(one)[1] == alone[1] + 1
+    assert private.foreach_norm([other + 1], 2.0, dtype=torch.float32)[0] == pytest.approx(2**0.5)
+    assert callable(private.fused_adam)
+    assert callable(private.fused_adamw)
+    leaves, form = private.tree_flatten({"a": [1, (2,)]})
+    assert private.tree_unflatten(leaves, form) == {"a": [1, (2,)]}
+    assert private.tree_leaves([1, [2]]) == [1, 2]
+    assert private.tree_map(lambda x: x + 1, [1, (2,)]) == [2, (3,)]
+
+
+def kernels() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with private.below_autograd():
+        assert (weight * 2).grad_fn is None
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not private.onednn_is_enabled()
+    assert isinstance(private.onednn_takes_bfloat16(), bool)
+    found = private.allocations(lambda: torch.ones(100) + torch.ones(100))
+    assert found is not None
+    made, changes = found
+    assert made.shape == (100,)
+    assert changes[:3] == [400, 400, 400]
+    assert sum(changes) == 400
+    with torch.autograd.profiler.profile(use_kineto=False):
+        assert private.allocations(lambda: None) is None
+
+
+def contexts() -> None:
+    torch.set_default_device("meta")
+    try:
+        assert private.default_device_context.device_context.device == torch.device("meta")
+    finally:
+        torch.set_default_device(None)
+    seen = []
+
+    class Mode(torch.fx.experimental.proxy_tensor.PreDispatchTorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+
+    with Mode(None), torch.autocast("cpu", dtype=torch.bfloat16):
+        pass
+    assert seen == [private.enter_autocast, private.exit_autocast]
+
+
+@pytest.mark.parametrize("used", [modes, transforms, keys, autograd, kernels, tensors, contexts])
+def test_does_what_it_is_used_for(used: Callable[[], None]) -> None:
+    used()
+
+
+def owners() -> dict[str, Any]:
+    """An object that has the attribute, for those of `ATTRIBUTES` that an object without a process group has."""
+    parameter, module = nn.Parameter(torch.zeros(2)), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    optimizer.step()
+    found: dict[str, Any] = dict.fromkeys(
+        ["_version", "_base", "_is_view", "_use_count", "_backward_hooks", "_post_accumulate_grad_hooks"], parameter
+    )
+    found |= dict.fromkeys(
+        [
+            "_backward_pre_hooks",
+            "_forward_hooks",
+            "_forward_pre_hooks",
+            "_parameters",
+            "_buffers",
+            "_modules",
+            "_apply",
+        ],
+        module,
+    )
+    found |= dict.fromkeys(["_schema", "_overloadpacket"], torch.ops.aten.mm.default)
+    return found | {
+        "_cdata": parameter.untyped_storage(),
+        "_non_persistent_buffers_set": module,
+        "_sequence_nr": (parameter * 2).grad_fn,
+        "_destroy": torch.library.Library("aten", "IMPL"),
+        "_c": torch.jit.script(nn.ReLU()),
+        "_opt_called": optimizer.step if hasattr(optimizer.step, "_opt_called") else optimizer,
+        "_get_backend": torch.distributed.ProcessGroup,
+    }
+
+
+NEEDS_MORE = {"_timeout": "a process group", "_init_weights": "a model of transformers"}
+"""Attributes whose owners other tests make: of time limits of a group, and of initial values."""
+
+
+def test_attributes_are_there() -> None:
+    found = owners()
+    assert found.keys() | NEEDS_MORE.keys() == private.ATTRIBUTES.keys()
+    assert [name for name, owner in found.items() if not hasattr(owner, name)] == []
+
+
+def test_the_list_of_the_linter_is_this_one() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = re.findall(r'"(\w+)"', text.partition("extend-ignore-names = [")[2].partition("]")[0])
+    others = set(listed) - private.ATTRIBUTES.keys() - {"_getframe", "_filters_mutated"}
+    assert private.ATTRIBUTES.keys() <= set(listed)
+    assert [name for name in others if not hasattr(torch.ops.aten, name)] == []

@@ -1,0 +1,151 @@
+"""Weights of a checkpoint for Hugging Face: equal, or rounded once; in files of the size asked for; all of them or
+none."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.checkpoint_format import export_hf, open_checkpoint
+from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, InputError, InputTypeError
+from tests.common.checkpoints import save
+from tests.common.file_faults import FailingFiles
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    from transformers.models.opt.configuration_opt import OPTConfig
+    from transformers.models.opt.modeling_opt import OPTForCausalLM
+
+    torch.manual_seed(0)
+    config = OPTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, vocab_size=101, word_embed_proj_dim=32,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    return OPTForCausalLM(config).float()
+
+
+@pytest.fixture(scope="module")
+def folder(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    tensors: dict[str, torch.Tensor] = {f"weight/{name}": tensor for name, tensor in model.named_parameters()}
+    tensors |= {f"exp_avg/{name}": torch.zeros_like(tensor) for name, tensor in model.named_parameters()}
+    save(path, tensors, world_size=3, aliases={"lm_head.weight": "model.decoder.embed_tokens.weight"})
+    return path
+
+
+def loaded(out: Path, **options: Any) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    found: torch.nn.Module = AutoModelForCausalLM.from_pretrained(out, **options)
+    return found
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KiB", 1])
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_from_pretrained_gives_the_same_model(
+    model: Any, folder: Path, tmp_path: Path, size: str | int, dtype: str | None
+) -> None:
+    out = export_hf(folder, tmp_path / "new" / "out", dtype=dtype, max_shard_size=size, config=model.config)
+    found, wanted = loaded(out), torch.bfloat16 if dtype else torch.float32
+    assert dict(found.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(dict(found.named_parameters())[name], parameter.to(wanted)), name
+    assert found.lm_head.weight is found.model.decoder.embed_tokens.weight  # type: ignore[union-attr]
+    shards = sorted(path.name for path in out.glob("*.safetensors"))
+    index = out / "model.safetensors.index.json"
+    if size == "5GB":
+        assert shards == ["model.safetensors"]
+        assert not index.exists()
+    else:
+        assert shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
+        listed = json.loads(index.read_text())
+        assert sorted(set(listed["weight_map"].values())) == shards
+        assert listed["metadata"]["total_size"] == sum(p.numel() for p in model.parameters()) * wanted.itemsize
+        if size == 1:
+            assert len(shards) == len(listed["weight_map"])
+        else:
+            assert all(path.stat().st_size <= 20 * 1024 + 4104 for path in out.glob("*.safetensors"))
+    assert json.loads((out / "config.json").read_text())["dtype"] == str(wanted).removeprefix("torch.")
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
+def test_a_config_that_says_another_dtype_does_not_round_the_weights(model: Any, folder: Path, tmp_path: Path) -> None:
+    config = model.config.to_dict() | {"dtype": "bfloat16"}
+    found = loaded(export_hf(folder, tmp_path / "out", config=config))
+    assert next(found.parameters()).dtype == torch.float32
+
+
+def test_buffers_are_exported_as_they_are(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = {
+        "weight/w": torch.randn(2, 3),
+        "buffer/mean": torch.randn(3),
+        "buffer/n": torch.tensor(7),
+        "value/x": torch.ones(1),
+    }
+    save(tmp_path / "in", tensors | {"weight/empty": torch.zeros(0, 4)})
+    out = export_hf(tmp_path / "in", tmp_path / "out", dtype=torch.float16)
+    found = load_file(out / "model.safetensors")
+    assert set(found) == {"w", "mean", "n", "empty"}
+    assert torch.equal(found["w"], tensors["weight/w"].half())
+    assert torch.equal(found["mean"], tensors["buffer/mean"])
+    assert found["n"] == 7
+    assert found["empty"].shape == (0, 4)
+    assert not (out / "config.json").exists()
+
+
+def test_what_makes_no_sense_is_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for options, kind in (
+        ({"dtype": "int8"}, InputError),
+        ({"max_shard_size": "much"}, InputError),
+        ({"max_shard_size": 0}, InputError),
+        ({"config": 3}, InputTypeError),
+        ({"config": {"a": object()}}, InputError),
+        ({"config": tmp_path / "absent.json"}, InputError),
+    ):
+        with pytest.raises(kind):
+            export_hf(folder, out, **options)  # type: ignore[arg-type]
+        assert not out.exists()
+    with pytest.raises(CheckpointNotFound):
+        export_hf(tmp_path, out)
+    save(tmp_path / "empty", {"exp_avg/w": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="no weights"):
+        export_hf(tmp_path / "empty", out)
+    export_hf(folder, out)
+    with pytest.raises(InputError, match="already"):
+        export_hf(folder, out)
+
+
+def test_a_failed_export_leaves_nothing_new(folder: Path, tmp_path: Path) -> None:
+    at, failed = 0, True
+    while failed:
+        at += 3
+        out = tmp_path / str(at)
+        out.mkdir()
+        (out / "tokenizer.json").touch()
+        try:
+            export_hf(folder, out, max_shard_size="20KiB", config={}, files=FailingFiles(at, errno.ENOSPC))
+            failed = False
+        except CheckpointError as error:
+            assert "No space left" in str(error)  # noqa: PT017
+            assert [path.name for path in out.iterdir()] == ["tokenizer.json"]
+    assert at > 30
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    index = save(tmp_path / "in", {"weight/w": torch.ones(1000)})
+    path = tmp_path / "in" / sorted(index.files)[1]
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointCorrupt):
+        export_hf(tmp_path / "in", tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+    with open_checkpoint(tmp_path / "in") as saved:
+        assert saved.read("weight/w", 0, 500).all()

@@ -1,0 +1,354 @@
+"""A folder of checkpoints: retention, the newest that is whole, saves that fail, saves that are cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import elixir
+from elixir.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+from elixir.checkpoint.saving import SaveOptions, Saves
+from elixir.checkpoint.user_state import UserState
+from elixir.checkpoint_format import open_checkpoint, verify
+from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointNotFound, InputError
+from elixir.plan import Plan
+from tests.common.file_faults import FailingFiles, UnsyncedFiles
+from tests.common.parity import Case, adamw, case, make_plan
+from tests.common.resuming import Run, differing, two_groups
+
+FILES = UnsyncedFiles()
+
+
+@cache
+def planned(name: str, mode: str) -> tuple[Case, Plan]:
+    it = case(name)
+    return it, make_plan(it, mode)
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    with Run(*planned("cnn", "mixed"), adamw) as made:
+        made.train(1)
+        yield made
+
+
+def damage(folder: Path) -> None:
+    with open_checkpoint(folder) as saved:
+        key = next(key for key in saved.keys() if key.startswith("weight/"))  # noqa: SIM118
+        piece = saved.index.tensors[key].pieces[0]
+    path = folder / piece.file
+    content = bytearray(path.read_bytes())
+    content[piece.offset] ^= 1
+    path.write_bytes(content)
+
+
+def test_the_last_ones_stay(run: Run, tmp_path: Path) -> None:
+    with Checkpoints(tmp_path / "runs", keep=2, files=FILES) as checkpoints:
+        assert checkpoints.load(run.state()) is None
+        assert checkpoints.latest() is None
+        for step in (500, 1000, 30):  # a run that was begun anew: the latest is not the largest
+            run.train(1)
+            checkpoints.save(step, run.state())
+        checkpoints.close()
+        assert checkpoints.steps() == [30, 1000]
+        assert checkpoints.latest() == tmp_path / "runs" / "step-00000030"
+        bits = run.bits()
+        run.train(1)
+        loaded = checkpoints.load(run.state())
+        assert loaded is not None
+        assert (loaded.step, loaded.sequence) == (30, 3)
+        assert differing(bits, run.bits()) == []
+        assert sorted(os.listdir(tmp_path / "runs")) == ["step-00000030", "step-00001000"]
+        with pytest.raises(CheckpointNotFound):
+            checkpoints.load(run.state(), 500)
+
+
+def test_a_damaged_one_is_left_out_and_may_be_saved_again(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=None, wait=True, files=FILES)
+    for step in (1, 2, 3):
+        checkpoints.save(step, run.state(step=step))
+        run.train(1)
+    damage(tmp_path / "step-00000003")
+    (tmp_path / "step-00000002" / "index.json").write_text("{")
+    state = run.state(step=0)
+    with caplog.at_level(logging.WARNING):
+        loaded = checkpoints.load(state)
+    assert loaded is not None
+    assert (loaded.step, state["step"]) == (1, 1)
+    assert "step-00000003" in caplog.text
+    assert "step-00000002" in caplog.text
+    run.train(1)  # loading has failed in between, and then it has not
+    with pytest.raises(CheckpointCorrupt):
+        checkpoints.load(run.state(), 3)
+    with pytest.raises(InputError, match="load a checkpoint that is whole"):
+        run.train(1)
+    with pytest.raises(InputError, match="load a checkpoint that is whole"):
+        run.module.state_dict()
+    checkpoints.load(run.state(), 1)
+    for step in (2, 3):
+        checkpoints.save(step, run.state(step=step))
+        assert verify(tmp_path / f"step-{step:08}") == ()
+        assert len(os.listdir(tmp_path / f"step-{step:08}")) == 3  # index, rank, shared: nothing of the damaged one
+
+
+def test_a_save_that_fails_leaves_the_one_before(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    save_checkpoint(folder, run.state(number=1), wait=True, files=FILES)
+    run.train(1)
+    counter = FailingFiles(10**9)
+    save_checkpoint(tmp_path / "other", run.state(number=2), wait=True, files=counter)
+    for at in (1, 2, 5, counter.count // 2, counter.count - 4):
+        saving = save_checkpoint(folder, run.state(number=2), files=FailingFiles(at, errno.ENOSPC))
+        run.train(1)  # training goes on
+        with contextlib.suppress(CheckpointError):  # what comes last may fail after the commit
+            saving.wait()
+        assert verify(folder) == ()
+        with open_checkpoint(folder) as saved:
+            number = saved.value("number")
+        assert len([name for name in os.listdir(folder) if name.startswith(saved.index.id)]) == 2
+        assert number in (1, 2)
+        save_checkpoint(folder, run.state(number=1), wait=True, files=FILES)
+    # Nobody has waited: the next save says so, and the one after goes on.
+    save_checkpoint(folder, run.state(), files=FailingFiles(3))
+    with pytest.raises(CheckpointError, match="No space left"):
+        save_checkpoint(folder, run.state(), files=FILES)
+    save_checkpoint(folder, run.state(number=3), files=FILES).wait()
+    with open_checkpoint(folder) as saved:
+        assert saved.value("number") == 3
+
+
+def test_close_tells_of_a_save_that_failed(tmp_path: Path) -> None:
+    it, plan = planned("cnn", "mixed")
+    run = Run(it, plan, adamw)
+    run.train(1)
+    save_checkpoint(tmp_path / "run", run.state(), files=FailingFiles(3))
+    with pytest.raises(CheckpointError, match="No space left"):
+        run.module.close()
+    assert not any(parameter.is_meta for parameter in run.case.model.parameters())  # and gives the model back
+
+
+def test_a_disk_that_is_too_small_is_told_before_a_byte_is_written(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(UnsyncedFiles, "free_bytes", lambda self, folder: 1000)
+    with pytest.raises(CheckpointError, match="are free"):
+        save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
+    assert os.listdir(tmp_path / "run") == []
+
+
+def test_not_the_moment(run: Run, tmp_path: Path) -> None:
+    loss = run.case.loss(run.module, run.case.inp)
+    run.optimizer.backward(loss)
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(InputError, match="between backward and step"):
+            call(tmp_path / "run", run.state())  # type: ignore[operator]
+    run.optimizer.step()
+    save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)  # before zero_grad: as Lightning does
+    run.optimizer.zero_grad()
+    with run.module.gathered(), pytest.raises(InputError, match="outside of gathered"):
+        save_checkpoint(tmp_path / "run", run.state())
+    with pytest.raises(InputError, match="one ElixirModule"):
+        save_checkpoint(tmp_path / "run", {"epoch": 3})
+    with pytest.raises(InputError, match="value: a "):
+        save_checkpoint(tmp_path / "run", run.state(value=lambda: 0))
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(run: Run, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
+    before = run.bits()
+    with (
+        Run(*planned("cnn", "mixed"), two_groups(torch.optim.SGD, momentum=0.9)) as other,
+        pytest.raises(CheckpointMismatch, match="was a AdamW"),
+    ):
+        load_checkpoint(tmp_path / "run", other.state(), files=FILES)
+    with Run(*planned("opt", "mixed"), adamw) as other:
+        with pytest.raises(CheckpointMismatch) as raised:
+            load_checkpoint(tmp_path / "run", other.state(), files=FILES)
+        assert "0.weight" in raised.value.unexpected
+        assert "lm_head.weight" in raised.value.missing or len(raised.value.missing) > 5
+        other.train(1)
+    with pytest.raises(CheckpointMismatch, match="epoch"):
+        load_checkpoint(tmp_path / "run", run.state(epoch=1), files=FILES)
+    with pytest.raises(CheckpointNotFound):
+        load_checkpoint(tmp_path / "nothing", run.state(), files=FILES)
+    assert differing(before, run.bits()) == []
+
+
+def test_everything_else_that_writes_waits_for_what_is_read(tmp_path: Path) -> None:
+    """A slow disk and no pool: writes, moves and evaluation while a checkpoint is written."""
+
+    class Slow(UnsyncedFiles):
+        def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+            if operation == "write":
+                time.sleep(0.01)
+            return super().call(operation, path, function, *args)
+
+    it, plan = planned("cnn", "mixed")
+    with Run(it, plan, adamw) as run:
+        run.train(2)
+        expected = run.bits()
+        zeros = {name: torch.zeros_like(value) for name, value in run.module.state_dict().items()}
+
+        def evaluate() -> None:
+            run.module.eval()
+            with torch.no_grad():
+                run.case.loss(run.module, run.case.inp)
+            run.module.train()
+
+        def write() -> None:
+            with run.module.gathered(write=True), torch.no_grad():
+                next(run.module.module.parameters()).data.zero_()
+
+        other = make_plan(it, "resident", split_number=8)
+        moves = [evaluate, write, lambda: run.module.load_state_dict(zeros), lambda: run.train(2)]
+        moves += [lambda: run.module.rehome(other), lambda: run.optimizer.load_state_dict(run.optimizer.state_dict())]
+        for number, move in enumerate(moves):
+            folder = tmp_path / str(number)
+            user = UserState.of(run.state())
+            saving = Saves.of(user.states).start(user, SaveOptions(folder, files=Slow(), pool_bytes=0))
+            move()
+            saving.wait()
+            if number:
+                load_checkpoint(folder, run.state(), files=FILES)
+            assert differing(expected, run.bits()) == [], number
+
+
+def test_a_weight_that_is_written_to_by_hand_fails_the_save(tmp_path: Path) -> None:
+    class Held(UnsyncedFiles):
+        def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+            if operation == "create" and "rank" in path:
+                time.sleep(0.3)
+            return super().call(operation, path, function, *args)
+
+    it = planned("cnn", "mixed")[0]
+    with Run(it, make_plan(it, "resident"), adamw) as run:
+        run.train(1)
+        saving = save_checkpoint(tmp_path / "run", run.state(), files=Held())
+        with torch.no_grad():
+            next(run.module.module.parameters()).add_(1)
+        with pytest.raises(CheckpointError, match="was written to while it was being saved"):
+            saving.wait()
+        run.train(1)
+
+
+def test_frozen_parameters_may_be_left_out(tmp_path: Path) -> None:
+    it = case("opt")
+    for name, parameter in it.model.named_parameters():
+        parameter.requires_grad_("fc1" in name)  # as adapters of LoRA
+    plan = make_plan(it, "mixed")
+    with Run(it, plan, adamw) as run:
+        run.train(2)
+        saving = save_checkpoint(tmp_path / "run", run.state(), frozen=False, files=FILES)
+        run.train(1)
+        saving.wait()
+        expected = run.bits()
+        weights = list(open_checkpoint(tmp_path / "run").index.names)
+    assert weights
+    assert all("fc1" in name for name in weights)
+    changed = copy.deepcopy(it)
+    with torch.no_grad():
+        next(p for n, p in changed.model.named_parameters() if "fc2" in n).add_(1)
+    with Run(changed, plan, adamw) as run:
+        loaded = load_checkpoint(tmp_path / "run", run.state(), files=FILES)
+        assert loaded.exact
+        found = run.bits()
+        assert any("fc2" in name for name in differing(expected, found))  # left as it is here
+    with Run(it, plan, adamw) as run:
+        load_checkpoint(tmp_path / "run", run.state(), files=FILES)
+        run.train(1)
+        assert differing(expected, run.bits()) == []
+
+
+def test_the_public_names() -> None:
+    assert elixir.save_checkpoint is save_checkpoint
+    assert elixir.load_checkpoint is load_checkpoint
+    assert elixir.Checkpoints is Checkpoints
+    with pytest.raises(InputError, match="keep"):
+        Checkpoints("x", keep=0)
+
+
+def test_the_package_unpickles_nothing() -> None:
+    for path in [
+        *Path(elixir.__path__[0], "checkpoint").glob("*.py"),
+        *Path(elixir.__path__[0], "checkpoint_format").glob("*.py"),
+    ]:
+        text = path.read_text()
+        assert "pickle" not in text
+        assert "torch.load" not in text
+
+
+_KILLED = """
+import sys, torch
+from tests.unit.checkpoint.test_folder import planned, adamw, Run
+from elixir.checkpoint import Checkpoints, save_checkpoint
+folder, waits, one = sys.argv[1], sys.argv[2] == "wait", sys.argv[3] == "one"
+with Run(*planned("cnn", "mixed"), adamw) as run:
+    checkpoints = Checkpoints(folder, keep=1)
+    for number in range(1, 100000):
+        run.train(1)
+        state = run.state(number=number)
+        saving = save_checkpoint(folder + "/one", state) if one else checkpoints.save(number, state)
+        if waits:
+            saving.wait()
+            print(number, flush=True)
+        elif number == 1:
+            saving.wait()
+            print(number, flush=True)
+"""
+
+
+def killed(folder: Path, after_s: float, *, waits: bool, one: bool) -> int:
+    """The last number that was said to be committed."""
+    words = [sys.executable, "-c", _KILLED, str(folder), "wait" if waits else "go", "one" if one else "many"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    time.sleep(after_s)
+    process.send_signal(signal.SIGKILL)
+    said = [first, *process.stdout.read().splitlines()]
+    process.wait()
+    return int([line for line in said if line.strip()][-1])
+
+
+def kill_and_look(folder: Path, seed: int) -> None:
+    waits, one = bool(seed % 2), bool(seed // 2 % 2)
+    said = killed(folder, 0.05 + 0.013 * (seed % 23), waits=waits, one=one)
+    with Run(*planned("cnn", "mixed"), adamw) as run:
+        state = run.state(number=0)
+        if one:
+            load_checkpoint(folder / "one", state)
+        else:
+            assert Checkpoints(folder).load(state) is not None
+        assert state["number"] >= said
+        run.train(1)
+        # Whatever lies there, the next save is whole and alone.
+        Checkpoints(folder, keep=1, wait=True).save(10**6, run.state(number=1))
+        assert [name for name in os.listdir(folder) if name != "one"] == ["step-01000000"]
+        assert verify(folder / "step-01000000") == ()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
+    kill_and_look(tmp_path, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 102))
+def test_killed_a_hundred_times(tmp_path: Path, seed: int) -> None:
+    kill_and_look(tmp_path, seed)

@@ -1,0 +1,108 @@
+"""State dicts of an optimizer are those of torch.optim, out and in."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.checkpoint import save_checkpoint
+from elixir.checkpoint_format import open_checkpoint
+from elixir.errors import InputError, InputTypeError
+from elixir.wrapper import ElixirModule
+from tests.common import gpu
+from tests.common.file_faults import UnsyncedFiles
+from tests.common.parity import MODES, Pair, adamw, case, make_plan
+from tests.common.resuming import Run, two_groups
+
+
+def same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Whether two state dicts have the same states, bit for bit, and the same groups."""
+    assert mine["state"].keys() == theirs["state"].keys()
+    for number, state in theirs["state"].items():
+        assert mine["state"][number].keys() == state.keys()
+        for kind, value in state.items():
+            assert torch.equal(mine["state"][number][kind], value.cpu()), (number, kind)
+            assert mine["state"][number][kind].shape == value.shape
+    return [group["params"] for group in mine["param_groups"]] == [g["params"] for g in theirs["param_groups"]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "cls"),
+    [(mode, torch.optim.AdamW) for mode in MODES] + [("mixed", torch.optim.SGD)],
+)
+def test_it_is_that_of_torch(mode: str, cls: type, tmp_path: Path) -> None:
+    it = case("cnn")
+    make = two_groups(cls, momentum=0.9) if cls is torch.optim.SGD else two_groups(cls)
+    with Pair(copy.deepcopy(it), make_plan(it, mode), optimizer=make) as pair:
+        pair.train(3)
+        assert same(pair.optimizer.state_dict(), pair.plain_optimizer.state_dict())
+        state = {"model": pair.module, "optimizer": pair.optimizer}
+        save_checkpoint(tmp_path / "run", state, wait=True, files=UnsyncedFiles())
+        with open_checkpoint(tmp_path / "run") as saved:
+            assert same(saved.optimizer_state_dict(), pair.plain_optimizer.state_dict())
+        weights, states = pair.plain.state_dict(), copy.deepcopy(pair.plain_optimizer.state_dict())
+        assert same(states, pair.optimizer.state_dict())
+        # From plain PyTorch into another model under a plan, and three steps more in both.
+        with Run(it, make_plan(it, "mixed"), make) as run:
+            run.train(1)  # what it had is replaced
+            run.module.load_state_dict(weights)
+            run.optimizer.load_state_dict(states)
+            pair.train(3)
+            for _ in range(3):
+                run.optimizer.backward(it.loss(run.module, run.case.inp))
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            assert all(torch.equal(v, pair.plain.state_dict()[n].cpu()) for n, v in run.module.state_dict().items())
+            assert same(run.optimizer.state_dict(), pair.plain_optimizer.state_dict())
+
+
+def test_a_weight_without_a_state_has_none_afterwards() -> None:
+    it = case("opt")
+    with Run(it, make_plan(it, "mixed"), adamw) as run:
+        before = copy.deepcopy(run.optimizer.state_dict())
+        assert before["state"] == {}
+        run.train(2)
+        run.optimizer.load_state_dict(before)
+        assert run.optimizer.state_dict()["state"] == {}
+
+
+def test_what_is_none_is_refused() -> None:
+    it = case("opt")
+    with Run(it, make_plan(it, "mixed"), adamw) as run:
+        run.train(1)
+        before = run.optimizer.state_dict()
+        with pytest.raises(InputTypeError, match="param_groups"):
+            run.optimizer.load_state_dict({"state": {}})
+        groups = copy.deepcopy(before)
+        groups["param_groups"][0]["params"].pop()
+        with pytest.raises(InputError, match="groups of"):
+            run.optimizer.load_state_dict(groups)
+        shape = copy.deepcopy(before)
+        shape["state"][0]["exp_avg"] = torch.zeros(3)
+        with pytest.raises(InputError, match=r"has shape \[3\]"):
+            run.optimizer.load_state_dict(shape)
+        other = copy.deepcopy(before)
+        other["state"][0] = {"momentum_buffer": other["state"][0]["exp_avg"]}
+        with pytest.raises(InputError, match="not one of Adam"):
+            run.optimizer.load_state_dict(other)
+        assert same(run.optimizer.state_dict(), before)
+
+
+def test_a_model_on_meta_starts_from_a_checkpoint(tmp_path: Path) -> None:
+    it = case("gpt2")
+    with Run(it, make_plan(it, "mixed", unified_dtype="bfloat16"), adamw) as run:
+        run.train(2)
+        expected = run.module.state_dict()
+        save_checkpoint(tmp_path / "run", run.state(), wait=True, files=UnsyncedFiles())
+    model = copy.deepcopy(it.model).to("meta")
+    model.tie_weights()
+    plan = make_plan(it, "streamed", unified_dtype="bfloat16")
+    module = ElixirModule(model, plan, weights=tmp_path / "run", device=gpu.DEVICE)
+    found = module.state_dict()
+    assert {name: value.dtype for name, value in found.items()} == {n: v.dtype for n, v in expected.items()}
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    module.close()

@@ -1,0 +1,125 @@
+"""Three steps, a checkpoint and three more steps, in another model, are the bits of six steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elixir.checkpoint import load_checkpoint, save_checkpoint
+from elixir.plan import Plan
+from tests.common.file_faults import UnsyncedFiles
+from tests.common.parity import MODES, Case, case, make_plan
+from tests.common.resuming import Lion, Make, Run, differing, two_groups
+
+FILES = UnsyncedFiles()
+
+
+def interrupted(
+    it: Case, plan: Plan, make: Make, folder: Path, *, another: Plan | None = None, **options: Any
+) -> tuple[Any, Any, Any]:
+    """Results of six steps, and of three, a load and three; saved while the first run goes on."""
+    with Run(it, plan, make, **options) as run:
+        run.train(3)
+        saving = save_checkpoint(folder, run.state(epoch=3), step=3, files=FILES)
+        losses = run.train(3)
+        drawn = torch.rand(3).tolist(), random.random(), float(np.random.rand())  # noqa: NPY002
+        saved = saving.wait()
+        whole = run.bits() | {"losses": losses, "drawn": drawn}
+    assert saved.exact
+    torch.manual_seed(99)  # what a new process would have drawn differently
+    random.seed(99)
+    np.random.seed(99)  # noqa: NPY002
+    with Run(it, plan if another is None else another, make, **options) as run:
+        state = run.state(epoch=0)
+        loaded = load_checkpoint(folder, state, files=FILES)
+        assert state["epoch"] == 3
+        losses = run.train(3)
+        drawn = torch.rand(3).tolist(), random.random(), float(np.random.rand())  # noqa: NPY002
+        return whole, run.bits() | {"losses": losses, "drawn": drawn}, loaded
+
+
+def check(it: Case, plan: Plan, make: Make, folder: Path, **options: Any) -> None:
+    whole, resumed, loaded = interrupted(it, plan, make, folder, **options)
+    assert differing(whole, resumed) == []
+    assert loaded.exact, loaded.notes
+    assert (loaded.step, loaded.world_size, loaded.sequence) == (3, 1, 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float32_with_dropout_groups_and_clipping(mode: str, tmp_path: Path) -> None:
+    it = case("opt", dropout=0.1)
+    check(it, make_plan(it, mode), two_groups(), tmp_path / "run", max_norm=0.5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "moments"),
+    [
+        ("mixed", "8bit"),
+        pytest.param("mixed", "float32", marks=pytest.mark.slow),
+        pytest.param("mixed", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("resident", "float32", marks=pytest.mark.slow),
+        ("resident", "bfloat16"),
+        pytest.param("resident", "8bit", marks=pytest.mark.slow),
+    ],
+)
+def test_bfloat16_with_every_kind_of_moments(mode: str, moments: str, tmp_path: Path) -> None:
+    it = case("gpt2")  # its embeddings are tied
+    check(it, make_plan(it, mode, unified_dtype="bfloat16", moments=moments), two_groups(), tmp_path / "run")
+
+
+def test_float16_in_the_middle_of_a_loss_scale_interval(tmp_path: Path) -> None:
+    it = case("opt")
+    plan = make_plan(it, "mixed", unified_dtype="float16")
+    with Run(it, plan, two_groups(), initial_scale=2.0**10, growth_interval=4) as run:
+        run.step(scale=1e38)  # overflows: the scale is halved and counts begin anew
+        run.train(3)
+        assert run.optimizer.loss_scale == 2.0**9
+        saving = save_checkpoint(tmp_path / "run", run.state(), files=FILES)
+        run.step()
+        assert run.optimizer.loss_scale == 2.0**10  # the fourth good step, of which three were before the save
+        whole = run.bits()
+        saving.wait()
+    with Run(it, plan, two_groups()) as run:
+        load_checkpoint(tmp_path / "run", run.state(), files=FILES)
+        run.step()
+        assert differing(whole, run.bits()) == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        two_groups(torch.optim.SGD, momentum=0.9),
+        two_groups(torch.optim.Adagrad),
+        two_groups(torch.optim.NAdam),  # a separate product for every parameter
+        two_groups(torch.optim.AdamW, amsgrad=True),
+        two_groups(Lion),
+    ],
+    ids=["sgd", "adagrad", "nadam", "amsgrad", "lion"],
+)
+def test_other_optimizers(make: Make, tmp_path: Path) -> None:
+    it = case("cnn")  # batch norm has buffers
+    check(it, make_plan(it, "mixed", optimizer_type="AdamW"), make, tmp_path / "run")
+
+
+def test_steps_in_backward(tmp_path: Path) -> None:
+    it = case("opt")
+    plan = make_plan(it, "streamed", step_in_backward=True)
+    assert plan.steps_in_backward
+    check(it, plan, two_groups(), tmp_path / "run")
+
+
+def test_fused_kernels(tmp_path: Path) -> None:
+    it = case("llama")
+    check(it, make_plan(it, "mixed"), two_groups(), tmp_path / "run", wrap={"use_fused_kernels": True})
+
+
+def test_frozen_and_unused_parameters(tmp_path: Path) -> None:
+    it = case("mixtral")
+    for name, parameter in it.model.named_parameters():
+        parameter.requires_grad_("self_attn" not in name)
+    check(it, make_plan(it, "mixed"), two_groups(), tmp_path / "run")

@@ -1,0 +1,166 @@
+"""Whatever updates do meanwhile, a snapshot has the state of one step, and memory for copies keeps to the pool."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from elixir.checkpoint import snapshot as module
+from elixir.checkpoint.pool import SnapshotPool, aligned
+from elixir.checkpoint.snapshot import LiveTensor, Snapshot
+from elixir.checkpoint_format import tensors
+from elixir.errors import CheckpointError
+
+SPAN = 256
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in (module, tensors):
+        monkeypatch.setattr(each, "SPAN_BYTES", SPAN)
+
+
+class Flat:
+    """A live tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.dtype, self.nbytes = tensor, tensor.dtype, tensor.nbytes
+
+    def values(self, first: int, stop: int) -> torch.Tensor:
+        return self.tensor[first:stop]
+
+
+class Chunk:
+    """Two tensors that have one value at a time, the number of the step."""
+
+    def __init__(self, index: int, numel: int) -> None:
+        self.index, self.step, self.broken = index, 0, False
+        self.tensors = {f"a/{index}": torch.zeros(numel), f"b/{index}": torch.zeros(numel // 3, dtype=torch.int16)}
+
+    def wait(self) -> None:
+        if self.broken:
+            raise RuntimeError("the update failed")
+
+    def read(self) -> dict[str, LiveTensor]:
+        return {key: Flat(tensor) for key, tensor in self.tensors.items()}
+
+    def check(self) -> None:
+        pass
+
+    def update(self, dice: random.Random) -> None:
+        self.step += 1
+        for tensor in self.tensors.values():
+            tensor.fill_(-1)  # half-done
+            if dice.random() < 0.3:
+                time.sleep(dice.random() * 2e-4)
+            tensor.fill_(self.step)
+
+
+class Sink:
+    """A file: bytes by key and span, each written once."""
+
+    def __init__(self, dice: random.Random, slow_s: float) -> None:
+        self.found: dict[str, dict[int, bytes]] = {}
+        self._dice, self._slow_s = dice, slow_s
+
+    def write(self, key: str, number: int, data: memoryview) -> None:
+        first = bytes(data)
+        if self._slow_s:
+            time.sleep(self._dice.random() * self._slow_s)
+        assert bytes(data) == first  # what is being written stays as it is
+        spans = self.found.setdefault(key, {})
+        assert number not in spans
+        spans[number] = first
+
+    def tensor(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        spans = self.found[key]
+        return torch.frombuffer(bytearray(b"".join(spans[i] for i in range(len(spans)))), dtype=dtype)
+
+
+def race(seed: int, *, share: float | None = None) -> tuple[Snapshot, SnapshotPool]:
+    dice = random.Random(seed)
+    chunks = [Chunk(index, dice.choice([1, 63, 64, 65, 500, 1000])) for index in range(dice.randint(1, 7))]
+    total = sum(aligned(t.nbytes) for chunk in chunks for t in chunk.tensors.values())
+    pool = SnapshotPool(
+        int(total * (dice.choice([0, 0.2, 0.5, 1]) if share is None else share)),
+        lambda n: torch.empty(n, dtype=torch.uint8),
+    )
+    for chunk in chunks:
+        chunk.update(dice)
+    snapshot = Snapshot(chunks, pool, CPU)
+    sink = Sink(random.Random(seed + 1), dice.choice([0, 1e-4, 1e-3]))
+    problems: list[BaseException] = []
+
+    def updates(mine: list[Chunk]) -> None:
+        own = random.Random(seed + 2)
+        try:
+            for _ in range(3):
+                for chunk in mine:
+                    snapshot.release(chunk.index)
+                    chunk.update(own)
+        except BaseException as error:
+            problems.append(error)
+
+    half = len(chunks) // 2  # as where the host steps some and the device others
+    threads = [threading.Thread(target=updates, args=(part,)) for part in (chunks[:half], chunks[half:])]
+    for thread in threads:
+        thread.start()
+    snapshot.write(sink.write, lambda: None)
+    snapshot.over()
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    assert problems == []
+    for chunk in chunks:
+        for key, tensor in chunk.tensors.items():
+            assert not tensor.numel() or (sink.tensor(key, tensor.dtype) == 1).all(), (seed, key)
+    assert pool.largest_use_bytes <= pool.limit_bytes
+    assert pool.free_bytes == pool.limit_bytes
+    return snapshot, pool
+
+
+def test_two_hundred_races() -> None:
+    copied = [race(seed)[0].copied_bytes for seed in range(200)]
+    assert any(copied)
+
+
+def test_without_a_pool_updates_wait_and_nothing_is_copied() -> None:
+    for seed in range(20):
+        snapshot, pool = race(seed, share=0)
+        assert (snapshot.copied_bytes, pool.is_made) == (0, False)
+
+
+def test_an_update_that_failed_fails_the_save_and_not_the_next_update() -> None:
+    chunks = [Chunk(0, 100), Chunk(1, 100)]
+    chunks[1].broken = True
+    snapshot = Snapshot(chunks, SnapshotPool(0, torch.empty), CPU)
+    snapshot.release(1)
+    with pytest.raises(CheckpointError, match="the update failed"):
+        snapshot.write(Sink(random.Random(0), 0).write, lambda: None)
+    snapshot.over()
+    snapshot.release(0)
+
+
+def test_a_save_that_failed_holds_nobody_up() -> None:
+    chunks = [Chunk(0, 1000), Chunk(1, 1000)]
+    snapshot = Snapshot(chunks, SnapshotPool(0, torch.empty), CPU)
+    waiting = threading.Thread(target=snapshot.release, args=(0,))
+
+    def full(key: str, number: int, data: memoryview) -> None:
+        waiting.start()
+        time.sleep(0.05)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="full"):
+        snapshot.write(full, lambda: None)
+    snapshot.over()
+    waiting.join(timeout=5)
+    assert not waiting.is_alive()
+    snapshot.release(1)
+    snapshot.wait_for_live()
+    assert snapshot.stall_s > 0.02

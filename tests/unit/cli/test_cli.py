@@ -1,0 +1,529 @@
+"""The command line: what it prints, what it checks before working, and how it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elixir.artifact import Artifact
+from elixir.cli import main
+from elixir.cli.options import build_parser, normalise
+from elixir.errors import InputError, Lever, PlanError, StateError, unknown_name
+from elixir.hardware import RateFit, preset
+from elixir.plan import Plan
+from elixir.search.request import SearchRequest
+from elixir.show import record_of, show_value
+from elixir.show.tables import _label
+from elixir.step_trace import StepTrace
+from tests.common.samples import make_hardware, make_plan, make_trace
+
+PROFILE_KEYS = {
+    "parameters", "param_bytes", "grad_bytes", "optimizer_bytes", "buffer_bytes", "activation_peak_bytes",
+    "backward_peak_bytes", "step_peak_bytes", "peak_module", "peak_operator", "events", "operators", "trace_s",
+}  # fmt: skip
+
+
+class Stub:
+    """Replaces what the commands call, and remembers how it was called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: dict[str, dict[str, Any]] = {}
+        self.results: dict[str, Any] = {
+            "build": object(),
+            "input_to_trace": {"input_ids": None},
+            "trace_step": make_trace(),
+            "plan_from_trace": make_plan(5),
+            "load_hardware": make_hardware(),
+            "measure": make_hardware("here"),
+        }
+        modules: dict[str, tuple[str, ...]] = {
+            "elixir.models": ("build", "input_to_trace"),
+            "elixir.tracer": ("trace_step",),
+            "elixir.search": ("plan_from_trace",),
+            "elixir.hardware": ("load_hardware",),
+            "elixir.microbench": ("measure",),
+        }
+        for module, names in modules.items():
+            for name in names:
+                monkeypatch.setattr(f"{module}.{name}", self._function(name), raising=False)
+
+    def _function(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] = {"args": args, **kwargs}
+            result = self.results[name]
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        return call
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
+    return Stub(monkeypatch)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    """Exit status, standard output, standard error."""
+    try:
+        status = main(argv)
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else -1
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def fails(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 2) -> str:
+    """The one line a command that fails leaves on standard error."""
+    found, out, err = run(capsys, *argv)
+    assert (found, out) == (status, "")
+    assert "Traceback" not in err
+    assert err.startswith("elixir")
+    assert err.count("\n") == 1
+    return err
+
+
+# ------------------------------------------------------------------------------------------------------------- profile
+
+
+def test_profile_json_is_one_object_with_the_promised_keys(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "profile", "opt-125m", "--json")
+    assert (status, err) == (0, "")
+    record = json.loads(out)
+    trace = stub.results["trace_step"]
+    assert set(record) >= PROFILE_KEYS
+    assert record["parameters"] == sum(param.numel for param in trace.parameters)
+    assert record["events"] == len(trace.accesses)
+    for key in PROFILE_KEYS - {"parameters", "events"}:
+        assert record[key] == getattr(trace, key)
+
+
+def test_profile_passes_the_step_on(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    argv = "profile --activation-checkpointing opt-13b --batch 8 --seq 2048 --dtype fp16 --optimizer SGD --optimizer-kernel fused"
+    assert run(capsys, *argv.split(), "--device", "a100")[0] == 0
+    assert stub.calls["build"] == {"args": ("opt-13b",), "dtype": torch.float16, "checkpoint": "non-reentrant"}
+    assert stub.calls["input_to_trace"]["batch"] == 8
+    assert stub.calls["input_to_trace"]["seq"] == 2048
+    assert stub.calls["load_hardware"]["args"] == ("a100",)
+    traced = stub.calls["trace_step"]
+    assert (traced["optimizer"], traced["optimizer_kernel"], traced["model_name"]) == ("SGD", "fused", "opt-13b")
+    assert traced["hardware"] is stub.results["load_hardware"]
+
+
+def test_profile_defaults(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    run(capsys, "profile", "opt-125m")
+    assert stub.calls["build"] == {"args": ("opt-125m",), "dtype": torch.bfloat16, "checkpoint": "none"}
+    assert (stub.calls["input_to_trace"]["batch"], stub.calls["input_to_trace"]["seq"]) == (1, None)
+    assert stub.calls["trace_step"]["optimizer"] == "AdamW"
+    assert stub.calls["trace_step"]["optimizer_kernel"] is None
+
+
+def test_profile_writes_trace_and_picture(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, plot = tmp_path / "trace.json", tmp_path / "mem.svg"
+    status, text, _ = run(capsys, "profile", "x", "--out", str(out), "--plot", str(plot))
+    assert status == 0
+    assert StepTrace.load(out) == stub.results["trace_step"]
+    assert plot.read_bytes().startswith(b"<?xml")
+    assert str(out) in text
+    assert str(plot) in text
+
+
+def test_profile_says_peak_and_contributors(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "profile", "opt-125m")
+    trace = stub.results["trace_step"]
+    assert trace.peak_module in out
+    assert "layers.*" in out  # what is alive there, layers taken together
+
+
+def test_brief_leaves_out_the_tables(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("profile", "plan"):
+        long, short = (run(capsys, command, "x", *flags)[1] for flags in ((), ("--brief",)))
+        assert long.startswith(short)
+        assert len(short.splitlines()) < 10 < len(long.splitlines())
+
+
+PLAIN_MODEL = """
+import torch
+def model(): return torch.nn.Linear(64, 32)
+def inp(): return {"x": torch.ones(16, 64)}
+def step(model, inp): model(inp["x"]).sum().backward()
+def fails(): return 1 / 0
+"""
+
+
+def test_profile_of_a_plain_module(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real thing, without stubs: a module with an input and a step, found in the working folder."""
+    (tmp_path / "plain_model.py").write_text(PLAIN_MODEL)
+    monkeypatch.chdir(tmp_path)
+    argv = ("profile", "plain_model:model", "--dtype", "fp32", "--inp", "plain_model:inp", "--json")
+    status, out, err = run(capsys, *argv, "--step", "plain_model:step")
+    assert (status, err) == (0, "")
+    record = json.loads(out)
+    assert record["parameters"] == 64 * 32 + 32
+    assert record["param_bytes"] == record["grad_bytes"] == 4 * (64 * 32 + 32)
+    assert "--inp module:function" in fails(capsys, "profile", "plain_model:model")
+    assert "division by zero" in fails(capsys, "profile", "plain_model:model", "--inp", "plain_model:fails")
+    assert "no function lost" in fails(capsys, *argv, "--step", "plain_model:lost")
+    assert "cannot import lost" in fails(capsys, *argv, "--step", "lost:step")
+    assert "expected module:function" in fails(capsys, *argv, "--step", "plain_model")
+    assert "leave out --batch" in fails(capsys, *argv, "--batch", "2")
+
+
+def test_profile_of_a_named_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """The real thing, without stubs: parameters as published, sizes that follow from them by arithmetic."""
+    status, out, err = run(capsys, "profile", "opt-125m", "--batch", "2", "--seq", "64", "--checkpoint", "--json")
+    assert (status, err) == (0, "")
+    record = json.loads(out)
+    assert record["parameters"] == 125_239_296
+    assert record["optimizer_bytes"] >= 2 * record["param_bytes"] >= 4 * record["parameters"]
+    assert record["step_peak_bytes"] >= record["backward_peak_bytes"] >= record["param_bytes"]
+    assert record["step_peak_bytes"] >= record["param_bytes"] + record["grad_bytes"] + record["optimizer_bytes"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_plan_passes_the_budgets_on(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "plan opt-13b --hardware h100 --world-size 4 --host-memory 128GiB --device-memory 70GB --placement cpu"
+    assert run(capsys, *argv.split(), "--no-overlap")[0] == 0
+    trace, hardware, request = stub.calls["plan_from_trace"]["args"]
+    assert (trace, hardware) == (stub.results["trace_step"], stub.results["load_hardware"])
+    assert request == SearchRequest(
+        world_size=4,
+        host_memory=128 * 2**30,
+        device_memory=70 * 10**9,
+        placement="cpu",
+        overlap=False,
+        optimizer_type="AdamW",
+    )
+
+
+def test_plan_passes_moments_and_fused_kernels_on(
+    stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(capsys, "plan", "opt-13b")[0] == 0
+    assert stub.calls["plan_from_trace"]["args"][2].moments == "float32"
+    assert not stub.calls["trace_step"]["use_fused_kernels"]
+    assert run(capsys, "plan", "opt-13b", "--moments", "8bit", "--fused-kernels")[0] == 0
+    assert stub.calls["plan_from_trace"]["args"][2].moments == "8bit"
+    assert stub.calls["trace_step"]["use_fused_kernels"]
+    path = str(make_trace("saved", 3).save(tmp_path / "trace.json"))
+    assert "--fused-kernels" in fails(capsys, "plan", path, "--fused-kernels")  # the trace has settled it
+    assert "invalid choice" in fails(capsys, "plan", "opt-13b", "--moments", "4bit")
+
+
+def test_plan_json_is_a_plan_that_can_be_loaded(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    _, text, _ = run(capsys, "plan", "opt-13b", "--json", "--out", str(out), "--plot", str(tmp_path / "plan.pdf"))
+    assert Plan.from_json(text) == Plan.load(out) == stub.results["plan_from_trace"]
+    assert (tmp_path / "plan.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_plan_takes_a_saved_trace(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved = make_trace("saved", 3)
+    path = str(saved.save(tmp_path / "trace.json"))
+    assert run(capsys, "plan", path)[0] == 0
+    assert stub.calls["plan_from_trace"]["args"][0] == saved
+    assert "trace_step" not in stub.calls
+    assert "--batch, --dtype" in fails(capsys, "plan", path, "--batch", "8", "--dtype", "bf16")
+
+
+def test_plan_takes_a_config_for_a_model(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "opt"}')
+    assert run(capsys, "plan", str(path))[0] == 0
+    assert stub.calls["build"]["args"] == (str(path),)
+
+
+def test_plan_of_a_plan_is_refused(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(make_plan(2).save(tmp_path / "plan.json"))
+    assert "expected a model or a trace, found a plan" in fails(capsys, "plan", path)
+
+
+def test_what_cannot_fit_says_what_to_change(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    levers = [Lever("turn on checkpointing", 2**30)]
+    stub.results["plan_from_trace"] = PlanError("too small", needed_bytes=2**31, available_bytes=2**30, levers=levers)
+    status, out, err = run(capsys, "plan", "opt-13b")
+    assert (status, out) == (2, "")
+    assert "needed 2.00 GiB, available 1.00 GiB" in err
+    assert "turn on checkpointing" in err
+
+
+# ------------------------------------------------------------------------------------------- show, compare, hardware
+
+
+@pytest.mark.parametrize("artifact", [make_plan(3), make_trace(layers=2), make_hardware()], ids=lambda a: a.artifact)
+def test_show_takes_every_artifact(artifact: Artifact, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(artifact.save(tmp_path / "a.json"))
+    status, out, _ = run(capsys, "show", path)
+    assert status == 0
+    assert "h200" in out
+    status, out, _ = run(capsys, "show", path, "--json")
+    assert isinstance(json.loads(out), dict)
+
+
+def test_compare_marks_what_differs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    a, b = str(make_plan(4).save(tmp_path / "a.json")), str(make_plan(4, resident=0.6).save(tmp_path / "b.json"))
+    status, out, _ = run(capsys, "compare", a, b)
+    assert status == 0
+    marked = [line for line in out.splitlines() if line.lstrip().startswith("*")]
+    assert any("resident chunks" in line for line in marked)
+    assert not any("world size" in line for line in marked)
+    record = json.loads(run(capsys, "compare", a, b, "--json")[1])
+    assert record["fields"]["resident_chunks"] == {"a": 2, "b": 3, "differs": True}
+    assert record["fields"]["world_size"]["differs"] is False
+    # Chunks 0 and 1 are resident in one, 0 to 2 in the other, and their states follow half as far.
+    assert record["placed_differently"] == ["layers.1.weight", "layers.2.weight"]
+
+
+def test_equal_plans_compare_equal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(make_plan(4).save(tmp_path / "a.json"))
+    assert "0 of" in run(capsys, "compare", path, path)[1]
+    record = json.loads(run(capsys, "compare", path, path, "--json")[1])
+    assert record["placed_differently"] == []
+    assert not any(field["differs"] for field in record["fields"].values())
+
+
+def test_compare_of_two_kinds_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    a, b = str(make_plan(2).save(tmp_path / "a.json")), str(make_hardware().save(tmp_path / "b.json"))
+    assert "cannot compare a Plan with a HardwareProfile" in fails(capsys, "compare", a, b)
+
+
+def test_hardware_measure_saves(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "hw.json"
+    assert run(capsys, "hardware", "--measure", "--quick", "--out", str(out))[0] == 0
+    assert json.loads(out.read_text())["name"] == "here"
+    assert stub.calls["measure"]["quick"] is True
+    assert stub.calls["measure"]["start_ranks"] is True
+    assert run(capsys, "hardware", "--measure", "--no-spawn")[0] == 0
+    assert stub.calls["measure"]["start_ranks"] is False
+
+
+def test_hardware_measure_tells_how_far_it_is_line_by_line_without_a_terminal(
+    stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(capsys, "hardware", "--measure")
+    (progress,) = stub.calls["measure"]["args"]
+    progress("host memory", 0, 32)
+    assert capsys.readouterr().err == "1/32 host memory\n"
+
+
+def test_hardware_draws_and_lists_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    points = ((1e6, 1.1e-4), (1e8, 1.01e-2))
+    profile = dataclasses.replace(make_hardware(), fits={"host_to_device.both": RateFit(1e-5, 1e10, 0.125, points)})
+    path, picture = str(profile.save(tmp_path / "hw.json")), tmp_path / "fits.svg"
+    status, out, _ = run(capsys, "hardware", "--show", path, "--plot", str(picture))
+    assert status == 0
+    assert "host to device.both bandwidth" in out
+    assert "10.0 GB/s" in out
+    assert str(points) not in out
+    assert picture.read_text().startswith("<?xml")
+    assert run(capsys, "hardware", "--show", "h200", "--plot", str(tmp_path / "none.svg"))[0] == 2
+
+
+def test_doubtful_rates_are_shown_and_said_where_a_plan_is_made(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    path = str(
+        dataclasses.replace(preset("l4"), fits={"host_to_device.both": RateFit(1e-5, 1e10, 0.42)}).save(
+            tmp_path / "hw.json"
+        )
+    )
+    out = run(capsys, "hardware", "--show", path)[1]
+    assert "doubtful: fits.host_to_device.both: its fit is off by up to 42%" in out
+    assert "measure again" in out
+    assert "doubtful" not in run(capsys, "hardware", "--show", "cpu")[1]
+    plan = ("plan", "opt-125m", "--hardware", path, "--host-memory", "64GiB", "--out", str(tmp_path / "plan.json"))
+    for words in (
+        plan,
+        ("explain", str(tmp_path / "plan.json"), "--hardware", path, "--no-levers"),
+        ("sweep", "opt-125m", "--hardware", path),
+    ):
+        caplog.clear()
+        assert run(capsys, *words)[0] == 0
+        assert "fits.host_to_device.both: its fit is off by up to 42%" in caplog.text
+
+
+def test_hardware_show_gives_sources(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "made up" in run(capsys, "hardware", "--show", "h200")[1]
+    assert json.loads(run(capsys, "hardware", "--show", "h200", "--json")[1])["artifact"] == "hardware_profile"
+
+
+@pytest.mark.parametrize(
+    "argv", ["--out hw.json", "--quick", "--no-spawn", "--plot a.png", "--list --measure", "--show a --measure"]
+)
+def test_hardware_refuses_what_does_not_go_together(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fails(capsys, "hardware", *argv.split())
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("plan opt-13b --world-size 0", "at least 1, found 0"),
+        ("plan opt-13b --world-size two", "whole number"),
+        ("plan opt-13b --host-memory 12XB", "12XB"),
+        ("plan opt-13b --device-memory -1", "--device-memory"),
+        ("plan opt-13b --placement gpu", "'gpu'"),
+        ("profile opt-13b --batch 0", "at least 1"),
+        ("profile opt-13b --batch 1000000001", "at most 1,000,000,000"),
+        ("profile opt-13b --batch 9999999999999999999999999999", "at most 1,000,000,000"),
+        ("profile opt-13b --seq 1.5", "whole number"),
+        ("profile opt-13b --checkpoint=maybe", "'maybe'"),
+        ("profile opt-13b --dtype bf17", "did you mean bf16"),
+        ("profile opt-13b --optimizer adamx", "did you mean"),
+        ("profile opt-13b --optimizer-kernel slow", "'slow'"),
+        ("profile opt-13b --plot mem.gif", ".png, .pdf or .svg"),
+        ("profile opt-13b --out no/such/folder/a.json", "cannot write"),
+        ("profile opt-13b --plot no/such/folder/a.png", "cannot write"),
+        ("plan opt-13b --out a.png --plot a.png", "two outputs"),
+        ("profile", "MODEL"),
+        ("profile opt-13b --unknown", "--unknown"),
+        ("profle opt-13b", "profle"),
+        ("show no-such-file.json", "No such file"),
+        ("compare no-such-file.json b.json", "No such file"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    argv: str,
+    said: str,
+    stub: Stub,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in fails(capsys, *argv.split())
+    assert "trace_step" not in stub.calls, "the work started before the input was checked"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"artifact": "cake"}', '{"artifact": ["plan"]}', "\0"])
+def test_files_that_are_nothing_of_ours(content: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    assert "a.json" in fails(capsys, "show", str(path))
+
+
+def test_a_damaged_plan_names_the_field(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = make_plan(2).to_dict()
+    del data["chunks"][1]["weight_home"]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    assert "'chunks[1].weight_home' is missing" in fails(capsys, "show", str(path))
+
+
+def test_the_nearest_name_is_suggested(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.results["build"] = unknown_name("model", "opt-31b", ["opt-13b", "opt-30b"])
+    assert "did you mean" in fails(capsys, "profile", "opt-31b")
+
+
+@pytest.mark.parametrize("error", [InputError("no"), ValueError("no"), OSError(13, "no", "a.json")])
+def test_a_callers_mistake_is_status_2(error: Exception, stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.results["trace_step"] = error
+    assert "no" in fails(capsys, "profile", "x")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a\nb"), KeyError(), StateError("broken"), AssertionError()])
+def test_a_defect_of_ours_is_status_1(error: Exception, stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.results["trace_step"] = error
+    assert "internal error" in fails(capsys, "profile", "x", status=1)
+
+
+@pytest.mark.parametrize("argv", [("--debug", "profile", "x"), ("profile", "x", "--debug")])
+def test_debug_raises(argv: tuple[str, ...], stub: Stub) -> None:
+    stub.results["trace_step"] = InputError("why")
+    with pytest.raises(InputError, match="why"):
+        main(argv)
+
+
+def test_interrupted_is_130(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.results["load_hardware"] = KeyboardInterrupt()
+    assert "interrupted" in fails(capsys, "profile", "x", status=130)
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    command = f"{sys.executable} -m elixir models | true"
+    root = Path(__file__).parents[3]
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], cwd=root, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_version_and_bare_call(capsys: pytest.CaptureFixture[str]) -> None:
+    import elixir
+
+    assert run(capsys, "--version")[1] == f"elixir {elixir.__version__}\n"
+    status, out, _ = run(capsys)
+    assert status == 2
+    assert "COMMAND" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "form", "model"),
+    [
+        ("profile --checkpoint opt-13b", "non-reentrant", "opt-13b"),
+        ("profile opt-13b --activation-checkpointing", "non-reentrant", "opt-13b"),
+        ("profile opt-13b --checkpoint --json", "non-reentrant", "opt-13b"),
+        ("profile opt-13b --activation-checkpointing reentrant", "reentrant", "opt-13b"),
+        ("profile --activation-checkpointing=reentrant opt-13b", "reentrant", "opt-13b"),
+        ("profile opt-13b", None, "opt-13b"),
+    ],
+)
+def test_checkpoint_takes_a_form_or_none(argv: str, form: str | None, model: str) -> None:
+    args = build_parser().parse_args(normalise(argv.split()))
+    assert (args.checkpoint, args.model) == (form, model)
+
+
+def test_models_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:
+    from elixir.models import model_names
+
+    out = run(capsys, "models")[1]
+    record = json.loads(run(capsys, "models", "--json")[1])
+    assert list(record) == list(model_names())
+    assert all(name in out for name in record)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("param_bytes", 2**31, "2.00 GiB"),
+        ("link_bytes_per_s", 55.3e9, "55.3 GB/s"),
+        ("bfloat16_flops_per_s", 989e12, "989.0 TFLOP/s"),
+        ("float16_flops_per_s", 2.5e9, "2.5 GFLOP/s"),
+        ("host_adam_numel_per_s", 1.5e9, "1.50 G elements/s"),
+        ("total_s", 0.5, "0.500 s"),
+        ("parameters", 1234567, "1,234,567"),
+        ("overlap", True, "yes"),
+        ("measured_at", None, "-"),
+        ("unused", [], "none"),
+    ],
+)
+def test_values_are_shown_in_the_unit_of_their_name(name: str, value: Any, shown: str) -> None:
+    assert show_value(name, value) == shown
+
+
+def test_no_two_fields_of_a_table_have_one_label() -> None:
+    for artifact in (make_hardware(), make_plan(2), make_trace(layers=1)):
+        labels = [_label(name) for name in record_of(artifact)]
+        assert len(set(labels)) == len(labels)
+
+
+def test_the_installed_command_is_main() -> None:
+    assert isinstance(main, types.FunctionType)
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert 'elixir = "elixir.cli:main"' in text

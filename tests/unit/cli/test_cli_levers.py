@@ -1,0 +1,80 @@
+"""Advice of the command line if nothing fits: flags that it has, which then do what they promise."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from elixir.cli import main
+
+STEP = ("opt-125m", "--hardware", "l4", "--batch", "4")
+CHECKPOINT = "turn on activation checkpointing: --activation-checkpointing"
+
+
+def failed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert main(["plan", *words]) == 2
+    return capsys.readouterr().err
+
+
+def advised(text: str, flag: str) -> list[str]:
+    """`flag` and its value, as a message has them."""
+    (found,) = re.findall(rf"{flag} [^\s)]+", text)
+    return found.split(" ")
+
+
+def test_flags_that_give_more_memory_give_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    text = failed(capsys, *STEP, "--device-memory", "3GiB", "--host-memory", "1GiB", "--placement", "cuda")
+    assert "let weights and states live on the host (--placement auto)" in text
+    assert "run on 2 ranks: --world-size 2" in text
+    assert "halve the step: --batch or --seq" in text
+    assert CHECKPOINT in text
+    device = advised(text, "--device-memory")
+    assert main(["plan", *STEP, *device, "--host-memory", "1GiB", "--placement", "cuda"]) == 0
+    text = failed(capsys, *STEP, "--device-memory", "4GiB", "--host-memory", "256MiB")
+    assert "let states live on a disk (--disk-memory), once `elixir hardware --measure" in text
+    assert main(["plan", *STEP, "--device-memory", "4GiB", *advised(text, "--host-memory")]) == 0
+
+
+def test_more_of_a_device_is_advised_only_while_it_has_more(capsys: pytest.CaptureFixture[str]) -> None:
+    text = failed(capsys, "opt-13b", "--hardware", "l4", "--batch", "8", "--host-memory", "512GiB")
+    assert "--device-memory" not in text
+    assert CHECKPOINT in text
+
+
+def test_what_a_trace_has_settled_is_advised_of_the_command_that_traces(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = str(tmp_path / "trace.json")
+    assert main(["profile", "opt-125m", "--device", "l4", "--batch", "4", "--out", trace]) == 0
+    text = failed(capsys, trace, "--device-memory", "1GiB", "--host-memory", "64GiB")
+    assert f"{CHECKPOINT} (of `elixir profile`: the trace has settled it)" in text
+    assert "--batch or --seq (of `elixir profile`" in text
+
+
+def test_a_step_with_inputs_of_its_own_is_not_told_of_flags_that_it_cannot_have(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("tests.unit.cli.test_cli_levers:small", "--inp", "tests.unit.cli.test_cli_levers:inputs", "--step")
+    words += ("tests.unit.cli.test_cli_levers:step", "--hardware", "l4", "--dtype", "fp32", "--host-memory", "1GiB")
+    text = failed(capsys, *words, "--device-memory", "20MiB")
+    assert "halve the batch of each rank" in text
+    assert "--batch" not in text
+
+
+def small() -> object:
+    import torch
+
+    return torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 256))
+
+
+def inputs() -> dict[str, object]:
+    import torch
+
+    return {"input": torch.zeros(4096, 256)}
+
+
+def step(model: object, inp: dict[str, object]) -> None:
+    model(**inp).sum().backward()  # type: ignore[operator]

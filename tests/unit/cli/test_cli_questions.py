@@ -1,0 +1,257 @@
+"""``elixir sweep | fit | explain | timeline``: what they print and write, and how they fail."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from elixir.cli import main
+from elixir.cli.options import build_parser, normalise
+from elixir.plan import Plan
+from elixir.search.whatif import SweepRow
+
+PLAN = "plan opt-125m --hardware rtx4090 --batch 2 --seq 64 --device-memory 700MiB --host-memory 4GiB --brief"
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    """Exit status, standard output, standard error."""
+    try:
+        status = main(argv)
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else -1
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line a command that fails leaves on standard error."""
+    found, out, err = run(capsys, *argv)
+    assert (found, out) == (2, "")
+    assert "Traceback" not in err
+    assert "internal" not in err
+    assert err.startswith("elixir")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace, a plan from it, and a plan from the model's name."""
+    folder = tmp_path_factory.mktemp("questions")
+    trace = ["profile", "opt-125m", "--device", "rtx4090", "--batch", "2", "--seq", "64", "--brief"]
+    assert main([*trace, "--out", str(folder / "trace.json")]) == 0
+    assert main([*PLAN.split(), "--out", str(folder / "plan.json")]) == 0
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------ sweep and fit
+
+
+def test_sweep_prints_a_line_per_combination_and_writes_both_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, picture = tmp_path / "rows.csv", tmp_path / "map.pdf"
+    argv = "sweep opt-125m --hardware t4,h200 --world-sizes 1,8 --seq 64".split()
+    status, out, err = run(capsys, *argv, "--csv", str(table), "--plot", str(picture))
+    assert status == 0
+    assert out.count("opt-125m") >= 4
+    assert "[1] t4 has 4 devices a machine" in out
+    assert "host memory supposed" in err
+    with table.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["machine"], row["world_size"], row["fits"]) for row in rows] == [
+        ("t4", "1", "True"), ("t4", "8", "False"), ("h200", "1", "True"), ("h200", "8", "True"),
+    ]  # fmt: skip
+    assert picture.read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.parametrize("command", ["sweep", "fit"])
+def test_moments_and_fused_kernels_are_part_of_the_step(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [command, "opt-125m", "--seq", "64", "--host-memory", "64GiB", "--device-memory", "2GiB", "--json"]
+    argv += ["--hardware", "h200"]
+    peaks, steps_s = [], []
+    for more in ((), ("--moments", "8bit"), ("--moments", "8bit", "--fused-kernels")):
+        status, out, _ = run(capsys, *argv, *more)
+        assert status == 0
+        (row,) = json.loads(out)["rows"]
+        assert row["fits"]
+        peaks.append(row["device_peak_bytes"] + row["host_peak_bytes"])
+        steps_s.append(row["step_s"])
+    parameters = 125_239_296
+    # Moments take 5.97 bytes less an element, unless temporaries of the step on the device take some of it back.
+    assert peaks[0] - peaks[1] > 0.9 * (8 - 520 / 256) * parameters - 58 * 2**23
+    assert steps_s[1] != steps_s[2]  # another step was traced
+    assert "Adam and AdamW" in fails(capsys, *argv, "--moments", "8bit", "--optimizer", "sgd")
+
+
+def test_sweep_json_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "sweep", "opt-125m", "--seq", "64", "--host-memory", "64GiB", "--json")
+    assert status == 0
+    (row,) = json.loads(out)["rows"]
+    assert set(row) == {field.name for field in dataclasses.fields(SweepRow)}
+    assert row["fits"]
+    assert row["host_budget_bytes"] == 64 << 30
+
+
+def test_fit_names_the_smallest_and_lists_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "fit opt-125m --seq 64 --batch 2 --hardware h200,t4".split()
+    status, out, _ = run(capsys, *argv)
+    assert status == 0
+    assert out.startswith("opt-125m (batch 2 a rank, bfloat16) fits 1 x t4: ")
+    assert out.index("1 x t4") < out.index("1 x h200")
+    status, out, _ = run(capsys, *argv, "--json")
+    assert status == 0
+    assert json.loads(out)["best"]["machine"] == "t4"
+
+
+def test_fit_ends_with_2_where_nothing_does_and_still_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "fit opt-13b --seq 64 --hardware t4 --world-sizes 1".split()
+    status, out, err = run(capsys, *argv)
+    assert status == 2
+    assert "[1] opt-13b" in out
+    assert err.count("\n") == 1
+    status, out, _ = run(capsys, *argv, "--json")
+    assert status == 2
+    assert json.loads(out)["best"] is None
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("sweep", "MODEL"),
+        ("sweep opt-125n", "opt-125m"),
+        ("sweep opt-125m --hardware h2000", "h200"),
+        ("sweep opt-125m --hardware h200,,t4", "between commas"),
+        ("sweep opt-125m --world-sizes 0", "at least 1"),
+        ("sweep opt-125m --batches 1,x", "whole number"),
+        ("sweep opt-125m --optimizer adamm", "adam"),
+        ("sweep opt-125m --dtype bf17", "bf16"),
+        ("sweep opt-125m --seq 99999", "2048 positions"),
+        ("sweep opt-125m --network 0", "network_bytes_per_s"),
+        ("sweep opt-125m --plot map.txt", ".png"),
+        ("sweep opt-125m --csv no/such/folder.csv", "cannot write"),
+        ("fit opt-125m --seq 99999 --hardware t4", "2048 positions"),
+        ("fit opt-125m --inp nosuch:thing --batch 3", "--batch"),
+        ("fit opt-125m --inp nosuch:thing", "nosuch"),
+        ("fit no.such:model", "no.such"),
+    ],
+)
+def test_mistakes_get_one_line(
+    line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert says in fails(capsys, *line.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------- explain, timeline
+
+
+def test_explain_from_the_trace_and_from_the_name_say_the_same(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = str(folder / "plan.json")
+    with_trace = run(capsys, "explain", plan, str(folder / "trace.json"), "--json", "--no-levers")
+    by_name = run(capsys, "explain", plan, "--batch", "2", "--seq", "64", "--json", "--no-levers")
+    assert with_trace[0] == by_name[0] == 0
+    assert json.loads(with_trace[1]) == json.loads(by_name[1])
+    record = json.loads(with_trace[1])
+    planned = Plan.load(plan)
+    assert len(record["chunks"]) == len(planned.chunks)
+    assert record["plan"] == planned.fingerprint
+
+
+@pytest.mark.slow
+def test_explain_prints_sentences_and_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(folder / "plan.json"), str(folder / "trace.json")]
+    status, out, err = run(capsys, "explain", *paths)
+    assert (status, err) == (0, "")
+    for words in (
+        "a step, bound by",
+        "one chunk elsewhere",
+        "what one lever would bring",
+        "plan again, nothing changed",
+    ):
+        assert words in out
+    status, brief, _ = run(capsys, "explain", *paths, "--brief", "--no-levers")
+    assert status == 0
+    assert out.startswith(brief)
+    assert "one chunk elsewhere" not in brief
+
+
+def test_another_machine_is_said_aloud(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(folder / "plan.json"), str(folder / "trace.json")]
+    status, _, err = run(capsys, "explain", *paths, "--hardware", "l4", "--brief", "--no-levers")
+    assert status == 0
+    assert "planned for rtx4090; times here are those of l4" in err
+
+
+def test_timeline_draws_and_exports(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(folder / "plan.json"), str(folder / "trace.json")]
+    picture, trace = tmp_path / "t.png", tmp_path / "t.json"
+    status, out, _ = run(capsys, "timeline", *paths, "--out", str(picture))
+    assert status == 0
+    assert "a step (forward" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    status, out, _ = run(capsys, "timeline", *paths, "--out", str(trace), "--json")
+    assert status == 0
+    record = json.loads(out)
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    ends_us = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
+    assert ends_us == pytest.approx(record["step_s"] * 1e6)
+    status, out, _ = run(capsys, "timeline", *paths, "--out", str(trace), "--json", "--accumulation", "2")
+    assert json.loads(out)["step_s"] > record["step_s"]
+    several = Plan.load(folder / "plan.json")
+    dataclasses.replace(several, accumulation=2).save(tmp_path / "several.json")
+    paths[0] = str(tmp_path / "several.json")
+    status, again, _ = run(capsys, "timeline", *paths, "--out", str(trace), "--json")
+    assert json.loads(again)["step_s"] == json.loads(out)["step_s"]
+
+
+def test_wrong_files_and_steps_get_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, trace = str(folder / "plan.json"), str(folder / "trace.json")
+    assert "expected a plan, found a step trace" in fails(capsys, "explain", trace)
+    assert "expected a trace" in fails(capsys, "explain", plan, plan)
+    assert "same batch, sequence length" in fails(capsys, "explain", plan, "--batch", "3", "--seq", "64")
+    assert "settled --batch" in fails(capsys, "explain", plan, trace, "--batch", "3")
+    assert "another order" in fails(capsys, "explain", plan, "--batch", "2", "--seq", "64", "--checkpoint")
+    assert ".png" in fails(capsys, "timeline", plan, trace, "--out", str(tmp_path / "t.txt"))
+    assert "--out" in fails(capsys, "timeline", plan, trace)
+    assert "cannot be read" in fails(capsys, "timeline", str(tmp_path / "no.json"), "--out", str(tmp_path / "t.png"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_of_no_named_model_asks_for_its_trace(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And runs nothing that the plan's file names."""
+    plan = dataclasses.replace(Plan.load(folder / "plan.json"), model_name="os:abort")
+    plan.save(tmp_path / "plan.json")
+    assert "give the trace" in fails(capsys, "explain", str(tmp_path / "plan.json"))
+
+
+def test_a_plan_for_an_unknown_machine_asks_for_its_profile(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = Plan.load(folder / "plan.json")
+    dataclasses.replace(plan, hardware_name="mine").save(tmp_path / "mine.json")
+    assert "--hardware" in fails(capsys, "explain", str(tmp_path / "mine.json"))
+    dataclasses.replace(plan, hardware_fingerprint="0" * 16).save(tmp_path / "old.json")
+    assert "other numbers" in fails(capsys, "explain", str(tmp_path / "old.json"))
+
+
+def test_bare_checkpoint_does_not_swallow_the_model() -> None:
+    for line in ("sweep --checkpoint opt-13b opt-30b", "fit --checkpoint opt-13b", "explain --checkpoint plan.json"):
+        args = build_parser().parse_args(normalise(line.split()))
+        assert args.checkpoint == "non-reentrant"
+
+
+def test_help_lists_the_four(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "--help")
+    assert status == 0
+    for name in ("sweep", "fit", "explain", "timeline"):
+        assert f"    {name} " in out

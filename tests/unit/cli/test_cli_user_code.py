@@ -1,0 +1,281 @@
+"""Code of the user's that the command line runs may print, change the whole process and try to end it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from elixir.cli import main
+from elixir.errors import InputError, UserInterruptError, shortened
+from elixir.models import build, default_input, user_code
+
+ROOT = Path(__file__).parents[3]
+
+MODULE = """
+import builtins, os, signal, sys
+import torch
+
+class Odd(BaseException): pass
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        print("forward")
+        if os.environ.get("ENDS_IN") == "forward": sys.exit(3)
+        return super().forward(x)
+
+def model():
+    print("building")
+    return Model(4, 4)
+
+def inp(): return {"input": torch.ones(2, 4)}
+def step(model, inp):
+    print("step")
+    model(inp["input"]).sum().backward()
+
+def exits(*_): sys.exit(0)
+def exits_silently(*_): raise SystemExit
+def fails(*_): sys.exit("bye")
+def odd(*_): raise Odd("odd")
+def interrupts(*_): raise KeyboardInterrupt
+def leaves(*_): raise GeneratorExit
+
+def upsets():
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.inference_mode().__enter__()
+    sys.stdout = sys.stderr = None
+    os.chdir("/")
+    sys.setrecursionlimit(100)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return Model(4, 4)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a module of a new name."""
+    name = f"user_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / f"{name}_ends.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def name_of(folder: Path) -> str:
+    return f"user_{folder.name}".replace("-", "_")
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "profile": ("profile", "{model}", "--inp", "{inp}", "--step", "{step}", "--dtype", "fp32", "--json"),
+    "plan": ("plan", "{model}", "--inp", "{inp}", "--step", "{step}", "--dtype", "fp32", "--host-memory", "1GiB", "--json"),
+    "fit": ("fit", "{model}", "--inp", "{inp}", "--step", "{step}", "--hardware", "h200", "--dtype", "fp32", "--json"),
+}  # fmt: skip
+
+
+def words(command: str, folder: Path, **functions: str) -> list[str]:
+    """A command's words, with functions of the module in `folder`."""
+    module = name_of(folder)
+    named = {part: f"{module}:{functions.get(part, part)}" for part in ("model", "inp", "step")}
+    return [word.format(**named) for word in COMMANDS[command]]
+
+
+@pytest.mark.parametrize("command", ["profile", "fit"])
+@pytest.mark.parametrize("part", ["model", "inp", "step"])
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("exits", "exited (status 0)"), ("exits_silently", "exited (status 0)"), ("fails", "exited (status 1: bye)"),
+        ("odd", "raised Odd: odd"), ("interrupts", "raised KeyboardInterrupt"), ("leaves", "raised GeneratorExit"),
+    ],
+)  # fmt: skip
+def test_code_that_ends_the_process_is_an_error(
+    command: str, part: str, does: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(command, folder, **{part: does})) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"elixir {command}: error: {name_of(folder)}:{does}" in err
+    assert said in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_results_are_alone_on_standard_output(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(command, folder)) == 0
+    out, err = capsys.readouterr()
+    json.loads(out)
+    assert {"building", "step", "forward"} <= set(err.splitlines())
+
+
+def test_forward_and_import_that_end_the_process(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = name_of(folder)
+    assert main(["profile", f"{module}_ends:model"]) == 2
+    assert f"the import of {module}_ends exited (status 0)" in capsys.readouterr().err
+    monkeypatch.setenv("ENDS_IN", "forward")
+    for command in ("profile", "fit"):
+        assert main(words(command, folder)) == 2
+        assert "the step exited (status 3)" in capsys.readouterr().err
+
+
+def test_a_function_that_upsets_the_process(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(words("profile", folder))
+    expected = json.loads(capsys.readouterr().out) | {"trace_s": 0, "model": ""}
+    handler, limit = signal.getsignal(signal.SIGINT), sys.getrecursionlimit()
+    assert main([*words("profile", folder, model="upsets"), "--out", "trace.json"]) == 0
+    assert json.loads(capsys.readouterr().out) | {"trace_s": 0, "model": ""} == expected
+    assert (folder / "trace.json").exists()
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.ones(1).device.type == "cpu"
+    assert Path.cwd() == folder
+    assert (signal.getsignal(signal.SIGINT), sys.getrecursionlimit()) == (handler, limit)
+
+
+CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "deterministic": (
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True), torch.are_deterministic_algorithms_enabled,
+    ),
+    "precision": (lambda: torch.set_float32_matmul_precision("medium"), torch.get_float32_matmul_precision),
+    "threads": (lambda: torch.set_num_threads(3), torch.get_num_threads),
+    "autocast": (lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")),
+    "warnings": (lambda: warnings.simplefilter("error"), lambda: list(warnings.filters)),
+    "environment": (lambda: os.environ.pop("PATH"), lambda: os.environ.get("PATH")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES))
+def test_what_is_of_the_whole_process_is_put_back(change: str) -> None:
+    make, read = CHANGES[change]
+    before = read()
+    with user_code.contained("a test"):
+        make()
+        assert read() != before
+    assert read() == before
+
+
+def test_a_library_call_lets_interrupts_through(folder: Path) -> None:
+    module = name_of(folder)
+    with pytest.raises(UserInterruptError):
+        build(f"{module}:interrupts")
+    with pytest.raises(InputError, match=r"exited \(status 0\)"):
+        build(f"{module}:exits")
+
+
+def run(command: str, **options: object) -> subprocess.CompletedProcess[bytes]:
+    """A shell command with the installed program as ``$E``; its output is buffered, as a user's is."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    environment |= {"E": f"{sys.executable} -m elixir.cli", "PYTHONPATH": f"{ROOT}{os.pathsep}{os.getcwd()}"}
+    return subprocess.run(["bash", "-c", command], capture_output=True, timeout=120, env=environment)
+
+
+@pytest.mark.slow
+def test_what_is_printed_below_python_and_at_the_end_is_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below.py").write_text(
+        "import atexit, os, torch\n"
+        "atexit.register(lambda: print('at the end'))\n"
+        "def model():\n    os.write(1, b'raw\\n')\n    os.system('echo a child')\n    return torch.nn.Linear(4, 4)\n"
+        "def inp(): return {'input': torch.ones(2, 4)}\n"
+        "def step(model, inp): model(**inp).sum().backward()\n"
+    )
+    done = run("$E profile below:model --inp below:inp --step below:step --dtype fp32 --json")
+    assert done.returncode == 0
+    json.loads(done.stdout)
+    assert {b"raw", b"a child", b"at the end"} <= set(done.stderr.splitlines())
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("command", ["hardware --show h200", "models", "models --json", "--help"])
+def test_a_full_standard_output_is_said(command: str) -> None:
+    done = run(f"$E {command} > /dev/full")
+    assert done.returncode == 2
+    assert b"cannot be written to standard output: No space left on device" in done.stderr
+    assert b"Exception ignored" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("command", ["hardware --show h200", "models"])
+def test_a_reader_that_has_gone_is_no_error(command: str) -> None:
+    done = run(f"$E {command} | true; exit ${{PIPESTATUS[0]}}")
+    assert (done.returncode, done.stderr) == (0, b"")
+    done = run(f"$E {command} >&-")
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("after_s", [0.03, 0.3])
+def test_an_interrupt_at_any_time_is_no_traceback(after_s: float) -> None:
+    code = "import elixir.cli, sys; sys.stderr.write('!'); sys.stderr.flush(); sys.exit(elixir.cli.main())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "models"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stderr is not None
+    assert process.stderr.read(1) == b"!"
+    time.sleep(after_s)
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    err = process.stderr.read()
+    assert process.wait(60) in (0, 130)
+    assert b"Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("profile architectures.json", "must be a list of names"),
+        ("profile seven.json", "must be a list of names"),
+        ("profile deep.json", "num_hidden_layers must be"),
+        ("hardware --show=", "''"),
+        ("profile " + "x" * 20000, "(20,000 characters)"),
+    ],
+)
+def test_values_that_make_no_step(
+    argv: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {"model_type": "opt", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 64}
+    for name, change in {
+        "architectures": {"architectures": {"a": 1}},
+        "seven": {"architectures": [7]}, "deep": {"num_hidden_layers": 10**12},
+    }.items():  # fmt: skip
+        Path(f"{name}.json").write_text(json.dumps(config | change))
+    assert main(argv.split(" ")) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "internal error" not in err
+    assert len(err) < 1000
+
+
+def test_a_batch_too_large_for_memory_is_traced_without_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("profile opt-125m --batch 1000000000 --seq 2048 --json".split()) == 0
+    assert json.loads(capsys.readouterr().out)["step_peak_bytes"] > 1_000_000_000 * 2048 * 768 * 2
+
+
+def test_a_model_without_a_vocabulary_has_no_default_input() -> None:
+    model = build("opt-125m")
+    model.config.vocab_size = 0  # type: ignore[union-attr]
+    with pytest.raises(InputError, match="vocab_size of 0"):
+        default_input(model, batch=1, seq=8)
+
+
+def test_long_values_are_shortened() -> None:
+    assert shortened("short") == "short"
+    text = shortened("a" * 5000 + "z")
+    assert len(text) < 90
+    assert text.startswith("aaa")
+    assert "z (5,001 characters)" in text

@@ -1,0 +1,176 @@
+"""`linear_cross_entropy`: the numbers of a linear layer and a cross-entropy, without the logits between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import elixir.kernels.model.cross_entropy as module
+from elixir.errors import InputError
+from elixir.kernels.model import linear_cross_entropy, slice_columns
+
+TOKENS, FEATURES, CLASSES = 37, 24, 130
+
+
+@pytest.fixture(autouse=True)
+def _several_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """48 classes at a time: the last slice is a partial one."""
+    monkeypatch.setattr(module, "SLICE_BYTES", 1)
+    monkeypatch.setattr(module, "MIN_SLICE_COLUMNS", 48)
+
+
+def example(dtype: torch.dtype = torch.float32, bias: bool = True) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, FEATURES, generator=generator)
+    weight = torch.randn(CLASSES, FEATURES, generator=generator)
+    offset = torch.randn(CLASSES, generator=generator)
+    target = torch.randint(CLASSES, (TOKENS,), generator=generator)
+    target[::5] = -100
+    leaves = [t.to(dtype).requires_grad_() for t in ((hidden, weight, offset) if bias else (hidden, weight))]
+    return (*leaves, target)
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Any = None, **options: Any) -> Any:
+    logits = F.linear(hidden, weight, bias)
+    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target, **options)
+
+
+def results(function: Any, dtype: torch.dtype, bias: bool, scale: float = 1.0, **options: Any) -> list[torch.Tensor]:
+    """Loss and gradients."""
+    *leaves, target = example(dtype, bias)
+    hidden, weight, *rest = leaves
+    loss = function(hidden, weight, target, *rest, **options)
+    (loss * scale).backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_same_numbers(dtype: torch.dtype, bias: bool, reduction: str) -> None:
+    mine = results(linear_cross_entropy, dtype, bias, reduction=reduction)
+    theirs = results(plain, dtype, bias, reduction=reduction)
+    for found, expected in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 1.0), (torch.float16, 2.0**12)])
+def test_low_precision_is_as_near_to_the_truth_as_the_plain_form(dtype: torch.dtype, scale: float) -> None:
+    mine = results(linear_cross_entropy, dtype, True, scale)
+    theirs = results(plain, dtype, True, scale)
+    *leaves, target = example(dtype)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    (plain(exact[0], exact[1], target, exact[2]) * scale).backward()
+    for found, expected, truth in zip(mine[1:], theirs[1:], exact, strict=True):
+        assert truth.grad is not None
+        assert found.dtype == dtype
+        error, reference = ((g.double() - truth.grad).norm() / truth.grad.norm() for g in (found, expected))
+        assert error <= 1.25 * reference
+    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-5, atol=0)
+    assert mine[0].dtype == torch.float32
+
+
+def test_derivatives_by_differences() -> None:
+    hidden, weight, bias, target = example(torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: linear_cross_entropy(h[:5, :6], w[:, :6], target[:5], b), (hidden, weight, bias), fast_mode=True
+    )
+
+
+class _Largest(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel, self.products = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))])
+        return result
+
+
+def test_logits_never_exist_as_a_whole() -> None:
+    hidden, weight, bias, target = example()
+    hidden = hidden.detach().repeat(20, 1).requires_grad_()
+    with _Largest() as seen:
+        linear_cross_entropy(hidden, weight, target.repeat(20), bias).backward()
+    assert seen.numel < hidden.shape[0] * CLASSES / 2
+    assert seen.numel >= hidden.shape[0] * 48
+
+
+def test_a_frozen_weight_costs_no_gradient() -> None:
+    hidden, weight, _bias, target = example()
+    with _Largest() as seen:
+        linear_cross_entropy(hidden, weight.detach(), target).backward()
+    assert hidden.grad is not None
+    assert seen.products == 3 * 3  # logits twice and the gradient of hidden, for each of three slices
+
+
+def test_backward_may_run_twice() -> None:
+    hidden, weight, bias, target = example()
+    loss = linear_cross_entropy(hidden, weight, target, bias)
+    first = torch.autograd.grad(loss, (hidden, weight, bias), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight, bias))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    hidden, weight, _bias, target = example()
+    loss = linear_cross_entropy(hidden, weight, target)
+    with pytest.raises(InputError, match="second derivative"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_token_that_counts_is_as_in_pytorch(reduction: str) -> None:
+    hidden, weight, _bias, target = example()
+    nothing = torch.full_like(target, 7)
+    mine = linear_cross_entropy(hidden, weight, nothing, ignore_index=7, reduction=reduction)
+    theirs = plain(hidden, weight, nothing, ignore_index=7, reduction=reduction)
+    torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("wrong", [CLASSES, -1])
+def test_a_target_that_is_no_class_is_refused_or_gives_no_number(wrong: int) -> None:
+    hidden, weight, _bias, target = example()
+    target[3] = wrong
+    with pytest.raises(InputError, match=rf"target {wrong} is none of the {CLASSES} classes"):
+        linear_cross_entropy(hidden, weight, target)
+    unseen = module._LinearCrossEntropy.apply(hidden, weight, None, target, -100, True)  # as where nobody looks
+    assert unseen.isnan()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"hidden": torch.zeros(2, 3, FEATURES)}, "hidden must be"),
+        ({"weight": torch.zeros(CLASSES, 7)}, "hidden must be"),
+        ({"weight": torch.zeros(CLASSES, FEATURES, dtype=torch.bfloat16)}, "one floating dtype"),
+        ({"target": torch.zeros(TOKENS, dtype=torch.int32)}, "int64"),
+        ({"target": torch.zeros(3, dtype=torch.int64)}, "target must be"),
+        ({"bias": torch.zeros(3)}, "bias must be"),
+        ({"reduction": "none"}, "'mean' or 'sum'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], text: str) -> None:
+    hidden, weight, bias, target = example()
+    with pytest.raises(InputError, match=text):
+        linear_cross_entropy(**({"hidden": hidden, "weight": weight, "target": target, "bias": bias} | change))
+
+
+@given(tokens=st.integers(0, 2**20), classes=st.integers(1, 300_000))
+def test_slices_are_within_their_budget_or_as_narrow_as_they_may_be(tokens: int, classes: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SLICE_BYTES", 2**27)
+        patch.setattr(module, "MIN_SLICE_COLUMNS", 256)
+        columns = slice_columns(tokens, classes)
+    assert 1 <= columns <= classes
+    assert columns * tokens * 4 <= 2**27 or columns <= 256
+    assert columns == classes or columns % 256 == 0

@@ -1,0 +1,401 @@
+"""Fused kernels in models: the numbers of the plain model to rounding, put in per instance, taken off again, traced."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import elixir.kernels.model.cross_entropy as cross_entropy
+from benchmark.observe import observe_step
+from elixir.errors import ElixirError, InputError
+from elixir.kernels.model import DeferredLogits, FusedKernels, registry
+from elixir.models import default_input, default_step
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from tests.common.fused import assert_close_gradients, gradients, language_case, train_beside
+from tests.common.parity import adamw, case, hf_loss, make_plan
+from tests.common.tiny_models import tiny
+from tests.common.tracing import H200, cpu_trace, real_routing, trace_step
+
+pytestmark = pytest.mark.usefixtures("fresh_kernels")
+
+LANGUAGE = ("opt", "gpt2", "llama", "bert", "t5", "mixtral")
+EXPECTED = {
+    "opt": {"cross_entropy"},
+    "gpt2": {"cross_entropy"},
+    "llama": {"rms_norm", "cross_entropy", "swiglu"},
+    "bert": {"cross_entropy"},
+    "t5": {"rms_norm", "cross_entropy"},
+    "mixtral": {"rms_norm", "cross_entropy"},
+    "vit": set(),
+}
+
+
+# --- numbers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", [*LANGUAGE, "vit"])
+def test_loss_and_gradients_are_those_of_the_plain_model(family: str, dtype: torch.dtype) -> None:
+    model, inp = language_case(family, dtype=dtype)
+    plain = copy.deepcopy(model)
+    fused = FusedKernels(model, True, "cpu")
+    assert set(fused.counts) == EXPECTED[family]
+    exact = copy.deepcopy(plain).float()(**inp).loss.item()
+    mine, theirs = model(**inp), plain(**inp)
+    mine.loss.backward()
+    theirs.loss.backward()
+    low = dtype == torch.bfloat16
+    assert mine.loss.dtype == theirs.loss.dtype
+    # A model that leaves its logits in bfloat16 may round its loss by several steps: then ours is to be no worse.
+    tolerance = max(8e-3 * exact, abs(theirs.loss.item() - exact)) if low else 1e-6 * exact
+    assert mine.loss.item() == pytest.approx(exact if low else theirs.loss.item(), abs=tolerance)
+    assert_close_gradients(model, plain, 3e-2 if low else 1e-5)
+
+
+def test_norms_and_blocks_give_the_bits_of_the_plain_ones_forward() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model, inp = language_case("llama", dtype=dtype)
+        expected = model(**inp).logits
+        FusedKernels(model, {"cross_entropy": "plain"}, "cpu")
+        assert torch.equal(model(**inp).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("mistral", "Mistral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("olmo2", "Olmo2"), ("phi3", "Phi3")],
+)
+def test_other_families_are_recognised_by_what_they_compute(family: str, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = getattr(transformers, f"{name}ForCausalLM")(_config(transformers, name)).train()
+    plain = copy.deepcopy(model)
+    counts = FusedKernels(model, True, "cpu").counts
+    assert {"rms_norm", "cross_entropy"} <= set(counts)
+    assert ("swiglu" in counts) == (family != "phi3")  # whose projections are one
+    inp = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
+    for one in (model, plain):
+        one(**inp).loss.backward()
+    assert_close_gradients(model, plain, 1e-5)
+
+
+def _config(transformers: Any, name: str, **options: Any) -> Any:
+    return getattr(transformers, f"{name}Config")(
+        **{
+            "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0,
+            "use_cache": False,
+        } | options
+    )  # fmt: skip
+
+
+def test_what_computes_something_else_is_left_alone() -> None:
+    """Gemma's norm multiplies by one plus the weight, its block has a GELU, and its logits are capped before the loss."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.Gemma2ForCausalLM(_config(transformers, "Gemma2", final_logit_softcapping=5.0)).train()
+    plain = copy.deepcopy(model)
+    assert set(FusedKernels(model, True, "cpu").counts) == {"cross_entropy"}
+    inp = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
+    mine, theirs = model(**inp), plain(**inp)
+    assert torch.equal(mine.loss, theirs.loss)
+    assert torch.equal(mine.logits, theirs.logits)
+    mine.loss.backward()
+    theirs.loss.backward()
+    assert all(torch.equal(grad, gradients(plain)[name]) for name, grad in gradients(model).items())
+
+
+@pytest.mark.parametrize("extra", [{"num_items_in_batch": 11}, {"shift_labels": True}, {"logits_to_keep": 24}])
+def test_what_a_trainer_passes_on_to_the_loss(extra: dict[str, Any]) -> None:
+    model, inp = language_case("llama")
+    if "shift_labels" in extra:
+        extra = {"shift_labels": inp["labels"].roll(-2, 1)}
+    expected = model(**inp, **extra).loss
+    FusedKernels(model, True, "cpu")
+    output = model(**inp, **extra)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, expected)
+
+
+def test_labels_may_come_by_position() -> None:
+    model, inp = language_case("gpt2")
+    expected = model(**inp).loss
+    FusedKernels(model, True, "cpu")
+    order = list(inspect.signature(model.forward).parameters)
+    arguments = [inp.get(name) for name in order[: order.index("labels") + 1]]
+    output = model(*arguments)
+    assert "logits" not in output
+    torch.testing.assert_close(output.loss, expected)
+
+
+def test_a_target_outside_of_the_vocabulary_is_refused() -> None:
+    model, inp = language_case("llama")
+    FusedKernels(model, True, "cpu")
+    inp["labels"][0, 9] = 4000
+    with pytest.raises(InputError, match="target 4000 is none of the 128 classes"):
+        model(**inp)
+
+
+# --- logits that nobody computes -----------------------------------------------------------------------------------
+
+
+def test_logits_are_there_wherever_they_may_be_wanted() -> None:
+    model, inp = language_case("llama")
+    plain = copy.deepcopy(model)
+    FusedKernels(model, {"rms_norm": "plain", "swiglu": "plain"}, "cpu")
+    alone = {"input_ids": inp["input_ids"]}
+    assert torch.equal(model(**alone).logits, plain(**alone).logits)  # without a loss
+    with torch.no_grad():
+        assert torch.equal(model(**inp).logits, plain(**inp).logits)
+    assert model(**inp, return_dict=False)[1].shape == (2, 24, 128)  # by position in a tuple
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model(**inp).loss, plain(**inp).loss)
+    model.eval(), plain.eval()
+    output = model(**inp)
+    assert torch.equal(output.logits, plain(**inp).logits)
+    assert torch.equal(output.loss, plain(**inp).loss)
+    generated = model.generate(**alone, max_new_tokens=3, do_sample=False)
+    assert torch.equal(generated, plain.generate(**alone, max_new_tokens=3, do_sample=False))
+
+
+def deferred() -> tuple[DeferredLogits, torch.Tensor, torch.Tensor]:
+    layer = nn.Linear(8, 60)
+    hidden = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(0))
+    logits = DeferredLogits(hidden, layer, cross_entropy.linear_cross_entropy)
+    return logits, layer(hidden), torch.arange(14).view(2, 7)
+
+
+def test_the_way_to_the_loss_needs_no_logits() -> None:
+    logits, plain, labels = deferred()
+    cut = logits.float()[..., :-1, :].contiguous()
+    assert cut.shape == (2, 6, 60)
+    assert cut.size(-1) == 60
+    loss = F.cross_entropy(cut.view(-1, 60), labels[:, 1:].reshape(-1))
+    torch.testing.assert_close(loss, F.cross_entropy(plain[:, :-1].reshape(-1, 60), labels[:, 1:].reshape(-1)))
+    assert logits.computed is None
+    assert cut.computed is None
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: x / 3.0,
+        lambda x: 2 * x - 1,
+        lambda x: torch.tanh(x),
+        lambda x: torch.cat([x, x], dim=1),
+        lambda x: x.argmax(-1),
+        lambda x: x[:, -1],
+        lambda x: x[..., 3],
+        lambda x: x[..., :3],
+        lambda x: x.view(-1, 30),
+        lambda x: x.softmax(-1) @ torch.ones(60),
+        lambda x: F.cross_entropy(x.view(-1, 60), torch.arange(14), label_smoothing=0.1),
+        lambda x: F.cross_entropy(x.view(-1, 60), torch.arange(14), weight=torch.linspace(1, 2, 60)),
+        lambda x: F.cross_entropy(x.view(-1, 60), torch.arange(14), reduction="none"),
+        lambda x: F.cross_entropy(x.view(-1, 60), torch.full((14, 60), 1 / 60)),
+        lambda x: F.cross_entropy(x.transpose(1, 2), torch.arange(14).view(2, 7)),
+        lambda x: F.log_softmax(x, dim=-1),
+        lambda x: (x > 0).float(),
+        lambda x: x.double(),
+    ],
+)
+def test_whatever_else_is_asked_of_deferred_logits_is_what_logits_give(ask: Any) -> None:
+    logits, plain, _ = deferred()
+    assert torch.equal(ask(logits), ask(plain))
+
+
+def test_a_layer_that_somebody_listens_to_keeps_its_logits() -> None:
+    model, inp = language_case("opt")
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
+    assert not FusedKernels(model, True, "cpu").counts
+    model(**inp)
+    assert isinstance(seen[0], torch.Tensor)
+
+
+# --- per instance, and undone --------------------------------------------------------------------------------------
+
+
+def test_off_changes_nothing() -> None:
+    model, _ = language_case("llama")
+    for off in (False, {}):
+        assert not FusedKernels(model, off, "cpu").counts
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_only_this_instance_changes_and_only_until_remove() -> None:
+    model, inp = language_case("llama")
+    other = copy.deepcopy(model)
+    classes = {type(module): type(module).forward for module in model.modules()}
+    expected = model(**inp)
+    fused = FusedKernels(model, True, "cpu")
+    assert not any("forward" in vars(module) for module in other.modules())
+    assert all(cls.forward is forward for cls, forward in classes.items())
+    assert "logits" not in model(**inp)
+    assert torch.equal(other(**inp).logits, expected.logits)
+    fused.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+    again = model(**inp)
+    assert torch.equal(again.loss, expected.loss)
+    assert torch.equal(again.logits, expected.logits)
+    fused.remove()  # a second time is nothing
+
+
+def test_a_copy_of_a_fused_model_uses_its_own_weights() -> None:
+    model, inp = language_case("llama")
+    FusedKernels(model, True, "cpu")
+    twin = copy.deepcopy(model)
+    expected = model(**inp).loss
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(twin(**inp).loss, expected)
+    twin(**inp).loss.backward()
+    assert len(gradients(twin)) == len(dict(twin.named_parameters()))
+
+
+def test_forwards_of_others_are_left_where_they_are() -> None:
+    model, _ = language_case("llama")
+    norm = model.model.norm
+    theirs = norm.forward
+    norm.forward = theirs
+    fused = FusedKernels(model, True, "cpu")
+    assert fused.counts["rms_norm"] == ("elixir", 4)
+    later = lambda x: x  # noqa: E731
+    model.model.layers[0].mlp.forward = later
+    fused.remove()
+    assert vars(norm)["forward"] is theirs
+    assert vars(model.model.layers[0].mlp)["forward"] is later
+
+
+def test_a_forward_that_raises_leaves_no_layer_deferring() -> None:
+    model, inp = language_case("llama")
+    FusedKernels(model, True, "cpu")
+    with pytest.raises(ValueError, match="batch_size"):
+        model(input_ids=inp["input_ids"], labels=inp["labels"][:1])
+    assert isinstance(model.lm_head(torch.ones(1, 64)), torch.Tensor)
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "swiglu", "cross_entropy"])
+def test_a_second_derivative_is_refused_rather_than_left_out(kind: str) -> None:
+    model, inp = language_case("llama")
+    FusedKernels(model, dict.fromkeys(("rms_norm", "swiglu", "cross_entropy"), "plain") | {kind: "elixir"}, "cpu")
+    loss = model(**inp).loss
+    with pytest.raises(InputError, match="create_graph=True"):
+        torch.autograd.grad(loss, [model.model.embed_tokens.weight], create_graph=True)
+
+
+# --- under a plan --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "mode", "options"),
+    [
+        ("llama", "none", "streamed", {"tie_word_embeddings": True}),
+        ("llama", "non-reentrant", "streamed", {"tie_word_embeddings": False}),
+        ("llama", "reentrant", "mixed", {"tie_word_embeddings": True}),
+        ("t5", "reentrant", "streamed", {}),
+        ("opt", "non-reentrant", "mixed", {}),
+        ("bert", "none", "streamed", {}),
+        ("mixtral", "none", "resident", {}),
+        ("llama", "none", "streamed", {"dtype": torch.bfloat16}),
+    ],
+)
+def test_trains_as_plain_pytorch_does(name: str, checkpoint: str, mode: str, options: dict[str, Any]) -> None:
+    it = case(name, checkpoint, **options)
+    plain = copy.deepcopy(it.model)
+    plan = make_plan(it, mode, use_fused_kernels=True)
+    module = ElixirModule(
+        it.model, plan, device="cpu", debug=Debug(poison=True, evict_always=True), use_fused_kernels=True
+    )
+    train_beside(it, module, plain, 3e-3 if "dtype" in options else 1e-5)
+
+
+def test_a_plan_made_with_them_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    it = case("llama", "non-reentrant")
+    plan = make_plan(it, "streamed", use_fused_kernels=True)
+    with caplog.at_level(logging.INFO, "elixir"):
+        module = ElixirModule(it.model, plan, device="cpu", use_fused_kernels=True)
+        optimizer = ElixirOptimizer(module, adamw(module.module))
+        for _ in range(3):
+            optimizer.backward(hf_loss(module, it.inp))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert module.last_report is not None
+    assert module.last_report.surprises() == {}
+    lines = [record.getMessage() for record in caplog.records if "fused kernels:" in record.getMessage()]
+    assert lines == [
+        "fused kernels: rms_norm by elixir in 5 modules, cross_entropy by elixir in 1 module, swiglu by elixir in 2 "
+        "modules"
+    ]
+    module.close()
+
+
+def test_a_model_that_could_not_be_wrapped_has_its_own_code(tmp_path: Path) -> None:
+    it = case("llama")
+    plan = make_plan(it, "streamed")
+    with pytest.raises(ElixirError):
+        ElixirModule(it.model, plan, device="cpu", use_fused_kernels=True, weights=tmp_path / "not-there")
+    assert not any("forward" in vars(part) for part in it.model.modules())
+
+
+# --- traced --------------------------------------------------------------------------------------------------------
+
+_SCALARS_BYTES = 64
+"""Python scalars that autograd keeps as 0-dim tensors, 8 bytes each."""
+
+
+@pytest.mark.parametrize(
+    ("family", "checkpoint", "slices"),
+    [
+        ("llama", "none", 43),
+        ("llama", "non-reentrant", 1),
+        ("t5", "none", 43),
+        ("opt", "none", 1),
+        ("bert", "none", 43),
+        ("mixtral", "none", 1),
+    ],
+)
+def test_predicted_peak_is_the_real_one(
+    family: str, checkpoint: Any, slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "MIN_SLICE_COLUMNS", 4096 if slices == 1 else 48)
+    model = tiny(family, checkpoint=checkpoint, vocabulary=2048)
+    inp = default_input(model, batch=2, seq=64)
+
+    def options() -> dict[str, Any]:
+        return {"routing": real_routing(model, inp, default_step)} if family == "mixtral" else {}
+
+    plain = cpu_trace(model, inp, default_step, **options())
+    trace = cpu_trace(model, inp, default_step, use_fused_kernels=True, **options())
+    fused = FusedKernels(model, True, "cpu")
+    real = observe_step(model, inp, default_step).peak_bytes
+    assert abs(trace.backward_peak_bytes - trace.resting_bytes - real) <= _SCALARS_BYTES
+    assert trace.backward_peak_bytes < 0.75 * plain.backward_peak_bytes
+    assert str(fused) in trace.assumptions
+
+
+def test_tracing_leaves_the_model_and_the_plain_trace_as_they_were() -> None:
+    model = tiny("llama", device="meta")  # its own twin
+    inp = default_input(model, batch=1, seq=16)
+    before = cpu_trace(model, inp, default_step)
+    cpu_trace(model, inp, default_step, use_fused_kernels=True)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert cpu_trace(model, inp, default_step) == before
+
+
+def test_a_gpu_is_traced_with_what_would_run_there() -> None:
+    model = tiny("llama", device="meta", dtype=torch.bfloat16, vocabulary=4096)
+    inp = default_input(model, batch=2, seq=64)
+    asked = dict.fromkeys(registry.KINDS, "plain")
+    peaks = []
+    for use in (asked, asked | {"cross_entropy": "elixir"}, asked | {"cross_entropy": "elixir", "rms_norm": "torch"}):
+        trace = trace_step(model, inp, default_step, hardware=H200, optimizer=None, use_fused_kernels=use)
+        peaks.append(trace.backward_peak_bytes)
+    assert peaks[0] > peaks[1] > peaks[2]
+    assert "fused kernels: rms_norm by torch in 5 modules, cross_entropy by elixir in 1 module" in trace.assumptions

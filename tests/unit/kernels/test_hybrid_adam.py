@@ -1,0 +1,300 @@
+"""HybridAdam as an optimizer: torch's numbers, whole states, the manners of `torch.optim.Optimizer`."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.errors import InputError, InputTypeError
+from elixir.kernels import HybridAdam
+from elixir.kernels.adam import hybrid as implementation
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+SHAPES = ((7, 5), (11,), (256, 257), ())
+KINDS = ("float32", "bfloat16", "8bit")
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def train(optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Steps with gradients that depend on the step alone."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        optimizer.step()
+
+
+def flat(tensors: list[nn.Parameter]) -> torch.Tensor:
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+
+
+def distance(found: list[nn.Parameter], expected: list[nn.Parameter]) -> float:
+    return float((flat(found) - flat(expected)).norm() / flat(expected).norm())
+
+
+@pytest.mark.parametrize("adamw", [True, False])
+@pytest.mark.parametrize("batched_numel", [0, implementation.BATCHED_NUMEL])
+def test_a_hundred_steps_are_those_of_torch(adamw: bool, batched_numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implementation, "BATCHED_NUMEL", batched_numel)
+    mine, theirs = parameters(), parameters()
+    train(HybridAdam(mine, lr=1e-2, weight_decay=0.1, adamw_mode=adamw), range(100))
+    cls = torch.optim.AdamW if adamw else torch.optim.Adam
+    train(cls(theirs, lr=1e-2, weight_decay=0.1), range(100))
+    assert distance(mine, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_weights_are_rounded_float32_training(dtype: torch.dtype) -> None:
+    """With steps below half a last bit, which weights without masters would never take."""
+    mine = parameters(dtype)
+    theirs = [nn.Parameter(parameter.detach().float()) for parameter in mine]
+    start = [parameter.detach().clone() for parameter in mine]
+    first, second = HybridAdam(mine, lr=1e-5), torch.optim.AdamW(theirs, lr=1e-5, weight_decay=0.0)
+    for step in range(50):
+        generator = torch.Generator().manual_seed(step)
+        for one, other in zip(mine, theirs, strict=True):
+            one.grad = torch.rand(one.shape, generator=generator).to(dtype)
+            other.grad = one.grad.float()
+        first.step()
+        second.step()
+    masters = [first.state[parameter]["master"] for parameter in mine]
+    assert distance(masters, theirs) < 1e-6
+    assert all(torch.equal(one, master.to(dtype)) for one, master in zip(mine, masters, strict=True))
+    assert any(not torch.equal(one, before) for one, before in zip(mine, start, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saving_and_loading_midway_changes_no_bit(kind: str, dtype: torch.dtype) -> None:
+    straight = parameters(dtype)
+    train(HybridAdam(straight, lr=1e-2, moments=kind), range(10))
+
+    broken = parameters(dtype)
+    first = HybridAdam(broken, lr=1e-2, moments=kind)
+    train(first, range(5))
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    resumed = [nn.Parameter(parameter.detach().clone()) for parameter in broken]
+    second = HybridAdam(resumed, lr=0.5)  # what was saved wins, as in torch
+    second.load_state_dict(torch.load(file, weights_only=True))
+    train(second, range(5, 10))
+    for one, other in zip(straight, resumed, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_loading_copies() -> None:
+    one, other = parameters(), parameters()
+    first, second = HybridAdam(one), HybridAdam(other)
+    train(first, range(2))
+    second.load_state_dict(first.state_dict())
+    before = copy.deepcopy(first.state_dict()["state"])
+    train(second, range(2))
+    after = first.state_dict()["state"]
+    assert all(torch.equal(before[n][key], after[n][key]) for n in before for key in before[n])
+
+
+def test_state_dicts_go_to_and_from_torch() -> None:
+    def torchs(own: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(own, lr=1e-2, weight_decay=0.0)
+
+    def ours(own: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return HybridAdam(own, lr=1e-2)
+
+    straight = parameters()
+    train(torchs(straight), range(10))
+    for first_make, second_make in ((torchs, ours), (ours, torchs)):
+        own = parameters()
+        first = first_make(own)
+        train(first, range(5))
+        second = second_make(own)
+        saved = first.state_dict()
+        if second_make is torchs:  # which has options that ours lacks
+            options = torchs(parameters()).state_dict()["param_groups"]
+            saved = {"state": saved["state"], "param_groups": options}
+        second.load_state_dict(saved)
+        train(second, range(5, 10))
+        assert distance(own, straight) < 1e-6
+
+
+def test_loading_from_adam_keeps_its_kind_of_decay() -> None:
+    own = parameters()
+    adam = torch.optim.Adam(own, lr=1e-2, weight_decay=0.1)
+    train(adam, range(1))
+    optimizer = HybridAdam(own)
+    optimizer.load_state_dict(adam.state_dict())
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert optimizer.param_groups[0]["adamw_mode"] is False
+
+
+def test_groups_and_schedulers_are_followed() -> None:
+    def build(cls: Any, **options: Any) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+        own = parameters()
+        groups = [{"params": own[:2], "lr": 1e-2, "weight_decay": 0.1}, {"params": own[2:], "betas": (0.5, 0.9)}]
+        return own, cls(groups, lr=1e-3, weight_decay=0.0, **options)
+
+    (mine, first), (theirs, second) = build(HybridAdam), build(torch.optim.AdamW)
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=10) for o in (first, second)]
+    for step in range(10):
+        for optimizer, scheduler in zip((first, second), schedulers, strict=True):
+            train(optimizer, range(step, step + 1))
+            scheduler.step()
+    assert distance(mine, theirs) < 1e-6
+
+
+def test_parameters_without_gradient_keep_their_own_count() -> None:
+    """Bias corrections go by a parameter's own steps, also where several are stepped together."""
+
+    def run(make: Make) -> list[nn.Parameter]:
+        own = parameters()
+        optimizer = make(own)
+        for step in range(6):
+            generator = torch.Generator().manual_seed(step)
+            for index, parameter in enumerate(own):
+                gradient = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = gradient if (step + index) % 3 else None
+            optimizer.step()
+        return own
+
+    assert distance(run(lambda own: HybridAdam(own)), run(lambda own: torch.optim.AdamW(own, weight_decay=0.0))) < 1e-6
+
+
+def test_memory_order_does_not_matter() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 3, 4, 5, generator=generator)
+    mine = [nn.Parameter(values.to(memory_format=torch.channels_last))]
+    theirs = [nn.Parameter(values.clone())]
+    for own, optimizer in ((mine, HybridAdam(mine)), (theirs, HybridAdam(theirs))):
+        train(optimizer, range(3))  # with gradients in the usual order
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(optimizer, range(3, 6))
+        assert own[0].stride() != ()
+    assert torch.equal(mine[0], theirs[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_written_in_between_are_taken_over(dtype: torch.dtype) -> None:
+    own = parameters(dtype)
+    optimizer = HybridAdam(own, lr=1e-6)
+    train(optimizer, range(2))
+    with torch.no_grad():
+        own[0].fill_(3.0)
+    train(optimizer, range(2, 3))
+    assert torch.allclose(own[0].float(), torch.full((7, 5), 3.0), atol=1e-2)
+
+
+def test_masters_survive_loading_weights_that_they_round_to() -> None:
+    """Loading a checkpoint loads weights and states, in either order: the bits below the weights' last must stay."""
+    own = parameters(torch.bfloat16)
+    optimizer = HybridAdam(own, lr=1e-4)
+    train(optimizer, range(3))
+    before = optimizer.state[own[2]]["master"].clone()
+    with torch.no_grad():
+        own[2].copy_(own[2].clone())
+        own[2].grad = torch.zeros_like(own[2])
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(optimizer.state[own[2]]["master"], before)
+
+
+def test_the_factor_and_the_closure() -> None:
+    one, other = parameters(), parameters()
+    first, second = HybridAdam(one, eps=1e-3), HybridAdam(other, eps=1e-3)
+    for own, scale in ((one, 1.0), (other, 8.0)):
+        for parameter in own:
+            parameter.grad = torch.full_like(parameter, scale)
+    assert first.step(lambda: 7) == 7
+    second.step(factor=1 / 8)
+    assert torch.equal(flat(one), flat(other))
+
+
+def test_it_can_be_copied_and_pickled() -> None:
+    own = parameters(torch.bfloat16)
+    optimizer = HybridAdam(own)
+    train(optimizer, range(2))
+    again = pickle.loads(pickle.dumps(optimizer))
+    train(optimizer, range(2, 4))
+    train(again, range(2, 4))
+    assert torch.equal(flat(again.param_groups[0]["params"]), flat(own))
+
+
+def test_autograd_notices_a_step() -> None:
+    """A backward over weights that were stepped since would be wrong; torch must be able to say so."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = HybridAdam([weight])
+    output = (weight * weight).sum()
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"betas": 0.9}, {"eps": -1e-8}, {"moments": "4bit"}, {"amsgrad": True}],
+)
+def test_bad_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises((InputError, InputTypeError)):
+        HybridAdam(parameters(), **options)
+
+
+def test_what_cannot_be_stepped_is_refused() -> None:
+    with pytest.raises(InputError, match="float64"):
+        HybridAdam([nn.Parameter(torch.ones(2, dtype=torch.float64))])
+    overlapping = nn.Parameter(torch.ones(1).expand(4))
+    overlapping.grad = torch.ones(4)
+    with pytest.raises(InputError, match="without overlap"):
+        HybridAdam([overlapping]).step()
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(InputError, match="dense gradients"):
+        HybridAdam(embedding.parameters()).step()
+    amsgrad = torch.optim.AdamW(parameters(), amsgrad=True)
+    momentum = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
+    for other, match in ((amsgrad, "amsgrad"), (momentum, "lacks betas")):
+        train(other, range(1))
+        with pytest.raises(InputError, match=match):
+            HybridAdam(parameters()).load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "step"])
+def test_states_that_are_not_adams_are_refused(key: str) -> None:
+    own = parameters()
+    optimizer = HybridAdam(own)
+    train(optimizer, range(1))
+    saved = optimizer.state_dict()
+    del saved["state"][0][key]
+    with pytest.raises(InputError, match="step, exp_avg and exp_avg_sq"):
+        HybridAdam(own).load_state_dict(saved)
+
+
+def test_states_of_another_shape_are_refused() -> None:
+    own = parameters()
+    optimizer = HybridAdam(own)
+    train(optimizer, range(1))
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(InputError, match=r"shape \(3,\)"):
+        HybridAdam(own).load_state_dict(saved)
+
+
+def test_a_group_can_be_added_later() -> None:
+    own = parameters()
+    optimizer = HybridAdam(own[:1])
+    optimizer.add_param_group({"params": own[1:], "lr": 0.5})
+    with pytest.raises(InputError, match="lr"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": -0.5})
+    train(optimizer, range(1))
+    assert len(optimizer.state) == len(own)

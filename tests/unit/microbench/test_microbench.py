@@ -1,0 +1,545 @@
+"""The micro-benchmarks measure what they say, fit what can be fitted, and stay within their memory and manners."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elixir.errors import InputError, RankError
+from elixir.hardware import (
+    LARGEST_ALONE,
+    HardwareProfile,
+    HostView,
+    RateFit,
+    free_host_bytes,
+    load_hardware,
+    preset,
+    total_host_bytes,
+)
+from elixir.microbench import (
+    Bench,
+    Job,
+    Measured,
+    Ranks,
+    Series,
+    adam,
+    adam_series,
+    as_json,
+    as_table,
+    attention_series,
+    collective_jobs,
+    collective_series,
+    compute_jobs,
+    fit_points,
+    fitted,
+    machine,
+    matmul_series,
+    measure,
+    measurement,
+    plot_fits,
+    plot_profile,
+    transfer_jobs,
+)
+from elixir.microbench.adam import compute_threads, thread_counts
+from elixir.microbench.fitting import ERROR_LIMIT, geometric, windows
+from elixir.microbench.measurement import Effort, check_device, effort, median_seconds
+from elixir.microbench.ranks import joined
+from elixir.microbench.report import format_rate
+from elixir.microbench.script import run_script
+from elixir.microbench.transfers import both_ways_series, memory_series, one_way_series, peer_series
+
+CPU = torch.device("cpu")
+QUICK = Bench(CPU, quick=True)
+TINY = Effort(2, 2, 0.0, 4, 2**22, 2**18, 1e-3)
+PROFILE_SCRIPTS = Path(__file__).parents[3] / "profile"
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of 2 MiB and two runs each: enough to see what is measured, if not how fast it is."""
+    monkeypatch.setattr(measurement, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], TINY))
+
+
+def line(
+    latency_s: float, per_s: float, amounts: tuple[float, ...] = (1e6, 1e7, 1e8, 1e9)
+) -> list[tuple[float, float]]:
+    return [(amount, latency_s + amount / per_s) for amount in amounts]
+
+
+def series(points: list[tuple[float, float]], key: str = "host_to_device", ranks: int = 1) -> Series:
+    return Series(key, "bytes", tuple(points), 5, "copy", ranks)
+
+
+# ----------------------------------------------------------------------------------------------------------------- fits
+
+
+@settings(deadline=None)
+@given(st.floats(1e-7, 1e-4), st.floats(1e8, 1e13))
+def test_a_fit_finds_the_line_that_points_lie_on(latency_s: float, per_s: float) -> None:
+    amounts = tuple(latency_s * per_s * factor for factor in (0.1, 1.0, 10.0, 100.0))
+    fit = fit_points(line(latency_s, per_s, amounts))
+    assert fit.latency_s == pytest.approx(latency_s, rel=1e-6)
+    assert fit.per_s == pytest.approx(per_s, rel=1e-6)
+    assert fit.error < 1e-6
+    assert len(fit.points) == 4
+
+
+def test_small_amounts_weigh_as_much_as_large_ones() -> None:
+    """A least-squares fit of seconds would give the latency away for one percent of the largest time."""
+    points = line(1e-5, 1e10, (1e4, 1e5, 1e6, 1e7, 1e8, 1e9))
+    amount, seconds = points[-1]
+    fit = fit_points([*points[:-1], (amount, seconds * 1.02)])
+    assert fit.latency_s == pytest.approx(1e-5, rel=0.02)
+    assert 0 < fit.error < 0.02
+
+
+def test_latency_is_never_negative() -> None:
+    # In a cache the small ones are faster than the rate of large amounts.
+    fit = fit_points([(1e6, 0.8e-4), (1e7, 1e-3), (1e8, 1e-2), (1e9, 1e-1)])
+    assert fit.latency_s == 0.0
+    assert fit.per_s == pytest.approx(1e10, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("points", "reason"),
+    [
+        ([], "3 different amounts"),
+        (line(1e-5, 1e9)[:2], "3 different amounts"),
+        ([(1e6, 1e-3)] * 5, "3 different amounts"),
+        ([(1e6, 1.0), (1e7, 1.0), (1e8, 1.0)], "hardly grow"),
+        ([(1e6, 1.0), (1e7, 0.9), (1e8, 0.5)], "hardly grow"),
+        (line(8e-3, 1e9), "latency of 8.0 ms"),
+        ([*line(1e-5, 1e9), (2e9, 9.0)], "do not describe it"),
+        ([*line(1e-5, 1e9), (2e9, math.nan)], "above 0 and finite"),
+        ([*line(1e-5, 1e9), (2e9, math.inf)], "above 0 and finite"),
+        ([*line(1e-5, 1e9), (0.0, 1.0)], "above 0 and finite"),
+        ([*line(1e-5, 1e9), (2e9, 0.0)], "above 0 and finite"),
+    ],
+)
+def test_a_fit_that_cannot_be_believed_is_refused(points: list[tuple[float, float]], reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        fit_points(points)
+    result = fitted(series(points))
+    assert result.fit is None
+    assert reason in result.problem
+
+
+def test_the_error_of_a_fit_is_its_largest_and_below_the_limit() -> None:
+    points = [(amount, seconds * (1.3 if index == 1 else 1.0)) for index, (amount, seconds) in enumerate(line(0, 1e9))]
+    fit = fit_points(points)
+    assert fit.error == pytest.approx(max(abs(fit.seconds(amount) / seconds - 1) for amount, seconds in points))
+    assert 0.1 < fit.error <= ERROR_LIMIT
+
+
+def test_without_a_fit_the_rate_is_that_of_the_largest_amount() -> None:
+    result = fitted(series([(1e6, 1.0), (1e8, 2.0)]))
+    assert result.per_s == 5e7
+    assert "no fit" in result.source
+    assert LARGEST_ALONE in result.source
+    assert fitted(series(line(1e-5, 1e9))).per_s == pytest.approx(1e9)
+
+
+def test_a_job_is_run_once_more_where_there_is_no_fit_and_only_there() -> None:
+    good, bad = series(line(1e-5, 1e9)), series([(1e6, 1.0), (1e7, 1.0), (1e8, 1.0)])
+    for given_, runs in (([good, bad], 1), ([bad, good], 2), ([bad, bad], 2)):
+        left = list(given_)
+        (result,) = Job("", ("host_to_device",), lambda left=left: [left.pop(0)]).measured()
+        assert 2 - len(left) == runs
+        assert (result.fit is None) == (good not in given_)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("not implemented for 'Half'\nin file"), InputError("too little memory")]
+)
+def test_what_a_device_cannot_do_is_a_problem_with_a_name(error: Exception) -> None:
+    def fail() -> list[Series]:
+        raise error
+
+    (result,) = Job("", ("matmul.float16.square",), fail).measured()
+    assert (result.key, result.fit, result.series) == ("matmul.float16.square", None, None)
+    assert result.problem == str(error).splitlines()[0]
+    with pytest.raises(InputError, match=r"matmul\.float16\.square could not be measured"):
+        _ = result.per_s
+
+
+def test_a_lost_rank_ends_it_all() -> None:
+    def fail() -> list[Series]:
+        raise RankError("gone")
+
+    with pytest.raises(RankError):
+        Job("", ("all_gather.2",), fail).measured()
+
+
+# --------------------------------------------------------------------------------------------------------------- timing
+
+
+def test_the_first_run_is_not_counted_and_the_median_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A run that is not counted, the beginning, then pairs: 0.1, 0.5, 0.3.
+    clock = iter([-9.0, -1.0, 0.0, 0.0, 0.1, 1.0, 1.5, 2.0, 2.3])
+    runs: list[int] = []
+    monkeypatch.setattr(measurement.time, "perf_counter", lambda: next(clock))
+    plan = dataclasses.replace(TINY, min_repeats=3, max_repeats=3)
+    seconds, repeats = median_seconds(lambda: runs.append(1), CPU, plan)
+    assert (seconds, repeats, len(runs)) == (pytest.approx(0.3), 3, 4)
+
+
+def test_a_slow_run_stops_at_its_budget() -> None:
+    plan = dataclasses.replace(TINY, min_repeats=2, max_repeats=1000, budget_s=0.05)
+    _, repeats = median_seconds(lambda: time.sleep(0.02), CPU, plan)
+    assert 2 <= repeats <= 5
+
+
+def test_buffers_never_take_more_than_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free in (free_host_bytes(), 100 * 2**20):
+        monkeypatch.setattr(measurement, "free_device_bytes", lambda device, free=free: free)
+        for quick in (True, False):
+            for sharers in (1, 2, 8):
+                plan = effort(CPU, quick, sharers)
+                assert sharers * 3 * plan.buffer_bytes <= min(free // 2, 2**30)
+                assert sharers * 16 * plan.adam_numel <= min(free // 2, 2**30)
+    monkeypatch.setattr(measurement, "free_device_bytes", lambda device: 2**20)
+    with pytest.raises(InputError, match="too little free memory"):
+        effort(CPU, quick=True)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**9), st.integers(1, 12), st.sampled_from((1, 8, 512)))
+def test_amounts_rise_are_multiples_and_end_at_the_largest(
+    smallest: int, largest: int, count: int, multiple: int
+) -> None:
+    largest *= multiple
+    amounts = geometric(smallest, largest, count, multiple)
+    assert amounts == sorted(set(amounts))
+    assert amounts[-1] == largest
+    assert len(amounts) <= count
+    assert all(amount % multiple == 0 and amount > 0 for amount in amounts)
+
+
+def test_windows_follow_each_other_and_do_not_overlap() -> None:
+    pieces = windows(torch.arange(10), 3)
+    assert [piece.tolist() for piece in pieces] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+# --------------------------------------------------------------------------------------------------------- what is run
+
+
+@pytest.mark.usefixtures("tiny")
+def test_amounts_are_what_was_moved_or_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors that the timed operators are called with have as many bytes, elements or FLOPs as the amounts say."""
+    seen: list[float] = []
+
+    def spy(owner: Any, name: str, amount: Callable[..., float]) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(amount(*args))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    def check(result: Series) -> None:
+        assert sorted(set(seen)) == [amount for amount, _ in result.points]
+        assert all(seconds > 0 for _, seconds in result.points)
+        seen.clear()
+
+    spy(torch, "mm", lambda a, b: 2.0 * a.shape[0] * a.shape[1] * b.shape[1])
+    for shape in ("square", "tall", "deep", "skinny"):
+        check(matmul_series(QUICK, torch.float32, shape))
+    spy(torch, "add", lambda a, b: 12.0 * a.numel())
+    check(memory_series(QUICK))
+    spy(torch.optim.AdamW, "step", lambda self: float(self.param_groups[0]["params"][0].numel()))
+    check(adam_series(QUICK, torch.bfloat16))
+    attention = torch.nn.functional
+    spy(attention, "scaled_dot_product_attention", lambda q, k, v: 4.0 * q.shape[1] * q.shape[2] ** 2 * q.shape[3])
+    check(attention_series(QUICK, torch.bfloat16))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_adam_has_states_of_the_dtype_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, found = torch.optim.AdamW.step, set()
+
+    def step(self: torch.optim.AdamW) -> None:
+        real(self)
+        (state,) = self.state.values()
+        found.add((state["exp_avg"].dtype, state["exp_avg_sq"].dtype))
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    adam_series(QUICK, torch.bfloat16)
+    assert found == {(torch.bfloat16, torch.bfloat16)}
+
+
+@no_gpu
+@pytest.mark.usefixtures("tiny")
+def test_copies_go_both_ways_at_once_with_a_series_each() -> None:
+    up, down = both_ways_series(QUICK)
+    assert (up.key, down.key) == ("host_to_device.both", "device_to_host.both")
+    assert [amount for amount, _ in up.points] == [amount for amount, _ in down.points]
+    assert one_way_series(QUICK, to_device=False, pinned=False).key == "device_to_host.pageable"
+
+
+def test_jobs_promise_the_keys_they_give_and_profiles_accept_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], TINY))
+    monkeypatch.setattr(Job, "measured", lambda job: [Measured(each.key, each, None) for each in job.run()])
+    jobs = [*transfer_jobs(QUICK), *machine.adam_jobs(QUICK), *compute_jobs(QUICK, (torch.bfloat16,))]
+    promised = [key for job in jobs for key in job.keys]
+    assert len(promised) == len(set(promised))
+    given_ = [result for job in jobs for result in job.measured()]
+    assert [result.key for result in given_] == promised
+    assert [result.key for result in given_ if result.series is None] == []
+    dataclasses.replace(preset("cpu"), fits=dict.fromkeys(promised, RateFit(0.0, 1.0, 0.0)))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_threads_and_random_state_stay_as_they_were() -> None:
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    for job in [*machine.adam_jobs(QUICK), *compute_jobs(QUICK, (torch.float32,))]:
+        job.run()
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_thread_counts_double_up_to_the_cores_whatever_openmp_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun tells it 1, which is not what a rank's Adam has in training."""
+    for cores, told, counts in (
+        (1, 1, [1]),
+        (2, 1, [1, 2]),
+        (6, 1, [1, 2, 4, 6]),
+        (8, 3, [1, 2, 3, 4, 8]),
+        (2, 8, [1, 2]),
+    ):
+        view = HostView("here", tuple(range(cores)), math.inf)
+        monkeypatch.setattr(adam, "host_view", lambda view=view: view)
+        monkeypatch.setattr(torch, "get_num_threads", lambda told=told: told)
+        assert thread_counts() == counts
+        assert compute_threads() == min(told, cores)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_hosts_adam_is_measured_at_its_own_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a thread whose operators have that number, while those of the caller keep theirs."""
+    seen: list[tuple[int, int]] = []
+    before, real = torch.get_num_threads(), adam.adam_series
+    ask = ThreadPoolExecutor(1)
+
+    def series(bench: Bench, dtype: torch.dtype, key: str) -> Series:
+        seen.append((torch.get_num_threads(), ask.submit(torch.get_num_threads).result()))
+        return real(bench, dtype, key)
+
+    monkeypatch.setattr(adam, "adam_series", series)
+    key, run = adam._host_case(QUICK, torch.float32, 3)
+    (found,) = run()
+    assert (key, found.key) == ("host_adam.3", "host_adam.3")
+    assert "3 threads" in found.how
+    assert seen == [(3, before)]
+    assert torch.get_num_threads() == before
+
+
+def test_devices_dtypes_and_kinds_that_cannot_be_measured_are_refused() -> None:
+    with pytest.raises(InputError, match="cuda:"):
+        check_device(f"cuda:{torch.cuda.device_count()}")
+    with pytest.raises(InputError, match="no device"):
+        check_device("warp")
+    with pytest.raises(InputError, match="cuda and cpu"):
+        check_device("meta")
+    with pytest.raises(InputError, match="two different CUDA devices"):
+        peer_series(QUICK)
+    with pytest.raises(InputError, match="cannot multiply bool"):
+        matmul_series(QUICK, torch.bool)
+    with pytest.raises(InputError, match="square, tall"):
+        matmul_series(QUICK, torch.float32, "round")
+    with pytest.raises(InputError, match="two ranks"):
+        collective_series(QUICK, "all_gather")
+    assert collective_jobs(QUICK) == []
+
+
+# -------------------------------------------------------------------------------------------------------- whole machine
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> tuple[HardwareProfile, list[str]]:
+    """A measurement on tiny buffers in which every copy has a fit and every Adam step is without."""
+    monkeypatch.setattr(measurement, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], TINY))
+
+    def judged(job: Job) -> list[Measured]:
+        return [
+            Measured(each.key, each, None, "made to fail")
+            if each.key.startswith("host_adam")
+            else Measured(each.key, each, RateFit(1e-6, 7e9, 0.1, each.points))
+            for each in job.run()
+        ]
+
+    monkeypatch.setattr(Job, "measured", judged)
+    told: list[str] = []
+    with caplog.at_level(logging.WARNING):
+        profile = measure(lambda text, done, count: told.append(f"{done}/{count} {text}"), quick=True)
+    return profile, told
+
+
+@no_gpu
+def test_a_measured_profile_names_the_source_of_every_number(
+    measured: tuple[HardwareProfile, list[str]], tmp_path: Path
+) -> None:
+    profile, told = measured
+    numeric = [
+        field.name
+        for field in dataclasses.fields(profile)
+        if isinstance(getattr(profile, field.name), (int, float, dict)) and field.name != "sources"
+    ]
+    assert [name for name in numeric if not profile.sources.get(name)] == []
+    assert [key for key in profile.fits if not profile.sources.get(f"fits.{key}")] == []
+    assert profile.measured_at is not None
+    assert profile.device_memory_bytes == total_host_bytes()
+    assert [text.split(" ")[0] for text in told] == [f"{index}/{len(told)}" for index in range(len(told))]
+    assert load_hardware(str(profile.save(tmp_path / "hw.json"))) == profile
+
+
+@no_gpu
+def test_fields_come_from_fits_and_failed_fits_are_named_and_left_out(
+    measured: tuple[HardwareProfile, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    profile, _ = measured
+    assert profile.host_to_device_bytes_per_s == profile.fits["host_to_device"].per_s == 7e9
+    assert profile.fits["device_to_host"] == profile.fits["host_to_device"]
+    assert profile.flops_rate("bfloat16") == 7e9
+    threads = thread_counts()[-1]
+    assert not any(key.startswith(("host_adam", "device_adam")) for key in profile.fits)
+    logged = [record.getMessage() for record in caplog.get_records("setup")]
+    assert f"no fit for host_adam.{threads}, left out of the profile: made to fail" in logged
+    # The field is there all the same: a profile cannot do without.
+    assert profile.host_adam_numel_per_s > 0
+    if torch.get_num_threads() == threads:  # then both are the same kernel on the same threads
+        assert profile.host_adam_numel_per_s == profile.device_adam_numel_per_s
+    assert "made to fail" in profile.sources["host_adam_numel_per_s"]
+
+
+# ----------------------------------------------------------------------------------------------------------- the ranks
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    alone = Ranks()
+    assert (alone.slowest(3.0), alone.least(3.0), alone.share("x")) == (3.0, 3.0, "x")
+    alone.barrier()
+
+
+def test_a_torchrun_environment_that_lacks_something_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InputError, match="torchrun"), joined():
+        pass
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(InputError, match="torchrun"), joined():
+        pass
+
+
+# ------------------------------------------------------------------------------------------------ tables, JSON,
+# pictures
+
+
+def results() -> list[Measured]:
+    return [
+        fitted(series(line(1e-5, 2.5e10))),
+        fitted(series(line(1e-5, 1e10), "host_to_device.all_ranks", ranks=4)),
+        fitted(series([(1e6, 1.0), (1e7, 1.0), (1e8, 1.0)], "host_memory")),
+        Measured("matmul.float16.square", None, None, "not implemented"),
+    ]
+
+
+def test_tables_say_rate_latency_error_and_what_failed() -> None:
+    head, *rows = as_table(results()).splitlines()
+    assert "25.00 Gbytes/s" in rows[0]
+    assert "0.010 ms" in rows[0]
+    assert "10.00 Gbytes/s each, 40.00 Gbytes/s in all" in rows[1]
+    assert "no fit" in rows[2]
+    assert "not measured: not implemented" in rows[3]
+    assert len({row.index("copy") for row in [rows[0], rows[1], rows[2]]}) == 1
+    assert head.startswith("key")
+    assert as_table([]) == ""
+    assert format_rate(999.0, "FLOP") == "999.00 FLOP/s"
+
+
+def test_json_has_points_fits_and_problems() -> None:
+    first, _, third, fourth = json.loads(as_json(results()))["series"]
+    assert first["fit"]["per_s"] == pytest.approx(2.5e10)
+    assert first["points"][0][0] == 1e6
+    assert (third["fit"], fourth["fit"]) == (None, None)
+    assert "hardly grow" in third["problem"]
+
+
+def test_pictures_show_every_series_and_the_line_of_its_fit(tmp_path: Path) -> None:
+    figure = plot_fits(results(), tmp_path / "fits.pdf")
+    assert (tmp_path / "fits.pdf").read_bytes().startswith(b"%PDF")
+    link, memory = figure.axes
+    assert len(link.lines) == 4  # two series, points and line
+    assert len(memory.lines) == 1  # no fit, no line
+    fit = fit_points(line(1e-5, 2.5e10))
+    xs, ys = link.lines[1].get_data()
+    assert list(ys) == pytest.approx([fit.seconds(x) for x in xs])
+    profile = dataclasses.replace(preset("h200"), fits={"host_to_device": fit})
+    assert len(plot_profile(profile).axes) == 1
+
+
+def test_pictures_of_nothing_and_of_no_format_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nothing was measured"):
+        plot_fits([])
+    with pytest.raises(InputError, match="no measured points"):
+        plot_profile(preset("h200"))
+    with pytest.raises(InputError, match="picture"):
+        plot_fits(results(), tmp_path / "fits.jpeg")
+
+
+# -------------------------------------------------------------------------------------------------------------- scripts
+
+
+def test_scripts_stand_alone(tmp_path: Path) -> None:
+    out, picture = tmp_path / "bandwidth.json", tmp_path / "bandwidth.png"
+    command = [sys.executable, str(PROFILE_SCRIPTS / "bandwidth.py"), "--quick", "--device", "cpu"]
+    command += ["--out", str(out), "--plot", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PROFILE_SCRIPTS.parent, env=with_path())
+    assert done.returncode == 0, done.stderr
+    found = {record["key"]: record for record in json.loads(out.read_text())["series"]}
+    assert {"host_memory", "host_to_device", "host_to_device.both"} <= set(found)
+    # Wide bounds: a factor of a thousand (a unit mixed up) falls outside, a slow or a large machine does not.
+    amount, seconds = found["host_to_device"]["points"][-1]
+    assert 2e8 < amount / seconds < 5e12
+    assert picture.stat().st_size > 0
+    assert "host_to_device" in done.stdout
+
+
+def test_a_bad_device_or_output_ends_a_script_before_it_measures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def never(bench: Bench) -> list[Job]:
+        raise AssertionError("measured before the arguments were checked")
+
+    folder = tmp_path / "no"
+    for arguments in (["--device", "warp"], ["--out", str(folder / "such.json")], ["--plot", str(tmp_path / "a.doc")]):
+        with pytest.raises(SystemExit) as ended:
+            run_script(never, None, arguments)
+        assert ended.value.code == 2
+        assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_lone_rank_that_may_start_no_other_is_told_how(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_script(collective_jobs, None, ["--no-spawn", "--device", "cpu"], needs_ranks=True)
+    assert ended.value.code == 2
+    assert "torchrun" in capsys.readouterr().err
+
+
+def with_path() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(PROFILE_SCRIPTS.parent), "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,496 @@
+"""The proof on a GPU: it rehearses, refuses, keeps its time and its rows, and judges by its bars."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmark import gpu_proof
+from benchmark.proof import capacity, contenders, runner, worker
+from benchmark.proof import place as place_module
+from benchmark.proof.cases import closing_jobs, jobs_of
+from benchmark.proof.jobs import PARTS, Job
+from benchmark.proof.links import ROWS_FILE, read_rows
+from benchmark.proof.memory import memory_cases
+from benchmark.proof.place import Place
+from benchmark.proof.report import missing, verdicts
+from elixir.models import describe
+from tests.common.proof_rows import memory_row, speed_row
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.slow
+def test_rehearsal_runs_every_path(tmp_path: Path) -> None:
+    """Every job of every part has a row that is no failure, and report, rows and plots are there."""
+    command = [sys.executable, str(ROOT / "benchmark" / "gpu_proof.py"), "--rehearse", "--out", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr + (tmp_path / "log.txt").read_text(encoding="utf-8")
+    rows = read_rows(Place(tmp_path, rehearse=True))
+    wanted = [job for part in PARTS for job in jobs_of(part, rehearse=True)] + closing_jobs(rehearse=True)
+    found = {f"{row['part']}/{row['case']}/{row['contender']}": row for row in rows}
+    assert set(found) == {job.id for job in wanted if not job.unless}
+    done = {(row["part"], row.get("kind")) for row in rows if row["status"] == "ok"}
+    settings = [(row.get("loss_form"), row.get("sync_last"), row.get("clip")) for row in rows if row["status"] == "ok"]
+    assert {("chunked", None, None), (None, True, None), (None, None, False)} <= set(settings)
+    peers = {("resident", kind) for kind in ("elixir", "plain", "ddp")} | {("offload", "elixir"), ("offload", "fsdp2")}
+    assert done >= peers | {("links", "measure"), ("links", "compare"), ("capacity", "elixir"), ("memory", None)}
+    assert all(row["status"] in ("ok", "not run") for row in rows)
+    # The memory part is no toy on the CPU either: the tracer knows that target to the byte.
+    assert all(abs(row["step_percent"]) < 0.1 for row in rows if row["part"] == "memory")
+    offload = next(row for row in rows if row["part"] == "offload" and row["contender"] == "elixir")
+    assert 0 < offload["host_state_chunks"] <= offload["chunks"], "the toy's budget must make it offload"
+    assert "rehearsal" in (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert {path.name for path in tmp_path.glob("*.png")} == {"memory.png", "resident.png", "offload.png", "links.png"}
+    goes_on = subprocess.run([*command, "--only", "memory"], capture_output=True, text=True, timeout=240, check=False)
+    assert goes_on.returncode == 0
+    assert len((tmp_path / ROWS_FILE).read_text(encoding="utf-8").splitlines()) == len(rows), "what has a row stays"
+
+
+def test_it_refuses_without_cuda(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_proof.main(["--minutes", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "no CUDA device" in said
+    assert "--rehearse" in said
+
+
+@pytest.mark.parametrize("given_", [["--minutes", "0"], ["--minutes", "soon"], ["--only", "speed"], ["--only", ""]])
+def test_arguments_that_make_no_sense_are_refused(given_: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_proof.main(given_)
+    assert "expected" in capsys.readouterr().err
+
+
+def test_a_folder_of_a_rehearsal_takes_no_real_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Toys must never be among measurements."""
+    row = {"part": "memory", "case": "a", "contender": "b", "status": "ok", "rehearsal": True}
+    (tmp_path / ROWS_FILE).write_text(json.dumps(row) + "\n", encoding="utf-8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert gpu_proof.main(["--out", str(tmp_path)]) == 2
+
+
+# Jobs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_jobs_are_named_once_and_travel_as_json(rehearse: bool) -> None:
+    jobs = [job for part in PARTS for job in jobs_of(part, rehearse=rehearse)] + closing_jobs(rehearse=rehearse)
+    names = [job.id for job in jobs]
+    assert len(set(names)) == len(names)
+    for index, job in enumerate(jobs):
+        assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
+        assert job.work in worker.WORK
+        assert set(job.unless) <= set(names[:index]), "what a job depends on must come before it"
+        assert job.expected_s < job.limit_s
+
+
+def test_pairs_do_the_same_work() -> None:
+    """Same model, tokens per step, precision and budget for everyone in a pair."""
+    cases: dict[str, set[str]] = {}
+    for part in ("resident", "offload"):
+        for job in jobs_of(part, rehearse=False):
+            options = {key: job.options.get(key) for key in ("model", "changes", "batch", "seq", "precision", "clip")}
+            options |= {"checkpoint": job.options["checkpoint"], "budget": job.options.get("budget_bytes")}
+            cases.setdefault(f"{part}/{job.case}", set()).add(json.dumps(options))
+    assert all(len(found) == 1 for found in cases.values())
+    assert sum(name.startswith("offload") and name.endswith(" GB") for name in cases) == 9
+    assert sum(name.endswith("no clipping") for name in cases) == 1
+
+
+def test_memory_cases_cover_what_was_promised() -> None:
+    cases = memory_cases()
+    labels = [case.label for case in cases]
+    assert len(set(labels)) == len(labels) >= 16
+    named = cases[:21]
+    assert {case.shape.family for case in named} == {"opt", "gpt2", "llama", "bert", "vit", "mixtral", "t5"}
+    assert {case.dtype for case in named} == {torch.bfloat16, torch.float16, torch.float32}
+    assert {case.kernel for case in named} == {"fused", "foreach"}
+    assert {case.autocast for case in named} == {None, "bf16", "fp16"}
+    assert {case.mask for case in named} == {True, False}
+    assert {case.dropout for case in named} == {None, 0.0}
+    assert {case.checkpoint for case in named} >= {"none", "non-reentrant"}
+
+
+def test_cuda_calls_exist_in_this_torch() -> None:
+    """The paths that no rehearsal takes name nothing that torch does not have."""
+    sources = [*(ROOT / "benchmark" / "proof").glob("*.py"), ROOT / "benchmark" / "gpu_proof.py"]
+    names = {name for path in sources for name in re.findall(r"torch\.cuda\.(\w+)", path.read_text(encoding="utf-8"))}
+    assert len(names) > 10
+    assert [name for name in sorted(names) if not hasattr(torch.cuda, name)] == []
+
+
+GIB = 2**30
+
+
+def test_what_cannot_fit_is_decided_before_a_process_starts(tmp_path: Path) -> None:
+    """By states alone; and again with other host memory to plan with."""
+    names = {
+        "gpt2-10b 16x1024 in 20 GB/elixir": False,
+        "gpt2-10b 16x1024 in 40 GB/elixir": False,
+        "gpt2-10b 16x1024 in 80 GB/elixir": True,
+        "gpt2-10b 16x1024 in 80 GB/fsdp2 offload, micro-batch 16": False,
+        "gpt2-4b 16x1024 in 20 GB/elixir": True,
+        "gpt2-4b 16x1024 in 20 GB/fsdp2 offload, micro-batch 16": True,
+    }
+    jobs = [job for job in jobs_of("offload", rehearse=False) if job.id.removeprefix("offload/") in names]
+    assert len(jobs) == len(names)
+    may = [job.id for job in jobs if names[job.id.removeprefix("offload/")]]
+
+    class Named(Pretended):
+        def run(self, job: Job, limit_s: float) -> dict[str, Any]:
+            return {**super().run(job, limit_s), "contender": job.contender, "host_given_bytes": 106 * GIB}
+
+    def ran(host_bytes: int) -> list[str]:
+        fake, begun = Named({}), []
+        inner = fake.run
+        fake.run = lambda job, limit_s: (begun.append(job.id), inner(job, limit_s))[1]  # type: ignore[method-assign]
+        place = Place(tmp_path, host_bytes=host_bytes)
+        common: dict[str, Any] = {"again": False, "report": lambda: None, "clock": lambda: fake.now_s, "workers": fake}
+        runner.run_jobs({"offload": jobs}, [], place, 1e6, **common)
+        return begun
+
+    assert ran(106 * GIB) == [job.id for job in jobs if job.id in may]
+    rows = {row["case"] + "/" + row["contender"]: row for row in read_rows(Place(tmp_path))}
+    assert all((rows[name]["status"] == "ok") is expected for name, expected in names.items())
+    assert "16 bytes each" in rows["gpt2-10b 16x1024 in 20 GB/elixir"]["why"]
+    assert ran(106 * GIB) == []
+    assert ran(400 * GIB) == [job.id for job in jobs if job.id not in may]
+
+
+def test_host_memory_that_is_given_is_what_jobs_plan_with(tmp_path: Path) -> None:
+    args = gpu_proof.arguments(["--host-memory", "106GiB"])
+    place = Place.from_dict(json.loads(json.dumps(Place(tmp_path, True, args.host_memory).to_dict())))
+    assert place.free_host_bytes() == 106 * GIB
+    assert place.facts()["host_given_bytes"] == 106 * GIB
+    with pytest.raises(SystemExit):
+        gpu_proof.arguments(["--host-memory", "much"])
+
+
+def test_pinned_memory_is_counted_as_pytorch_takes_it() -> None:
+    assert [contenders.pinned_bytes(numel) for numel in (1, 2, 3, 2**20, 2**20 + 1)] == [4, 8, 16, 2**22, 2**23]
+
+
+def test_the_probe_says_what_the_machine_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_proof.main(["--rehearse", "--probe", "3MiB"]) == 0
+    said = capsys.readouterr().out
+    for name in ("torch", "host_total_gib", "host_total_touched_gib", "copies_submitted_s", "given_back_s"):
+        assert f"{name}: " in said
+
+
+def test_the_allocators_settings_have_a_name_in_this_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is private: where it goes, `set_allocator` falls back to the environment, and somebody should see to it."""
+    told: list[str] = []
+    assert callable(torch._C._accelerator_setAllocatorSettings)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setenv(place_module.ALLOCATOR, "")
+    place_module.set_allocator(place_module.EXPANDABLE)
+    assert told == ["expandable_segments:True"]
+    assert os.environ[place_module.ALLOCATOR] == "expandable_segments:True"
+
+
+# Time -----------------------------------------------------------------------------------------------------------------
+
+
+class Pretended:
+    """Workers that take as long as they are told, on a false clock."""
+
+    def __init__(self, takes_s: dict[str, float], status: dict[str, str] | None = None) -> None:
+        self.takes_s, self.status = takes_s, status or {}
+        self.now_s = 0.0
+        self.ran: list[str] = []
+        self.closed = False
+
+    def at_once(self, part: str) -> int:
+        return 1
+
+    def end_all(self) -> None:
+        pass
+
+    def run(self, job: Job, limit_s: float) -> dict[str, Any]:
+        if self.status.get(job.case) == "interrupt":
+            raise KeyboardInterrupt
+        self.ran.append(job.case)
+        takes_s = self.takes_s.get(job.case, 1.0)
+        self.now_s += min(takes_s, limit_s)
+        status = "cut" if takes_s > limit_s else self.status.get(job.case, "ok")
+        return {"part": job.part, "case": job.case, "contender": job.contender, "status": status}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def job(case: str, part: str = "memory", **more: Any) -> Job:
+    return Job(**{"part": part, "case": case, "contender": "x", "work": "memory", "expected_s": 5.0, **more})
+
+
+def run(folder: Path, parts: dict[str, list[Job]], fake: Pretended, deadline_s: float, **more: Any) -> list[str]:
+    closing = more.pop("closing", [])
+    return runner.run_jobs(
+        parts,
+        closing,
+        Place(folder, rehearse=True),
+        deadline_s,
+        again=more.pop("again", False),
+        report=lambda: None,
+        clock=lambda: fake.now_s,
+        workers=fake,
+    )
+
+
+def test_what_cannot_end_in_time_is_not_begun_and_nothing_runs_over(tmp_path: Path) -> None:
+    fake = Pretended({"slow": 100.0})
+    jobs = [job("slow", limit_s=90.0), job("next"), job("long", expected_s=80.0), job("short", expected_s=2.0)]
+    left_out = run(tmp_path, {"memory": jobs}, fake, 60.0)
+    assert fake.ran == ["slow"], "it took all there was, but no more"
+    assert fake.now_s <= 60.0
+    assert left_out == [job("next").id, job("long").id, job("short").id]
+    assert [row["status"] for row in read_rows(Place(tmp_path))] == ["cut"]
+
+
+def test_a_part_leaves_time_to_those_after_it(tmp_path: Path) -> None:
+    fake = Pretended({})
+    many = [job(f"m{index}", limit_s=10.0) for index in range(100)]
+    left_out = run(tmp_path, {"memory": many, "capacity": [job("c", "capacity")]}, fake, 40.0)
+    assert "c" in fake.ran
+    assert fake.now_s <= 40.0
+    assert fake.ran[-1].startswith("m"), "what the shares left over is used"
+    assert set(fake.ran) | {name.split("/")[1] for name in left_out} == {*(j.case for j in many), "c"}
+
+
+def test_every_part_has_an_answer_inside_its_share_of_nine_minutes(tmp_path: Path) -> None:
+    """If jobs take as long as they are expected to, and those that run side by side share that."""
+
+    class AsExpected(Pretended):
+        def run(self, job: Job, limit_s: float) -> dict[str, Any]:
+            self.now_s += job.expected_s / runner.AT_ONCE.get(job.part, 1)
+            row = {"part": job.part, "case": job.case, "contender": job.contender, "status": "ok", "kind": job.work}
+            if job.part == "memory":
+                return memory_row(job.case, 0.0)
+            if job.work == "speed":
+                return speed_row(job.contender, 100.0, job.part, case=job.case, model=job.options["model"])
+            if job.part == "capacity":
+                sizes = {"parameters": 15e9, "layers": 1, "hidden": 1, "host_total_bytes": 2**37, "losses": []}
+                return {**row, **sizes}
+            return {**row, "mean_percent": 1.0, "worst_percent": 1.0, "cases": [1]}
+
+    fake = AsExpected({})
+    every = {part: jobs_of(part, rehearse=False) for part in PARTS}
+    common: dict[str, Any] = {"again": False, "report": lambda: None, "clock": lambda: fake.now_s, "workers": fake}
+    closing = closing_jobs(rehearse=False)
+    runner.run_jobs(every, closing, Place(tmp_path, host_bytes=106 * GIB), 540.0 - runner.REPORT_S, **common)
+    rows = read_rows(Place(tmp_path))
+    assert fake.now_s <= 540.0
+    early = [row for row in rows if row["in_share"]]
+    answered = {verdict.part for verdict in verdicts(early) if verdict.met is not None}
+    assert answered == set(PARTS)
+    lacks = missing(rows, every)
+    assert lacks["memory"] == lacks["capacity"] == lacks["links"] == []
+    assert any("gpt2-10b" in lack for lack in lacks["offload"])
+
+
+def test_closing_jobs_find_their_time(tmp_path: Path) -> None:
+    fake = Pretended({})
+    last = job("last", "links", expected_s=10.0)
+    many = [job(f"m{index}") for index in range(100)]
+    run(tmp_path, {"memory": many}, fake, 40.0, closing=[last])
+    assert fake.ran[-1] == "last"
+    run(tmp_path, {"memory": []}, fake, 80.0, closing=[last])
+    assert fake.ran.count("last") == 2, "there may be more to compare than before"
+
+
+def test_a_run_goes_on_where_another_stopped(tmp_path: Path) -> None:
+    status = {"b": "failed", "c": "out of memory", "d": "interrupt"}
+    jobs = [job(case) for case in "abcd"]
+    first = Pretended({}, status)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, {"memory": jobs}, first, 1000.0)
+    assert first.closed
+    assert [row["case"] for row in read_rows(Place(tmp_path))] == ["a", "b", "c"], "rows of before stay"
+    second = Pretended({})
+    run(tmp_path, {"memory": jobs}, second, 1000.0)
+    assert second.ran == ["b", "d"]
+    third = Pretended({})
+    run(tmp_path, {"memory": jobs}, third, 1000.0, again=True)
+    assert third.ran == ["a", "b", "c", "d"]
+
+
+def test_a_fallback_runs_only_where_it_is_needed(tmp_path: Path) -> None:
+    jobs = [job("large"), job("small", unless=(job("large").id,))]
+    for status, ran in (("ok", ["large"]), ("out of memory", ["large", "small"])):
+        folder = tmp_path / status.replace(" ", "-")
+        folder.mkdir()
+        fake = Pretended({}, {"large": status})
+        run(folder, {"memory": jobs}, fake, 1000.0)
+        assert fake.ran == ran
+
+
+def test_what_needs_less_is_not_tried_after_what_it_would_not_mend(tmp_path: Path) -> None:
+    """A case that arithmetic ruled out stays out, and one that took too long with less traffic takes longer with
+    more."""
+    jobs = [job("large"), job("small", unless=(job("large").id,))]
+    for status, ran in (("not run", 1), ("no plan fits", 1), ("cut", 1), ("out of host memory", 1), ("failed", 2)):
+        folder = tmp_path / status.replace(" ", "-")
+        folder.mkdir()
+        fake = Pretended({}, {"large": status})
+        run(folder, {"memory": jobs}, fake, 1000.0)
+        assert len(fake.ran) == ran, status
+
+
+class SideBySide(Pretended):
+    """Workers that run two jobs at once, of which the large one then finds too little memory."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.together = threading.Barrier(2)
+
+    def at_once(self, part: str) -> int:
+        return 2
+
+    def run(self, job: Job, limit_s: float) -> dict[str, Any]:
+        first = job.case not in self.ran
+        if first:
+            self.together.wait(10.0)
+        row = super().run(job, limit_s)
+        return {**row, "status": "out of memory"} if first and job.case == "large" else row
+
+
+def test_jobs_run_side_by_side_and_again_alone_where_memory_was_short(tmp_path: Path) -> None:
+    fake = SideBySide()
+    run(tmp_path, {"memory": [job("small"), job("large")]}, fake, 1000.0)
+    assert sorted(fake.ran) == ["large", "large", "small"]
+    assert {row["case"]: row["status"] for row in read_rows(Place(tmp_path))} == {"small": "ok", "large": "ok"}
+
+
+def test_an_interrupt_ends_what_runs_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is waited for, nothing begun, and what was ended has no row that would say it failed."""
+    script = tmp_path / "worker.py"
+    script.write_text("import sys, time\nsys.stdin.readline()\ntime.sleep(60)\n", encoding="utf-8")
+    monkeypatch.setattr(runner, "ENTRY", script)
+
+    class Interrupted(runner.Workers):
+        def run(self, job: Job, limit_s: float) -> dict[str, Any]:
+            if job.case == "interrupt":
+                while not self._running:
+                    time.sleep(0.01)
+                raise KeyboardInterrupt
+            return super().run(job, limit_s)
+
+    jobs = [job(case) for case in ("interrupt", "long", "later")]
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_jobs(
+            {"memory": jobs},
+            [],
+            Place(tmp_path),
+            time.monotonic() + 1000.0,
+            again=False,
+            report=lambda: None,
+            workers=Interrupted(Place(tmp_path)),
+        )
+    assert time.monotonic() - began < 30
+    assert read_rows(Place(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ("time.sleep(60)", "cut", "ended after"),
+        ("os.kill(os.getpid(), 9)", "out of host memory", "SIGKILL: the host's memory"),
+        ("sys.exit(3)", "failed", "code 3"),
+    ],
+)
+def test_a_process_that_ends_badly_leaves_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, status: str, says: str
+) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(f"import os, sys, time\nsys.stdin.readline()\n{body}\n", encoding="utf-8")
+    monkeypatch.setattr(runner, "ENTRY", script)
+    workers = runner.Workers(Place(tmp_path))
+    row = workers.run(job("bad"), 1.0 if status == "cut" else 30.0)
+    workers.close()
+    assert row["status"] == status
+    assert says in row["why"]
+    assert row["case"] == "bad"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("x"), "out of memory"),
+        (RuntimeError("CUDA error: out of memory"), "out of memory"),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "out of memory"),
+        (ValueError("something else"), "failed"),
+    ],
+)
+def test_errors_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str) -> None:
+    def fails(options: dict[str, Any], place: Place) -> dict[str, Any]:
+        raise error
+
+    monkeypatch.setitem(worker.WORK, "memory", fails)
+    monkeypatch.setattr(Place, "prepare", lambda self, **options: None)
+    row = worker.run(job("a"), Place(tmp_path, rehearse=True))
+    assert row["status"] == status
+    assert type(error).__name__ in row["why"]
+
+
+def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    whole = {"part": "memory", "case": "a", "contender": "b", "status": "ok"}
+    (tmp_path / ROWS_FILE).write_text(json.dumps(whole) + '\n{"part": "mem', encoding="utf-8")
+    assert read_rows(Place(tmp_path)) == [whole]
+
+
+# Capacity -------------------------------------------------------------------------------------------------------------
+
+LADDER = [describe(name) for name in capacity.LADDER]
+
+
+@given(st.integers(10**7, 4 * 10**11))
+def test_the_largest_that_fits_is_found(limit: int) -> None:
+    """Against trying every depth of the widest shape of the ladder that fits."""
+    asked = []
+
+    def fits(shape: Any) -> str | None:
+        asked.append(shape.name)
+        return shape.name if shape.parameters <= limit else None
+
+    found = capacity.largest(LADDER, fits)
+    base = next((shape for shape in reversed(LADDER) if shape.parameters <= limit), LADDER[0])
+    depths = [shape for layers in range(1, 400) if (shape := capacity.with_layers(base, layers)).parameters <= limit]
+    assert len(asked) <= 20
+    if not depths:
+        assert found is None
+        return
+    assert found is not None
+    shape, answer = found
+    assert answer == shape.name
+    best = max(depths, key=lambda shape: shape.parameters)
+    # Beyond the ladder's last, or where layers of one width would pass the next width, it stops.
+    assert shape.parameters == best.parameters or shape.parameters >= 0.97 * min(limit, 2 * LADDER[-1].parameters)
+
+
+def test_arithmetic_saves_plans() -> None:
+    """Where it is about right, the first plans find the largest."""
+    asked = []
+
+    def fits(shape: Any) -> str | None:
+        asked.append(shape.name)
+        return shape.name if shape.parameters <= 12.0e9 else None
+
+    found = capacity.largest(LADDER, fits, lambda shape: shape.parameters <= 12.4e9)
+    assert found == capacity.largest(LADDER, lambda shape: shape.name if shape.parameters <= 12.0e9 else None)
+    assert asked[0] == "opt-6.7b"
+    assert len(asked) <= 4

@@ -1,0 +1,108 @@
+"""Contenders of the proof: Elixir with the kernels that it planned with, and peers in settings that change no
+number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmark.proof import contenders, ours
+from benchmark.proof.place import Place
+from elixir.hardware import preset
+
+TOY: dict[str, Any] = {
+    "model": "opt-125m",
+    "changes": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 64, "vocabulary": 4096, "positions": 64},
+    "batch": 4, "seq": 16, "checkpoint": "non-reentrant", "precision": "fp32", "host_bytes": 10**9, "budget_bytes": 10**9,
+}  # fmt: skip
+
+
+@pytest.fixture
+def _no_group_left() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_no_group_left")
+def test_settings_of_peers_change_no_number(tmp_path: Path) -> None:
+    """The chunked loss, and gradients that wait on the device until the last part of a batch."""
+    place = Place(tmp_path, rehearse=True)
+    fsdp = {"offload": True, "keep": False}
+    settings: dict[str, dict[str, Any]] = {
+        "plain": {}, "plain chunked": {"loss": "chunked"}, "fsdp2": fsdp, "fsdp2 chunked": {**fsdp, "loss": "chunked"},
+        "fsdp2 sync-last": {**fsdp, "sync_last": True},
+    }  # fmt: skip
+    losses = {}
+    for name, more in settings.items():
+        running = contenders.PEERS[name.split()[0]]({**TOY, "micro": 2, **more}, place)
+        torch.manual_seed(0)  # of dropout
+        losses[name] = [float(running.step()) for _ in range(3)]
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert losses["plain"][2] < losses["plain"][0]
+    for found in losses.values():
+        assert found == pytest.approx(losses["plain"], rel=1e-5)
+
+
+def test_a_peer_without_clipping_steps_without_a_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, limit: limits.append(limit))
+    for clip in (True, False):
+        contenders.PEERS["plain"]({**TOY, "micro": 4, "clip": clip}, Place(tmp_path, rehearse=True)).step()
+    assert limits == [contenders.MAX_NORM]
+
+
+@pytest.mark.parametrize("asked", [True, False, ours.PLAIN_LOSS, None])
+def test_what_is_planned_with_a_kernel_runs_with_it(
+    asked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced, wrapped = [], []
+    trace_step, module = ours.trace_step, ours.ElixirModule
+
+    def tracing(*args: Any, **options: Any) -> Any:
+        traced.append(options["use_fused_kernels"])
+        return trace_step(*args, **options)
+
+    def wrapping(*args: Any, **options: Any) -> Any:
+        wrapped.append(options["use_fused_kernels"])
+        return module(*args, **options)
+
+    monkeypatch.setattr(ours, "trace_step", tracing)
+    monkeypatch.setattr(ours, "ElixirModule", wrapping)
+    options = {**TOY, "micros": [4], "fused_kernels": asked}
+    running = ours.run(options, Place(tmp_path, rehearse=True), tmp_path / "saved")
+    assert math.isfinite(running.step())
+    assert traced == ([True, ours.PLAIN_LOSS] if asked is None else [asked])
+    assert wrapped == [running.facts["fused_kernels"]]
+    assert wrapped[0] in traced
+
+
+def test_the_loss_and_the_micro_batch_are_chosen_by_predicted_time() -> None:
+    """Where all logits fit, computing them twice costs time; where they do not, the chunked loss is what fits."""
+    hardware = preset("h200")
+    options = {**TOY, "micros": [4, 2], "batch": 4, "precision": "bf16"}
+    roomy = ours.choose(options, hardware, 10**9, 10**9)
+    times = {name: float(text.split()[0]) for name, text in roomy.tried.items()}
+    assert len(times) >= 3
+    best = min(times, key=lambda name: times[name])
+    assert best == f"{roomy.micro}, {'plain' if roomy.kernels == ours.PLAIN_LOSS else 'chunked'} loss"
+    changes = {**TOY["changes"], "vocabulary": 50000, "positions": 512}
+    large = {**options, "changes": changes, "seq": 512}
+    least = {
+        str(kernels): ours.trace_of(large, 4, hardware, kernels).backward_peak_bytes
+        for kernels in (True, ours.PLAIN_LOSS)
+    }
+    assert least["True"] < least[str(ours.PLAIN_LOSS)], "the plan knows what the chunked loss saves"
+
+
+def test_without_clipping_the_host_may_update_in_backward() -> None:
+    assert ours.in_backward({**TOY, "clip": False}, 4)
+    assert not ours.in_backward({**TOY, "clip": False}, 2), "gradients are added up"
+    assert not ours.in_backward(TOY, 4)
+    assert not ours.in_backward({**TOY, "clip": False, "precision": "fp16"}, 4)

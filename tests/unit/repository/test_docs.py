@@ -1,0 +1,165 @@
+"""Promises of the documents: links lead somewhere, commands parse, examples run, pages are short, and pictures can be
+made again."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elixir.cli import main
+from elixir.cli.options import build_parser, normalise
+
+ROOT = Path(__file__).parents[3]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+QUICKSTART = ROOT / "docs" / "quickstart.md"
+
+MOST_WORDS = {"README.md": 1300, "docs/*.md": 900, "docs/design/*.md": 1100}
+"""Pages -> how many words each may have, as ``wc -w`` counts them."""
+
+
+def name_of(document: Path) -> str:
+    return document.relative_to(ROOT).as_posix()
+
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+
+
+def prose(document: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def anchors(document: Path) -> set[str]:
+    """Headings of a page as GitHub's links name them."""
+    headings = re.findall(r"^#+ (.*)$", prose(document), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_document
+def test_links_lead_to_files_and_headings(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)[^)]*\)", document.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        assert target.exists(), f"{document.name} links to {link}, which is not there"
+        if anchor:
+            assert anchor in anchors(target), (
+                f"{document.name} links to {link}; headings there: {sorted(anchors(target))}"
+            )
+
+
+def test_every_page_is_linked_from_the_index() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {
+        (index.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+)", index.read_text(encoding="utf-8"))
+    }
+    missing = [name_of(page) for page in DOCUMENTS if page.is_relative_to(index.parent) and page != index]
+    assert [name for name in missing if (ROOT / name).resolve() not in linked] == []
+
+
+@pytest.mark.parametrize("pattern", MOST_WORDS)
+def test_pages_are_short(pattern: str) -> None:
+    pages = list(ROOT.glob(pattern))
+    assert pages
+    words = {name_of(page): len(page.read_text(encoding="utf-8").split()) for page in pages}
+    assert {name: count for name, count in words.items() if count > MOST_WORDS[pattern]} == {}
+
+
+def plain_blocks(text: str) -> Iterator[str]:
+    """Code blocks without a language: terminals and drawings."""
+    for block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        if not block[0]:
+            yield block[1]
+
+
+def lines_in(text: str) -> list[str]:
+    """Lines of the blocks of the terminal, continued lines joined."""
+    return [line for block in plain_blocks(text) for line in block.replace("\\\n", " ").splitlines()]
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "design").glob("*.md")), ids=lambda page: page.stem)
+def test_design_pages_have_a_drawing(page: Path) -> None:
+    drawings = plain_blocks(page.read_text(encoding="utf-8"))
+    assert any(re.search(r"-->|\|", drawing) and drawing.count("\n") >= 4 for drawing in drawings)
+
+
+@every_document
+def test_commands_shown_are_understood(document: Path) -> None:
+    """Calls of elixir are what the parser takes; scripts that are called are there."""
+    for line in lines_in(document.read_text(encoding="utf-8")):
+        call = line.removeprefix("$ ").split("#")[0].strip()
+        for script in re.findall(r"\b((?:example|benchmark|profile)/\w+\.(?:py|sh))", call):
+            assert (ROOT / script).exists(), f"{document.name} calls {script}, which is not there"
+        if not call.startswith("elixir "):
+            continue
+        try:
+            build_parser().parse_args(normalise(shlex.split(call)[1:]))
+        except SystemExit:
+            pytest.fail(f"{document.name} shows a command that is refused: {call}")
+
+
+def test_readme_shows_the_two_commands() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    calls = [line.split("#")[0].strip() for line in lines_in(readme)]
+    first = [call for call in calls if call.startswith("make ")][:2]
+    assert first == ["make quickstart", "make test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in ("quickstart", "test", "pictures", "figures"):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_quickstart_runs_the_commands_of_its_page() -> None:
+    """The commands of the Makefile, written out, are on the quickstart page."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    values = dict(re.findall(r"^(\w+)\s*[:?]?=\s*(.*)$", makefile, re.MULTILINE))
+    page = QUICKSTART.read_text(encoding="utf-8")
+    for name, start in {"PROFILE": "elixir ", "PLAN": "elixir ", "TRAIN": "python "}.items():
+        call = values[name]
+        while "$(" in call:
+            call = re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], call)
+        assert f"$ {start}{' '.join(call.split())}\n" in page
+
+
+@pytest.mark.parametrize("command", ["profile", "plan"])
+def test_quickstart_page_shows_what_is_printed(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Line for line; only the time that tracing took, and the plan's fingerprint, may differ."""
+    page = QUICKSTART.read_text(encoding="utf-8")
+    found = re.search(rf"^\$ elixir ({command} .*)\n((?:.+\n)+)", page, re.MULTILINE)
+    assert found is not None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    assert main(shlex.split(found[1])) == 0
+    shown = found[2].removesuffix("```\n")
+    assert without_varying(capsys.readouterr().out) == without_varying(shown)
+
+
+def without_varying(text: str) -> list[str]:
+    """The lines of `text` without what changes from run to run."""
+    text = re.sub(r"in [0-9.]+ s, no GPU", "in ... s, no GPU", text)
+    return re.sub(r"plan [0-9a-f]{16}:", "plan ...:", text).splitlines()
+
+
+def test_seconds_shown_were_predicted() -> None:
+    """The training run on the quickstart page took about as long as its plan says."""
+    observed, predicted = re.findall(
+        r"^step +([0-9.]+) s +([0-9.]+) s$", QUICKSTART.read_text(encoding="utf-8"), re.MULTILINE
+    )[0]
+    assert float(observed) / float(predicted) == pytest.approx(1, abs=0.15)
+
+
+def test_sources_name_pages_that_are_there() -> None:
+    missing = [
+        f"{source.relative_to(ROOT)}: {page}"
+        for folder in ("elixir", "tests", "benchmark", "example", "profile")
+        for source in sorted((ROOT / folder).rglob("*.py"))
+        for page in re.findall(r"docs/[\w/]+\.md", source.read_text(encoding="utf-8"))
+        if not (ROOT / page).exists()
+    ]
+    assert missing == []

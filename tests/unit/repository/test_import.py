@@ -1,0 +1,61 @@
+"""Importing `elixir`, and starting its command line, stays light."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("transformers", "scipy", "pandas", "matplotlib", "rich", "safetensors", "xformers", "lightning")
+
+
+@functools.cache
+def modules_after(code: str) -> set[str]:
+    """Top-level names in sys.modules after `code` ran in a fresh interpreter."""
+    script = f"{code}\nimport sys, json\nsys.stdout.flush()\nprint()\nprint(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    return set(json.loads(run.stdout.splitlines()[-1]))
+
+
+def test_import_elixir_takes_neither_torch_nor_anything_heavy() -> None:
+    loaded = modules_after("import elixir")
+    assert loaded.isdisjoint({"torch", "numpy", *HEAVY})
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import elixir; [getattr(elixir, name) for name in elixir.__all__]",
+        "import elixir.search, elixir.tracer, elixir.models.loading, elixir.hardware.profile, elixir.microbench, "
+        "elixir.schedule\n"
+        "import elixir.show.memory_curve, elixir.show.tables, elixir.cli.commands, torch\n"
+        "assert not torch.cuda.is_initialized()",
+    ],
+)
+def test_libraries_for_pictures_tables_and_models_wait_for_their_use(code: str) -> None:
+    loaded = modules_after(code)
+    assert "torch" in loaded
+    # What torch itself takes, where it is installed, is not ours to judge.
+    assert loaded.isdisjoint(set(HEAVY) - modules_after("import torch"))
+
+
+def test_help_needs_no_torch() -> None:
+    code = "from elixir.cli import main\ntry: main(['profile', '--help'])\nexcept SystemExit: pass"
+    assert modules_after(code).isdisjoint({"torch", *HEAVY})
+
+
+def test_listing_models_needs_no_transformers() -> None:
+    loaded = modules_after("from elixir.cli import main\nassert main(['models']) == 0")
+    assert loaded.isdisjoint({"transformers", "matplotlib", "pandas"} - modules_after("import torch"))
+
+
+def test_every_public_name_is_listed_and_found() -> None:
+    import elixir
+
+    assert set(elixir.__all__) <= set(dir(elixir))
+    assert elixir.Plan.__name__ == "Plan"
+    with pytest.raises(AttributeError, match="no_such_name"):
+        elixir.no_such_name  # noqa: B018

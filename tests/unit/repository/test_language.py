@@ -1,0 +1,136 @@
+"""Phrases over which readers stumble do not come back: in docs, docstrings, comments, messages and help texts."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FOLDERS = ("elixir", "tests", "benchmark", "example", "profile")
+
+PHRASES: dict[str, str] = {
+    r"\bbesides?\b": "next to, while, compared with, apart from",
+    r"\bshall\b": "will, must, or the imperative",
+    r"\bof (?:its|their|his|your|our) own\b": "separate, private, or leave it out",
+    r"\bstands? in\b": "is in; replaces",
+    r"\b(?:held|hold|holds) against\b": "compared with, compare with",
+    r"\bwhere there (?:is|are)\b": "if",
+    r"(?<!thing)(?<!body)(?<!where)(?<!what)(?<!one)(?<!\ball),? else(?=[.;:,)]|$)": "otherwise, at the front",
+    r"\bwhoever\b": "name the thread or function",
+    r"(?<!left )(?<!fell )(?<!nothing )(?<!file )(?<!read )\bbehind\b": "after; otherwise, the thing that is there",
+    r"\bin the place of\b": "instead of",
+}
+"""Pattern -> what to write instead."""
+
+LABELS = ("without clipping, beside forward only", "compiling beside it")
+"""Names of recorded rows in benchmark/results: a row keeps its name, so that newer ones of the case are found."""
+
+OPENINGS = re.compile(r"(?:Of|What|Whose)\b")
+"""No docstring begins with these: it has a subject, which is the thing that it describes."""
+
+
+SCRIPT = re.compile(r"^(?:import|from) \w", re.MULTILINE)
+"""A string that is a program has code in it, not text."""
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of every comment block and string of a Python source, f-strings included."""
+    block: list[str] = []
+    first = last = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if block and token.start[0] != last + 1:
+                yield first, " ".join(block)
+                block = []
+            if not block:
+                first = token.start[0]
+            last = token.start[0]
+            block.append(token.string.lstrip("# "))
+    if block:
+        yield first, " ".join(block)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not SCRIPT.search(node.value):
+            yield node.lineno, node.value
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of docstrings, those of attributes included."""
+    for node in ast.walk(ast.parse(source)):
+        for child in ast.iter_child_nodes(node):
+            if (
+                isinstance(child, ast.Expr)
+                and isinstance(child.value, ast.Constant)
+                and isinstance(child.value.value, str)
+            ):
+                yield child.lineno, child.value.value
+
+
+def found_in(text: str) -> list[str]:
+    """What `text` has of the phrases, code between backquotes left out."""
+    for label in LABELS:
+        text = text.replace(label, "")
+    plain = re.sub(r"\s+", " ", re.sub(r"```.*?```|``?[^`]*``?|<!--.*?-->", "", text, flags=re.DOTALL)).strip()
+    return [
+        f"{match[0]!r} (write: {instead})"
+        for pattern, instead in PHRASES.items()
+        for match in re.finditer(pattern, plain, re.IGNORECASE)
+    ]
+
+
+def problems(path: Path) -> list[str]:
+    """Where a file has a phrase, or a docstring with a wrong beginning."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return [f"{path.relative_to(ROOT)}: {found}" for found in found_in(text)]
+    where = path.relative_to(ROOT)
+    found = [f"{where}:{line}: {phrase}" for line, piece in texts(text) for phrase in found_in(piece)]
+    return found + [
+        f"{where}:{line}: a docstring begins with {piece.split()[0]!r}"
+        for line, piece in docstrings(text)
+        if OPENINGS.match(piece)
+    ]
+
+
+def files() -> list[Path]:
+    """All pages and sources, but for this one, which names the phrases."""
+    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    return sorted(path for path in (*sources, *pages) if path != Path(__file__))
+
+
+def test_text_is_plain() -> None:
+    assert [found for path in files() for found in problems(path)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "it runs beside the forward",
+        "it has a lane of its own",
+        "a number where there is one, else.",
+        "where there are two",
+        "it shall wait",
+    ],
+)
+def test_a_phrase_is_found(text: str) -> None:
+    assert found_in(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["it waits, or else it fails", "code such as `x if y else z`.", "`beside`", "something else is there"]
+)
+def test_plain_text_passes(text: str) -> None:
+    assert found_in(text) == []
+
+
+def test_an_opening_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    source = tmp_path / "a.py"
+    source.write_text('A = 1\n"""Of the first."""\ndef f():\n    """What it does."""\n# it runs\n# beside\n')
+    assert len(problems(source)) == 3

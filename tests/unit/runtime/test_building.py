@@ -1,0 +1,315 @@
+"""A model built on meta is filled chunk by chunk: from its own initialisation, a state dict, or safetensors."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from elixir.errors import InputError
+from elixir.plan import Plan
+from elixir.search import simple_search
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from tests.common import gpu
+from tests.common.parity import MODES, Case, Pair, case, hf_loss, make_plan
+from tests.common.tiny_models import FAMILIES, tiny
+
+
+def wrapped(model: nn.Module, plan: Plan, **options: Any) -> ElixirModule:
+    """On the CPU, whatever this machine has."""
+    return ElixirModule(model, plan, device=gpu.DEVICE, debug=Debug(poison=True), **options)
+
+
+def meta_case(family: str) -> tuple[Case, nn.Module]:
+    """A real model and the same one on meta."""
+    return case(family), tiny(family, device="meta")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("family", FAMILIES)
+def test_initialises_itself_as_on_the_cpu(family: str) -> None:
+    real, meta = meta_case(family)
+    identity = list(meta.parameters())
+    module = wrapped(meta, make_plan(real, "streamed"))
+    assert all(mine is before for mine, before in zip(module.module.parameters(), identity, strict=True))
+    state, theirs = module.state_dict(), real.model.state_dict()
+    assert list(state) == list(theirs)
+    for name, expected in theirs.items():
+        found = state[name].float()
+        assert torch.isfinite(found).all(), name
+        if not expected.is_floating_point() or expected.std() == 0 or expected.numel() < 2:
+            assert torch.equal(found, expected.float()), name
+        else:  # drawn anew: five standard errors of a standard deviation
+            spread = 5 / (2 * expected.numel()) ** 0.5
+            assert abs(found.std() / expected.std() - 1) < 2 * spread, name
+    for (name, mine), theirs_ in zip(module.module.named_buffers(), real.model.buffers(), strict=True):
+        assert torch.equal(mine.cpu(), theirs_), name
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    losses = []
+    for _ in range(3):
+        loss = hf_loss(module, real.inp)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    module.close()
+
+
+def test_initial_values_depend_on_the_seed_alone() -> None:
+    real, _ = meta_case("gpt2")
+    states = []
+    for mode, seed in (("streamed", 1), ("mixed", 1), ("resident", 1), ("resident", 2)):
+        plan = make_plan(real, mode)
+        torch.manual_seed(seed)
+        module = wrapped(tiny("gpt2", device="meta"), plan)
+        states.append(module.state_dict())
+        module.close()
+    for state in states[1:3]:
+        assert all(torch.equal(value, state[name]) for name, value in states[0].items())
+    assert not torch.equal(states[0]["transformer.wte.weight"], states[3]["transformer.wte.weight"])
+
+
+def test_two_models_on_meta_are_not_the_same() -> None:
+    plan = make_plan(case("opt"), "streamed")
+    states = []
+    for _ in range(2):
+        module = wrapped(tiny("opt", device="meta"), plan)
+        states.append(module.state_dict())
+        module.close()
+    assert not torch.equal(*(state["lm_head.weight"] for state in states))
+
+
+def test_wrapping_a_model_that_has_its_weights_draws_nothing() -> None:
+    """Later random numbers, dropout above all, are as they would have been without."""
+    it = case("opt")
+    plan = make_plan(it, "streamed")
+    before = torch.get_rng_state()
+    module = ElixirModule(it.model, plan, device="cpu")
+    ElixirOptimizer(module, torch.optim.AdamW(it.model.parameters()))
+    assert torch.equal(torch.get_rng_state(), before)
+    module.close()
+
+
+def test_an_optimizer_made_on_meta_trains() -> None:
+    real, meta = meta_case("opt")
+    optimizer = torch.optim.SGD(meta.parameters(), lr=0.1)
+    module = wrapped(meta, make_plan(Case(meta, real.inp, hf_loss), "streamed"))  # planned on meta, too
+    before = module.state_dict()
+    mine = ElixirOptimizer(module, optimizer)
+    mine.backward(hf_loss(module, real.inp))
+    mine.step()
+    assert not torch.equal(module.state_dict()["lm_head.weight"], before["lm_head.weight"])
+    module.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_on_gradients_outlive_meta(mode: str) -> None:
+    real, meta = meta_case("opt")
+    plan, state = make_plan(real, mode), real.model.state_dict()
+    plain = copy.deepcopy(real.model)
+    for model in (meta, plain):
+        weight = model.get_parameter("model.decoder.layers.0.fc1.weight")
+        weight.register_hook(torch.zeros_like).remove()
+        weight.register_hook(lambda gradient: gradient * 3)
+        kept = model.get_parameter("model.decoder.layers.0.fc2.weight").register_hook(torch.zeros_like)
+        del kept
+    with Pair(Case(meta, real.inp, hf_loss), plan, plain=plain, weights=state) as pair:
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+class Layers(nn.Module):
+    """Everything that torch's own modules initialise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.recurrent = nn.GRU(8, 8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(x.transpose(1, 2)).transpose(1, 2)
+        x, _ = self.attention(x, x, x)
+        x, _ = self.recurrent(x)
+        return self.norm(x)
+
+
+@gpu.not_pretended("CUDA's fused cells have no kernel on the CPU")
+@pytest.mark.parametrize("mode", MODES)
+def test_modules_of_torch(mode: str) -> None:
+    torch.manual_seed(0)
+    real = Case(Layers(), {"x": torch.randn(2, 5, 8)}, lambda model, inp: model(**inp).square().mean())
+    with torch.device("meta"):
+        meta = Layers()
+    module = wrapped(meta, make_plan(real, mode))
+    state = module.state_dict()
+    for name, expected in real.model.state_dict().items():
+        assert torch.isfinite(state[name]).all(), name
+        if expected.numel() > 1:
+            assert abs(state[name].float().std() - expected.float().std()) < 0.25, name
+    assert torch.equal(state["convolution.1.running_var"], torch.ones(8))
+    real.loss(module, real.inp).backward()
+    module.close()
+
+
+@pytest.mark.parametrize("how", ["state dict", "file", "folder"])
+@pytest.mark.parametrize("family", ["t5", "llama"])
+def test_takes_given_weights(family: str, how: str, tmp_path: Path) -> None:
+    real, meta = meta_case(family)
+    state = real.model.state_dict()
+    weights: Any = state
+    if how != "state dict":
+        unshared = {
+            name: value.contiguous() for name, value in state.items() if name in dict(real.model.named_parameters())
+        }
+        names = sorted(unshared)
+        for part in (0, 1) if how == "folder" else (slice(None),):
+            some = names[part::2] if isinstance(part, int) else names
+            save_file(
+                {name: unshared[name] for name in some},
+                tmp_path / f"model-{part if how == 'folder' else 0}.safetensors",
+            )
+        weights = tmp_path if how == "folder" else tmp_path / "model-0.safetensors"
+    plain = copy.deepcopy(real)
+    with Pair(Case(meta, real.inp, hf_loss), make_plan(real, "mixed"), plain=plain.model, weights=weights) as pair:
+        pair.assert_same_weights()
+        pair.train(3)
+        pair.assert_same_weights()
+
+
+def test_given_weights_replace_those_of_a_real_model() -> None:
+    real = case("cnn")
+    wanted = {name: value + 1 for name, value in real.model.state_dict().items()}
+    module = wrapped(real.model, make_plan(real, "streamed"), weights=wanted)
+    assert all(torch.equal(value, wanted[name]) for name, value in module.state_dict().items())
+    module.close()
+
+
+def test_a_shared_module_with_buffers_takes_its_own_state() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+            self.second = self.first
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    real = Case(Shared(), {"x": torch.randn(3, 4)}, lambda model, inp: model(**inp).square().mean())
+    state = copy.deepcopy(real.model.state_dict())
+    module = wrapped(real.model, make_plan(real, "streamed"), weights=state)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    module.close()
+
+
+def test_only_floating_parameters_are_planned() -> None:
+    real = case("opt", layers=1)
+    plan = make_plan(real, "streamed")
+    real.model.register_parameter("index", nn.Parameter(torch.arange(3), requires_grad=False))
+    with pytest.raises(InputError, match="make it a buffer"):
+        wrapped(real.model, plan)
+
+
+def test_masters_start_from_unrounded_weights() -> None:
+    real, meta = meta_case("opt")
+    state = real.model.state_dict()
+    module = wrapped(meta, make_plan(real, "streamed", unified_dtype="bfloat16"), weights=state)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    module.close()
+
+
+def test_wrong_weights_are_refused(tmp_path: Path) -> None:
+    real, _ = meta_case("opt")
+    state, plan = real.model.state_dict(), make_plan(real, "streamed")
+    key = "model.decoder.layers.0.fc1.weight"
+
+    def refused(weights: Any, match: str) -> None:
+        with pytest.raises(InputError, match=match):
+            wrapped(tiny("opt", device="meta"), plan, weights=weights)
+
+    refused({name: value for name, value in state.items() if name != key}, f"missing {key}")
+    refused(state | {"more": torch.zeros(1)}, "unexpected more")
+    refused(state | {key: torch.zeros(2)}, r"must have shape \[256, 64\]")
+    refused(state | {key: torch.zeros(256, 64, device="meta")}, "on meta themselves")
+    refused(tmp_path / "none.safetensors", "no safetensors at")
+    refused(tmp_path, "no safetensors at")
+    (tmp_path / "bad.safetensors").write_text("no tensors here")
+    refused(tmp_path, "cannot be read")
+    with pytest.raises(TypeError, match="paths of safetensors"):
+        wrapped(tiny("opt", device="meta"), plan, weights=7)
+
+
+class Bare(nn.Module):
+    """A weight and a buffer that only the constructor knows the values of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+        self.register_buffer("shift", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.gain + self.shift
+
+
+def test_nothing_is_guessed() -> None:
+    real = Case(Bare(), {"x": torch.randn(2, 4)}, lambda model, inp: model(**inp).square().mean())
+    plan = make_plan(real, "streamed")
+    with torch.device("meta"):
+        bare, other = Bare(), Bare()
+    with pytest.raises(InputError, match=r"gain is on meta.*weights="):
+        wrapped(bare, plan)
+    with pytest.raises(InputError, match="buffers shift"):
+        wrapped(other, plan, weights=real.model.state_dict())
+
+
+class Projects(nn.Module):
+    """A fixed matrix, kept in a buffer, meets what a layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.register_buffer("fixed", torch.randn(16, 16))
+        self.register_buffer("seen", torch.zeros(1))
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.out(self.inner(x) @ self.fixed)
+
+
+def test_buffers_of_a_model_that_is_cast_as_a_whole_are_cast_and_come_back() -> None:
+    torch.manual_seed(0)
+    model, inp = Projects(), {"x": torch.randn(8, 16)}
+    plain, fixed = copy.deepcopy(model).bfloat16(), model.fixed.clone()
+    plan = simple_search(
+        model, 1, split_number=2, allocate_factor=0.5, shard_device="cpu", inp=inp,
+        step_fn=lambda m, i: m(i["x"]).sum().backward(), hardware="cpu", unified_dtype=torch.bfloat16,
+    )  # fmt: skip
+    module = ElixirModule(model, plan, device="cpu")
+    assert torch.equal(module(inp["x"]), plain(inp["x"].bfloat16()))
+    module.close()
+    assert torch.equal(model.fixed, fixed), "cast and back it would have lost bits"
+    assert model.fixed.dtype is model.seen.dtype is torch.float32
+    assert model.seen == 1
+
+
+def test_a_model_with_nothing_to_train_is_evaluated_under_a_plan() -> None:
+    torch.manual_seed(0)
+    model, inp = Projects().requires_grad_(False), {"x": torch.randn(8, 16)}
+    expected = copy.deepcopy(model)(inp["x"])
+    plan = simple_search(
+        model, 1, split_number=2, allocate_factor=0.5, shard_device="cpu", inp=inp,
+        step_fn=lambda m, i: m(i["x"]), hardware="cpu",
+    )  # fmt: skip
+    module = ElixirModule(model, plan, device="cpu", debug=Debug(poison=True))
+    for _ in range(2):
+        assert torch.equal(module(inp["x"]), expected)
+    module.close()

@@ -1,0 +1,230 @@
+"""The rCache at run time: loads as simulated, right bytes always, never more blocks than there are."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from elixir.chunk.buffers import Arena, BlockPool
+from elixir.chunk.chunk import Chunk, ChunkState
+from elixir.chunk.group import Group
+from elixir.chunk.lanes import Emulation, Lanes, make_lanes
+from elixir.chunk.rcache import RCache
+from elixir.errors import StateError
+from elixir.plan import ChunkPlan, ParamSlot
+from elixir.schedule import StepSchedule, required_chunks
+
+CPU = torch.device("cpu")
+NUMEL = 128
+Uses = list[tuple[tuple[int, ...], int]]
+
+
+def make_cache(
+    chunk_count: int,
+    schedule: StepSchedule,
+    blocks: int,
+    lanes: Lanes,
+    *,
+    evict_always: bool = False,
+) -> RCache:
+    """Chunk i holds the number i."""
+    pool = BlockPool(Arena(CPU), blocks, NUMEL * 4, poison=True)
+    chunks = []
+    for index in range(chunk_count):
+        plan = ChunkPlan("float32", True, NUMEL, (ParamSlot(f"p{index}", 0, NUMEL),), "host", "host", resident=False)
+        chunk = Chunk(index, plan, [nn.Parameter(torch.zeros(NUMEL))], rank=0, world_size=1)
+        chunk.shard = torch.full((NUMEL,), float(index))
+        chunk.hold_placeholders()
+        chunks.append(chunk)
+    return RCache(chunks, schedule, pool, lanes, Group(), evict_always=evict_always)
+
+
+def check(cache: RCache, chunks: tuple[int, ...]) -> None:
+    """All that was acquired is there, and nothing is where it should not be."""
+    for index in chunks:
+        assert (cache.memory(index) == index).all()
+        assert (cache._chunks[index].slots[0].parameter == index).all()
+    in_blocks = [chunk for chunk in cache._chunks if chunk.block is not None]
+    assert len(in_blocks) + cache._pool.free == cache._pool.count
+    assert len({chunk.block for chunk in in_blocks}) == len(in_blocks)
+    assert all((chunk.state is ChunkState.HOME) == (chunk.block is None) for chunk in cache._chunks)
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[int, Uses]:
+    """A number of chunks, and uses of them: which, and until when they are pinned."""
+    chunk_count = draw(st.integers(1, 7))
+    length = draw(st.integers(1, 24))
+    uses: Uses = []
+    for position in range(length):
+        chunks = draw(st.lists(st.integers(0, chunk_count - 1), min_size=1, max_size=2, unique=True))
+        uses.append((tuple(chunks), min(length - 1, position + draw(st.integers(0, 3)))))
+    return chunk_count, uses
+
+
+def open_later(gate: threading.Event) -> None:
+    """Code that does not wait for what the gate holds back is past it by then."""
+    threading.Timer(0.1, gate.set).start()
+
+
+def run(cache: RCache, uses: Uses) -> None:
+    """One step: acquire each use, and let it go after its last position."""
+    cache.begin()
+    pinned: list[tuple[int, tuple[int, ...]]] = []
+    for position, (chunks, pin_until) in enumerate(uses):
+        cache.acquire(chunks)
+        pinned.append((pin_until, chunks))
+        check(cache, tuple(chunk for _, held in pinned for chunk in held))
+        for _, held in [item for item in pinned if item[0] <= position]:
+            cache.unpin(held)
+        pinned = [item for item in pinned if item[0] > position]
+
+
+@settings(max_examples=150)
+@given(order=orders(), depth=st.integers(0, 3), extra=st.integers(0, 3))
+def test_loads_are_those_simulated(order: tuple[int, Uses], depth: int, extra: int) -> None:
+    chunk_count, uses = order
+    schedule = StepSchedule(required_chunks(uses), depth)
+    blocks = schedule.min_blocks + extra
+    lanes = make_lanes(CPU)
+    cache = make_cache(chunk_count, schedule, blocks, lanes)
+    for _ in range(2):  # the step after an optimizer step is like the one before
+        run(cache, uses)
+        counts = cache.take_counts()
+        assert counts.loads == schedule.simulate(blocks).loads
+        assert counts.demand_loads == counts.deviations == 0
+        cache.invalidate()
+    lanes.close()
+
+
+@settings(max_examples=100)
+@given(
+    order=orders(),
+    depth=st.integers(0, 2),
+    asked=st.lists(
+        st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=2, unique=True), st.booleans()), max_size=20
+    ),
+    evict_always=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_bytes_are_right_in_any_order(
+    order: tuple[int, Uses], depth: int, asked: list[tuple[list[int], bool]], evict_always: bool, seed: int
+) -> None:
+    _, uses = order
+    schedule = StepSchedule(required_chunks(uses), depth)
+    blocks = max(schedule.min_blocks, 4)
+    lanes = make_lanes(CPU, Emulation(delay_s=0.0005, seed=seed))
+    cache = make_cache(7, schedule, blocks, lanes, evict_always=evict_always)
+    held: list[list[int]] = []
+    for chunks, again in asked:
+        if again:
+            cache.begin()
+        while held and len({index for item in held for index in item} | set(chunks)) > blocks:
+            cache.unpin(held.pop(0))
+        cache.acquire(chunks)
+        held.append(chunks)
+        check(cache, tuple(index for item in held for index in item))
+    for item in held:
+        cache.unpin(item)
+    assert all(chunk.pins == 0 for chunk in cache._chunks)
+    cache.invalidate()
+    check(cache, ())
+    lanes.close()
+
+
+def test_more_at_once_than_blocks_is_an_error_that_leaves_no_pins() -> None:
+    lanes = make_lanes(CPU)
+    cache = make_cache(3, StepSchedule([(0,), (1,), (2,)]), 2, lanes)
+    cache.acquire([0, 1])
+    with pytest.raises(StateError, match="all 2 rCache blocks are in use"):
+        cache.acquire([2])
+    cache.unpin([0, 1])
+    cache.acquire([2])
+    check(cache, (2,))
+    cache.unpin([2])
+    cache.invalidate()
+    lanes.close()
+
+
+def test_weights_are_not_taken_before_they_are_updated() -> None:
+    lanes = make_lanes(CPU)
+    cache = make_cache(2, StepSchedule([(0,), (1,)], 1), 2, lanes)
+    run(cache, [((0,), 0), ((1,), 1)])
+    gate = threading.Event()
+    for chunk in cache._chunks:
+        shard = chunk.shard
+        assert shard is not None
+        chunk.updated = lanes.host_adam.submit(lambda shard=shard: (gate.wait(), shard.fill_(-1)))
+    cache.invalidate()
+    open_later(gate)
+    cache.acquire([0])
+    cache.acquire([1])
+    assert (cache.memory(0) == -1).all()
+    assert (cache.memory(1) == -1).all()
+    cache.unpin([0, 1])
+    lanes.close()
+
+
+def test_a_block_is_not_given_to_another_while_a_transfer_is_on_its_way() -> None:
+    lanes = make_lanes(CPU)
+    cache = make_cache(2, StepSchedule([(0,), (1,)], 0), 1, lanes)
+    gate = threading.Event()
+    cache._chunks[0].updated = lanes.host_adam.submit(gate.wait)
+    cache.begin()
+    cache._advance([0])  # its transfer waits for the update
+    assert cache._chunks[0].state is ChunkState.FETCHING
+    open_later(gate)
+    cache.invalidate()
+    assert gate.is_set()
+    cache.acquire([1])
+    check(cache, (1,))
+    cache.unpin([1])
+    lanes.close()
+
+
+def test_a_view_of_what_has_left_is_noticed() -> None:
+    lanes = make_lanes(CPU)
+    cache = make_cache(2, StepSchedule([(0,), (1,)]), 1, lanes)
+    cache.acquire([0])
+    view = cache.memory(0)[2:4]
+    assert cache.chunk_at(view) == (0, 2)
+    cache.unpin([0])
+    with pytest.raises(StateError, match="after the module that made it has returned"):
+        cache.chunk_at(view)
+    cache.invalidate()
+    with pytest.raises(StateError, match="after the module that made it has returned"):
+        cache.chunk_at(view)
+    lanes.close()
+
+
+def test_prefetch_is_under_way_before_the_use() -> None:
+    lanes = make_lanes(CPU, Emulation(delay_s=0.02))
+    cache = make_cache(3, StepSchedule([(0,), (1,), (2,)], 2), 3, lanes)
+    cache.acquire([0])
+    assert [chunk.state for chunk in cache._chunks] == [ChunkState.CACHED, ChunkState.FETCHING, ChunkState.FETCHING]
+    cache.unpin([0])
+    cache.invalidate()
+    lanes.close()
+
+
+def test_a_long_stretch_of_resident_chunks_is_no_deviation() -> None:
+    """Entries whose chunks are all resident require nothing here, and do not count as searched."""
+    required: list[tuple[int, ...]] = []
+    for chunk in (0, 1, 2, 3, 0):
+        required += [(chunk,), *[()] * 300]
+    schedule = StepSchedule(required, 1)
+    lanes = make_lanes(CPU)
+    cache = make_cache(4, schedule, 2, lanes)
+    cache.begin()
+    for chunk in (0, 1, 2, 3, 0):
+        cache.acquire((chunk,))
+        check(cache, (chunk,))
+        cache.unpin((chunk,))
+    assert cache.counts.demand_loads == cache.counts.deviations == 0
+    assert cache.counts.loads == schedule.simulate(2).loads
+    lanes.close()

@@ -1,0 +1,267 @@
+"""A chunk's states, the pool of blocks, and gradients on their way."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.access import is_absent
+from elixir.chunk.buffers import Arena, BlockPool
+from elixir.chunk.chunk import _ALLOWED, Chunk, ChunkState
+from elixir.chunk.gradients import FlowOptions, GradientFlow
+from elixir.chunk.group import Group
+from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers, SizeClass
+from elixir.chunk.lanes import Emulation, make_lanes
+from elixir.errors import InputError, StateError
+from elixir.plan import ChunkPlan, ParamSlot
+
+CPU = torch.device("cpu")
+
+
+def make_chunk(index: int = 0, shapes: tuple[tuple[int, ...], ...] = ((4, 8), (), (3,)), *, rank: int = 0) -> Chunk:
+    """Parameters at multiples of 128 elements."""
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    slots = tuple(ParamSlot(f"p{index}.{i}", 128 * i, p.numel()) for i, p in enumerate(parameters))
+    plan = ChunkPlan("float32", True, 128 * len(slots), slots, weight_home="host", state_home="host", resident=False)
+    return Chunk(index, plan, parameters, rank=rank, world_size=1)
+
+
+def bring(chunk: Chunk, state: ChunkState, memory: torch.Tensor) -> None:
+    path = {
+        ChunkState.HOME: (),
+        ChunkState.FETCHING: (ChunkState.FETCHING,),
+        ChunkState.CACHED: (ChunkState.FETCHING, ChunkState.CACHED),
+        ChunkState.RESIDENT: (ChunkState.RESIDENT,),
+    }
+    for step in path[state]:
+        chunk.to(step, memory if step in (ChunkState.CACHED, ChunkState.RESIDENT) else None)
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(ChunkState, ChunkState)))
+def test_only_transitions_of_the_table(old: ChunkState, new: ChunkState) -> None:
+    chunk, memory = make_chunk(7, rank=3), torch.zeros(384)
+    bring(chunk, old, memory)
+    if new in _ALLOWED[old]:
+        chunk.to(new, memory if new in (ChunkState.CACHED, ChunkState.RESIDENT) else None)
+        assert chunk.state is new
+        return
+    with pytest.raises(StateError, match=rf"rank 3: chunk 7 \(p7.0.*{old.value} to {new.value}"):
+        chunk.to(new, memory)
+    assert chunk.state is old
+
+
+@pytest.mark.parametrize("state", [ChunkState.FETCHING, ChunkState.CACHED])
+def test_a_pinned_chunk_keeps_its_block(state: ChunkState) -> None:
+    chunk = make_chunk()
+    bring(chunk, state, torch.zeros(384))
+    chunk.pins = 2
+    with pytest.raises(StateError, match="2 pins"):
+        chunk.to(ChunkState.HOME)
+    chunk.pins = 0
+    chunk.to(ChunkState.HOME)
+
+
+def test_parameters_point_where_the_weights_are() -> None:
+    chunk, memory = make_chunk(), torch.arange(384.0)
+    parameters = [slot.parameter for slot in chunk.slots]
+    chunk.hold_placeholders()
+    for parameter, shape in zip(parameters, ((4, 8), (), (3,)), strict=True):
+        assert parameter.shape == shape
+        assert parameter.is_contiguous()
+        assert is_absent(parameter)
+    bring(chunk, ChunkState.CACHED, memory)
+    assert torch.equal(parameters[0], memory[:32].view(4, 8))
+    assert parameters[2].untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    chunk.to(ChunkState.HOME)
+    assert all(is_absent(parameter) for parameter in parameters)
+
+
+def test_every_element_is_some_parameters() -> None:
+    chunk = make_chunk()
+    found = [chunk.parameter_at(offset) for offset in (0, 31, 128, 256, 258)]
+    assert [next(i for i, slot in enumerate(chunk.slots) if slot.parameter is p) for p in found] == [0, 0, 1, 2, 2]
+
+
+def test_a_write_to_a_cached_weight_is_said_once() -> None:
+    chunk = make_chunk()
+    bring(chunk, ChunkState.CACHED, torch.zeros(384))
+    with torch.no_grad():
+        chunk.slots[0].parameter.add_(1)
+    with pytest.raises(InputError, match=r"wrote to p0\.0 in place"):
+        chunk.to(ChunkState.HOME)
+    assert chunk.state is ChunkState.CACHED
+    chunk.to(ChunkState.HOME)
+
+
+# --- blocks --------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_gives_every_block_once() -> None:
+    arena = Arena(CPU)
+    pool = BlockPool(arena, 3, 512)
+    assert arena.peak_bytes["device"] == 3 * 512
+    taken = {pool.take() for _ in range(3)}
+    assert taken == {0, 1, 2}
+    with pytest.raises(StateError, match="all 3"):
+        pool.take()
+    pool.give_back(1)
+    assert (pool.free, pool.take()) == (1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_poison_is_nan_in_every_dtype(dtype: torch.dtype) -> None:
+    pool = BlockPool(Arena(CPU), 2, 512, poison=True)
+    blocks = [pool.take(), pool.take()]
+    views = [pool.view(block, 16, dtype).fill_(1) for block in blocks]
+    pool.give_back(blocks[0])
+    assert views[0].isnan().all()
+    assert (views[1] == 1).all()
+
+
+def test_a_pool_knows_its_own_memory() -> None:
+    pool = BlockPool(Arena(CPU), 2, 512)
+    view = pool.view(1, 100, torch.float32)
+    assert pool.find(view[8:24].view(4, 4).t()) == (1, 8)
+    assert pool.find(view.to(torch.float64)) is None
+    assert pool.find(torch.zeros(4)) is None
+    assert BlockPool(Arena(CPU), 0, 0).find(torch.zeros(4)) is None
+
+
+def test_an_arena_cannot_free_more_than_was_taken() -> None:
+    arena = Arena(CPU)
+    arena.make(10, torch.float32, "host", "weights")
+    arena.count(-40, "host", "weights")
+    assert (arena.live_bytes("host"), arena.peak_bytes["host"]) == (0, 40)
+    with pytest.raises(StateError, match="weights on the host: 8 bytes"):
+        arena.count(-8, "host", "weights")
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+
+def make_flow(chunks: list[Chunk], block_count: int = 2, delay_s: float = 0.002) -> tuple[GradientFlow, Arena]:
+    arena = Arena(CPU)
+    lanes = make_lanes(CPU, Emulation(delay_s=delay_s))
+    buffers = HostBuffers(arena)
+    buffers.add(BufferKind(SUMMANDS, "gradients", (SizeClass(0, 2),), at_once=False))
+    return GradientFlow(
+        chunks, arena, lanes, Group(), buffers, FlowOptions(block_count=block_count, block_bytes=384 * 4)
+    ), arena
+
+
+def backward(flow: GradientFlow, arrivals: list[tuple[Chunk, int, float]]) -> None:
+    flow.begin()
+    for chunk, slot, value in arrivals:
+        shape = chunk.slots[slot].shape
+        flow.take(chunk, chunk.slots[slot], torch.full(shape, value))
+    flow.flush()
+    flow.settle()
+
+
+def held(flow: GradientFlow, chunk: Chunk, slot: int) -> set[float]:
+    start, numel = chunk.slots[slot].offset, chunk.slots[slot].numel
+    return set(flow.by_chunk[chunk.index].memory[start : start + numel].tolist())
+
+
+def test_gradients_arrive_in_any_order_and_add_up() -> None:
+    chunks = [make_chunk(0), make_chunk(1)]
+    flow, _ = make_flow(chunks)
+    interleaved = [(chunk, slot, 1.0 + slot) for slot in (2, 0, 1) for chunk in chunks]
+    for times in (1, 2, 3):
+        backward(flow, interleaved)
+        for chunk, slot, value in interleaved:
+            assert held(flow, chunk, slot) == {times * value}
+    assert flow.extra_blocks == 0
+
+
+def test_a_gradient_that_arrives_twice_in_one_backward_is_added() -> None:
+    chunk = make_chunk()
+    flow, _ = make_flow([chunk])
+    backward(flow, [(chunk, 0, 1.0), (chunk, 0, 2.0), (chunk, 1, 5.0)])
+    assert (held(flow, chunk, 0), held(flow, chunk, 1), held(flow, chunk, 2)) == ({3.0}, {5.0}, {0.0})
+    assert flow.by_chunk[0].arrived == {"p0.0", "p0.1"}
+    # After its chunk has left, too.
+    backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)] + [(chunk, 2, 4.0)])
+    assert (held(flow, chunk, 0), held(flow, chunk, 1), held(flow, chunk, 2)) == ({4.0}, {6.0}, {5.0})
+
+
+def test_what_was_cleared_is_gone_also_half_way() -> None:
+    chunks = [make_chunk(0), make_chunk(1)]
+    flow, arena = make_flow(chunks)
+    before = arena.live_bytes("device")
+    for _ in range(5):
+        flow.begin()
+        flow.take(chunks[0], chunks[0].slots[0], torch.ones(4, 8))  # this backward is never over
+        flow.clear()
+    backward(flow, [(chunk, slot, 7.0) for chunk in chunks for slot in (0, 1, 2)])
+    assert all(held(flow, chunk, slot) == {7.0} for chunk in chunks for slot in (0, 1, 2))
+    assert arena.live_bytes("device") == before
+
+
+def test_more_chunks_open_than_blocks_take_more_and_say_so() -> None:
+    chunks = [make_chunk(index) for index in range(4)]
+    flow, arena = make_flow(chunks, block_count=1)
+    backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2) for chunk in chunks])
+    assert flow.extra_blocks == 3
+    assert arena.parts("device")["gradient_blocks"] == 4 * 384 * 4
+
+
+def test_a_block_is_not_written_to_before_it_has_left() -> None:
+    """A flow of two chunks and one block; the offload of the first is held back."""
+    chunks = [make_chunk(0), make_chunk(1)]
+    flow, _ = make_flow(chunks, block_count=1, delay_s=0.0)
+    gate = threading.Event()
+    flow._lanes.offload.submit(gate.wait)
+    threading.Timer(0.1, gate.set).start()  # code that does not wait is past it by then
+    backward(flow, [(chunk, slot, 1.0 + chunk.index) for chunk in chunks for slot in (0, 1, 2)])
+    assert [held(flow, chunk, 0) for chunk in chunks] == [{1.0}, {2.0}]
+    assert flow.extra_blocks == 0
+
+
+def test_gradients_wait_for_the_step_that_reads_the_last_ones() -> None:
+    chunk = make_chunk()
+    flow, _ = make_flow([chunk], delay_s=0.0)
+    backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
+    gate, read = threading.Event(), []
+    chunk.updated = flow._lanes.host_adam.submit(lambda: (gate.wait(), read.append(held(flow, chunk, 0))))
+    flow.clear()
+    threading.Timer(0.1, gate.set).start()
+    backward(flow, [(chunk, slot, 2.0) for slot in (0, 1, 2)])
+    chunk.updated.synchronize()
+    assert read == [{1.0}]
+    assert held(flow, chunk, 0) == {2.0}
+
+
+def test_zeros_wait_for_the_step_that_reads_the_last_gradients() -> None:
+    chunk = make_chunk()
+    flow, _ = make_flow([chunk], delay_s=0.0)
+    backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
+    gate, read = threading.Event(), []
+    chunk.updated = flow._lanes.host_adam.submit(lambda: (gate.wait(), read.append(held(flow, chunk, 0))))
+    threading.Timer(0.1, gate.set).start()
+    flow.clear(to_none=False)
+    chunk.updated.synchronize()
+    assert read == [{1.0}]
+    assert held(flow, chunk, 0) == {0.0}
+
+
+def test_gaps_are_zero_whatever_the_block_held() -> None:
+    chunk = make_chunk()
+    flow, _ = make_flow([chunk], block_count=1)
+    backward(flow, [(chunk, slot, 5.0) for slot in (0, 1, 2)])
+    flow.clear()
+    backward(flow, [(chunk, 0, 1.0)])
+    assert [held(flow, chunk, slot) for slot in (0, 1, 2)] == [{1.0}, {0.0}, {0.0}]
+
+
+def test_a_chunk_larger_than_a_block_has_memory_of_its_own() -> None:
+    large = make_chunk(0, ((4, 8),) * 5)
+    flow, arena = make_flow([large])
+    before = arena.live_bytes("device")
+    backward(flow, [(large, slot, 2.0) for slot in range(5)])
+    assert held(flow, large, 4) == {2.0}
+    assert arena.live_bytes("device") == before

@@ -1,0 +1,223 @@
+"""States on a disk: what a plan says of them, the memory they take and save, and the lane that moves them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from elixir.errors import ArtifactError, InputError
+from elixir.hardware import HardwareProfile, RateFit, preset
+from elixir.optimizer_states import StateSize
+from elixir.plan import Plan
+from elixir.search.problem import placement_of, workload_of
+from elixir.search.simulator import SimulatedCost, simulate_step
+from elixir.search.whatif.explain import explain
+from elixir.wrapper import ElixirModule
+from tests.common.chains import NUMEL, ON_DISK_BYTES, Speeds, chain, chain_plan, simulated
+
+# --- the lane ------------------------------------------------------------------------------------------------------
+
+
+def test_adam_of_one_chunk_runs_beside_the_reading_of_the_next() -> None:
+    """Only the first chunk's reading is waited for: the disk is faster than Adam, and two buffers are enough."""
+    use, fetch, offload, adam = 1.0, 0.5, 0.25, 10.0
+    result = simulated(
+        chain_plan(blocks=3, depth=0, homes="kkk"), Speeds(use, fetch, offload, adam, read=4.0, write=3.0)
+    )
+    assert result.step_s == pytest.approx(4.0 + 3 * adam + fetch + 4 * use + offload)
+    assert result.bound_by == "host_adam"
+    assert result.busy_s["disk"] == pytest.approx(3 * (4.0 + 3.0))
+    assert result.moved_bytes["disk_read"] == result.moved_bytes["disk_write"] == 3 * ON_DISK_BYTES
+
+
+def test_a_slow_disk_takes_one_transfer_after_the_other_in_the_order_of_the_plan() -> None:
+    """Read 0, read 1, write 0, read 2, write 1, write 2. Each update is done with its reading, a fetch with its
+    update."""
+    use, adam, read, write = 1.0, 2.0, 10.0, 7.0
+    result = simulated(chain_plan(blocks=3, depth=0, homes="kkk"), Speeds(use, adam=adam, read=read, write=write))
+    spans = [(span.name, span.chunk, span.start_s) for span in result.timeline if span.resource == "disk"]
+    assert spans == [
+        ("read", 0, 0.0), ("read", 1, 10.0), ("write", 0, 20.0), ("read", 2, 27.0), ("write", 1, 37.0), ("write", 2, 44.0),
+    ]  # fmt: skip
+    used = {span.chunk: span.start_s for span in result.timeline if span.name == "forward"}
+    assert used == pytest.approx({0: 10 + adam, 1: 20 + adam, 2: 37 + adam})
+    # Compute is over before the last states are back on the disk, after which the next step begins.
+    assert result.step_s == pytest.approx(51.0)
+    assert result.waited_s["disk"] == pytest.approx(51.0 - (39 + 4 * use))
+    assert result.bound_by == "disk"
+    assert result.phases_s["optimizer"] == pytest.approx(result.waited_s["disk"])
+
+
+def test_updates_of_states_in_memory_do_not_wait_for_the_disk() -> None:
+    """But for their turn: updates run in the order in which forward asks for the chunks."""
+    speeds = Speeds(1.0, adam=2.0, read=10.0, write=7.0)
+    behind = simulated(chain_plan(blocks=3, depth=0, homes="ssk"), speeds)
+    updates = [span.start_s for span in behind.timeline if span.name == "update"]
+    assert updates == pytest.approx([0.0, 2.0, 10.0])
+
+
+def test_weights_on_the_device_return_there_beside_the_next_update() -> None:
+    use, fetch, adam, read = 1.0, 0.5, 10.0, 4.0
+    result = simulated(chain_plan(blocks=0, depth=0, homes="eee"), Speeds(use, fetch, adam=adam, read=read))
+    assert result.step_s == pytest.approx(read + 3 * adam + fetch + 4 * use)
+
+
+@pytest.mark.parametrize("write", [1.0, 50.0])
+@pytest.mark.parametrize("homes", ["kkkk", "ksks", "eded"])
+def test_from_the_second_step_on_all_are_the_same(homes: str, write: float) -> None:
+    streamed = homes.count("k") + homes.count("s")
+    plan, speeds = chain_plan(blocks=streamed, depth=0, homes=homes), Speeds(1.0, 0.5, 0.25, 3.0, 1.0, 0.0, 2.0, write)
+    second, third, tenth = (simulated(plan, speeds, steps=steps) for steps in (2, 3, 10))
+    assert second == third == tenth
+    assert second == simulated(plan, speeds)
+
+
+def test_ranks_of_one_machine_share_its_disk() -> None:
+    speeds, latency = Speeds(1.0, read=4.0, write=3.0).machine(), 0.5
+    plan = chain_plan(blocks=3, depth=0, homes="kkk", world_size=2)
+    together, apart = (simulate_step(plan, chain(), speeds, ranks_per_host=ranks) for ranks in (2, 1))
+    assert together.busy_s["disk"] == pytest.approx(3 * (4.0 + 3.0))
+    assert apart.busy_s["disk"] == pytest.approx(3 * (4.0 + 3.0) / 2)
+    fits = {"disk_read": RateFit(latency, ON_DISK_BYTES / 8.0, 0.0)}
+    fitted = simulate_step(plan, chain(), replace(speeds, fits=fits), ranks_per_host=1)
+    assert fitted.busy_s["disk"] == pytest.approx(3 * (latency + 4.0 + 1.5))
+
+
+@pytest.mark.parametrize("homes", ["kkk", "sks", "eee"])
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_the_search_sees_what_simulate_step_gives(homes: str, accumulation: int) -> None:
+    """To the last bit, with a disk so slow that the step ends with it too."""
+    from elixir.search.problem import Setting
+
+    blocks = 0 if homes == "eee" else 3
+    plan = replace(chain_plan(blocks=blocks, depth=0, homes=homes), accumulation=accumulation)
+    for write in (0.5, 80.0):
+        machine = Speeds(1.0, 0.5, 0.25, 3.0, read=2.0, write=write).machine()
+        cost = SimulatedCost(chain(), machine, Setting(1, 1, StateSize(8), False, accumulation))
+        work = workload_of(plan, chain())
+        seconds = cost.estimate(
+            work,
+            placement_of(plan),
+            work.schedule(placement_of(plan).residents, 0).simulate(blocks),
+            overlap=False,
+        )
+        assert seconds["total"] == simulate_step(plan, chain(), machine).step_s
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("homes", "window"), [("kss", 1), ("kks", 2), ("kkk", 2), ("eee", 2), ("sss", 0)])
+def test_the_disk_holds_masters_and_states_and_the_host_a_window_of_two(homes: str, window: int) -> None:
+    """fp32: 4 B of weights, 4 B of gradients and 8 B of states an element; on the disk also a master of 4 B."""
+    predicted = chain_plan(blocks=0 if homes == "eee" else 3, depth=0, homes=homes).predicted
+    on_disk, in_memory = homes.count("k") + homes.count("e"), homes.count("s")
+    assert predicted.disk_peak_bytes == on_disk * 12 * NUMEL
+    parts = {"weights": 0 if homes == "eee" else 12 * NUMEL, "optimizer_states": in_memory * 8 * NUMEL}
+    parts |= {"gradients": 12 * NUMEL} | ({"state_window": window * 12 * NUMEL} if window else {})
+    assert predicted.host_parts == parts
+    assert predicted.moved_bytes["disk_read"] == predicted.moved_bytes["disk_write"] == on_disk * 12 * NUMEL
+
+
+def test_all_ranks_of_a_machine_count_on_its_disk() -> None:
+    pair = chain_plan(blocks=3, depth=0, homes="kkk", world_size=2).predicted
+    assert pair.disk_peak_bytes == 3 * ON_DISK_BYTES
+    assert pair.moved_bytes["disk_read"] == 3 * ON_DISK_BYTES // 2
+    assert pair.host_parts["state_window"] == 2 * ON_DISK_BYTES
+
+
+# --- the plan ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_with_states_on_a_disk_survives_json_and_says_so(tmp_path: Path) -> None:
+    plan = chain_plan(blocks=3, depth=0, homes="kks")
+    assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
+    assert [chunk.state_home for chunk in plan.chunks] == ["disk", "disk", "host"]
+    text = str(plan)
+    assert "1 of 3 trainable chunks on the host, 2 on the disk" in text
+    assert "disk read 6.00 MiB, disk write 6.00 MiB" in text
+    assert "disk" not in str(chain_plan(blocks=3, depth=0))
+
+
+def test_what_no_plan_can_be_is_refused() -> None:
+    plan = chain_plan(blocks=3, depth=0, homes="kks")
+    with pytest.raises(InputError, match="state_home"):
+        replace(plan.chunks[0], trainable=False)
+    with pytest.raises(InputError, match="disk_peak_bytes"):
+        replace(plan.predicted, disk_peak_bytes=-1)
+    with pytest.raises(InputError, match="disk_budget_bytes"):
+        replace(plan, disk_budget_bytes=-1)
+    data = plan.to_dict()
+    data["chunks"][0]["weight_home"] = "disk"
+    with pytest.raises(ArtifactError, match=r"chunks\[0\].weight_home"):
+        Plan.from_dict(data)
+
+
+def test_the_runtime_refuses_a_plan_that_needs_a_disk() -> None:
+    from elixir.models import fingerprint
+
+    model = nn.ParameterList([nn.Parameter(chain_weights()) for _ in range(3)])
+    plan = chain_plan(blocks=3, depth=0, homes="kks")
+    plan = replace(plan, model_fingerprint=fingerprint(model))
+    with pytest.raises(InputError, match="device and host: search without disk_memory"):
+        ElixirModule(model, plan)
+
+
+def chain_weights() -> nn.Parameter:
+    """One parameter of `chain`, on meta: nothing is computed."""
+    import torch
+
+    return torch.empty(NUMEL, device="meta")
+
+
+def test_explain_knows_the_disk_where_the_plan_may_use_it() -> None:
+    machine = Speeds(1.0, 0.5, 0.25, 3.0, read=2.0, write=2.0).machine()
+    found = explain(chain_plan(blocks=3, depth=0, homes="kss"), chain(), machine, levers=False)
+    spots = [{str(other.spot) for other in chunk.elsewhere} for chunk in found.chunks]
+    assert found.chunks[0].spot.states == "disk"
+    assert "weights streamed from the host, states on the host" in spots[0]
+    assert "weights streamed from the host, states on the disk" in spots[1]
+    back = next(o.change for o in found.chunks[0].elsewhere if o.spot.weights == "host" and o.spot.states == "host")
+    assert back.change_s < 0
+    # Its states and no window any more.
+    assert back.host_change_bytes == 8 * NUMEL - 12 * NUMEL
+    without = replace(chain_plan(blocks=3, depth=0, homes="sss"), disk_budget_bytes=0)
+    assert not any(
+        other.spot.states == "disk"
+        for chunk in explain(without, chain(), machine, levers=False).chunks
+        for other in chunk.elsewhere
+    )
+
+
+# --- the machine ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), True, "fast"])
+@pytest.mark.parametrize("name", ["disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_free_bytes"])
+def test_a_speed_or_size_that_is_none_is_refused(name: str, value: object) -> None:
+    with pytest.raises(InputError, match=name):
+        dataclasses.replace(preset("h200"), **{name: value})  # type: ignore[arg-type]
+
+
+def test_a_machine_whose_disk_is_unknown_says_what_to_do() -> None:
+    unknown = replace(Speeds().machine(), disk_read_bytes_per_s=None)
+    assert not unknown.knows_disk
+    assert unknown.rate("disk_write").per_s > 0
+    with pytest.raises(InputError, match="--disk-folder"):
+        unknown.rate("disk_read")
+    with pytest.raises(InputError, match="'disk_read_bytes_per_s'"):
+        simulate_step(chain_plan(blocks=3, depth=0, homes="kkk"), chain(), unknown)
+    # Plans without it need not know.
+    assert simulate_step(chain_plan(blocks=3, depth=0), chain(), unknown).busy_s["disk"] == 0
+
+
+def test_a_disk_shows_in_the_fingerprint_where_it_is_known() -> None:
+    known: HardwareProfile = preset("h200")
+    prints = {known.fingerprint, replace(known, disk_read_bytes_per_s=1e9).fingerprint}
+    prints.add(replace(known, fits={"disk_read": RateFit(0.0, 1e9, 0.0)}).fingerprint)
+    assert len(prints) == 3
+    assert replace(known, fits={"disk_read": RateFit(0.0, 1e9, 0.0)}).rate("disk_read").per_s == 1e9

@@ -1,0 +1,97 @@
+"""The states of a chunk's gradient, and what holds it in each."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from elixir.chunk.buffers import Arena
+from elixir.chunk.gradients.blocks import GradientBlocks
+from elixir.chunk.gradients.gradient import _NEXT, ChunkGradient, GradState
+from elixir.errors import StateError
+from tests.unit.runtime.test_chunks import backward, make_chunk, make_flow
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.product(GradState, GradState)))
+def test_only_the_changes_of_the_table_are_allowed(one: GradState, other: GradState) -> None:
+    gradient = ChunkGradient(make_chunk(5), Arena(CPU))
+    gradient.state = one
+    if other in _NEXT[one]:
+        gradient.to(other)
+        assert gradient.state is other
+    else:
+        with pytest.raises(StateError, match="gradient of chunk 5"):
+            gradient.to(other)
+        assert gradient.state is one
+
+
+def test_a_gradient_goes_through_its_states() -> None:
+    chunk = make_chunk(0)
+    flow, _ = make_flow([chunk])
+    gradient = flow.by_chunk[0]
+    seen = [gradient.state]
+    for _ in range(2):
+        flow.begin()
+        for slot in chunk.slots:
+            flow.take(chunk, slot, torch.ones(slot.shape))
+            seen.append(gradient.state)
+        flow.flush()
+    flow.settle()
+    none, arriving, home, adding = GradState.NONE, GradState.ARRIVING, GradState.HOME, GradState.ADDING
+    assert seen == [none, arriving, arriving, home, adding, adding, home]
+    flow.clear()
+    assert gradient.state is none
+    assert not flow.any_held()
+
+
+def test_zeros_in_the_place_of_gradients_are_at_home() -> None:
+    chunk = make_chunk(0)
+    flow, _ = make_flow([chunk])
+    flow.begin()
+    flow.take(chunk, chunk.slots[0], torch.ones(chunk.slots[0].shape))
+    flow.clear(to_none=False)
+    gradient = flow.by_chunk[0]
+    assert gradient.state is GradState.HOME
+    assert gradient.arrived == {chunk.slots[0].name}
+    assert not gradient.memory.any()
+
+
+def test_a_gradient_that_is_dropped_while_more_arrive_leaves_what_arrives() -> None:
+    chunk = make_chunk(0)
+    flow, _ = make_flow([chunk])
+    backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
+    flow.begin()
+    flow.take(chunk, chunk.slots[0], torch.full(chunk.slots[0].shape, 4.0))
+    gradient = flow.by_chunk[0]
+    for slot in chunk.slots[1:]:
+        flow.drop(chunk, slot.name)
+    assert gradient.state is GradState.ADDING
+    gradient.drop(chunk.slots[0].name, flow._lanes.offload, alone=True)
+    assert gradient.state is GradState.ARRIVING
+    flow.flush()
+    flow.settle()
+    assert gradient.state is GradState.HOME
+    assert set(gradient.memory[: chunk.slots[0].numel].tolist()) == {4.0}
+
+
+def test_blocks_that_miss_gradients_leave_in_the_order_in_which_they_were_opened() -> None:
+    chunks = [make_chunk(index) for index in range(3)]
+    flow, _ = make_flow(chunks, block_count=3)
+    sent: list[int] = []
+    send = flow._send
+    flow._send = lambda chunk, **late: (sent.append(chunk.index), send(chunk, **late))  # type: ignore[method-assign, assignment]
+    backward(flow, [(chunks[index], 0, 1.0) for index in (2, 0, 1)])
+    assert sent == [2, 0, 1]
+
+
+def test_a_block_taken_twice_is_more_memory_and_says_so() -> None:
+    chunk, arena = make_chunk(0), Arena(CPU)
+    blocks = GradientBlocks(arena, 1, chunk.weight_bytes)
+    first, second = blocks.open(chunk), blocks.open(chunk)
+    assert first.memory is not second.memory
+    assert blocks.extra == 1
+    assert arena.parts("device") == {"gradient_blocks": 2 * chunk.weight_bytes}

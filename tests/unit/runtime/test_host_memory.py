@@ -1,0 +1,146 @@
+"""Host memory of the runtime: present when wrapping ends, and in no child process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from elixir.chunk.pinned import HUGE_PAGE_BYTES, host_zeros
+from elixir.kernels.adam import make_moments
+from elixir.optimizer_states import MomentKind
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
+from elixir.wrapper.step import FusedAdam
+from tests.common.parity import Pair, adamw, case, make_plan
+from tests.common.smaps import kernel_flags
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+
+
+def moments_of(optimizer: ElixirOptimizer) -> Iterator[torch.Tensor]:
+    """States of every chunk that the host steps."""
+    for part in engine_of(optimizer.module).steppers[0].parts.values():
+        if part.chunk.plan.state_home != "host":
+            continue
+        if isinstance(part.optimizer, FusedAdam):
+            if part.optimizer._moments is not None:
+                yield from part.optimizer._moments.tensors()
+        else:
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if value.dim())
+
+
+@linux
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_pages_are_zero_present_and_not_for_children(dtype: torch.dtype) -> None:
+    buffer = host_zeros(100_003, dtype)
+    assert (buffer.numel(), buffer.dtype) == (100_003, dtype)
+    assert not buffer.any()
+    assert "dc" in kernel_flags(buffer)
+    assert "dc" not in kernel_flags(torch.zeros(100_003))
+    assert host_zeros(0, dtype).numel() == 0
+
+
+@linux
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages in this kernel")
+def test_large_buffers_ask_for_huge_pages_before_they_are_touched() -> None:
+    assert "hg" in kernel_flags(host_zeros(2 * HUGE_PAGE_BYTES))
+    assert "hg" not in kernel_flags(host_zeros(4096))
+
+
+@linux
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_moments_on_the_host_are_there_when_wrapping_ends(fused: bool, kind: MomentKind) -> None:
+    it = case("opt")
+    plan = make_plan(it, "streamed", moments=kind)
+    module = ElixirModule(it.model, plan, device="cpu", use_fused_kernels=fused)
+    before = engine_of(module).arena.live_bytes("host")
+    optimizer = ElixirOptimizer(module, adamw(module.module))
+    made = list(moments_of(optimizer))
+    assert made
+    assert all("dc" in kernel_flags(tensor) for tensor in made)
+    assert engine_of(module).arena.live_bytes("host") == before + sum(tensor.nbytes for tensor in made)
+    peak = engine_of(module).arena.live_bytes("host")
+    it.loss(module, it.inp).backward()
+    optimizer.step()
+    assert {tensor.data_ptr() for tensor in moments_of(optimizer)} == {tensor.data_ptr() for tensor in made}
+    assert engine_of(module).arena.parts("host")["optimizer_states"] <= peak
+    module.close()
+
+
+def test_moments_made_beforehand_are_as_those_made_by_a_step() -> None:
+    made = make_moments(700, "8bit", zeros=host_zeros)
+    for mine, theirs in zip(made.tensors(), make_moments(700, "8bit").tensors(), strict=True):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+
+
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {"foreach": True}, {"fused": True}, {"maximize": True}])
+def test_steps_that_begin_with_such_moments_have_the_bits_of_plain_pytorch(options: dict[str, bool]) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, **options)  # type: ignore[arg-type]
+
+    it = case("opt")
+    with Pair(it, make_plan(it, "mixed"), optimizer=make, device="cpu") as pair:
+        pair.train(3)
+        pair.assert_same_weights()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are not forked here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("fused", [True, False])
+def test_training_goes_on_while_and_after_forked_workers_live(fused: bool) -> None:
+    """Workers that hold no tensor of the model read nothing of its memory, and the same steps follow."""
+
+    def losses(workers: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        it = case("opt")
+        module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu", use_fused_kernels=fused)
+        optimizer = ElixirOptimizer(module, adamw(module.module))
+        ids = torch.arange(6 * 24).view(6, 24) % 50
+        context = "fork" if workers else None
+        loader = DataLoader(TensorDataset(ids), batch_size=1, num_workers=workers, multiprocessing_context=context)
+        found = []
+        for _ in range(2):  # workers of the second pass are forked when states have been stepped
+            for (batch,) in loader:
+                loss = module(input_ids=batch, labels=batch).loss
+                found.append(loss.item())
+                optimizer.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = module.state_dict()
+        module.close()
+        return found, weights
+
+    alone, forked = losses(0), losses(2)
+    assert alone[0] == forked[0]
+    assert all(torch.equal(value, forked[1][name]) for name, value in alone[1].items())
+
+
+@linux
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_has_nothing_at_these_addresses() -> None:
+    kept, shared = host_zeros(1 << 20), torch.zeros(1 << 20)
+    child = os.fork()
+    if child == 0:
+        os._exit(is_mapped(kept.data_ptr()) + 2 * is_mapped(shared.data_ptr()))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 2
+    assert is_mapped(kept.data_ptr())
+    assert not kept.any()
+
+
+def is_mapped(address: int) -> bool:
+    """Whether this process has memory at an address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(bound, 16) for bound in line.split(" ")[0].split("-"))
+        if first <= address < last:
+            return True
+    return False

@@ -1,0 +1,217 @@
+"""Lanes of the CPU: order, overlap, emulated links and delays, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.chunk.lanes import Emulation, StreamLane, ThreadLane
+
+
+@pytest.fixture
+def lane() -> ThreadLane:
+    return ThreadLane("test")
+
+
+def test_work_runs_in_order_on_another_thread(lane: ThreadLane) -> None:
+    seen: list[tuple[int, int]] = []
+    tickets = [lane.submit(lambda i=i: seen.append((i, threading.get_ident()))) for i in range(50)]
+    tickets[-1].wait()
+    assert [i for i, _ in seen] == list(range(50))
+    assert {thread for _, thread in seen}.isdisjoint({threading.get_ident()})
+    assert all(ticket.done() for ticket in tickets)
+    lane.close()
+
+
+def test_the_caller_goes_on_while_work_runs(lane: ThreadLane) -> None:
+    gate = threading.Event()
+    ticket = lane.submit(gate.wait)
+    assert not ticket.done()
+    gate.set()
+    ticket.synchronize()
+    assert ticket.done()
+    lane.close()
+
+
+def test_work_comes_after_that_of_other_lanes() -> None:
+    first, second = ThreadLane("first"), ThreadLane("second")
+    gate, seen = threading.Event(), []
+    before = first.submit(lambda: (gate.wait(), seen.append("first")))
+    after = second.submit(lambda: seen.append("second"), after=[before])
+    assert not after.done()
+    gate.set()
+    after.wait()
+    assert seen == ["first", "second"]
+    first.close()
+    second.close()
+
+
+def test_an_error_reaches_everyone_who_waits_and_nobody_else(lane: ThreadLane) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    other = ThreadLane("other")
+    failed = lane.submit(fail)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            failed.wait()
+    ran: list[int] = []
+    with pytest.raises(ZeroDivisionError):
+        other.submit(lambda: ran.append(1), after=[failed]).synchronize()
+    assert not ran  # what it builds on is not there
+    lane.submit(lambda: ran.append(2)).wait()
+    assert ran == [2]
+    lane.close()
+    other.close()
+
+
+def test_closing_finishes_what_was_submitted(lane: ThreadLane) -> None:
+    seen: list[int] = []
+    for i in range(20):
+        lane.submit(lambda i=i: seen.append(i))
+    lane.close()
+    assert seen == list(range(20))
+    lane.close()  # twice does no harm
+
+
+def test_work_builds_no_graph(lane: ThreadLane) -> None:
+    weight, target = torch.ones(2, requires_grad=True), torch.zeros(2)
+    lane.submit(lambda: target.copy_(weight)).wait()
+    assert not target.requires_grad
+    lane.close()
+
+
+def test_an_emulated_link_takes_its_time() -> None:
+    lane = ThreadLane("link", Emulation(bytes_per_s=1e6))
+    started = time.perf_counter()
+    tickets = [lane.submit(lambda: None, nbytes=10_000) for _ in range(3)]
+    assert time.perf_counter() - started < 0.01  # submitting does not wait
+    tickets[-1].wait()
+    assert time.perf_counter() - started >= 0.03
+    assert lane.waited_s > 0.01
+    lane.close()
+
+
+def test_blocking_lanes_leave_nothing_running() -> None:
+    lane = ThreadLane("blocking", Emulation(bytes_per_s=1e6, blocking=True))
+    assert all(lane.submit(lambda: None, nbytes=20_000).done() for _ in range(3))
+    lane.close()
+
+
+def test_delays_follow_from_the_seed() -> None:
+    def delays(seed: int) -> list[float]:
+        lane = ThreadLane("fetch", Emulation(delay_s=0.002, seed=seed))
+        drawn = [lane._random.random() for _ in range(5)]
+        lane.close()
+        return drawn
+
+    assert delays(1) == delays(1) != delays(2)
+
+
+def test_only_compute_counts_as_waiting() -> None:
+    """A lane that waits for another one keeps no compute waiting."""
+    first, second = ThreadLane("first", Emulation(bytes_per_s=1e6)), ThreadLane("second")
+    ticket = second.submit(lambda: None, after=[first.submit(lambda: None, nbytes=20_000)])
+    while not ticket.done():
+        time.sleep(0.001)
+    assert first.waited_s == second.waited_s == 0
+    first.close()
+    second.close()
+
+
+class FakeStream:
+    """Takes note of what a CUDA stream is told."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.told: list[str] = []
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.told.append(f"wait for {event.what}")
+
+    def synchronize(self) -> None:
+        self.told.append("synchronize")
+
+
+class FakeEvent:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.what = "nothing"
+
+    def record(self, stream: FakeStream) -> None:
+        self.what = stream.told[-1] if stream.told else "compute"
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
+    """Gives the stream of compute."""
+    compute = FakeStream()
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    return compute
+
+
+def test_a_stream_lane_does_not_hold_compute_up_for_the_host(cuda: FakeStream) -> None:
+    host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
+    told, gate = lane._stream.told, threading.Event()
+    lane.submit(lambda: told.append("first")).wait()
+    assert told == ["wait for compute", "first"]
+    assert cuda.told == ["wait for first"]
+    updated = host.submit(gate.wait)
+    second = lane.submit(lambda: told.append("second"), after=[updated])  # comes back though the host is not done
+    third = lane.submit(lambda: told.append("third"))
+    assert told[2:] == []
+    assert not second.done()
+    gate.set()
+    third.wait()
+    assert [what for what in told if not what.startswith("wait")] == ["first", "second", "third"]
+    fourth = lane.submit(lambda: told.append("fourth"), after=[second, third])
+    assert told[-3:] == ["wait for second", "wait for third", "fourth"]
+    fourth.wait()
+    lane.close()
+    host.close()
+
+
+def test_an_error_of_the_host_reaches_who_waits_for_the_stream(cuda: FakeStream) -> None:
+    host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
+    gate = threading.Event()
+
+    def fail() -> None:
+        gate.wait()
+        raise ValueError("no step")
+
+    behind = lane.submit(lambda: None, after=[host.submit(fail)])
+    gate.set()
+    with pytest.raises(ValueError, match="no step"):
+        behind.wait()
+    with pytest.raises(ZeroDivisionError):
+        lane.submit(lambda: 1 / 0)
+    lane.submit(lambda: None).wait()
+    lane.close()
+    host.close()
+
+
+def test_a_quiet_lane_keeps_no_memory_alive(lane: ThreadLane) -> None:
+    import gc
+    import weakref
+
+    class Thing:
+        pass
+
+    thing = Thing()
+    seen = weakref.ref(thing)
+    lane.submit(lambda thing=thing: None).wait()
+    del thing
+    for _ in range(100):
+        if seen() is None:
+            break
+        time.sleep(0.01)
+        gc.collect()
+    assert seen() is None
+    lane.close()

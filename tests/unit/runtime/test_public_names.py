@@ -1,0 +1,149 @@
+"""The names of an `ElixirModule`: few are new, all others are the model's; and the phases of a step under it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.errors import InputError, InputTypeError, StateError
+from elixir.wrapper import ElixirModule
+from elixir.wrapper.engine import engine_of
+from elixir.wrapper.module import PUBLIC
+from elixir.wrapper.phase import _NEXT, Phase, StepPhase
+from tests.common import gpu
+from tests.common.parity import Case, Pair, case, make_plan, square_loss
+
+ENGINE = ("cache", "chunks", "gradients", "uses", "lanes", "optimizers", "arena", "account", "loss_scale", "staging")
+
+
+class Named(nn.Module):
+    """A model with attributes whose names an engine has."""
+
+    def __init__(self, *more: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        for name in (*ENGINE, *more):
+            setattr(self, name, f"the model's {name}")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(x)
+        return output
+
+
+def wrapped(model: nn.Module) -> ElixirModule:
+    it = Case(model, {"x": torch.randn(2, 8)}, square_loss)
+    return ElixirModule(model, make_plan(it, "streamed"), device=gpu.DEVICE)
+
+
+def test_public_names_are_those_of_a_module_and_a_few() -> None:
+    own = {name for name in dir(ElixirModule) if not name.startswith("_")} | {"module"}
+    assert own - set(dir(nn.Module)) == set(PUBLIC)
+    module = wrapped(Named())
+    assert {name for name in vars(module) if not name.startswith("_")} <= {"training"}
+    module.close()
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_a_models_own_attribute_is_reached(name: str) -> None:
+    module = wrapped(Named())
+    assert getattr(module, name) == f"the model's {name}"
+    module.close()
+
+
+def test_a_hidden_attribute_is_said_once_and_reached_through_module(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "elixir.wrapper"):
+        module = wrapped(Named("plan", "settle"))
+    (said,) = [record.getMessage() for record in caplog.records if "wrapped.module." in record.getMessage()]
+    assert "Named" in said
+    assert "(plan, settle)" in said
+    assert module.module.plan == "the model's plan"
+    assert module.plan is not module.module.plan
+    module.close()
+
+
+def test_a_submodule_with_a_hidden_name_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential()
+    model.add_module("module", nn.Linear(8, 8))
+    with caplog.at_level(logging.WARNING, "elixir.wrapper"):
+        it = Case(model, {"input": torch.randn(2, 8)}, square_loss)
+        module = ElixirModule(model, make_plan(it, "streamed"), device=gpu.DEVICE)
+    assert "(module)" in caplog.text
+    assert isinstance(module.module.module, nn.Linear)
+    module.close()
+
+
+def test_a_models_device_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
+    it = case("gpt2")
+    with caplog.at_level(logging.WARNING, "elixir.wrapper"):
+        module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
+    assert isinstance(it.model.device, torch.device)
+    assert "wrapped.module." not in caplog.text
+    module.close()
+
+
+def test_release_gives_the_model_back_with_its_weights() -> None:
+    it = case("gpt2")
+    model, kind = it.model, type(it.model)
+    with Pair(it, make_plan(it, "mixed")) as pair:
+        pair.train(2)
+        given = pair.module.release()
+        assert given is model
+        assert type(given) is kind
+        assert all(type(parameter) is nn.Parameter for parameter in given.parameters())
+        plain = pair.plain.state_dict()
+        assert all(torch.equal(value.cpu(), plain[name].cpu()) for name, value in given.state_dict().items())
+        pair.case.loss(given, it.inp).backward()  # an ordinary module, that anything can train
+        assert pair.module.release() is model
+
+
+def test_only_a_wrapped_model_has_an_engine() -> None:
+    with pytest.raises(InputTypeError, match="Linear"):
+        engine_of(nn.Linear(1, 1))
+
+
+# --- phases ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.product(Phase, Phase)))
+def test_only_the_changes_of_the_table_are_allowed(one: Phase, other: Phase) -> None:
+    phase = StepPhase(rank=3)
+    phase.now = one
+    if other in _NEXT[one]:
+        phase.to(other)
+        assert phase.now is other
+    else:
+        with pytest.raises(StateError, match="rank 3"):
+            phase.to(other)
+        assert phase.now is one
+
+
+def test_a_step_goes_through_its_phases() -> None:
+    it, seen = case("gpt2"), []
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        phase = pair.engine.phase
+        handle = next(pair.module.module.children()).register_forward_hook(lambda *_: seen.append(phase.now))
+        parameter = next(pair.module.parameters())
+        parameter.register_hook(lambda _: seen.append(phase.now))
+        seen.append(phase.now)
+        pair.backward()
+        handle.remove()
+        seen.append(phase.now)
+        pair.step()
+        assert list(dict.fromkeys(seen)) == [Phase.IDLE, Phase.FORWARD, Phase.BACKWARD]
+        assert seen[-1] is Phase.IDLE
+        pair.train(1)
+    assert phase.now is Phase.CLOSED
+    with pytest.raises(InputError, match="closed"):
+        phase.refuse_closed()
+
+
+def test_a_forward_that_raises_leaves_no_phase() -> None:
+    module = wrapped(Named())
+    with pytest.raises(RuntimeError):
+        module(torch.randn(2, 7, device=gpu.DEVICE))
+    assert engine_of(module).phase.now is Phase.IDLE
+    module.close()

@@ -1,0 +1,187 @@
+"""Chunks move to other homes between steps, and no number changes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.errors import InputError
+from elixir.plan import Plan
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common.parity import MODES, Case, Pair, case, make_plan, mixed, square_loss
+
+
+def with_homes(plan: Plan, mode: str) -> Plan:
+    """The packing of `plan` with other homes."""
+    if mode == "mixed":
+        return mixed(plan)
+    resident = mode == "resident"
+    home = "device" if resident else "host"
+    chunks = tuple(replace(c, resident=resident, weight_home=home, state_home=home) for c in plan.chunks)
+    return replace(plan, chunks=chunks)
+
+
+OPTIMIZERS = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1),
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("start", MODES)
+def test_same_bits_whatever_the_homes(start: str, name: str) -> None:
+    it = case("gpt2")
+    plan = make_plan(it, "streamed")
+    with Pair(it, with_homes(plan, start), optimizer=OPTIMIZERS[name]) as pair:
+        for mode in (*MODES, "streamed", "resident", "mixed"):
+            pair.train(2)
+            pair.module.rehome(with_homes(plan, mode))
+            pair.assert_same_weights()
+        pair.train(2)
+        pair.assert_same_weights()
+        report = pair.module.last_report
+        assert report is not None
+        assert report.demand_loads == report.deviations == 0
+
+
+class Scaled(nn.Module):
+    """Two weights without dimensions, as the temperature of a contrastive loss is, and one of a single element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.tensor([0.1]))
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.scale + self.shift) * self.temperature.exp()
+
+
+SCALARS = {
+    **{
+        name: lambda model, name=name: getattr(torch.optim, name)(model.parameters(), lr=1e-2)
+        for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "RMSprop", "ASGD", "Rprop")
+    },
+    "single": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False, amsgrad=True),
+    "fused": OPTIMIZERS["fused"],
+    "momentum": OPTIMIZERS["momentum"],
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_states_of_weights_without_dimensions_move_too(name: str) -> None:
+    torch.manual_seed(0)
+    it = Case(Scaled(), {"x": torch.randn(4, 6)}, square_loss)
+    plan = make_plan(it, "streamed")
+    for start in MODES:
+        with Pair(copy.deepcopy(it), with_homes(plan, start), optimizer=SCALARS[name]) as pair:
+            for mode in ("streamed", "resident", "mixed", "resident", "streamed"):
+                pair.train(2)
+                pair.module.rehome(with_homes(plan, mode))
+                pair.assert_same_weights()
+            pair.train(2)
+            pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_masters_and_buffers_move_too(mode: str) -> None:
+    for family, dtype in (("cnn", None), ("opt", "bfloat16")):
+        it, still = case(family), case(family)
+        plan = make_plan(it, "streamed", unified_dtype=dtype)
+        with Pair(it, with_homes(plan, "mixed")) as moved, Pair(still, with_homes(plan, "mixed")) as stays:
+            for step in range(4):
+                for pair in (moved, stays):
+                    pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
+                    pair.optimizer.step()
+                    pair.optimizer.zero_grad()
+                if step == 1:
+                    moved.module.rehome(with_homes(plan, mode))
+            mine, theirs = moved.module.state_dict(), stays.module.state_dict()
+            assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+def fused_run(homes: list[str]) -> list[dict[str, torch.Tensor]]:
+    """Weights after two steps in each of `homes`, and as each move has left them."""
+    it = case("gpt2")
+    plan = make_plan(it, "streamed")
+    module = ElixirModule(it.model, fused_homes(plan, homes[0]), device="cpu", use_fused_kernels=NO_MODEL_KERNELS)
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1))
+    seen = []
+    for place, mode in enumerate(homes):
+        if place:
+            module.rehome(fused_homes(plan, mode))
+            seen.append(module.state_dict())
+        for _ in range(2):
+            optimizer.backward(it.loss(module, it.inp))
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(module.state_dict())
+    module.close()
+    return seen
+
+
+NO_MODEL_KERNELS = {"rms_norm": "plain", "swiglu": "plain", "rotary": "plain", "cross_entropy": "plain"}
+"""Fused kernels for the step alone."""
+
+
+def fused_homes(plan: Plan, mode: str) -> Plan:
+    """As `with_homes`; ``states``: weights on the device, states on the host, so that no chunk is ordinary."""
+    if mode != "states":
+        return with_homes(plan, mode)
+    chunks = tuple(
+        replace(c, resident=True, weight_home="device", state_home="host" if c.trainable else "device")
+        for c in plan.chunks
+    )
+    return replace(plan, chunks=chunks)
+
+
+def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("homes", itertools.permutations(("streamed", "states", "resident"), 2))
+def test_under_fused_steps_a_move_changes_no_bit_and_later_steps_as_long_as_no_chunk_is_ordinary(
+    homes: tuple[str, str],
+) -> None:
+    before, moved, after = fused_run(list(homes))
+    assert same(moved, before)
+    _, _, stayed = fused_run([homes[0]] * 2)
+    for name, value in stayed.items():
+        torch.testing.assert_close(after[name], value, rtol=1e-5, atol=1e-6)
+    if "resident" not in homes:
+        assert same(after, stayed)
+
+
+def test_memory_is_counted_anew() -> None:
+    it = case("opt")
+    plan = make_plan(it, "streamed")
+    with Pair(it, with_homes(plan, "resident")) as pair:
+        pair.train(1)
+        assert not pair.engine.arena.live_bytes("host")
+        pair.module.rehome(with_homes(plan, "streamed"))
+        assert pair.engine.arena.parts("host")["optimizer_states"] == 8 * sum(c.used_numel for c in plan.chunks)
+        assert "resident_weights" not in pair.engine.arena.parts("device")
+
+
+def test_moves_only_where_nothing_is_lost() -> None:
+    it = case("opt")
+    plan = make_plan(it, "streamed")
+    with Pair(it, plan) as pair:
+        pair.backward()
+        with pytest.raises(InputError, match="zero_grad"):
+            pair.module.rehome(with_homes(plan, "resident"))
+        pair.step()
+        with pair.module.gathered(), pytest.raises(InputError, match="gathered"):
+            pair.module.rehome(plan)
+        with pytest.raises(InputError, match="repack"):
+            pair.module.rehome(make_plan(case("opt"), "streamed", split_number=3))
+        pair.module.rehome(with_homes(plan, "resident"))
+        pair.train(1)
+        pair.assert_same_weights()

@@ -1,0 +1,388 @@
+"""A run does what its plan predicted, whatever the timing, and its failures reach the caller who asked for the work."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.chunk.lanes import Emulation
+from elixir.errors import PlanError, StepError
+from elixir.hardware import preset
+from elixir.search import optimal_search
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper.account import clock
+from elixir.wrapper.engine import engine_of
+from tests.common import gpu
+from tests.common.parity import Case, Pair, case, hf_loss, make_plan
+from tests.common.tiny_models import FAMILIES
+
+
+def step_of(it: Case) -> Any:
+    return lambda model, inp: it.loss(model, inp).backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loads_are_those_predicted(family: str, checkpoint: str) -> None:
+    it = case(family, checkpoint)
+    plan = make_plan(it, "streamed", allocate_factor=0.3)
+    with Pair(it, plan) as pair:
+        for _ in range(2):
+            pair.train(1)
+            counts = pair.module.last_report
+            assert counts is not None
+            assert counts.observed["loads"] == plan.predicted.loads
+            assert counts.demand_loads == counts.deviations == 0
+            assert counts.observed["host_to_device"] == plan.predicted.moved_bytes["host_to_device"]
+            assert counts.observed["device_to_host"] == plan.predicted.moved_bytes["device_to_host"]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
+    it = case("opt", "non-reentrant", layers=4)
+
+    def search(**options: Any) -> Any:
+        return optimal_search(
+            it.model, 1, inp=it.inp, step_fn=step_of(it), hardware="cpu", host_memory="64GiB", **options
+        )
+
+    low, high = (
+        search(placement=where, device_memory="64GiB").predicted.device_peak_bytes for where in ("cpu", "cuda")
+    )
+    plan = search(device_memory=int(low + share * (high - low)))
+    with Pair(it, plan) as pair:
+        pair.train(3)
+        pair.assert_same_weights()
+        report = pair.module.last_report
+        assert report is not None
+        assert report.observed["device_peak"] <= report.predicted["device_peak"] <= plan.predicted.device_peak_bytes
+        assert pair.engine.arena.peak_bytes["host"] <= plan.predicted.host_peak_bytes
+        assert report.observed["loads"] == plan.predicted.loads
+        assert not report.surprises()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("family", ["AdamW", "SGD"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_states_are_as_wide_as_those_that_torch_makes(dtype: torch.dtype, share: float, family: str) -> None:
+    """On either side; what is planned is more by the padding of chunks and the slack of a budget, never less."""
+    it = case("opt", layers=4)
+    it.model.to(dtype)
+    # No preset says how fast float64 is, and times do not matter here.
+    machine = dataclasses.replace(preset("cpu"), flops_per_s={str(dtype).removeprefix("torch."): 1e11})
+
+    def search(**options: Any) -> Any:
+        return optimal_search(
+            it.model,
+            1,
+            inp=it.inp,
+            step_fn=step_of(it),
+            hardware=machine,
+            optimizer_type=family,
+            host_memory="64GiB",
+            **options,
+        )
+
+    low, high = (
+        search(placement=where, device_memory="64GiB").predicted.device_peak_bytes for where in ("cpu", "cuda")
+    )
+    plan = search(device_memory=int(low + share * (high - low)))
+    module = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
+    kind = torch.optim.AdamW if family == "AdamW" else partial(torch.optim.SGD, momentum=0.9)
+    optimizer = ElixirOptimizer(module, kind(module.parameters(), lr=1e-3))
+    for _ in range(2):
+        optimizer.backward(it.loss(module, it.inp))
+        optimizer.step()
+        optimizer.zero_grad()
+    host, states = plan.predicted.host_peak_bytes, plan.predicted.device_parts["optimizer_states"]
+    assert 0.95 * host <= engine_of(module).arena.peak_bytes["host"] <= host
+    kept = engine_of(module).arena.parts("device").get("optimizer_states", 0)
+    assert 0.95 * states <= kept <= states
+    report = module.last_report
+    assert report is not None
+    assert report.predicted["host_peak"] == host
+    assert report.observed["device_peak"] <= report.predicted["device_peak"]
+    module.close()
+
+
+def test_evaluation_in_between_leaves_the_next_step_as_predicted() -> None:
+    it = case("opt")
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        pair.train(1)
+        with torch.no_grad():
+            hf_loss(pair.module, it.inp)
+        pair.module.settle()
+        pair.engine.cache.take_counts()
+        pair.train(1)
+        report = pair.module.last_report
+        assert report is not None
+        assert report.observed["loads"] == pair.plan.predicted.loads
+        assert report.demand_loads == 0
+
+
+@pytest.fixture(scope="module")
+def plain_weights() -> dict[str, torch.Tensor]:
+    it = case("gpt2", "non-reentrant")
+    optimizer = torch.optim.AdamW(it.model.parameters(), lr=1e-3)
+    for _ in range(3):
+        hf_loss(it.model, it.inp).backward()
+        torch.nn.utils.clip_grad_norm_(it.model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return it.model.state_dict()
+
+
+@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 200))])
+def test_delays_change_nothing(seed: int, plain_weights: dict[str, torch.Tensor]) -> None:
+    it = case("gpt2", "non-reentrant")
+    plan = make_plan(
+        it, "mixed" if seed % 2 else "streamed", split_number=12, allocate_factor=(0.01, 0.4)[seed // 2 % 2]
+    )
+    delays = Emulation(delay_s=0.002, seed=seed)
+    module = ElixirModule(
+        it.model, plan, device="cpu", debug=Debug(poison=True, emulation=delays), prefetch=seed % 3 > 0
+    )
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3), max_norm=0.1)
+    for _ in range(3):
+        optimizer.backward(hf_loss(module, it.inp))
+        optimizer.step()
+        optimizer.zero_grad()
+    mine = module.state_dict()
+    module.close()
+    assert all(torch.equal(mine[name], value) for name, value in plain_weights.items())
+
+
+class BrokenLinkError(Exception):
+    """Made by a test."""
+
+
+@pytest.mark.parametrize("lane", ["fetch", "offload", "host_adam", "refresh"])
+def test_an_error_in_a_lane_reaches_the_caller(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "mixed" if lane == "refresh" else "streamed"), device=gpu.DEVICE)
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    working = getattr(engine_of(module).lanes, lane)
+
+    class Broken:
+        waited_s = 0.0
+
+        def submit(self, work: Any, **options: Any) -> Any:
+            def fail() -> None:
+                raise BrokenLinkError
+
+            return working.submit(fail, **options)
+
+        def close(self) -> None:
+            working.close()
+
+        def take_busy_s(self) -> float:
+            return working.take_busy_s()
+
+    monkeypatch.setitem(vars(engine_of(module).lanes), lane, Broken())
+
+    def two_steps() -> None:
+        for _ in range(2):
+            optimizer.backward(hf_loss(module, it.inp))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(BrokenLinkError):
+        two_steps()
+    module.close()
+
+
+def test_an_update_that_failed_is_not_forgotten_when_nobody_waits_for_it() -> None:
+    """The chunk of a parameter that is not used again takes its error to the next step."""
+
+    class Moody(torch.optim.SGD):
+        broken = False
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if Moody.broken:
+                raise BrokenLinkError
+            super().step(closure)
+
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
+    optimizer = ElixirOptimizer(module, Moody(module.parameters(), lr=1e-3))
+    optimizer.backward(hf_loss(module, it.inp))
+    Moody.broken = True
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(StepError, match="BrokenLinkError"):
+        module.settle()
+    Moody.broken = False
+    optimizer.step()
+    assert module.state_dict()  # told once
+    module.close()
+
+
+class FakeTime:
+    """A clock that only moves when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(clock, "time", self)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def pass_in(self, model: torch.nn.Module, forward_s: float, backward_s: float) -> None:
+        """Device bytes that a forward and a backward take."""
+
+        def pass_forward(*_: Any) -> None:
+            self.now += forward_s
+
+        def pass_backward(module: Any, args: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: setattr(self, "now", self.now + backward_s))
+
+        model.lm_head.register_forward_pre_hook(pass_forward)  # type: ignore[union-attr,operator]
+        model.lm_head.register_forward_hook(pass_backward)  # type: ignore[union-attr,operator]
+
+
+@gpu.on_the_cpu("steps are timed by the host's clock")
+def test_a_step_takes_no_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first forward with gradients to the end of the optimizer's step: 2 micro-batches of 1 s + 2 s, 4 s."""
+    fake = FakeTime(monkeypatch)
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        fake.pass_in(pair.module.module, 1.0, 2.0)
+        pair.optimizer.register_step_pre_hook(lambda *_: setattr(fake, "now", fake.now + 4.0))
+        pair.optimizer.step()
+        assert pair.module.last_report is not None
+        assert pair.module.last_report.step_s is None  # there was none
+        for _ in range(3):
+            fake.now += 100.0
+            with torch.no_grad():
+                hf_loss(pair.module, it.inp)
+            for _ in range(2):
+                pair.optimizer.backward(hf_loss(pair.module, it.inp))
+            pair.optimizer.step()
+            assert pair.module.last_report.step_s == 2 * (1.0 + 2.0) + 4.0
+            fake.now += 100.0
+            pair.optimizer.zero_grad()
+
+
+@gpu.on_the_cpu("steps are timed by the host's clock")
+def test_a_forward_that_fails_begins_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeTime(monkeypatch)
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        failing = pair.module.module.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pair.module(**it.inp)
+        failing.remove()
+        fake.now += 100.0
+        pair.train(1)
+        assert pair.module.last_report is not None
+        assert pair.module.last_report.step_s == 0.0
+
+
+def test_the_device_times_steps_that_it_runs_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            told.append(f"record on {stream}")
+
+        def synchronize(self) -> None:
+            told.append("synchronize")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 2500.0  # ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    timed = clock.StepClock(torch.device("cuda", 1))
+    timed.start()
+    span = timed.stop()
+    assert span is not None
+    assert told == ["record on stream of cuda:1"] * 2  # nobody waits until the time is asked for
+    assert span.seconds() == 2.5
+    assert told[2:] == ["synchronize"]
+    assert timed.stop() is None
+
+
+def test_what_an_evaluation_moved_is_not_the_steps(caplog: pytest.LogCaptureFixture) -> None:
+    it = case("opt")
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        for _ in range(3):
+            with torch.no_grad():
+                for _ in range(3):
+                    hf_loss(pair.module, it.inp)
+            pair.module.state_dict()
+            pair.train(1)
+            report = pair.module.last_report
+            assert report is not None
+            assert report.observed["host_to_device"] == pair.plan.predicted.moved_bytes["host_to_device"]
+            assert report.observed["loads"] == pair.plan.predicted.loads
+            assert not report.surprises()
+    assert "differs from its plan" not in caplog.text
+
+
+class HugeTable(nn.Module):
+    """A table larger than everything else together, tied; and a layer that the step never uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4000, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.unused = nn.Linear(7, 7)
+        self.head = nn.Linear(32, 4000, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("spare_kib", [0, 40, 400])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_gradient_larger_than_a_block_and_one_that_never_comes_fit_the_prediction(
+    overlap: bool, spare_kib: int
+) -> None:
+    torch.manual_seed(0)
+    plain = HugeTable()
+    model, ids = copy.deepcopy(plain), torch.randint(0, 4000, (2, 8))
+
+    def search(device_memory: int) -> Any:
+        return optimal_search(
+            model, 1, inp={"ids": ids}, step_fn=lambda m, inp: m(**inp).backward(), hardware="cpu", overlap=overlap,
+            device_memory=device_memory, host_memory="1GiB",
+        )  # fmt: skip
+
+    with pytest.raises(PlanError) as caught:
+        search(0)
+    plan = search(caught.value.needed_bytes + spare_kib * 1024)
+    table = next(chunk for chunk in plan.chunks if chunk.parameters[0].name == "table.weight")
+    assert table.resident
+    assert table.state_home == "host"
+    assert table.weight_bytes > plan.block_bytes
+    module = ElixirModule(model, plan, device=gpu.DEVICE, debug=Debug(poison=True))
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
+    plain_optimizer = torch.optim.AdamW(plain.parameters())
+    for _ in range(2):
+        for one, stepping in ((module, optimizer), (plain, plain_optimizer)):
+            one(ids=ids).backward()
+            stepping.step()
+            stepping.zero_grad()
+    report = module.last_report
+    assert report is not None
+    assert report.observed["device_peak"] <= report.predicted["device_peak"]
+    assert engine_of(module).gradients.extra_blocks == 0
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in plain.state_dict().items())
+    module.close()

@@ -1,0 +1,227 @@
+"""After `close` a model is an ordinary one with its weights; models that share a module without weights never meet."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.errors import InputError
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common import gpu
+from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, square_loss
+
+
+def assert_plain(model: nn.Module) -> None:
+    """Nothing of ours is left on it."""
+    for module in model.modules():
+        assert not [name for name in vars(module) if callable(getattr(type(module), name, None))]
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    for parameter in model.parameters():
+        assert type(parameter) is nn.Parameter
+        assert not hasattr(parameter, "elixir_listener")
+        assert not parameter._post_accumulate_grad_hooks
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes  # separate memory
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["cnn", "gpt2"])
+def test_a_closed_model_is_an_ordinary_one(family: str, mode: str) -> None:
+    it = case(family)
+    with Pair(it, make_plan(it, mode), use_fused_kernels=False) as pair:
+        pair.train(2)
+        model, plain = pair.module.release(), pair.plain
+        pair.module.close()  # once more
+    assert_plain(model)
+    plain.to("cpu")
+    for left, right in (
+        (model.state_dict(), plain.state_dict()),
+        (copy.deepcopy(model).state_dict(), plain.state_dict()),
+    ):
+        assert list(left) == list(right)
+        assert all(torch.equal(left[name], right[name]) for name in right)
+    assert pickle.loads(pickle.dumps(model)).state_dict().keys() == model.state_dict().keys()
+    torch.save(model, io.BytesIO())
+    for call in (pair.module.state_dict, lambda: pair.module(**it.inp), pair.optimizer.step, pair.module.settle):
+        with pytest.raises(InputError, match="closed"):
+            call()  # type: ignore[operator]
+    # It trains by itself, to the bit, ...
+    optimizers = [adamw(model), adamw(plain)]
+    for _ in range(2):
+        losses = [it.loss(each, it.inp) for each in (model, plain)]
+        assert torch.equal(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    # ... can be moved, is traced and wrapped again, more than once.
+    model.to(torch.float64).to(torch.float32)
+    plain.to(torch.float64).to(torch.float32)
+    for other in ("mixed", "streamed"):
+        again = Case(model, it.inp, it.loss)
+        with Pair(again, make_plan(again, other), plain=plain) as pair:
+            pair.train(2)
+            pair.assert_same_weights()
+        plain.to("cpu")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_low_precision_comes_back_as_its_masters_in_the_dtype_in_which_it_came(mode: str) -> None:
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, mode, unified_dtype="bfloat16"), device=gpu.DEVICE)
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    optimizer.backward(it.loss(module, gpu.there(it.inp, module.device)))
+    optimizer.step()
+    optimizer.zero_grad()
+    state = module.state_dict()
+    model = module.release()
+    assert_plain(model)
+    for name, value in model.state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, state[name])
+
+
+def test_a_model_from_meta_has_values_on_the_host() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    it = Case(model, {"input": torch.randn(2, 4)}, square_loss)
+    module = ElixirModule(model, make_plan(it, "streamed"), device=gpu.DEVICE)
+    state = module.state_dict()
+    module.close()
+    assert_plain(model)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    torch.testing.assert_close(model(it.inp["input"]).isfinite().all(), torch.tensor(True))
+
+
+def test_it_is_for_outside_of_everything() -> None:
+    it = case("cnn")
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        with pair.module.gathered(), pytest.raises(InputError, match="gathered"):
+            pair.module.close()
+        handle = pair.module.module[0].register_forward_pre_hook(lambda *_: pair.module.close())
+        with pytest.raises(InputError, match="outside"):
+            pair.module(**pair.case.inp)
+        handle.remove()
+        pair.train(1)
+        pair.assert_same_weights()
+
+
+def test_closed_after_an_exception() -> None:
+    it = case("cnn")
+    with Pair(it, make_plan(it, "mixed")) as pair:
+        pair.train(1)
+        handle = pair.module.module[3].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pair.module(**pair.case.inp)
+        handle.remove()
+        loss = pair.case.loss(pair.module, pair.case.inp)
+        loss.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        model = pair.module.release()
+        assert_plain(model)
+        assert all(
+            torch.equal(p.cpu(), q.cpu()) for p, q in zip(model.parameters(), pair.plain.parameters(), strict=True)
+        )
+
+
+# --- modules that several models share -----------------------------------------------------------------------------
+
+gelu = nn.GELU()
+dropless = nn.Sequential(nn.Identity(), nn.Flatten(1))
+
+
+class Rotary(nn.Module):
+    """Buffers alone, as in a table of angles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.linspace(0, 1, 8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.angles.cos()  # type: ignore[operator]
+
+
+class Model(nn.Module):
+    def __init__(self, table: Rotary) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.act, self.flat, self.table = gelu, dropless, table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.table(self.flat(self.act(self.first(x)))))  # type: ignore[no-any-return]
+
+
+def shared_case(table: Rotary, seed: int) -> Case:
+    torch.manual_seed(seed)
+    return Case(Model(table), {"x": torch.randn(4, 8)}, square_loss)
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("modes", [("streamed", "streamed"), ("resident", "streamed"), ("mixed", "resident")])
+def test_models_that_share_modules_without_weights(modes: tuple[str, str], order: str) -> None:
+    table = Rotary()
+    pairs: list[Pair] = []
+    for seed, mode in enumerate(modes):  # the second is traced, copied and wrapped while the first runs
+        it = shared_case(table, seed)
+        pairs.append(Pair(it, make_plan(it, mode)))
+        pairs[-1].train(1)
+    for _ in range(2):
+        for pair in pairs:
+            pair.backward()
+        for pair in reversed(pairs):
+            pair.step()
+            pair.assert_same_weights()
+    copy.deepcopy([gelu, dropless, table])
+    closed, left = (pairs[0], pairs[1]) if order == "first" else (pairs[1], pairs[0])
+    model = closed.module.release()
+    left.train(1)
+    left.assert_same_weights()
+    assert all(
+        torch.equal(p.cpu(), q.cpu()) for p, q in zip(model.parameters(), closed.plain.parameters(), strict=True)
+    )
+    left.module.close()
+    for pair in pairs:
+        assert_plain(pair.module.module)
+    it = shared_case(table, 2)
+    with Pair(it, make_plan(it, "streamed")) as third:
+        third.train(1)
+        third.assert_same_weights()
+
+
+def test_a_module_with_weights_is_in_one_model() -> None:
+    layer = nn.Linear(8, 8)
+    for mode in MODES:
+        models = [nn.Sequential(layer, nn.Linear(8, 8)) for _ in range(2)]
+        cases = [Case(model, {"input": torch.randn(2, 8)}, square_loss) for model in models]
+        plans = [make_plan(it, mode) for it in cases]
+        module = ElixirModule(models[0], plans[0], device=gpu.DEVICE)
+        with pytest.raises(InputError, match=r"run by another ElixirModule already \(0\)"):
+            ElixirModule(models[1], plans[1], device=gpu.DEVICE)
+        module.close()
+        ElixirModule(models[1], plans[1], device=gpu.DEVICE).close()
+
+
+def test_a_method_that_somebody_put_on_a_module_comes_back() -> None:
+    it = case("cnn")
+    seen: list[str] = []
+    own: Callable[..., Any] = it.model[0].state_dict
+
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        seen.append("asked")
+        return own(*args, **kwargs)
+
+    it.model[0].state_dict = state_dict
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
+    module.state_dict()
+    module.close()
+    assert seen
+    assert it.model[0].state_dict is state_dict

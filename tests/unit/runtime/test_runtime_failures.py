@@ -1,0 +1,186 @@
+"""A failure on a lane is raised once, by name, and weights can be had all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.errors import StepError
+from tests.common.parity import Case, Pair, case, make_plan
+
+NAMED = r"the optimizer step of chunk \d+ \(.*weight.*\) failed on the host with ValueError: broken"
+
+
+class Breaking(torch.optim.SGD):
+    """Raises in one step, if told to, after part of its work or before."""
+
+    broken = False
+    late = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Breaking.broken and not Breaking.late:
+            raise ValueError("broken")
+        result = super().step(closure)
+        if Breaking.broken:
+            raise ValueError("broken")
+        return result
+
+
+@pytest.fixture(autouse=True)
+def whole() -> Iterator[None]:
+    Breaking.broken = Breaking.late = False
+    yield
+    Breaking.broken = Breaking.late = False
+
+
+def make_pair(mode: str = "streamed", name: str = "cnn", **options: Any) -> Pair:
+    it: Case = case(name)
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        kind = Breaking if model is it.model else torch.optim.SGD
+        return kind(model.parameters(), lr=0.1, momentum=0.9)
+
+    return Pair(it, make_plan(it, mode), optimizer=sgd, **options)
+
+
+def fail_a_step(pair: Pair, *, late: bool = False) -> dict[str, torch.Tensor]:
+    """A step whose host part fails; the weights of before."""
+    pair.train(1)
+    before = pair.module.state_dict()
+    Breaking.broken, Breaking.late = True, late
+    pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
+    pair.optimizer.step()
+    for lane in pair.engine.lanes.all():
+        lane.submit(lambda: None).synchronize()
+    Breaking.broken = False
+    return before
+
+
+def same_weights(state: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> bool:
+    """Whether weights are those of before; buffers are the forward's."""
+    names = [name for name in before if name.endswith(("weight", "bias"))]
+    return all(torch.equal(state[name], before[name]) for name in names)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_that_failed_is_raised_once_and_weights_are_there(late: bool) -> None:
+    with make_pair() as pair:
+        before = fail_a_step(pair, late=late)
+        with pytest.raises(StepError, match=NAMED) as told:
+            pair.module(**pair.case.inp)
+        assert isinstance(told.value.__cause__, ValueError)
+        state = pair.module.state_dict()
+        assert all(value.isfinite().all() for value in state.values())
+        assert same_weights(state, before) is not late
+        # It goes on from there: what was caught is over.
+        pair.module.zero_grad()
+        pair.plain.load_state_dict(state)
+        assert torch.equal(pair.case.loss(pair.module, pair.case.inp), pair.case.loss(pair.plain, pair.case.inp))
+        pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
+        pair.optimizer.step()
+        assert not torch.equal(pair.module.state_dict()["8.weight"], state["8.weight"])
+
+
+def test_weights_come_first_and_the_error_with_the_next_forward(caplog: pytest.LogCaptureFixture) -> None:
+    with make_pair() as pair:
+        before = fail_a_step(pair)
+        with caplog.at_level(logging.ERROR):
+            state = pair.module.state_dict()
+        assert "nobody has been told of yet" in caplog.text
+        assert "failed on the host" in caplog.text
+        assert same_weights(state, before)
+        with pair.module.gathered():
+            pass
+        assert pair.module.module.state_dict().keys() == before.keys()
+        with pytest.raises(StepError, match=NAMED):
+            pair.module(**pair.case.inp)
+        pair.module(**pair.case.inp)
+
+
+def test_a_step_tells_too_and_so_does_settle() -> None:
+    for tell in ("step", "settle", "rehome"):
+        with make_pair() as pair:
+            fail_a_step(pair)
+            pair.module.zero_grad()
+            with pytest.raises(StepError, match=NAMED):
+                {
+                    "step": pair.optimizer.step,
+                    "settle": pair.module.settle,
+                    "rehome": lambda pair=pair: pair.module.rehome(pair.plan),
+                }[tell]()
+            pair.module.state_dict()
+
+
+def test_a_model_is_given_back_after_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+    with make_pair() as pair:
+        before = fail_a_step(pair)
+        with caplog.at_level(logging.ERROR):
+            model = pair.module.release()
+        assert "given back after an error" in caplog.text
+        assert same_weights(model.state_dict(), before)
+        pair.case.loss(model, pair.case.inp).backward()
+
+
+def test_weights_that_are_loaded_end_it() -> None:
+    with make_pair() as pair:
+        before = fail_a_step(pair)
+        with pytest.raises(StepError):
+            pair.module(**pair.case.inp)
+        pair.module.zero_grad()
+        pair.module.load_state_dict(before)
+        pair.plain.load_state_dict(before)
+        assert same_weights(pair.module.state_dict(), before)
+        pair.train(1)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("lane", ["fetch", "offload", "host_adam", "refresh"])
+def test_any_lane_may_fail(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every one of its submissions in turn; the weights are those of before the step, or after it."""
+    with make_pair("mixed") as pair:
+        pair.train(1)
+        worker = pair.engine.lanes.by_name()[lane]
+        submit = worker.submit
+        for fatal in (0, 1, 3, 8):
+            count = 0
+
+            def broken(work: Any, fatal: int = fatal, **options: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count - 1 != fatal:
+                    return submit(work, **options)
+
+                def fail() -> None:
+                    raise ValueError("no memory for it")
+
+                return submit(fail, **options)
+
+            monkeypatch.setattr(worker, "submit", broken)
+            error: Exception | None = None
+            for _ in range(2):
+                try:
+                    pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
+                    pair.optimizer.step()
+                    pair.module.settle()
+                except Exception as raised:
+                    error = error or raised
+                    break
+                finally:
+                    monkeypatch.setattr(worker, "submit", submit)
+            state = pair.module.state_dict()
+            assert all(value.isfinite().all() for value in state.values())
+            if count > fatal:
+                assert error is not None
+                assert "no memory for it" in str(error)
+            pair.module.zero_grad()
+            with contextlib.suppress(ValueError, StepError):  # of other work that has met the same
+                pair.module.settle()
+            pair.plain.load_state_dict(state)
+            assert torch.equal(pair.case.loss(pair.module, pair.case.inp), pair.case.loss(pair.plain, pair.case.inp))
+        assert pair.module.release() is pair.case.model

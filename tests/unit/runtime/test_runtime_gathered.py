@@ -1,0 +1,205 @@
+"""Weights shown by `gathered`: what is written to them becomes the weights where that is asked for, and nowhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.errors import InputError
+from tests.common.parity import MODES, Case, Pair, make_plan, square_loss
+
+Write = Callable[[nn.Parameter], object]
+
+
+class Net(nn.Module):
+    """One table that is a chunk larger than any block, and layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+
+def make_pair(mode: str, dtype: str | None = None) -> Pair:
+    torch.manual_seed(0)
+    it = Case(Net(), {"ids": torch.randint(300, (2, 5))}, square_loss)
+    return Pair(it, make_plan(it, mode, unified_dtype=dtype))
+
+
+def _optimizer_step(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+    plain = nn.Parameter(parameter.data)  # as an optimizer of somebody else, or an average of weights, writes
+    plain.grad = torch.ones_like(plain)
+    torch.optim.SGD([plain], lr=0.5).step()
+
+
+WRITES: dict[str, Write] = {
+    "add_": lambda p: p.add_(1),
+    "copy_": lambda p: p.copy_(torch.ones(p.shape)),
+    "mul": lambda p: p.__imul__(2),
+    "item": lambda p: p.__setitem__(0, 3.0),
+    "view": lambda p: p.view(-1).add_(1),
+    "detached": lambda p: p.detach().zero_(),
+    "out": lambda p: torch.add(p, 1, out=p),
+    "foreach": lambda p: torch._foreach_add_([p], 1),
+    "set_": lambda p: p.set_(torch.full(p.shape, 2.0, dtype=p.dtype)),
+    "data": lambda p: p.data.add_(1),
+    "data item": lambda p: p.data.view(-1).__setitem__(1, 7.0),
+    "new data": lambda p: setattr(p, "data", torch.full(p.shape, 2.0, dtype=p.dtype)),
+    "transposed data": lambda p: setattr(p, "data", p.data.t().contiguous().t() + 1),
+    "optimizer": _optimizer_step,
+    "init": lambda p: nn.init.constant_(p, 0.25),
+}
+
+
+def weight(model: nn.Module, name: str) -> nn.Parameter:
+    return model.get_parameter(name)
+
+
+NAMES = ("table.weight", "layers.1.weight", "layers.4.weight")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_write_nothing_is_written(mode: str) -> None:
+    with make_pair(mode) as pair:
+        pair.train(1)
+        model = pair.module.module
+        for how, name in itertools.product(WRITES, NAMES):
+            with pair.module.gathered(), torch.no_grad(), contextlib.suppress(InputError):
+                WRITES[how](weight(model, name))
+            assert torch.equal(pair.module.state_dict()[name], weight(pair.plain, name)), (how, name)
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_with_write_it_is_alike_everywhere(mode: str) -> None:
+    with make_pair(mode) as pair:
+        pair.train(1)
+        for how, name in itertools.product(WRITES, NAMES):
+            mine, plain = weight(pair.module.module, name), weight(pair.plain, name)
+            refused = False
+            with pair.module.gathered([mine], write=True), torch.no_grad():
+                try:
+                    WRITES[how](mine)
+                except InputError:  # of the assignment of other memory, where parameters announce it
+                    refused = True
+                    assert how in ("new data", "transposed data", "view", "detached")
+            if not refused:
+                with torch.no_grad():
+                    WRITES[how](plain)
+            assert torch.equal(pair.module.state_dict()[name], plain), (how, name)
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_only_what_was_asked_for_is_written(mode: str) -> None:
+    """Whichever weights share its chunk."""
+    with make_pair(mode) as pair:
+        model = pair.module.module
+        asked = weight(model, "layers.2.weight")
+        chunk = next(c for c in pair.engine.chunks if any(slot.parameter is asked for slot in c.slots))
+        others = [slot.parameter for slot in chunk.slots]
+        assert len(others) > 1
+        with pair.module.gathered([asked], write=True), torch.no_grad():
+            for parameter in others:
+                with contextlib.suppress(InputError):
+                    parameter.data.add_(1) if parameter is asked else parameter.data.mul_(2)
+            for parameter in others:
+                if parameter is not asked:
+                    with contextlib.suppress(InputError):
+                        parameter.zero_()
+        with torch.no_grad():
+            weight(pair.plain, "layers.2.weight").add_(1)
+        pair.assert_same_weights()
+        pair.train(1)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_exception_leaves_the_weights_as_they_were(mode: str) -> None:
+    with make_pair(mode) as pair:
+        with contextlib.suppress(ZeroDivisionError), pair.module.gathered(write=True), torch.no_grad():
+            for parameter in pair.module.module.parameters():
+                parameter.add_(1)
+            raise ZeroDivisionError
+        pair.assert_same_weights()
+        pair.train(1)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_inside_another(mode: str) -> None:
+    with make_pair(mode) as pair:
+        mine = [weight(pair.module.module, f"layers.{index}.weight") for index in (0, 3)]
+        with pair.module.gathered(), torch.no_grad():
+            with pair.module.gathered(mine[:1], write=True):
+                mine[0].add_(1)
+            assert torch.equal(mine[0].detach().cpu(), weight(pair.plain, "layers.0.weight").cpu() + 1)
+            with contextlib.suppress(InputError):
+                mine[1].add_(1)
+        with torch.no_grad():
+            weight(pair.plain, "layers.0.weight").add_(1)
+        pair.assert_same_weights()
+        pair.train(1)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_masters_follow_what_was_written_and_only_that(mode: str) -> None:
+    with make_pair(mode, "bfloat16") as pair:
+        pair.optimizer.backward(square_loss(pair.module, pair.case.inp))
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        before = pair.module.state_dict()
+        with pair.module.gathered():
+            for parameter in pair.module.module.parameters():
+                parameter.data.zero_()
+        after = pair.module.state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        with pair.module.gathered(write=True), torch.no_grad():
+            weight(pair.module.module, "layers.1.weight")[0].fill_(0.5)
+        before["layers.1.weight"][0] = 0.5
+        after = pair.module.state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_dict_is_loaded_into_what_is_shown_for_writing_only(mode: str) -> None:
+    with make_pair(mode) as pair:
+        state = {name: value + 1 for name, value in pair.plain.state_dict().items()}
+        model = pair.module.module
+        with pair.module.gathered(), pytest.raises((InputError, RuntimeError), match="write=True"):
+            model.load_state_dict(state)
+        pair.assert_same_weights()
+        with pair.module.gathered(write=True):
+            model.load_state_dict(state)
+        pair.plain.load_state_dict(state)
+        pair.assert_same_weights()
+
+
+def test_memory_that_a_plain_weight_was_given_becomes_its_weights() -> None:
+    """Where all is on one device parameters are plain ones, of which anybody may set `data`."""
+    with make_pair("resident") as pair:
+        for model in (pair.module.module, pair.plain):
+            parameter = weight(model, "layers.1.weight")
+            parameter.data = parameter.data * 2
+        pair.assert_same_weights()
+        pair.train(2)
+        pair.assert_same_weights()
+        parameter = weight(pair.module.module, "layers.1.bias")
+        parameter.data = torch.zeros(3)
+        with pytest.raises(InputError, match=r"layers\.1\.bias was given \[3\] values"):
+            pair.module.state_dict()

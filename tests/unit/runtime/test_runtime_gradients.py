@@ -1,0 +1,305 @@
+"""Gradients live with the optimizer states: who asks a parameter for one gets an answer, never a silent None."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from elixir.chunk.lanes import Emulation
+from elixir.errors import InputError
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
+from tests.common import gpu
+from tests.common.parity import MODES, Case, Pair, case, make_plan, square_loss
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    it = case("gpt2", layers=1)
+    with Pair(it, make_plan(it, "streamed")) as made:
+        made.train(1)
+        yield made
+
+
+READERS: dict[str, Callable[[Pair], object]] = {
+    "attribute": lambda pair: [parameter.grad for parameter in pair.module.parameters()],
+    "clipping": lambda pair: torch.nn.utils.clip_grad_norm_(pair.module.parameters(), 1.0),
+    "another optimizer": lambda pair: torch.optim.SGD(pair.module.parameters(), lr=0.1).step(),
+    "zero_grad of the model inside": lambda pair: pair.module.module.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_a_gradient_that_has_left_is_not_none(pair: Pair, how: str) -> None:
+    pair.backward()
+    with pytest.raises(InputError, match=r"clip_grad_norm_.*ElixirOptimizer"):
+        READERS[how](pair)
+    pair.step()
+    READERS[how](pair)  # there is none now, as after zero_grad in plain PyTorch
+    pair.train(1)
+    pair.assert_same_weights()
+
+
+def test_hooks_on_parameters_see_their_gradients(pair: Pair) -> None:
+    seen: list[torch.Tensor] = []
+    for model in (pair.module.module, pair.plain):
+        weight = model.transformer.h[0].mlp.c_fc.weight
+        weight.register_hook(lambda gradient: gradient * 2)
+        weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    pair.backward()
+    assert torch.equal(seen[0], seen[1])
+    pair.step()
+    pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_module_clips(mode: str) -> None:
+    it = case("opt")
+    with Pair(it, make_plan(it, mode)) as pair:
+        for _ in range(3):
+            pair.backward()
+            norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)
+            assert torch.equal(pair.module.clip_grad_norm_(0.1), norm)
+            pair.step()
+        pair.assert_same_weights()
+        with pytest.raises(InputError, match="2-norm"):
+            pair.module.clip_grad_norm_(0.1, norm_type=1.0)
+
+
+def test_a_clip_does_not_outlive_the_gradients(pair: Pair) -> None:
+    pair.backward()
+    pair.module.clip_grad_norm_(1e-3)
+    pair.optimizer.zero_grad()
+    pair.plain_optimizer.zero_grad()
+    pair.train(1)
+    pair.assert_same_weights()
+    pair.backward(scale=float("inf"))
+    with pytest.raises(RuntimeError, match="norm"):
+        pair.module.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_read_at_the_step() -> None:
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
+
+    it = case("opt")
+    with Pair(it, make_plan(it, "streamed"), optimizer=make, emulation=Emulation(delay_s=0.01)) as pair:
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (pair.optimizer, pair.plain_optimizer)]
+        for _ in range(4):
+            pair.train(1)
+            for scheduler in schedulers:
+                scheduler.step()
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_optimizers_keep_each_their_gradients(mode: str) -> None:
+    it = case("opt")
+    plan, plain = make_plan(it, mode), copy.deepcopy(it.model).to(gpu.DEVICE)
+    module = ElixirModule(it.model, plan, device=gpu.DEVICE, debug=Debug(poison=True))
+    inp = gpu.there(it.inp)
+
+    def halves(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+        parameters = list(model.parameters())
+        half = len(parameters) // 2
+        return [torch.optim.AdamW(parameters[:half]), torch.optim.SGD(parameters[half:], lr=0.1)]
+
+    mine = [ElixirOptimizer(module, optimizer) for optimizer in halves(module.module)]
+    theirs = halves(plain)
+    for _ in range(3):
+        for model, optimizers in ((module, mine), (plain, theirs)):
+            it.loss(model, inp).backward()
+            for optimizer in optimizers:  # each is done before the next one begins
+                optimizer.step()
+                optimizer.zero_grad()
+    state = module.state_dict()
+    assert all(torch.equal(state[name], value.cpu()) for name, value in plain.state_dict().items())
+    with pytest.raises(InputError, match="several optimizers"):
+        mine[0].zero_grad(set_to_none=False)
+    module.close()
+
+
+def test_clipping_needs_an_optimizer() -> None:
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
+    with pytest.raises(InputError, match="one ElixirOptimizer"):
+        module.clip_grad_norm_(1.0)
+    module.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_zeros_in_the_place_of_gradients(mode: str) -> None:
+    """AdamW goes on decaying and following its moments where gradients are zero, and stops for missing ones."""
+    it = case("bert")  # has a pooler that gets no gradient
+    with Pair(it, make_plan(it, mode)) as pair:
+        pair.train(2)
+        pair.backward()
+        pair.optimizer.step()
+        pair.plain_optimizer.step()
+        pair.optimizer.zero_grad(set_to_none=False)
+        pair.plain_optimizer.zero_grad(set_to_none=False)
+        pair.step()
+        pair.assert_same_weights()
+        pair.backward()
+        pair.optimizer.zero_grad(set_to_none=False)
+        pair.plain_optimizer.zero_grad(set_to_none=False)
+        pair.backward()
+        pair.step()
+        pair.assert_same_weights()
+
+
+DROPS: dict[str, Callable[[nn.Parameter], None]] = {
+    "set to None": lambda parameter: setattr(parameter, "grad", None),
+    "deleted": lambda parameter: delattr(parameter, "grad"),
+}
+
+
+@pytest.mark.parametrize("how", DROPS)
+@pytest.mark.parametrize("mode", MODES)
+def test_dropping_every_gradient_is_as_good_as_zero_grad(mode: str, how: str) -> None:
+    it = case("gpt2", layers=1)
+    with Pair(it, make_plan(it, mode)) as pair:
+        for _ in range(4):
+            pair.backward()
+            pair.optimizer.step()
+            pair.plain_optimizer.step()
+            for model in (pair.module, pair.plain):
+                for parameter in model.parameters():
+                    DROPS[how](parameter)
+            assert not pair.engine.holds_gradients()
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropping_some_gradients_leaves_the_others(mode: str) -> None:
+    """AdamW stops without a gradient, and goes on with what comes after; twice, so that shards are added to."""
+    it = case("gpt2", layers=1)
+    with Pair(it, make_plan(it, mode, split_number=3)) as pair:
+        for backwards_after in (0, 1, 2):
+            pair.backward()
+            pair.backward()
+            for model in (pair.module, pair.plain):
+                for parameter in list(model.parameters())[::2]:
+                    parameter.grad = None
+            if mode != "resident":
+                assert pair.engine.holds_gradients()
+            for _ in range(backwards_after):
+                pair.backward()
+            pair.step()
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hook_may_drop_the_gradient_that_has_just_come(mode: str) -> None:
+    it = case("gpt2", layers=1)
+    with Pair(it, make_plan(it, mode)) as pair:
+        for model in (pair.module, pair.plain):
+            for parameter in list(model.parameters())[::3]:
+                parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        pair.train(3)
+        pair.assert_same_weights()
+
+
+def test_a_dropped_gradient_is_none(pair: Pair) -> None:
+    weights = list(pair.module.parameters())
+    pair.backward()
+    weights[0].grad = None
+    assert weights[0].grad is None
+    with pytest.raises(InputError, match="clip_grad_norm_"):
+        weights[1].grad  # noqa: B018
+    pair.module.zero_grad()
+
+
+def test_no_sync_changes_nothing_on_one_rank(pair: Pair) -> None:
+    with pair.module.no_sync():
+        pair.backward()
+    pair.backward()
+    pair.step()
+    pair.assert_same_weights()
+
+
+def test_a_skipped_step_is_reported_too() -> None:
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "streamed", unified_dtype="float16"), device=gpu.DEVICE)
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()), initial_scale=2.0**60)
+    optimizer.backward(it.loss(module, it.inp))
+    optimizer.step()
+    assert optimizer.loss_scale == 2.0**59
+    assert module.last_report is not None
+    assert module.last_report.observed["loads"] == module.last_report.predicted["loads"]
+    module.close()
+
+
+def test_a_forward_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patched.setattr(engine_of(module), "device", torch.device("cuda"))
+        with pytest.raises(InputError, match="CUDA graph"):
+            module(**it.inp)
+    module.close()
+
+
+_LEFT_OPEN = """
+import torch
+from tests.common.parity import case, make_plan
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+it = case("opt", layers=1)
+module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
+optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
+optimizer.backward(it.loss(module, it.inp))
+optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_may_end_without_closing() -> None:
+    ended = subprocess.run([sys.executable, "-c", _LEFT_OPEN], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr.count("terminate")) == (0, 0), ended.stderr
+
+
+def test_a_module_that_is_let_go_of_stops_its_lanes() -> None:
+    gc.collect()  # those of earlier tests
+    before = threading.active_count()
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
+    assert threading.active_count() > before
+    del module, it
+    gc.collect()
+    assert threading.active_count() == before
+
+
+class _TwiceInCheckpoints(nn.Module):
+    """One layer in two reentrant checkpoints, whose backwards each bring a part of its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.layer, self.after = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        for _ in range(2):
+            x = checkpoint(lambda y: torch.tanh(self.layer(y)), x, use_reentrant=True)
+        return self.after(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parts_of_reentrant_backwards_are_added_as_in_plain_pytorch(mode: str) -> None:
+    torch.manual_seed(0)
+    it = Case(_TwiceInCheckpoints(), {"x": torch.randn(64, 16)}, square_loss)
+    with Pair(it, make_plan(it, mode, split_number=1)) as pair:
+        for _ in range(2):
+            for _ in range(3):
+                pair.backward()
+            pair.step()
+        pair.assert_same_weights()

@@ -1,0 +1,238 @@
+"""`ElixirOptimizer`: arguments, refusals and attributes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.errors import InputError, InputTypeError
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper.step import check_elementwise
+from tests.common import gpu
+from tests.common.parity import Pair, case, hf_loss, make_plan
+
+
+@pytest.fixture
+def module() -> Iterator[ElixirModule]:
+    it = case("opt", layers=1)
+    made = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
+    yield made
+    made.close()
+
+
+class Lamb2(torch.optim.Optimizer):
+    """A user's own with a trust ratio, under a name that tells nothing to a list of names."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] * p.norm() / p.grad.norm()))
+
+
+class Rows(Lamb2):
+    """Normalises each row of a matrix."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / p.grad.norm(dim=-1, keepdim=True), alpha=group["lr"])
+
+
+class MyLBFGS(torch.optim.LBFGS):
+    """Derived from one that is refused."""
+
+
+def adafactor(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(params)
+
+
+def muon(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in params if p.ndim == 2])
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, MyLBFGS, adafactor, muon, Lamb2, Rows])
+def test_what_is_not_elementwise_is_refused(make: Callable[..., torch.optim.Optimizer], module: ElixirModule) -> None:
+    with pytest.raises(InputError, match="not elementwise.*AdamW"):
+        ElixirOptimizer(module, make(list(module.parameters())))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, amsgrad=True, maximize=True),
+        lambda p: torch.optim.Adam(p, weight_decay=0.1, foreach=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1),
+        lambda p: torch.optim.RMSprop(p, centered=True),
+        lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1),
+        lambda p: torch.optim.Adadelta(p),
+        lambda p: torch.optim.Adamax(p),
+        lambda p: torch.optim.NAdam(p),
+        lambda p: torch.optim.RAdam(p),
+        lambda p: torch.optim.Rprop(p),
+        lambda p: torch.optim.ASGD(p),
+    ],
+)
+def test_what_is_elementwise_is_taken(make: Callable[..., torch.optim.Optimizer], module: ElixirModule) -> None:
+    optimizer = make(list(module.parameters()))
+    assert isinstance(ElixirOptimizer(module, optimizer), torch.optim.Optimizer)
+
+
+def test_trying_it_out_leaves_the_random_state_and_the_weights_alone(module: ElixirModule) -> None:
+    before, weights = torch.get_rng_state(), module.state_dict()
+    check_elementwise(torch.optim.AdamW, torch.optim.AdamW)
+    ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1.0))
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
+
+
+def test_arguments_that_make_no_sense(module: ElixirModule) -> None:
+    optimizer = torch.optim.AdamW(module.parameters())
+    with pytest.raises(InputTypeError, match="ElixirModule"):
+        ElixirOptimizer(module.module, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match="torch optimizer"):
+        ElixirOptimizer(module, ElixirOptimizer(module, optimizer))
+    with pytest.raises(InputTypeError, match="torch optimizer"):
+        ElixirOptimizer(module, torch.optim.AdamW)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="1 parameters of the optimizer are not"):
+        ElixirOptimizer(module, torch.optim.AdamW([*module.parameters(), nn.Parameter(torch.ones(2))]))
+
+
+def test_a_parameter_has_one_optimizer(module: ElixirModule) -> None:
+    parameters = list(module.parameters())
+    ElixirOptimizer(module, torch.optim.AdamW(parameters[:3]))
+    with pytest.raises(InputError, match="2 parameters of the optimizer have an ElixirOptimizer already"):
+        ElixirOptimizer(module, torch.optim.AdamW(parameters[1:]))
+    ElixirOptimizer(module, torch.optim.SGD(parameters[3:], lr=0.1))
+
+
+def test_groups_are_fixed(module: ElixirModule) -> None:
+    parameters = list(module.parameters())
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(parameters[:-1]))
+    with pytest.raises(InputError, match="cannot be added"):
+        optimizer.add_param_group({"params": parameters[-1:]})
+
+
+def test_one_that_has_stepped_is_refused() -> None:
+    it = case("opt", layers=1)
+    for make in (torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)):
+        optimizer = make(list(it.model.parameters()))
+        hf_loss(it.model, it.inp).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        module = ElixirModule(copy.deepcopy(it.model), make_plan(it, "streamed"), device=gpu.DEVICE)
+        with pytest.raises(InputError, match="stepped already"):
+            ElixirOptimizer(module, optimizer)
+        module.close()
+
+
+def test_a_step_without_gradients_changes_nothing(module: ElixirModule) -> None:
+    before = module.state_dict()
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5))
+    for _ in range(2):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_a_closure_is_run_once_with_gradients_on() -> None:
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "mixed")) as pair:
+        inp = pair.case.inp
+        for _ in range(3):
+
+            def closure() -> torch.Tensor:
+                loss = hf_loss(pair.module, inp)
+                pair.optimizer.backward(loss)
+                return loss
+
+            mine = pair.optimizer.step(closure)
+            plain = hf_loss(pair.plain, inp)
+            plain.backward()
+            pair.plain_optimizer.step()
+            assert torch.equal(mine, plain)
+            pair.optimizer.zero_grad()
+            pair.plain_optimizer.zero_grad()
+        pair.assert_same_weights()
+
+
+def test_gradients_of_streamed_weights_are_taken() -> None:
+    """They leave for the home of the states, so that nothing of their size stays on the device."""
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        pair.backward()
+        with torch._C.DisableTorchFunctionSubclass():  # nothing that a user could do: this asks the tensors themselves
+            assert all(parameter.grad is None for parameter in pair.module.parameters())
+
+
+def test_every_scheduler_of_torch_takes_it(module: ElixirModule) -> None:
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.9))
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10),
+        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+    ]
+    optimizer.step()
+    for scheduler in schedulers[:3]:
+        scheduler.step()
+    schedulers[3].step(1.0)  # type: ignore[call-arg]
+    assert all(scheduler.optimizer is optimizer for scheduler in schedulers)
+
+
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_two_optimizers_share_a_model(mode: str) -> None:
+    """Each steps its own parameters, also where they lie in one chunk."""
+    it = case("gpt2")
+    plain, inp = copy.deepcopy(it.model).to(gpu.DEVICE), gpu.there(it.inp)
+    module = ElixirModule(it.model, make_plan(it, mode), device=gpu.DEVICE, debug=Debug(poison=True))
+
+    def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
+        parameters = list(model.parameters())
+        return [torch.optim.AdamW(parameters[::2], lr=1e-3), torch.optim.SGD(parameters[1::2], lr=1e-2)]
+
+    mine, theirs = [ElixirOptimizer(module, half) for half in halves(it.model)], halves(plain)
+    for _ in range(4):
+        for model, optimizers in ((module, mine), (plain, theirs)):
+            hf_loss(model, inp).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            optimizers[0].zero_grad()
+            optimizers[1].zero_grad()
+    state = module.state_dict()
+    assert all(torch.equal(state[name], value.cpu()) for name, value in plain.state_dict().items())
+    module.close()
+
+
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_a_gradient_set_by_hand_is_not_passed_over(mode: str) -> None:
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, mode)) as pair:
+        pair.train(1)
+        tracked = next(c for c in pair.engine.chunks if not pair.engine.is_ordinary(c)).slots[0]
+        tracked.parameter.grad = torch.ones(tracked.shape, device=pair.module.device)
+        with pytest.raises(InputError, match="set by hand"):
+            pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        pair.train(1)
+        pair.assert_same_weights()
+
+
+def test_thawing_needs_another_plan() -> None:
+    it = case("opt", layers=1)
+    frozen = it.model.model.decoder.embed_positions.weight.requires_grad_(False)
+    with Pair(it, make_plan(it, "mixed")) as pair:
+        pair.train(1)
+        frozen.requires_grad_(True)
+        with pytest.raises(InputError, match="frozen when the model was planned"):
+            pair.optimizer.step()

@@ -1,0 +1,81 @@
+"""Overlap in an optimizer step: the host's Adam of one chunk, and the transfers of its neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from elixir.chunk.lanes import Lane, Ticket
+from elixir.plan import Plan
+from tests.common.parity import Pair, case, make_plan
+
+WAIT_S = 20.0
+"""Longer than a step of a tiny model ever takes; only a test that fails waits for it."""
+
+
+def states_on_host(plan: Plan, streamed: int = 0) -> Plan:
+    """The same packing, all weights resident but those of the chunks used first, all states on the host.
+
+    What it predicts is no longer meant.
+    """
+    first = list(dict.fromkeys(index for use in plan.order for index in use.chunks))[:streamed]
+    chunks = [
+        dataclasses.replace(chunk, resident=True, weight_home="device", state_home="host")
+        if index not in first
+        else dataclasses.replace(chunk, resident=False, weight_home="host", state_home="host")
+        for index, chunk in enumerate(plan.chunks)
+    ]
+    return dataclasses.replace(plan, chunks=tuple(chunks))
+
+
+@contextmanager
+def held(lane: Lane) -> Iterator[Ticket]:
+    """The lane does nothing meanwhile; the ticket is done once it has been let go, or somebody has waited too long."""
+    gate = threading.Event()
+    ticket = lane.submit(lambda: gate.wait(WAIT_S))
+    try:
+        yield ticket
+    finally:
+        gate.set()
+
+
+def over(ticket: Ticket) -> bool:
+    """Whether the work gets done while others are held."""
+    done = threading.Event()
+    threading.Thread(target=lambda: (ticket.synchronize(), done.set()), daemon=True).start()
+    return done.wait(WAIT_S / 2)
+
+
+def test_the_host_steps_the_next_chunks_while_new_weights_are_on_their_way() -> None:
+    it = case("opt", layers=1)
+    with Pair(it, states_on_host(make_plan(it, "resident"))) as pair:
+        pair.train(1)
+        pair.backward()
+        lanes = pair.engine.lanes
+        with held(lanes.refresh):
+            pair.step()
+            assert over(lanes.host_adam.submit(lambda: None)), "a step waited for new weights of another chunk"
+            updates = [chunk.updated for chunk in pair.engine.chunks if chunk.updated is not None]
+            assert len(updates) > 2
+            assert not any(ticket.done() for ticket in updates)
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+def test_what_is_fetched_waits_for_no_new_weights_of_others() -> None:
+    """Used first, and streamed: it must not wait for the updates of all that is used later."""
+    it = case("opt", layers=1)
+    plan = states_on_host(make_plan(it, "streamed"), streamed=1)
+    with Pair(it, plan) as pair:
+        pair.train(1)
+        pair.backward()
+        first = pair.plan.order[0].chunks
+        with held(pair.engine.lanes.refresh) as holding:
+            pair.step()
+            pair.engine.cache.acquire(first)
+            assert not holding.done(), "the fetch waited"
+            pair.engine.cache.unpin(first)
+        pair.train(2)
+        pair.assert_same_weights()

@@ -1,0 +1,493 @@
+"""Uses that would silently go wrong are right, or refused with a sentence that says what to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.access import untrack
+from elixir.errors import ArtifactError, InputError, InputTypeError
+from elixir.wrapper import ElixirModule
+from tests.common import gpu
+from tests.common.parity import Case, Pair, case, make_plan
+
+
+class Net(nn.Module):
+    """Four layers, and a place for a test to do something in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.third = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 3)
+        self.middle: Callable[[Any, torch.Tensor], Any] = lambda net, x: x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x).tanh())
+        x = self.middle(self, x)
+        return self.last(self.third(x.tanh()))
+
+
+def net_case(model: nn.Module | None = None) -> Case:
+    torch.manual_seed(0)
+    return Case(model or Net(), {"x": torch.randn(4, 8)}, lambda model, inp: model(**inp).square().mean())
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Streamed: one layer in the blocks at a time."""
+    it = net_case()
+    with Pair(it, make_plan(it, "streamed", split_number=4)) as made:
+        made.train(1)
+        yield made
+
+
+@pytest.fixture
+def mixed() -> Iterator[Pair]:
+    it = net_case()
+    with Pair(it, make_plan(it, "mixed", split_number=4)) as made:
+        made.train(1)
+        yield made
+
+
+def weights(pair: Pair) -> dict[str, nn.Parameter]:
+    return dict(pair.module.module.named_parameters())
+
+
+READS: dict[str, Callable[[nn.Parameter], object]] = {
+    "function": torch.sum,
+    "method": lambda p: p.norm(),
+    "data": lambda p: p.data,
+    "detach": lambda p: p.detach(),
+    "numpy": lambda p: p.detach().numpy(),
+    "pointer": lambda p: p.data_ptr(),
+    "index": lambda p: p[0],
+    "copy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_weights_cannot_be_read_outside(pair: Pair, how: str) -> None:
+    with pytest.raises(InputError, match="outside of the model's forward.*gathered"):
+        READS[how](weights(pair)["second.weight"])
+
+
+def test_weights_elsewhere_are_printed_without_values(pair: Pair) -> None:
+    parameter = weights(pair)["second.weight"]
+    assert "[8, 8]" in repr(parameter)
+    assert "elsewhere" in repr(parameter)
+    with pair.module.gathered([parameter]):
+        assert "requires_grad=True" in repr(parameter)
+        assert "nan" not in repr(parameter)
+
+
+def test_data_of_a_weight_cannot_be_replaced(pair: Pair) -> None:
+    parameter = weights(pair)["second.weight"]
+    with pytest.raises(InputError, match=r"\.data .* parameter\.copy_"):
+        parameter.data = torch.ones(8, 8)
+    with pytest.raises(InputError, match=r"\.data"), pair.module.gathered([parameter], write=True):
+        parameter.data = torch.ones(8, 8)
+    pair.train(2)
+    pair.assert_same_weights()
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "mul_": lambda p: p.mul_(0.5),
+    "copy_": lambda p: p.copy_(torch.ones_like(p)),
+    "init": lambda p: nn.init.constant_(p, 0.25),
+    "index": lambda p: p.__setitem__(0, 2.0),
+    "operator": lambda p: p.__iadd__(1.0),
+    "out": lambda p: torch.add(torch.ones_like(p), 1.0, out=p),
+    "average": lambda p: p.lerp_(torch.zeros_like(p), 0.1),
+    "foreach": lambda p: torch._foreach_mul_([p], 0.5),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_weights_are_written_inside_gathered_and_nowhere_else(mixed: Pair, how: str) -> None:
+    for name, parameter in weights(mixed).items():
+        chunk = next(c for c in mixed.engine.chunks if any(s.name == name for s in c.slots))
+        if mixed.engine.is_ordinary(chunk):
+            continue
+        with torch.no_grad():
+            with pytest.raises(InputError, match=r"write=True"):
+                WRITES[how](parameter)
+            with pytest.raises(InputError, match=r"write=True"), mixed.module.gathered([parameter]):
+                WRITES[how](parameter)
+    mixed.assert_same_weights()
+    with torch.no_grad(), mixed.module.gathered(write=True):
+        for model in (mixed.module.module, mixed.plain):
+            for parameter in model.parameters():
+                WRITES[how](parameter)
+    mixed.assert_same_weights()
+    mixed.train(2)
+    mixed.assert_same_weights()
+
+
+def test_ordinary_weights_are_written_as_always(mixed: Pair) -> None:
+    ordinary = [slot.name for c in mixed.engine.chunks if mixed.engine.is_ordinary(c) for slot in c.slots]
+    assert ordinary
+    for model in (mixed.module.module, mixed.plain):
+        with torch.no_grad():
+            for name in ordinary:
+                model.get_parameter(name).mul_(0.5)
+    mixed.train(2)
+    mixed.assert_same_weights()
+
+
+def test_resident_weights_are_read_after_their_update(mixed: Pair) -> None:
+    mixed.train(1)
+    for chunk in mixed.engine.chunks:
+        for slot in chunk.slots if chunk.plan.resident else ():
+            assert torch.equal(slot.parameter.detach(), mixed.plain.get_parameter(slot.name))
+
+
+def test_a_parameter_may_be_added_in_place_to_something_else(pair: Pair) -> None:
+    for model in (pair.module.module, pair.plain):
+        model.middle = lambda net, x: (x * 1).add_(net.third.bias)
+    pair.train(3)
+    pair.assert_same_weights()
+
+
+def test_gathered_nests(pair: Pair) -> None:
+    second, third = (weights(pair)[f"{name}.weight"] for name in ("second", "third"))
+    plain = dict(pair.plain.named_parameters())
+    with torch.no_grad(), pair.module.gathered([second], write=True):
+        second.mul_(2)
+        plain["second.weight"].mul_(2)
+        with pair.module.gathered():
+            assert torch.equal(second.data, plain["second.weight"])
+            assert torch.equal(third.data, plain["third.weight"])
+        assert torch.equal(second.data, plain["second.weight"])
+        with pytest.raises(InputError, match="outside"):
+            third.norm()
+        assert torch.equal(pair.module.state_dict()["second.weight"], plain["second.weight"].cpu())
+    pair.train(2)
+    pair.assert_same_weights()
+
+
+def test_forward_and_backward_inside_gathered(mixed: Pair) -> None:
+    with mixed.module.gathered():
+        mixed.backward()
+        with pytest.raises(InputError, match="inside gathered"):
+            mixed.optimizer.step()
+    mixed.step()
+    with mixed.module.gathered():
+        mine, plain = (mixed.case.loss(model, mixed.case.inp) for model in (mixed.module, mixed.plain))
+    mine.backward()
+    plain.backward()
+    mixed.step()
+    mixed.train(2)
+    mixed.assert_same_weights()
+
+
+def test_a_forward_cannot_gather(pair: Pair) -> None:
+    def gathers(net: Net, x: torch.Tensor) -> torch.Tensor:
+        with pair.module.gathered():
+            return x
+
+    pair.module.module.middle = gathers
+    with pytest.raises(InputError, match="outside of the model's forward"):
+        pair.module(**pair.case.inp)
+    pair.module.module.middle = pair.plain.middle
+    pair.train(2)
+    pair.assert_same_weights()
+
+
+def test_a_module_may_return_its_own_weight() -> None:
+    class Weight(nn.Module):
+        def __init__(self, form: str) -> None:
+            super().__init__()
+            self.form = form
+            self.w = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self) -> Any:
+            w = self.w.t() if "view" in self.form else self.w
+            if "used" in self.form:
+                w.sum()
+            return Output(w, 1) if "named" in self.form else {"w": [w]} if "dict" in self.form else (w,)
+
+    class Output(NamedTuple):
+        w: torch.Tensor
+        n: int
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            forms = ("plain", "used", "view", "named view", "dict view", "named used")
+            self.makers = nn.ModuleList(Weight(form) for form in forms)
+            self.linear = nn.ModuleList(nn.Linear(8, 8) for _ in forms)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for maker, linear in zip(self.makers, self.linear, strict=True):
+                out = maker()
+                w = out["w"][0] if isinstance(out, dict) else out[0]
+                x = linear(x).tanh()  # other chunks come into the block meanwhile
+                x = x @ w
+            return x
+
+    torch.manual_seed(0)
+    it = net_case(Outer())
+    with Pair(it, make_plan(it, "streamed", split_number=20), evict_always=True) as pair:
+        pair.train(5)
+        pair.assert_same_weights()
+
+
+def test_an_activation_changed_in_place_raises_as_in_pytorch(pair: Pair) -> None:
+    for model in (pair.module.module, pair.plain):
+        model.middle = lambda net, x: x.exp().add_(1)  # exp saved what add_ changes
+    for model in (pair.module, pair.plain):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            pair.case.loss(model, pair.case.inp).backward()
+    for model in (pair.module.module, pair.plain):
+        model.middle = lambda net, x: x
+    pair.optimizer.zero_grad()
+    pair.plain_optimizer.zero_grad()
+    pair.train(2)
+    pair.assert_same_weights()
+
+
+def test_a_step_between_forward_and_backward_raises_as_in_pytorch(mixed: Pair) -> None:
+    losses = [mixed.case.loss(model, mixed.case.inp) for model in (mixed.module, mixed.plain)]
+    mixed.train(1)
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    mixed.optimizer.zero_grad()
+    mixed.plain_optimizer.zero_grad()
+    mixed.train(2)
+    mixed.assert_same_weights()
+
+
+def test_a_write_between_forward_and_backward_raises_as_in_pytorch(pair: Pair) -> None:
+    loss = pair.case.loss(pair.module, pair.case.inp)
+    with torch.no_grad(), pair.module.gathered(write=True):
+        weights(pair)["third.weight"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Renormed(nn.Module):
+    """Its forward writes to a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.embed = nn.Embedding(8, 4, max_norm=0.1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.embed(ids))
+
+
+@pytest.mark.parametrize("state_home", ["host", "device"])
+def test_a_weight_written_in_forward_is_right_where_it_stays_and_noticed_where_not(state_home: str) -> None:
+    it = Case(Renormed(), {"ids": torch.arange(4)}, lambda model, inp: model(**inp).square().sum())
+    plan = make_plan(it, "streamed", split_number=2)
+    module = ElixirModule(copy.deepcopy(it.model), plan, device=gpu.DEVICE)
+    it.loss(module, it.inp).backward()
+    with pytest.raises(InputError, match=r"wrote to embed.weight in place.*max_norm"):
+        module.settle()
+    module.close()
+    chunks = [replace(chunk, resident=True, weight_home="device", state_home=state_home) for chunk in plan.chunks]
+    with Pair(it, replace(plan, chunks=tuple(chunks))) as pair:
+        pair.train(3)
+        pair.assert_same_weights()
+
+
+def test_a_view_kept_beyond_its_module_is_the_same_weight(pair: Pair) -> None:
+    def keep(module: nn.Linear, args: Any, kept: list[torch.Tensor]) -> None:
+        kept.append(module.weight.t())
+
+    for model in (pair.module.module, pair.plain):
+        kept: list[torch.Tensor] = []
+        model.first.register_forward_pre_hook(partial(keep, kept=kept))
+        model.middle = lambda net, x, kept=kept: x @ kept.pop()
+    pair.train(3)
+    pair.assert_same_weights()
+
+
+def test_memory_taken_from_a_weight_is_not_read_after_its_module(pair: Pair) -> None:
+    """A view that is no `TrackedView` is noticed where it is saved."""
+    kept: list[torch.Tensor] = []
+
+    def keep(module: nn.Linear, args: Any) -> None:
+        view = module.weight.detach()
+        untrack([view])
+        kept.append(view)
+
+    pair.module.module.first.register_forward_pre_hook(keep)
+    pair.module.module.middle = lambda net, x: x @ kept.pop()
+    with pytest.raises(Exception, match="after the module that made it has returned"):
+        pair.case.loss(pair.module, pair.case.inp)
+
+
+def test_what_a_module_returns_from_a_block_is_its_own() -> None:
+    """A view that is no `TrackedView`, as an extension may make one, shows the right weight after others have come."""
+
+    class Weight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self) -> torch.Tensor:
+            view = self.w.detach().t()
+            untrack([view])
+            return view
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maker = Weight()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            w = self.maker()
+            return self.linear(x).tanh() @ w
+
+    torch.manual_seed(0)
+    it = net_case(Outer())
+    with Pair(it, make_plan(it, "streamed", split_number=20), evict_always=True) as pair:
+        pair.train(3)
+        pair.assert_same_weights()
+
+
+def test_functions_that_autograd_cannot_stream_are_refused(pair: Pair) -> None:
+    loss = pair.case.loss(pair.module, pair.case.inp)
+    inputs = [pair.case.inp["x"].clone().requires_grad_()]
+    loss = pair.module(inputs[0]).square().sum()
+    with pytest.raises(InputError, match="create_graph"):
+        torch.autograd.grad(loss, inputs, create_graph=True)
+    with pytest.raises(InputError, match=r"torch\.func"):
+        torch.func.grad(lambda x: pair.module(x).sum())(pair.case.inp["x"])
+    with pytest.raises(InputError, match="autocast.*unified_dtype"), torch.autocast(gpu.DEVICE, torch.bfloat16):
+        pair.module(**pair.case.inp)
+    pair.optimizer.zero_grad()
+    pair.train(2)
+    pair.assert_same_weights()
+
+
+MOVES: dict[str, Callable[[nn.Module], object]] = {
+    "to": lambda module: module.to(torch.bfloat16),
+    "half": lambda module: module.half(),
+    "cpu": lambda module: module.cpu(),
+    "share": lambda module: module.share_memory(),
+}
+
+
+@pytest.mark.parametrize("how", MOVES)
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+def test_cannot_be_moved_or_cast(how: str, mode: str) -> None:
+    it = net_case()
+    with Pair(it, make_plan(it, mode)) as pair:
+        for module in (pair.module, pair.module.module):
+            with pytest.raises(InputError, match="the plan says where"):
+                MOVES[how](module)
+
+
+def test_cannot_be_copied_pickled_or_wrapped(pair: Pair) -> None:
+    for module in (pair.module, pair.module.module):
+        with pytest.raises(InputError, match="copied|outside"):
+            copy.deepcopy(module)
+        with pytest.raises(InputError, match="pickled|outside"):
+            pickle.dumps(module)
+        with pytest.raises(InputError, match="pickled|outside"):
+            torch.save(module, io.BytesIO())
+    # The first thing that DistributedDataParallel asks a module for, once it has a process group.
+    with pytest.raises(InputError, match="leave out DistributedDataParallel"):
+        hasattr(pair.module, "_ddp_params_and_buffers_to_ignore")
+    with pytest.raises(InputTypeError, match="plain nn.Module"):
+        ElixirModule(pair.module, pair.plan)
+    pair.train(2)
+    pair.assert_same_weights()
+
+
+def test_a_part_is_copied_inside_gathered(pair: Pair) -> None:
+    with pair.module.gathered():
+        mine = copy.deepcopy(weights(pair)["third.weight"])
+    assert type(mine) is nn.Parameter
+    pair.train(1)
+    assert torch.isfinite(mine).all()
+
+
+def test_the_plan_must_be_of_this_model() -> None:
+    plan = make_plan(case("opt"), "streamed")
+    with pytest.raises(ArtifactError, match="plan again"):
+        ElixirModule(case("gpt2").model, plan)
+    it = net_case()
+    with pytest.raises(InputError, match="plan with unified_dtype=torch.float16"):
+        ElixirModule(it.model, make_plan(it, "streamed", unified_dtype="bfloat16"), dtype=torch.float16)
+
+
+def test_inference_mode_between_steps(mixed: Pair) -> None:
+    for _ in range(2):
+        with torch.inference_mode():
+            assert torch.equal(mixed.module(**mixed.case.inp), mixed.plain(**mixed.case.inp))
+        mixed.train(1)
+    mixed.assert_same_weights()
+
+
+def test_hooks_of_users_run_once(pair: Pair) -> None:
+    all_seen: list[list[str]] = []
+    for model in (pair.module.module, pair.plain):
+        seen: list[str] = []
+        all_seen.append(seen)
+
+        def note(what: str, seen: list[str] = seen) -> None:
+            seen.append(what)
+
+        def double(gradient: torch.Tensor, seen: list[str] = seen) -> torch.Tensor:
+            seen.append("gradient")
+            return gradient * 2
+
+        model.third.register_forward_pre_hook(lambda m, a, note=note: note("before"))
+        model.third.register_forward_hook(lambda m, a, out, note=note: note("after"))
+        model.third.register_full_backward_hook(lambda m, gi, go, note=note: note("backward"))
+        model.third.weight.register_hook(double)
+    pair.train(2)
+    assert all_seen[0] == all_seen[1]
+    assert len(all_seen[0]) == 2 * 4
+    pair.assert_same_weights()
+
+
+def test_a_backward_inside_gathered_leaves_weights_where_they_are_shown(mixed: Pair) -> None:
+    """It needs weights that were saved in blocks before; parameters go on showing what was gathered."""
+    losses = [mixed.case.loss(model, mixed.case.inp) for model in (mixed.module, mixed.plain)]
+    with mixed.module.gathered():
+        losses[0].backward()
+        for name, parameter in weights(mixed).items():
+            assert torch.equal(parameter.detach(), mixed.plain.get_parameter(name)), name
+    losses[1].backward()
+    mixed.backward()  # no step in between that would empty the blocks
+    mixed.step()
+    mixed.train(1)
+    mixed.assert_same_weights()
+
+
+@pytest.mark.parametrize("which", ["second", "all"])
+def test_weights_are_written_after_a_backward_inside_gathered(pair: Pair, which: str) -> None:
+    losses = [pair.case.loss(model, pair.case.inp) for model in (pair.module, pair.plain)]
+    written = [name for name in weights(pair) if which == "all" or name.startswith(which)]
+    with pair.module.gathered([weights(pair)[name] for name in written], write=True):
+        losses[0].backward()  # may fetch what is written to next
+        with torch.no_grad():
+            for name in written:
+                weights(pair)[name].mul_(2)
+    losses[1].backward()
+    with torch.no_grad():
+        for name in written:
+            pair.plain.get_parameter(name).mul_(2)
+    pair.assert_same_weights()
+    pair.backward()
+    pair.step()
+    pair.train(1)
+    pair.assert_same_weights()

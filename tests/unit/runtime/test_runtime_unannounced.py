@@ -1,0 +1,385 @@
+"""Weights that are read where no torch function announces it: right numbers, or an error with the weight's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from elixir.access import is_absent
+from elixir.access.placeholders import marked
+from elixir.errors import InputError
+from elixir.hardware import preset
+from elixir.tracer import trace_step
+from tests.common.parity import Case, Pair, make_plan, square_loss
+
+WIDTH = 8
+Forward = Callable[["Layer", torch.Tensor], torch.Tensor]
+
+
+@torch.jit.script
+def bias_gelu(bias: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = bias + y
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+@torch.jit.script
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ weight)
+
+
+@torch.jit.script
+def product_of_all(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    for weight in weights:
+        x = torch.tanh(x @ weight)
+    return x
+
+
+@torch.jit.script
+def transposed(weight: torch.Tensor) -> torch.Tensor:
+    return weight.t()
+
+
+@torch.library.custom_op("elixir_test::product", mutates_args=())
+def custom_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight
+
+
+@custom_product.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _custom_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, weight = ctx.saved_tensors
+    return gradient @ weight.t(), x.t() @ gradient
+
+
+custom_product.register_autograd(
+    _custom_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+traced_product = torch.jit.trace(lambda x, w: torch.sin(x @ w) * w[0], (torch.ones(4, WIDTH), torch.ones(WIDTH, WIDTH)))
+
+
+class Layer(nn.Module):
+    """Two weights and two linear layers, which have separate chunks, and one way to use the weights."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+        self.bias = nn.Parameter(torch.randn(WIDTH) / 3)
+        self.stack = nn.Parameter(torch.randn(5, WIDTH, WIDTH) / 3)
+        self.after = nn.Linear(WIDTH, WIDTH)
+        self.how = forward
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.how(self, input)
+
+
+def around(use: Forward) -> Forward:
+    """`use` between two layers whose chunks come into the same blocks."""
+    return lambda layer, x: layer.after(use(layer, layer.before(x)))
+
+
+def stale_view(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    view = layer.weight.t()
+    return product(layer.before(x), view)
+
+
+def view_from_a_script(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    view = transposed(layer.weight)
+    return layer.before(x) @ view
+
+
+def from_inside(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    """Like C++ that calls operators."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return F.linear(x, layer.weight, layer.bias)
+
+
+def ensemble(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    def one(weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer.before, {"weight": weight, "bias": layer.bias}, (x,))
+
+    return torch.vmap(one)(layer.stack).mean(0)
+
+
+FORMS: dict[str, Forward] = {
+    "script": around(lambda layer, x: bias_gelu(layer.bias, product(x, layer.weight))),
+    "script_list": around(lambda layer, x: product_of_all(x, [layer.weight, layer.weight])),
+    "traced": around(lambda layer, x: traced_product(x, layer.weight)),
+    "twice": around(lambda layer, x: product(torch.sin(x @ layer.weight), layer.weight)),
+    "checkpoint": around(
+        # (what a checkpoint recomputes last must not be TorchScript, which plain PyTorch cannot stop there)
+        lambda layer, x: checkpoint(lambda y: torch.sin(product(y, layer.weight)), x, use_reentrant=False)  # type: ignore[arg-type, return-value]
+    ),
+    "reentrant": around(
+        lambda layer, x: checkpoint(lambda y: product(y, layer.weight), x, use_reentrant=True)  # type: ignore[arg-type, return-value]
+    ),
+    "stale_view": stale_view,
+    "view_from_a_script": view_from_a_script,
+    "vmap": around(lambda layer, x: torch.vmap(lambda w: torch.tanh(x @ w))(layer.stack).mean(0)),
+    "vmap_in_the_middle": around(lambda layer, x: torch.vmap(lambda w: x[:, :5] @ w, in_dims=1)(layer.stack).mean(0)),
+    "vmap_of_a_view": around(lambda layer, x: torch.vmap(lambda w: torch.tanh(x * w))(layer.weight.t()).mean(0)),
+    "ensemble": around(ensemble),
+    "custom_op": around(lambda layer, x: custom_product(x, layer.weight)),
+    "overload": around(lambda layer, x: torch.ops.aten.mm.default(x, layer.weight)),
+    "operators": around(from_inside),
+}
+
+
+def case_of(form: Forward, *, frozen: bool = False) -> Case:
+    torch.manual_seed(0)
+    model = Layer(form)
+    for parameter in (model.weight, model.stack, model.bias) if frozen else ():
+        parameter.requires_grad_(False)
+    return Case(model, {"input": torch.randn(4, WIDTH)}, square_loss)
+
+
+def trains(it: Case, mode: str, plain: nn.Module | None = None) -> None:
+    with Pair(it, make_plan(it, mode, split_number=20), plain=plain, evict_always=True) as pair:
+        pair.train(4)
+        pair.assert_same_weights()
+        with torch.no_grad():
+            assert torch.equal(pair.module(**pair.case.inp), pair.plain(**pair.case.inp))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_trains_with_the_bits_of_plain_pytorch(name: str) -> None:
+    trains(case_of(FORMS[name]), "streamed")
+
+
+@pytest.mark.parametrize("name", ["script", "operators", "vmap"])
+def test_waits_for_resident_weights_that_the_host_still_updates(name: str) -> None:
+    it = case_of(FORMS[name])
+    plan = make_plan(it, "streamed", split_number=20)
+    chunks = [replace(chunk, resident=True, weight_home="device") for chunk in plan.chunks]
+    with Pair(it, replace(plan, chunks=tuple(chunks))) as pair:
+        assert not any(pair.engine.is_ordinary(chunk) for chunk in pair.engine.chunks)
+        for _ in range(3):
+            pair.train(1)
+            assert is_absent(pair.module.module.weight), "until a use waits for what the host writes"
+        pair.backward()
+        assert not is_absent(pair.module.module.before.weight)
+        pair.step()
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("name", ["script", "operators", "vmap", "custom_op"])
+def test_frozen_weights_are_read_like_others(name: str) -> None:
+    trains(case_of(FORMS[name], frozen=True), "streamed")
+
+
+@pytest.mark.parametrize("name", ["script", "traced", "vmap", "ensemble", "operators", "custom_op"])
+def test_the_plan_has_a_place_for_them(name: str) -> None:
+    it = case_of(FORMS[name])
+    plan = make_plan(it, "streamed", split_number=20)
+    read = {"vmap": "stack", "ensemble": "stack"}.get(name, "weight")
+    chunk = next(i for i, c in enumerate(plan.chunks) if any(slot.name == read for slot in c.parameters))
+    phases = [use.phase for use in plan.order if chunk in use.chunks]
+    assert phases[0] == "forward"
+    assert ("backward" in phases) == (name != "vmap"), "which copies them in forward, for a single product"
+    with Pair(it, plan) as pair:
+        pair.train(2)
+        assert pair.module.last_report is not None
+        assert pair.module.last_report.demand_loads == 0
+        assert pair.module.last_report.deviations == 0
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.scale
+
+    @torch.jit.export
+    def other(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * 2
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: Any, call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(WIDTH, WIDTH), inner, nn.Linear(WIDTH, WIDTH)
+        self.how = call
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.after(self.how(self.inner, self.before(input)))
+
+
+SCRIPTED: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], torch.Tensor]]] = {
+    "scripted": (lambda: torch.jit.script(Inner()), lambda inner, x: inner(x)),
+    "another_method": (lambda: torch.jit.script(Inner()), lambda inner, x: inner.other(x)),
+    "its_forward": (lambda: torch.jit.script(Inner()), lambda inner, x: inner.forward(x)),
+    "part_of_it": (lambda: torch.jit.script(Inner()), lambda inner, x: inner.linear(x)),
+    "traced": (lambda: torch.jit.trace(Inner(), torch.ones(4, WIDTH)), lambda inner, x: inner(x)),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_torchscript_modules_inside_a_model(name: str) -> None:
+    make, call = SCRIPTED[name]
+    models = []
+    for _ in range(2):  # a copy of a TorchScript module has weights that are no leaves
+        torch.manual_seed(0)
+        models.append(Outer(make(), call))
+    trains(Case(models[0], {"input": torch.randn(4, WIDTH)}, square_loss), "streamed", models[1])
+
+
+def test_a_write_by_an_operator_is_refused_with_its_name() -> None:
+    def writes(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            layer.weight.mul_(1.0)
+        return x @ layer.weight
+
+    it = case_of(around(lambda layer, x: x @ layer.weight))
+    with Pair(it, make_plan(it, "streamed", split_number=20)) as pair:
+        pair.module.module.how = around(writes)
+        with pytest.raises(InputError, match=r"mul_ writes in place"):
+            pair.module(**pair.case.inp)
+
+
+def test_outside_of_a_forward_it_is_refused_with_its_name() -> None:
+    it = case_of(FORMS["script"])
+    with Pair(it, make_plan(it, "streamed", split_number=20)) as pair:
+        with pytest.raises(InputError, match=r"product reads weight outside of the model's forward"):
+            product(torch.ones(4, WIDTH), pair.module.module.weight)
+        with pytest.raises(InputError, match=r"matmul reads weight outside"), torch._C.DisableTorchFunctionSubclass():
+            torch.ones(4, WIDTH) @ pair.module.module.weight
+        with pytest.raises(InputError, match=r"reads stack outside"):
+            torch.vmap(torch.sin)(pair.module.module.stack)
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+def test_code_that_takes_addresses_is_refused_with_the_name_and_right_after_a_touch() -> None:
+    """It is no operator and no torch function: what a compiled extension does with ``data_ptr<float>()``."""
+
+    def takes(layer: Layer, x: torch.Tensor, *, touch: bool) -> torch.Tensor:
+        if touch:
+            layer.weight.data_ptr()
+        with torch._C.DisableTorchFunctionSubclass():
+            assert bool(layer.weight.data_ptr()) == touch, "an untyped address is null"
+            first = layer.weight.untyped_storage()
+            at = layer.weight.storage_offset() * 4
+            values = torch.tensor([first[at + place] for place in range(4)], dtype=torch.uint8).view(torch.float32)
+        return x * values
+
+    it = case_of(around(lambda layer, x: x @ layer.weight))
+    with Pair(it, make_plan(it, "streamed", split_number=20), evict_always=True) as pair:
+        pair.module.module.how = around(lambda layer, x: takes(layer, x, touch=False))
+        with pytest.raises(
+            InputError, match=r"compiled extension, reads a weight that is not there: one of weight.*data_ptr"
+        ):
+            pair.module(**pair.case.inp)
+        for model in (pair.module.module, pair.plain):
+            model.how = around(lambda layer, x: takes(layer, x, touch=True))
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+def test_what_stays_unseen() -> None:
+    """Memory that is no tensor any more, kept beyond the module that took it: docs/design/runtime.md says so."""
+    kept: dict[str, Any] = {}
+
+    def keep(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        kept["numpy"] = layer.weight.detach().numpy()
+        kept["dlpack"] = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(layer.weight.detach()))
+        kept["then"] = layer.weight.detach().clone()
+        assert np.array_equal(kept["numpy"], kept["then"].numpy()), "inside of the module it is the weight"
+        return x @ layer.weight
+
+    it = case_of(around(lambda layer, x: x @ layer.weight))
+    with Pair(it, make_plan(it, "streamed", split_number=20), evict_always=True) as pair:
+        pair.module.module.how = keep
+        with torch.no_grad():
+            pair.module(**pair.case.inp)
+        assert not np.array_equal(kept["numpy"], kept["then"].numpy())
+        assert not torch.equal(kept["dlpack"], kept["then"])
+    docs = (Path(__file__).parents[3] / "docs" / "design" / "runtime.md").read_text(encoding="utf-8")
+    assert "## What stays unseen" in docs
+
+
+def test_script_functions_of_others_are_as_they_were() -> None:
+    before = torch.jit.ScriptFunction.__call__
+    it = case_of(FORMS["script"])
+    x, w = torch.ones(4, WIDTH), torch.ones(WIDTH, WIDTH, requires_grad=True)
+    expected = product(x, w)
+    with Pair(it, make_plan(it, "streamed", split_number=20)) as pair:
+        assert torch.equal(product(x, w), expected)
+        pair.module.close()
+    assert torch.jit.ScriptFunction.__call__ is before
+
+
+def test_a_trace_leaves_script_functions_alone_while_it_runs() -> None:
+    it, found = case_of(FORMS["script"]), []
+    before = torch.jit.ScriptFunction.__call__
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        found.append(torch.jit.ScriptFunction.__call__)
+        it.loss(model, inp).backward()
+
+    trace_step(it.model, it.inp, step, dtype=torch.float32, hardware=preset("cpu"))
+    assert found
+    assert all(function is before for function in found)
+
+
+def test_a_marked_tensor_is_the_same_memory_and_an_ordinary_one_to_who_has_announced_it() -> None:
+    memory = torch.arange(6.0)
+    same = marked(memory)
+    assert same.data_ptr() == memory.data_ptr()
+    assert not is_absent(same)
+    assert torch.equal(same + 1, memory + 1)
+
+
+EXTENSION = """
+#include <torch/extension.h>
+
+// Calls operators, and is a node of autograd that saves the weight.
+struct Product : torch::autograd::Function<Product> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* ctx, torch::Tensor x, torch::Tensor weight) {
+    ctx->save_for_backward({x, weight});
+    return x.mm(weight);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list g) {
+    auto saved = ctx->get_saved_variables();
+    return {g[0].mm(saved[1].t()), saved[0].t().mm(g[0])};
+  }
+};
+torch::Tensor product(torch::Tensor x, torch::Tensor weight) { return Product::apply(x, weight); }
+
+// Takes the address.
+torch::Tensor scaled(torch::Tensor x, torch::Tensor weight) { return x * weight.data_ptr<float>()[0]; }
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("product", &product);
+  m.def("scaled", &scaled);
+}
+"""
+
+
+@pytest.mark.slow
+def test_a_compiled_extension(tmp_path: Path) -> None:
+    from torch.utils.cpp_extension import load_inline
+
+    extension = load_inline("elixir_test_extension", EXTENSION, build_directory=str(tmp_path), extra_cflags=["-O0"])
+    for mode in ("streamed", "mixed"):
+        trains(case_of(around(lambda layer, x: extension.product(x, layer.weight))), mode)
+    it = case_of(around(lambda layer, x: x @ layer.weight))
+    with Pair(it, make_plan(it, "streamed", split_number=20), evict_always=True) as pair:
+        pair.module.module.how = around(lambda layer, x: extension.scaled(x, layer.weight))
+        with pytest.raises(InputError, match="one of weight"):
+            pair.module(**pair.case.inp)

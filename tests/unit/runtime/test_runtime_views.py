@@ -1,0 +1,400 @@
+"""A view of a streamed weight shows that weight for as long as it lives, wherever the chunk is, or raises."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from elixir.access import TrackedView
+from elixir.errors import InputError
+from tests.common import gpu
+from tests.common.parity import Case, Pair, make_plan, square_loss
+
+WIDTH = 8
+Forward = Callable[["Layer", torch.Tensor], torch.Tensor]
+
+
+class Layer(nn.Module):
+    """A weight and two linear layers, which have separate chunks, and one way to use the weight."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+        self.after = nn.Linear(WIDTH, WIDTH)
+        self.how = forward
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.how(self, input)
+
+
+class KeepsView(torch.autograd.Function):
+    """Its context holds the view itself, of which autograd knows nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.view = weight.t()
+        ctx.save_for_backward(x)
+        return x @ ctx.view
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (x,) = ctx.saved_tensors
+        return gradient @ ctx.view.t(), gradient.t() @ x
+
+
+class SavesView(torch.autograd.Function):
+    """Is given a view whose chunk has left, and saves it without reading it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, view)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, view = ctx.saved_tensors
+        return gradient @ view, gradient.t() @ x
+
+
+@dataclass
+class Output:
+    """A box that is no container into which the runtime looks."""
+
+    x: torch.Tensor
+    view: torch.Tensor
+
+
+class Maker(nn.Module):
+    """A module that returns a view of its weight in a custom object."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.weight = layer.weight
+
+    def forward(self, x: torch.Tensor) -> Output:
+        return Output(torch.tanh(x), self.weight.t())
+
+
+def same_hooks() -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def captured_by_a_closure(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    view = layer.weight.t()
+    x = layer.before(x)
+    x = checkpoint(lambda x: torch.tanh(x @ view), x, use_reentrant=False)  # type: ignore[no-any-return]
+    return layer.after(x)
+
+
+def captured_by_a_reentrant_closure(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    view = layer.weight.t()
+    x = checkpoint(lambda x: torch.tanh(x @ view), layer.before(x), use_reentrant=True)
+    return layer.after(x)
+
+
+def under_hooks_of_the_user(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    x, view = layer.before(x), layer.weight.t()
+    with same_hooks():
+        x = torch.tanh(x @ view)
+    return layer.after(x)
+
+
+def saved_on_the_cpu(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    x, view = layer.before(x), layer.weight[:, 2:].T
+    with torch.autograd.graph.save_on_cpu():
+        x = torch.tanh(x[:, 2:] @ view)
+    return layer.after(x)
+
+
+def kept_by_a_context(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return layer.after(torch.tanh(KeepsView.apply(layer.before(x), layer.weight)))
+
+
+def saved_by_a_function(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    made: Output = layer.maker(x)
+    return layer.after(SavesView.apply(layer.before(made.x), made.view))
+
+
+def returned_in_an_object(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    made: Output = layer.maker(x)
+    return layer.after(layer.before(made.x) @ made.view)
+
+
+def unpacked_and_returned(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    made: Output = layer.maker(x)
+    return layer.before(made.x).sum() * made.view  # elementwise, below
+
+
+def in_a_checkpointed_function(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x @ layer.weight.T)
+        return torch.tanh(layer.after(layer.before(x)))
+
+    return checkpoint(run, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def in_a_reentrant_function(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        view = layer.weight.T
+        x = torch.tanh(layer.after(layer.before(x)))
+        return torch.tanh(x @ view)
+
+    return checkpoint(run, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def in_parts(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    parts = layer.weight.chunk(2)
+    rows = list(layer.weight)
+    x = layer.before(x)
+    with same_hooks():
+        x = torch.cat([torch.tanh(x @ part.t()) for part in parts], -1)
+    return layer.after(checkpoint(lambda x: x + rows[1] * rows[-1], x, use_reentrant=False))
+
+
+def of_a_view_of_the_data(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    data, detached = layer.weight.data[1:], layer.weight.detach().view(-1)
+    x = layer.before(x)
+    return layer.after(checkpoint(lambda x: x * data[3] + detached[2:10], x, use_reentrant=False))
+
+
+FORWARDS: list[Forward] = [
+    captured_by_a_closure,
+    captured_by_a_reentrant_closure,
+    under_hooks_of_the_user,
+    saved_on_the_cpu,
+    kept_by_a_context,
+    saved_by_a_function,
+    returned_in_an_object,
+    unpacked_and_returned,
+    in_a_checkpointed_function,
+    in_a_reentrant_function,
+    in_parts,
+    of_a_view_of_the_data,
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "poisoned": {},
+    "as it is": {"poison": False},
+    "evicted": {"evict_always": True},
+    "unforeseen": {"prefetch": False},
+}
+
+
+def case_of(forward: Forward, layers: int = 4) -> Case:
+    torch.manual_seed(0)
+    made = [Layer(forward) for _ in range(layers)]
+    for layer in made:
+        if forward in (saved_by_a_function, returned_in_an_object, unpacked_and_returned):
+            layer.maker = Maker(layer)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *made)
+    return Case(model, {"input": torch.randn(WIDTH, WIDTH)}, square_loss)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Steps that are large enough for a weight of another layer to show."""
+    return torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.5)
+
+
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.__name__)
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_views_have_the_values_of_plain_pytorch(mode: str, forward: Forward) -> None:
+    it = case_of(forward)
+    plan = make_plan(it, mode, split_number=12)
+    for name, options in OPTIONS.items():
+        with Pair(Case(copy.deepcopy(it.model), it.inp, it.loss), plan, optimizer=sgd, **options) as pair:
+            pair.train(3)
+            pair.assert_same_weights()
+            assert not any(type(value) is TrackedView for value in pair.module.state_dict().values()), name
+
+
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.__name__)
+def test_uses_through_views_are_foreseen(forward: Forward) -> None:
+    it = case_of(forward)
+    plan = make_plan(it, "streamed", split_number=12)
+    with Pair(it, plan, optimizer=sgd) as pair:
+        for _ in range(2):
+            pair.train(1)
+            report = pair.module.last_report
+            assert report is not None
+            assert report.observed["loads"] == plan.predicted.loads
+            assert (report.demand_loads, report.deviations) == (0, 0)
+
+
+def hold(net: Layer, x: torch.Tensor) -> torch.Tensor:
+    """Keeps a view for a test, or uses the one that is kept."""
+    kept: list[torch.Tensor] = net.__dict__.setdefault("kept", [])
+    if not kept:
+        kept.append(net.weight.t())
+    return net.after(net.before(x) @ kept[0])
+
+
+@pytest.fixture
+def holding() -> Iterator[Pair]:
+    it = case_of(hold, layers=3)
+    with Pair(it, make_plan(it, "streamed", split_number=12), optimizer=sgd) as pair:
+        for model in (pair.module.module, pair.plain):
+            for layer in list(model)[1:]:
+                layer.kept = []
+        yield pair
+
+
+def layers_of(pair: Pair) -> list[Any]:
+    return list(pair.module.module)[1:]
+
+
+def test_a_view_of_a_weight_that_does_not_change_lasts(holding: Pair) -> None:
+    for model in (holding.module.module, holding.plain):
+        for layer in list(model)[1:]:
+            layer.kept = []
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(holding.module(**holding.case.inp), holding.plain(**holding.case.inp))
+    assert all(type(layer.kept[0]) is TrackedView for layer in layers_of(holding))
+
+
+def test_inference_mode_too(holding: Pair) -> None:
+    for _ in range(2):
+        with torch.inference_mode():
+            assert torch.equal(holding.module(**holding.case.inp), holding.plain(**holding.case.inp))
+    for layer in (*layers_of(holding), *list(holding.plain)[1:]):  # type: ignore[call-overload]
+        layer.kept = []
+    holding.train(1)
+    holding.assert_same_weights()
+
+
+def test_a_view_from_before_a_step_is_refused(holding: Pair) -> None:
+    holding.train(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*optimizer step"):
+        holding.module(**holding.case.inp)
+    for layer in (*layers_of(holding), *list(holding.plain)[1:]):  # type: ignore[call-overload]
+        layer.kept = []
+    holding.train(1)
+    holding.assert_same_weights()
+
+
+def test_a_view_from_before_a_write_is_refused(holding: Pair) -> None:
+    with torch.no_grad():
+        holding.module(**holding.case.inp)
+        with holding.module.gathered(write=True):
+            layers_of(holding)[0].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            holding.module(**holding.case.inp)
+
+
+def test_outside_of_forward_a_view_is_read_as_little_as_its_weight(holding: Pair) -> None:
+    holding.backward()
+    view = layers_of(holding)[1].kept[0]
+    assert (view.shape, view.stride(), view.requires_grad) == ((WIDTH, WIDTH), (1, WIDTH), True)
+    for read in (torch.sum, lambda view: view.t(), lambda view: view.data_ptr(), pickle.dumps, repr):
+        with pytest.raises(InputError, match="reads 2.weight outside of the model's forward"):
+            read(view)
+
+
+@pytest.mark.parametrize("write", [lambda view: view.mul_(2), lambda view: view.__setitem__(0, 1.0)])
+def test_views_are_not_written_to(write: Callable[[torch.Tensor], object]) -> None:
+    def forward(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if layer.writes:
+                write(layer.weight.t())
+        return layer.after(layer.before(x))
+
+    it = case_of(forward, layers=2)
+    for layer in list(it.model)[1:]:  # type: ignore[call-overload]
+        layer.writes = False
+    plan = make_plan(it, "streamed", split_number=12)
+    with Pair(it, plan, optimizer=sgd) as pair:
+        for layer in layers_of(pair):
+            layer.writes = True
+        with pytest.raises(InputError, match="writes in place"):
+            pair.module(**it.inp)
+        for layer in layers_of(pair):
+            layer.writes = False
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+@gpu.not_pretended("nothing is loaded onto it")
+def test_copies_of_views_are_ordinary_and_their_own() -> None:
+    copies: list[torch.Tensor] = []
+
+    def forward(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        if x.is_meta:  # traced, without values to save
+            return layer.after(layer.before(x @ layer.weight.t()))
+        view = layer.weight.detach()[1]
+        stream = io.BytesIO()
+        torch.save(view, stream)
+        assert len(stream.getvalue()) < 10_000
+        stream.seek(0)
+        copies.extend((copy.deepcopy(view), pickle.loads(pickle.dumps(view)), torch.load(stream)))
+        with pytest.raises(RuntimeError, match="graph leaves"):
+            copy.deepcopy(layer.weight[1])
+        return layer.after(layer.before(x))
+
+    it = case_of(forward, layers=1)
+    with Pair(it, make_plan(it, "streamed", split_number=12)) as pair:
+        pair.module(**it.inp)
+        row = pair.plain[1].weight.detach()[1]  # type: ignore[index]
+        assert len(copies) == 3
+        assert all(type(made) is torch.Tensor and torch.equal(made, row) for made in copies)
+        assert all(made.untyped_storage().nbytes() == row.nbytes for made in copies)
+
+
+def test_only_what_lies_in_a_block_is_tracked() -> None:
+    kinds: list[type] = []
+
+    def forward(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        view, made = layer.weight.t(), x @ layer.weight.t()
+        kinds[:] = [type(view), type(view[0]), type(made), type(made.t()), type(view.clone()), type(view + 1)]
+        view.data = torch.zeros_like(view)  # it is a view of something else now
+        kinds.append(type(view))
+        return layer.after(layer.before(made))
+
+    it = case_of(forward, layers=1)
+    with Pair(it, make_plan(it, "streamed", split_number=12), optimizer=sgd) as pair:
+        pair.module(**it.inp)
+        assert kinds == [TrackedView, TrackedView, *[torch.Tensor] * 5]
+    with Pair(it := case_of(forward, layers=1), make_plan(it, "resident"), optimizer=sgd) as pair:
+        pair.module(**it.inp)
+        assert kinds == [torch.Tensor] * 7
+
+
+def under_vmap(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    view, x = layer.weight.t(), layer.before(x)
+    return layer.after(torch.vmap(lambda row: torch.tanh(row @ view))(x))
+
+
+def sparse(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    x = layer.before(x)
+    # Nothing is sparse while the step is traced.
+    return layer.after(layer.weight @ x if x.is_meta else torch.sparse.mm(layer.weight.to_sparse(), x))
+
+
+@pytest.mark.parametrize(
+    "forward", [under_vmap, pytest.param(sparse, marks=gpu.not_pretended("it has no sparse tensors"))]
+)
+def test_what_has_no_storage_is_no_view(forward: Forward) -> None:
+    it = case_of(forward, layers=1)
+    with Pair(it, make_plan(it, "streamed", split_number=4), optimizer=sgd) as pair:
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+def test_backward_inside_gathered_reads_what_is_gathered() -> None:
+    it = case_of(kept_by_a_context)
+    with Pair(it, make_plan(it, "streamed", split_number=12), optimizer=sgd) as pair:
+        losses = [it.loss(model, pair.case.inp) for model in (pair.module, pair.plain)]
+        with pair.module.gathered():
+            losses[0].backward()
+        losses[1].backward()
+        pair.step()
+        pair.train(1)
+        pair.assert_same_weights()

@@ -1,0 +1,121 @@
+"""Nothing reads what is still being written, however long that takes: work is held back by gates that open late."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import torch
+
+from elixir.plan import Plan
+from tests.common.parity import Pair, case, make_plan
+
+
+def open_later(gate: threading.Event) -> None:
+    """Code that does not wait for what the gate holds back is past it by then."""
+    threading.Timer(0.2, gate.set).start()
+
+
+def with_homes(plan: Plan, resident: bool, weights: str, states: str) -> Plan:
+    chunks = (replace(c, resident=resident, weight_home=weights, state_home=states) for c in plan.chunks)  # type: ignore[arg-type]
+    return replace(plan, chunks=tuple(chunks))
+
+
+def test_an_update_waits_for_its_gradients_and_the_step_does_not() -> None:
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed", split_number=1)) as pair:
+        pair.train(1)
+        gate = threading.Event()
+        pair.engine.lanes.offload.submit(gate.wait)
+        pair.backward()
+        pair.step()
+        assert not gate.is_set()
+        open_later(gate)
+        pair.backward()  # its weights are those after the step
+        pair.step()
+        pair.assert_same_weights()
+
+
+def test_gradients_that_are_cleared_on_their_way_leave_the_next_ones_alone() -> None:
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed", split_number=1)) as pair:
+        pair.backward()
+        gate = threading.Event()
+        pair.engine.lanes.host_adam.submit(gate.wait)
+        pair.backward()  # the host adds it when the gate is open, and nobody has asked for it any more
+        pair.optimizer.zero_grad()
+        pair.plain_optimizer.zero_grad()
+        assert not gate.is_set()
+        open_later(gate)
+        pair.backward()
+        pair.step()
+        pair.assert_same_weights()
+
+
+def test_a_norm_waits_for_its_gradients() -> None:
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed", split_number=1)) as pair:
+        gate = threading.Event()
+        pair.engine.lanes.offload.submit(gate.wait)
+        pair.backward()
+        open_later(gate)
+        norm = pair.module.clip_grad_norm_(0.1)
+        assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1))
+        pair.step()
+        pair.assert_same_weights()
+
+
+def test_a_step_waits_for_those_who_still_read_the_weights() -> None:
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        pair.backward()
+        gate, read = threading.Event(), []
+        chunk = pair.engine.chunks[0]
+        shard = chunk.shard
+        assert shard is not None
+        before = shard.clone()
+        chunk.fetched = pair.engine.lanes.fetch.submit(lambda: (gate.wait(), read.append(shard.clone())))
+        pair.step()
+        open_later(gate)
+        pair.assert_same_weights()
+        assert torch.equal(read[0], before)
+        assert not torch.equal(shard, before)
+
+
+def test_a_forward_waits_for_weights_that_stay_and_are_updated_elsewhere() -> None:
+    it = case("opt", layers=1)
+    with Pair(it, with_homes(make_plan(it, "streamed"), True, "device", "host")) as pair:
+        pair.backward()
+        gate = threading.Event()
+        pair.engine.lanes.host_adam.submit(gate.wait)
+        pair.step()  # comes back at once
+        assert not gate.is_set()
+        open_later(gate)
+        pair.backward()  # its loss is that of the new weights
+        pair.step()
+        pair.assert_same_weights()
+
+
+def test_a_fetch_waits_for_the_update_of_its_own_chunk() -> None:
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        pair.backward()
+        gate = threading.Event()
+        pair.engine.lanes.host_adam.submit(gate.wait)
+        pair.step()
+        assert not gate.is_set()
+        open_later(gate)
+        pair.backward()
+        pair.step()
+        pair.assert_same_weights()
+
+
+def test_a_state_dict_waits_for_updates() -> None:
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "mixed")) as pair:
+        pair.backward()
+        gate = threading.Event()
+        pair.engine.lanes.host_adam.submit(gate.wait)
+        pair.step()
+        open_later(gate)
+        pair.assert_same_weights()

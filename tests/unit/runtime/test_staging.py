@@ -1,0 +1,170 @@
+"""New weights of low precision return to the device through two buffers in host memory: same bits, bytes as planned."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.chunk.host_buffers import STAGING
+from elixir.optimizer_states import state_size
+from elixir.plan import Home, Plan
+from elixir.search.planner import to_plan
+from elixir.search.problem import Placement, Setting
+from elixir.search.propose import Budgets, SearchSpace, weigh
+from elixir.search.simulator import Span, simulate_step
+from elixir.step_trace import StepTrace
+from elixir.tracer import trace_step
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
+from tests.common import gpu
+from tests.common.chains import NUMEL, Speeds
+from tests.common.parity import Case, case, hf_loss, make_plan
+from tests.common.samples import make_hardware
+from tests.common.synthetic_trace import TraceBuilder
+from tests.unit.runtime.test_runtime_overlap import held, over, states_on_host
+from tests.unit.runtime.test_runtime_precision import Reference
+
+BF16 = torch.bfloat16
+
+
+def make_run(it: Case, plan: Plan, **options: Any) -> tuple[ElixirModule, ElixirOptimizer]:
+    module = ElixirModule(it.model, plan, dtype=BF16, device=gpu.DEVICE, debug=Debug(poison=True), **options)
+    return module, ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1))
+
+
+def step(module: ElixirModule, optimizer: ElixirOptimizer, it: Case) -> torch.Tensor:
+    loss = hf_loss(module, it.inp)
+    optimizer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def returning_plan(it: Case) -> Plan:
+    """All weights resident in bfloat16, all states on the host."""
+    return states_on_host(make_plan(it, "resident", unified_dtype=BF16))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_are_their_masters_rounded(fused: bool) -> None:
+    it = case("opt")
+    reference = Reference(copy.deepcopy(it.model), BF16, 1.0, 0.0)
+    module, optimizer = make_run(it, returning_plan(it), use_fused_kernels=fused)
+    for _ in range(5):
+        loss, expected = step(module, optimizer, it), reference.step(it.inp)
+        assert fused or torch.equal(loss, expected)
+    module.settle()
+    for chunk in engine_of(module).chunks:
+        if chunk.plan.returns_rounded:
+            assert chunk.masters is not None
+            for slot in chunk.slots:
+                part = slice(slot.offset, slot.offset + slot.numel)
+                assert torch.equal(chunk.shard_weights[part].cpu(), chunk.masters[part].to(BF16)), slot.name
+    module.close()
+
+
+def test_a_parameter_without_a_gradient_keeps_its_weights() -> None:
+    """Its place in the buffer holds what another chunk left there."""
+    it = case("opt", layers=1)
+    reference = Reference(copy.deepcopy(it.model), BF16, 1.0, 0.0)
+    module, optimizer = make_run(it, returning_plan(it))
+    for owner in (reference.model, module.module):
+        for name, parameter in owner.named_parameters():
+            if name.endswith("fc1.bias"):
+                parameter.requires_grad_(False)
+    for _ in range(3):
+        assert torch.equal(step(module, optimizer, it), reference.step(it.inp))
+    module.close()
+
+
+def test_the_host_keeps_what_the_plan_says() -> None:
+    it = case("opt")
+    plan = returning_plan(it)
+    shards = [chunk.weight_bytes for chunk in plan.chunks if chunk.returns_rounded]
+    module, optimizer = make_run(it, plan, use_fused_kernels=True)  # whose moments fill gaps between parameters, too
+    step(module, optimizer, it)
+    assert engine_of(module).arena.parts("host")["staging"] == 2 * max(shards)
+    module.settle()  # moments are there when the first step is
+    step(module, optimizer, it)
+    report = module.last_report
+    assert report is not None
+    assert report.observed["host_peak"] == report.predicted["host_peak"]
+    module.close()
+
+
+@gpu.on_the_cpu("holds a lane's thread")
+def test_a_buffer_is_not_written_to_before_its_weights_have_left() -> None:
+    it = case("opt", layers=1)
+    module, optimizer = make_run(it, returning_plan(it))
+    step(module, optimizer, it)
+    module.settle()
+    optimizer.backward(hf_loss(module, it.inp))
+    lanes = engine_of(module).lanes
+    with held(lanes.refresh):
+        optimizer.step()
+        second = [
+            part.chunk for part in engine_of(module).steppers[0].parts.values() if part.chunk.plan.returns_rounded
+        ][1]
+        assert engine_of(module).host_buffers.of(STAGING)[0].busy is not None
+        idle = lanes.host_adam.submit(lambda: None)
+        assert not idle.done()
+        stepped = [stage.busy for stage in engine_of(module).host_buffers.of(STAGING)]
+        assert not any(ticket.done() for ticket in stepped if ticket is not None)
+        assert second.updated is not None
+    assert over(idle)
+    module.close()
+
+
+def chain(dtype: str, chunks: int) -> StepTrace:
+    """Parameters of one chunk each, used one after the other and back."""
+    build = TraceBuilder(dtype)
+    numel = NUMEL * 4 // torch.finfo(getattr(torch, dtype)).bits * 8
+    indices = [build.parameter(f"p{index}", numel) for index in range(chunks)]
+    for phase in ("forward", "backward"):
+        for index in indices if phase == "forward" else reversed(indices):
+            build.use(phase, index, flops=NUMEL)
+    return build.build("chain")
+
+
+def simulated_lanes(dtype: str, chunks: int, speeds: Speeds) -> dict[str, list[Span]]:
+    """Spans by resource of a step in which all weights are resident and all states on the host."""
+    trace = chain(dtype, chunks)
+    machine = speeds.machine()
+    machine = replace(machine, flops_per_s=dict.fromkeys(("float32", "bfloat16"), machine.flops_per_s["float32"]))
+    space = SearchSpace(trace, machine, Setting(1, 1, state_size("Adam"), True))
+    model = space.model(1 << 20)
+    homes = Placement.everywhere(Home.RESIDENT_HOST, chunks)
+    plan = to_plan(space, weigh(model, homes, 0, 0, space.cost), Budgets(1 << 50, 1 << 50), "Adam", "auto")
+    found = simulate_step(plan, trace, machine)
+    return {name: [span for span in found.timeline if span.resource == name] for name in ("host_adam", "refresh")}
+
+
+def test_simulated_updates_wait_for_a_buffer_where_weights_are_rounded() -> None:
+    speeds = Speeds(use=0.01, fetch=4.0, adam=1.0)
+    rounded, whole = (simulated_lanes(dtype, 5, speeds) for dtype in ("bfloat16", "float32"))
+    returned = [span.end_s for span in rounded["refresh"]]
+    starts = [span.start_s for span in rounded["host_adam"]]
+    assert starts[2:] == pytest.approx(returned[:-2])
+    ends = [span.end_s for span in whole["host_adam"]]
+    assert [span.start_s for span in whole["host_adam"]][1:] == pytest.approx(ends[:-1])
+
+
+def test_plans_count_the_buffers_of_the_largest_chunk_that_needs_one() -> None:
+    it = case("opt")
+
+    def run(model: torch.nn.Module, inp: dict[str, Any]) -> None:
+        hf_loss(model, inp).backward()
+
+    trace = trace_step(it.model, it.inp, run, dtype=BF16, hardware=make_hardware(), optimizer=None)
+    space = SearchSpace(trace, make_hardware(), Setting(1, 1, state_size("Adam"), True))
+    memory = space.model(space.table.largest_bytes)
+    chunks = len(memory.work.chunks)
+    for returning in (0, 1, 3):
+        homes = (Home.DEVICE_HOST,) * returning + (Home.HOST,) * (chunks - returning)
+        parts = memory.host_parts(Placement(homes))
+        sizes = [memory.work.chunks[chunk].bytes for chunk in range(returning)]
+        assert parts.get("staging", 0) == min(returning, 2) * max(sizes, default=0)

@@ -1,0 +1,252 @@
+"""Mistakes in a training script end in a sentence that says what to do, or are done as they were meant."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elixir
+from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
+from elixir.plan import Plan
+from elixir.search import simple_search
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
+
+BATCH = {"x": torch.ones(4, 32)}
+
+
+def small(width: int = 64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
+
+
+def loss(model: nn.Module, inp: dict[str, torch.Tensor] = BATCH) -> torch.Tensor:
+    return model(inp["x"]).square().mean()
+
+
+def planned(model: nn.Module, home: Any = "cpu", **options: Any) -> Plan:
+    options = {"inp": BATCH, "hardware": "cpu"} | options
+    return simple_search(
+        model, 1, split_number=2, shard_device=home, step_fn=lambda m, inp: loss(m, inp).backward(), **options
+    )
+
+
+@pytest.fixture
+def model() -> ElixirModule:
+    plain = small()
+    return ElixirModule(plain, planned(plain), device="cpu")
+
+
+# ------------------------------------------------------------------------------------------------------------- wrapping
+
+
+def test_something_else_than_a_plan() -> None:
+    with pytest.raises(InputTypeError, match=r"got str; Plan\.load\(path\)"):
+        ElixirModule(small(), "plan.json", device="cpu")  # type: ignore[arg-type]
+
+
+def test_a_plan_of_another_model_says_where_they_differ() -> None:
+    plan = planned(small())
+    cases: dict[str, nn.Module] = {
+        "of another size: 0.weight, 0.bias, 2.weight": small(65),
+        "only in the plan: 2.weight, 2.bias": small()[:2],
+        "only in the model: 3.weight, 3.bias": small().append(nn.Linear(32, 32)),
+        "trained in the plan, frozen in the model: 2.weight, 2.bias": small(),
+    }
+    cases["trained in the plan, frozen in the model: 2.weight, 2.bias"][2].requires_grad_(False)  # type: ignore[index]
+    for told, other in cases.items():
+        with pytest.raises(ArtifactError) as error:
+            ElixirModule(other, plan, device="cpu")
+        assert told in str(error.value)
+
+
+def test_a_model_is_wrapped_once(model: ElixirModule) -> None:
+    with pytest.raises(InputError, match="run by an ElixirModule already"):
+        ElixirModule(model.module, model.plan, device="cpu")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", torch.bfloat16])
+def test_a_dtype_that_the_plan_does_not_have(dtype: Any) -> None:
+    """A plan without unified_dtype keeps the model's: asking for another was passed over in silence."""
+    plain = small()
+    with pytest.raises(InputError, match=r"for float32, .* bfloat16; plan with unified_dtype=torch\.bfloat16"):
+        ElixirModule(plain, planned(plain), dtype=dtype, device="cpu")
+
+
+@pytest.mark.parametrize("unified", [None, "float32"])
+def test_a_dtype_may_be_a_name(unified: str | None) -> None:
+    plain = small()
+    module = ElixirModule(plain, planned(plain, unified_dtype=unified), dtype="fp32", device="cpu")
+    assert module(BATCH["x"].double()).dtype == torch.float32
+    module.close()
+
+
+@pytest.mark.parametrize(("device", "told"), [("gpu", "must be 'cpu' or a CUDA"), ("cuda:0", "finds no CUDA here")])
+def test_a_device_that_is_not_there(device: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plain = small()
+    with pytest.raises(InputError, match=told):
+        ElixirModule(plain, planned(plain), device=device)
+
+
+def test_compiled_parts_run_only_where_weights_stay() -> None:
+    for whole in (True, False):
+        plain: nn.Module = small()
+        if whole:
+            plain = torch.compile(plain, backend="eager")  # type: ignore[assignment]
+        else:
+            plain[2] = torch.compile(plain[2], backend="eager")  # type: ignore[index, operator]
+        with pytest.raises(InputError, match=f"{'the model' if whole else '2'} was given to torch.compile"):
+            ElixirModule(plain, planned(plain), device="cpu")
+        ElixirModule(plain, planned(plain, "cuda"), device="cpu").close()
+
+
+def test_processes_without_a_process_group(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plain = small()
+    alone = planned(plain)
+    with caplog.at_level(logging.WARNING):
+        ElixirModule(plain, alone, device="cpu").close()
+    assert "2 processes were started" in caplog.text
+    plain = small()
+    step = {"inp": BATCH, "hardware": "cpu", "step_fn": lambda m, inp: loss(m).backward()}
+    with pytest.raises(ArtifactError, match=r"init_process_group\(\) has not been called"):
+        ElixirModule(plain, simple_search(plain, 2, **step), device="cpu")  # type: ignore[arg-type]
+
+
+def test_without_a_gpu_wrap_plans_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plain = small()
+    adamw = torch.optim.AdamW(plain.parameters())
+    module, _ = elixir.wrap(plain, adamw, inp=BATCH, step_fn=lambda m, inp: loss(m).backward())
+    assert module.plan.hardware_name == "cpu"
+    module.close()
+
+
+def test_small_sizes_do_not_vanish_from_a_plan_error() -> None:
+    assert "(needed 3.00 MiB, available 512 B, short by 3.00 MiB)" in str(
+        PlanError("", needed_bytes=3 * 2**20, available_bytes=512)
+    )
+    close = PlanError("", needed_bytes=2**30 + 1, available_bytes=2**30)
+    assert "(needed 1.01 GiB, available 1.00 GiB, short by 1 B)" in str(close)
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+def test_an_argument_that_there_is_not(model: ElixirModule) -> None:
+    with pytest.raises(TypeError, match="clip_norm"):
+        ElixirOptimizer(model, torch.optim.AdamW(model.parameters()), clip_norm=1.0)  # type: ignore[call-arg]
+
+
+def test_a_loss_that_is_a_number(model: ElixirModule) -> None:
+    optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(InputTypeError, match="got float; call item"):
+        optimizer.backward(loss(model).item())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+def test_a_step_without_backward_is_told_once(home: str, caplog: pytest.LogCaptureFixture) -> None:
+    plain = small()
+    module = ElixirModule(plain, planned(plain, home), device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
+    with caplog.at_level(logging.WARNING):
+        optimizer.backward(loss(module))
+        optimizer.step()
+        assert "no gradients" not in caplog.text
+        optimizer.zero_grad()
+        optimizer.step()
+        optimizer.step()
+    assert caplog.text.count("step() found no gradients") == 1
+    module.close()
+
+
+def test_a_scheduler_built_before_the_wrapping_does_not_complain() -> None:
+    plain = small()
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(adamw, 0.5)
+    module = ElixirModule(plain, planned(plain), device="cpu")
+    optimizer = ElixirOptimizer(module, adamw)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.backward(loss(module))
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    module.close()
+
+
+def test_gathered_takes_a_module_or_one_parameter_and_nothing_foreign(model: ElixirModule) -> None:
+    expected = small()
+    weight = model.module[0].weight
+    for some in (model, model.module[0], weight, [weight], (p for p in [weight])):
+        with model.gathered(some):
+            assert torch.equal(weight, expected[0].weight)
+    for foreign in (expected, ["0.weight"], [weight, expected[0].weight]):
+        with pytest.raises(InputError, match="parameters of this model"), model.gathered(foreign):  # type: ignore[arg-type]
+            pass
+
+
+def test_a_step_of_other_than_planned_batches_is_compared_with_what_it_had(caplog: pytest.LogCaptureFixture) -> None:
+    """Two batches and an evaluation move other bytes than a plan of one batch says, and that is no defect of the
+    plan."""
+    plain = small()
+    plan = planned(plain, allocate_factor=0.5)
+    module = ElixirModule(plain, plan, device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
+    with torch.no_grad():
+        loss(module)
+    for _ in range(2):
+        optimizer.backward(loss(module))
+    with caplog.at_level(logging.WARNING):
+        optimizer.step()
+    assert module.last_report is not None
+    assert module.last_report.micro_batches == 2
+    assert module.last_report.predicted["device_to_host"] == 2 * plan.predicted.moved_bytes["device_to_host"]
+    assert module.last_report.observed["device_to_host"] == module.last_report.predicted["device_to_host"]
+    assert "differs from its plan" not in caplog.text
+    module.close()
+
+
+def test_float16_gradients_that_were_not_scaled() -> None:
+    """The step would divide them by the scale nevertheless, and train as if by a learning rate near zero."""
+    plain = small()
+    module = ElixirModule(plain, planned(plain, unified_dtype="float16"), device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1), initial_scale=8.0)
+    loss(module).backward()
+    with pytest.raises(InputError, match=r"by the loss scale, 8, .* call optimizer\.backward\(loss\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(loss(module))
+    optimizer.step()
+    optimizer.zero_grad()
+    for zero_grad in (optimizer.zero_grad, module.zero_grad):
+        optimizer.backward(loss(module))
+        zero_grad()
+        loss(module).backward()
+        with pytest.raises(InputError, match="by the loss scale"):
+            optimizer.step()
+        module.zero_grad()
+    module.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"initial_scale": 0.0}, "initial_scale must be finite and above 0, got 0.0"),
+        ({"initial_scale": float("nan")}, "initial_scale must be finite"),
+        ({"growth_interval": 0}, "growth_interval must be 1 step or more, got 0"),
+    ],
+)
+def test_a_loss_scale_that_is_none(options: dict[str, Any], message: str) -> None:
+    plain = small()
+    module = ElixirModule(plain, planned(plain, unified_dtype="float16"), device="cpu")
+    with pytest.raises(InputError, match=message):
+        ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1), **options)
+    assert engine_of(module).steppers == []
+    module.close()

@@ -1,0 +1,252 @@
+"""Plans for several batches per step: what they need, how long they take, and which way to cut a step is chosen."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elixir.cli import main
+from elixir.errors import InputError, InputTypeError, PlanError
+from elixir.models import build_shape, checkpointable_layers, default_input, default_step, describe
+from elixir.optimizer_states import StateSize
+from elixir.plan import Home, Plan
+from elixir.search import optimal_search, plan_from_trace, search_batches
+from elixir.search.problem import MemoryModel, ParamTable, Placement, Setting, StepFacts, Workload
+from elixir.search.propose import PlacementBuilder, SearchSpace, Variants, weigh
+from elixir.search.simulator import SimulatedCost, simulate_step
+from elixir.step_trace import StepTrace
+from elixir.tracer import trace_step
+from elixir.units import GIB, MIB
+from tests.common.searching import HARDWARE, SMALL
+from tests.common.synthetic_trace import TraceBuilder, stack_trace
+
+PLENTY = 1 << 50
+
+
+def trace_of(batch: int, checkpoint: str = "non-reentrant") -> StepTrace:
+    """The sample stack with so many sequences."""
+    return stack_trace(SMALL, batch=batch, seq=256, checkpoint=checkpoint != "none")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_the_search_sees_what_simulate_step_gives(world_size: int, accumulation: int) -> None:
+    plan = plan_from_trace(
+        trace_of(2), HARDWARE, world_size, device_memory=900 * MIB, host_memory=PLENTY, accumulation=accumulation
+    )
+    assert plan.accumulation == accumulation
+    assert Plan.from_json(plan.to_json()) == plan
+    step = simulate_step(plan, trace_of(2), HARDWARE)
+    assert plan.predicted.seconds["total"] == pytest.approx(step.step_s, rel=1e-12)
+    for phase, seconds in step.phases_s.items():
+        assert plan.predicted.seconds[phase] == pytest.approx(seconds, rel=1e-9, abs=1e-12)
+    assert plan.predicted.seconds["host_to_device"] == pytest.approx(step.busy_s["host_to_device"])
+
+
+def test_more_batches_than_are_simulated_count_as_the_last_of_them() -> None:
+    trace = trace_of(2)
+    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=900 * MIB, host_memory=PLENTY, accumulation=8)
+    assert plan.predicted.seconds["total"] == pytest.approx(simulate_step(plan, trace, HARDWARE).step_s, rel=0.01)
+    assert "per optimizer step of 8 micro-batches" in str(plan)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_of_the_batch_before_stay_through_the_next(world_size: int) -> None:
+    """Gradients on the device add to the activations of forward; one that is added on the host, to its sum."""
+    build, numel = TraceBuilder(), 8 * MIB
+    weights = [build.parameter(f"w{i}", numel) for i in range(3)]
+    for index in weights:
+        build.use("forward", index, live=100 * MIB)
+    for index in reversed(weights):
+        build.use("backward", index)
+    trace = build.build("three")
+    packing = ParamTable(trace, world_size).pack(2 * numel)
+    one, four = (
+        MemoryModel(
+            Workload(StepFacts(trace), packing), Setting(world_size, world_size, StateSize(8), False, accumulation)
+        )
+        for accumulation in (1, 4)
+    )
+    on_device, on_host = Placement.everywhere(Home.RESIDENT, 3), Placement.everywhere(Home.HOST, 3)
+    before, after = one.need(on_device, 0), four.need(on_device, 0)
+    assert before.device_parts["activations"] == after.device_parts["activations"] == 100 * MIB
+    assert before.device_parts["gradients"] == 0
+    assert after.device_parts["gradients"] == 3 * 2 * numel // world_size
+    hosts = [model.need(on_host, 1).host_parts["gradients"] for model in (one, four)]
+    # Shards of all ranks; one of them at a time is added, and another one is copied meanwhile.
+    assert hosts == [3 * 2 * numel, 5 * 2 * numel]
+    only_one = Placement((Home.RESIDENT, Home.RESIDENT, Home.HOST))
+    assert four.need(only_one, 1).host_parts["gradients"] == 2 * 2 * numel  # with nothing to copy meanwhile
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_ways_to_count_memory_agree_with_several_batches(world_size: int) -> None:
+    trace = trace_of(2)
+    setting = Setting(world_size, world_size, StateSize(8), True, 3)
+    space = SearchSpace(trace, HARDWARE, setting)
+    model = space.model(space.table.largest_bytes)
+    builder, count = PlacementBuilder(model, 3), len(model.work.chunks)
+    variants = Variants(model, SimulatedCost(trace, HARDWARE, setting))
+    for chunk in range(0, count, 2):
+        builder.move_all([chunk], state=chunk % 4 == 0, resident=world_size == 1, budget_bytes=PLENTY)
+        placement = builder.placement()
+        blocks = min(3, builder.streamed)
+        assert builder.peak_bytes() == model.need(placement, blocks).device_bytes
+        codes = variants.codes(placement)
+        assert codes is not None
+        need = model.need(placement, 0)
+        look = variants.look(codes[None], need.device_bytes)
+        assert (look.blocks[0], look.host_bytes[0]) == (0, need.host_bytes)
+        assert variants.look(codes[None], need.device_bytes - 1).blocks[0] == -1
+        fewest = model.work.schedule(placement.residents, 1).min_blocks
+        flags = (placement.resident, placement.weight_on_device, placement.state_on_device)
+        floor = space.cost.floor_s(
+            model.work, np.arange(count), *(np.array([flag]) for flag in flags), np.array([fewest])
+        )
+        assert floor[0] <= weigh(model, placement, fewest, 1, space.cost).seconds["total"]
+
+
+@pytest.mark.slow
+def test_the_fastest_way_is_chosen_and_all_are_told() -> None:
+    options: dict[str, Any] = {"device_memory": 1000 * MIB, "host_memory": PLENTY, "search": "minimum_waste"}
+    choice = search_batches(trace_of, HARDWARE, 1, samples=4, checkpoints=["none", "non-reentrant"], **options)
+    assert [(option.batch, option.accumulation) for option in choice.options] == [
+        (batch, 4 // batch) for batch in (4, 2, 1) for _ in range(2)
+    ]
+    assert choice.option in choice.options
+    assert choice.plan.accumulation == choice.option.accumulation
+    assert choice.plan.predicted.device_peak_bytes <= 1000 * MIB
+    for option in choice.options:
+        assert (option.step_s is None) == bool(option.reason)
+        plan = None
+        try:
+            plan = plan_from_trace(
+                trace_of(option.batch, option.checkpoint), HARDWARE, 1, accumulation=option.accumulation, **options
+            )
+        except PlanError:
+            assert option.reason
+        if plan is not None:
+            # What was left out because of its compute alone is no faster either.
+            assert choice.option.step_s is not None
+            assert plan.predicted.seconds["total"] >= choice.option.step_s * (1 - 1e-9)
+
+
+def test_with_room_for_everything_one_batch_without_checkpointing_is_best() -> None:
+    options: dict[str, Any] = {"device_memory": PLENTY, "host_memory": PLENTY}
+    choice = search_batches(trace_of, HARDWARE, 1, samples=4, checkpoints=["non-reentrant", "none"], **options)
+    assert (choice.option.batch, choice.option.checkpoint) == (4, "none")
+    only = search_batches(trace_of, HARDWARE, 1, samples=4, micro_batches=False, **options)
+    assert [option.batch for option in only.options] == [4]
+    odd = search_batches(trace_of, HARDWARE, 1, samples=6, **options)
+    assert [option.batch for option in odd.options] == [6, 3]
+
+
+@pytest.mark.slow
+def test_where_one_batch_does_not_fit_several_do() -> None:
+    short = least_needed_of(8) - 1
+    choice = search_batches(trace_of, HARDWARE, 1, samples=8, device_memory=short, host_memory=PLENTY)
+    assert choice.option.batch < 8
+    assert "does not fit" in choice.options[0].reason
+    with pytest.raises(PlanError):
+        search_batches(trace_of, HARDWARE, 1, samples=8, device_memory=1, host_memory=PLENTY)
+
+
+def least_needed_of(batch: int) -> int:
+    """Least device memory of a step with one batch."""
+    with pytest.raises(PlanError) as caught:
+        plan_from_trace(trace_of(batch, "none"), HARDWARE, 1, device_memory=0, host_memory=PLENTY)
+    return caught.value.needed_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"samples": 0}, InputError, "samples must be 1 or larger"),
+        ({"samples": True}, InputTypeError, "samples must be a whole number"),
+        ({"checkpoints": "none"}, InputTypeError, "checkpoints must be a list"),
+        ({"checkpoints": []}, InputTypeError, "checkpoints must be a list"),
+        ({"accumulation": 2}, InputError, "follows from samples"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        search_batches(trace_of, HARDWARE, 1, **{"samples": 4} | options)
+
+
+def test_accumulation_is_a_whole_number() -> None:
+    for value in (0, 1.5, True):
+        with pytest.raises((InputError, InputTypeError), match="accumulation"):
+            optimal_search(trace_of(1), 1, hardware=HARDWARE, host_memory=PLENTY, accumulation=value)  # type: ignore[arg-type]
+    plan = optimal_search(trace_of(1), 1, hardware=HARDWARE, host_memory=PLENTY, accumulation=2)
+    with pytest.raises(InputError, match="accumulation"):
+        replace(plan, accumulation=0)
+
+
+@pytest.mark.slow
+def test_the_command_shows_every_way(capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["plan", "opt-125m", "--hardware", "h200", "--host-memory", "64GiB", "--batch", "2", "--seq", "64"]
+    assert main([*call, "--search-batch", "--brief", "--device-memory", str(2 * GIB)]) == 0
+    shown = capsys.readouterr().out
+    assert "non-reentrant" in shown
+    assert shown.index("*") < shown.index("plan ")
+    assert main(["plan", "opt-125m", "--search-batch", "--inp", "some.module:function"]) == 2
+    assert "--search-batch" in capsys.readouterr().err
+
+
+LAYERS = 6
+SHALLOW = replace(describe("opt-125m"), layers=LAYERS, hidden=256, heads=4, ffn=1024, vocabulary=512)
+
+
+@cache
+def shallow(batch: int, checkpoint: str) -> StepTrace:
+    model = build_shape(SHALLOW, dtype=torch.bfloat16, checkpoint=checkpoint)
+    inp = default_input(model, batch=batch, seq=256)
+    return trace_step(model, inp, default_step, hardware=HARDWARE, optimizer=None)
+
+
+def test_as_many_layers_are_checkpointed_as_are_asked_for() -> None:
+    assert len(checkpointable_layers(build_shape(SHALLOW))) == LAYERS
+    assert shallow(1, "non-reentrant:2").checkpointed_modules == ("model.decoder.layers.0", "model.decoder.layers.1")
+    with pytest.raises(InputError, match="has 6 layers .* 7 are asked for"):
+        build_shape(SHALLOW, checkpoint="reentrant:7")
+    for wrong in ("none:2", "non-reentrant:", "non-reentrant:x", "reentrant:-1"):
+        with pytest.raises(InputError, match="non-reentrant:12"):
+            build_shape(SHALLOW, checkpoint=wrong)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
+    """Between what all and what no layer needs on the device, the best is in between; at the ends, an end."""
+    ways = ["none", *(f"non-reentrant:{count}" for count in range(1, LAYERS)), "non-reentrant"]
+    memory: dict[str, Any] = {"host_memory": PLENTY}
+    peaks = [
+        plan_from_trace(shallow(8, way), HARDWARE, 1, device_memory=PLENTY, **memory).predicted.device_peak_bytes
+        for way in (ways[0], ways[-1])
+    ]
+    memory["device_memory"] = int(peaks[1] + share * (peaks[0] - peaks[1]))
+    times = {}
+    for way in ways:
+        with contextlib.suppress(PlanError):
+            times[way] = plan_from_trace(shallow(8, way), HARDWARE, 1, **memory).predicted.seconds["total"]
+    choice = search_batches(
+        shallow,
+        HARDWARE,
+        1,
+        samples=8,
+        checkpoints=["none", "non-reentrant"],
+        layers=LAYERS,
+        micro_batches=False,
+        **memory,
+    )
+    assert choice.option.step_s == min(times.values())
+    assert choice.option.checkpoint == min(times, key=lambda way: times[way])
+    if share in (0.3, 0.6):
+        assert choice.option.checkpoint not in ("none", "non-reentrant")

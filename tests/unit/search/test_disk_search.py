@@ -1,0 +1,213 @@
+"""Searches that may use a disk: when they do, which states go there, and what is said where it would help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmark.certificate.lower_bound import lower_bound
+from elixir.errors import InputError, PlanError
+from elixir.optimizer_states import StateSize
+from elixir.plan import Home, Plan
+from elixir.search.budgets import warn_if_disk_full
+from elixir.search.planner import plan_from_trace
+from elixir.search.problem import MemoryModel, Placement, Setting, Spill
+from elixir.search.propose import Budgets, SearchSpace, spilled
+from elixir.search.simulator import simulate_step
+from elixir.search.whatif import lever_effects
+from elixir.step_trace import StepTrace
+from elixir.units import GIB, MIB
+from tests.common.chains import NUMEL, Speeds, chain
+from tests.common.searching import HARDWARE, check_consistent, traces
+from tests.common.synthetic_trace import StackShape, stack_trace
+
+FAST = replace(HARDWARE, disk_read_bytes_per_s=6e9, disk_write_bytes_per_s=3e9)
+UNKNOWN = replace(FAST, disk_read_bytes_per_s=None, disk_write_bytes_per_s=None)
+SMALL = StackShape(hidden=256, layers=8, ffn=1024, vocab=1024, positions=256)
+
+
+@pytest.fixture(scope="module")
+def stack() -> StepTrace:
+    return stack_trace(SMALL, batch=2, seq=256)
+
+
+@pytest.fixture(scope="module")
+def limits(stack: StepTrace) -> tuple[int, int]:
+    """A device that holds little more than it must, and the host bytes that are needed with it."""
+    least = plan_from_trace(stack, FAST, 1, device_memory=1 << 40, placement="cpu").predicted.device_peak_bytes
+    device = int(0.7 * least)
+    with pytest.raises(PlanError) as caught:
+        plan_from_trace(stack, FAST, 1, device_memory=device, host_memory=1)
+    return device, caught.value.needed_bytes
+
+
+def planned(stack: StepTrace, device: int, host: int, **options: object) -> Plan:
+    return plan_from_trace(stack, FAST, 1, device_memory=device, host_memory=host, **options)  # type: ignore[arg-type]
+
+
+def test_states_go_to_the_disk_only_where_nothing_fits_without(stack: StepTrace, limits: tuple[int, int]) -> None:
+    device, host = limits
+    enough = planned(stack, device, host)
+    assert replace(planned(stack, device, host, disk_memory="1GiB"), disk_budget_bytes=0) == enough
+    with pytest.raises(PlanError):
+        planned(stack, device, host - 1)
+    short = planned(stack, device, int(0.8 * host), disk_memory="1GiB")
+    predicted = short.predicted
+    assert short.uses_disk
+    assert short.disk_budget_bytes == GIB
+    assert predicted.host_peak_bytes <= 0.8 * host
+    assert predicted.device_peak_bytes <= device
+    assert 0 < predicted.disk_peak_bytes <= GIB
+    assert simulate_step(short, stack, FAST).step_s == predicted.seconds["total"]
+    assert short == planned(stack, device, int(0.8 * host), disk_memory=1 << 30)
+
+
+def test_the_error_names_the_disk_and_what_it_would_save(stack: StepTrace, limits: tuple[int, int]) -> None:
+    """With as much host memory as the lever leaves, and a disk, there is a plan; with a byte less there is none."""
+    device, host = limits
+    with pytest.raises(PlanError) as caught:
+        planned(stack, device, host // 3)
+    (lever,) = (lever for lever in caught.value.levers if "disk" in lever.action)
+    assert lever.saves_bytes > 0
+    assert "does not run it" in lever.action
+    assert "--disk-folder" not in lever.action
+    with pytest.raises(PlanError) as unknown:
+        plan_from_trace(stack, UNKNOWN, 1, device_memory=device, host_memory=host // 3)
+    assert any("--disk-folder" in lever.action for lever in unknown.value.levers)
+    with pytest.raises(PlanError) as short:
+        planned(stack, device, 1, disk_memory="1GiB")
+    needed = short.value.needed_bytes
+    assert needed < host
+    assert planned(stack, device, needed, disk_memory="1GiB").uses_disk
+    with pytest.raises(PlanError):
+        planned(stack, device, needed - 1, disk_memory="1GiB")
+    with pytest.raises(PlanError) as little:
+        planned(stack, device, needed, disk_memory="1MiB")
+    assert any("more of the disk" in lever.action for lever in little.value.levers)
+
+
+def test_several_ranks_share_the_budgets_of_their_machine(stack: StepTrace) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_trace(stack, FAST, 2, device_memory=1 << 40, host_memory=1, placement="cpu")
+    host = int(0.7 * caught.value.needed_bytes)
+    plan = plan_from_trace(stack, FAST, 2, device_memory=1 << 40, host_memory=host, disk_memory="1GiB", placement="cpu")
+    assert plan.uses_disk
+    assert plan.predicted.host_peak_bytes <= host
+    on_disk = sum(c.numel for c in plan.chunks if c.state_home == "disk")
+    assert plan.predicted.disk_peak_bytes == on_disk * 12
+
+
+def test_the_bound_holds_for_plans_with_a_disk(stack: StepTrace, limits: tuple[int, int]) -> None:
+    device, host = limits
+    plan = planned(stack, device, int(0.8 * host), disk_memory="1GiB")
+    space = SearchSpace(stack, FAST, Setting(1, 1, StateSize(8), True))
+    bound = lower_bound(space, Budgets(device, int(0.8 * host), GIB))
+    assert bound is not None
+    assert 0 < bound.step_s <= plan.predicted.seconds["total"]
+    slow = replace(FAST, disk_read_bytes_per_s=1e6, disk_write_bytes_per_s=1e6)
+    slowly = lower_bound(
+        SearchSpace(stack, slow, Setting(1, 1, StateSize(8), True)), Budgets(device, int(0.8 * host), GIB)
+    )
+    assert slowly is not None
+    assert slowly.step_s > bound.step_s
+    assert any("disk" in name for name in slowly.rows)
+
+
+def test_a_faster_disk_is_a_lever(stack: StepTrace, limits: tuple[int, int]) -> None:
+    device, host = limits
+    slow = replace(FAST, disk_read_bytes_per_s=1e7, disk_write_bytes_per_s=1e7)
+    plan = plan_from_trace(stack, slow, 1, device_memory=device, host_memory=int(0.8 * host), disk_memory="1GiB")
+    (lever,) = (lever for lever in lever_effects(plan, stack, slow) if "the disk" in lever.action)
+    assert lever.change_s < 0
+
+
+@pytest.mark.parametrize("disk_memory", ["lots", -1, 1.5])
+def test_a_budget_that_is_none_is_refused(stack: StepTrace, disk_memory: object) -> None:
+    with pytest.raises(InputError):
+        planned(stack, 1 << 40, 1 << 40, disk_memory=disk_memory)
+
+
+def test_a_machine_whose_disk_is_unknown_is_refused(stack: StepTrace) -> None:
+    with pytest.raises(InputError, match="--disk-folder"):
+        plan_from_trace(stack, UNKNOWN, 1, device_memory=1 << 40, host_memory=1 << 40, disk_memory="1GiB")
+
+
+# --- which states --------------------------------------------------------------------------------------------------
+
+
+def model_of(chunks: int, spill: Spill | None) -> MemoryModel:
+    setting = Setting(1, 1, StateSize(8), False, spill=spill)
+    return SearchSpace(chain(chunks), Speeds().machine(), setting).model(4 * NUMEL)
+
+
+def placed(chunks: int) -> Placement:
+    return Placement.everywhere(Home.HOST, chunks)
+
+
+@pytest.mark.parametrize(("lacking", "expected"), [(0, set()), (1, {3, 4, 5, 2}), (8 * NUMEL + 1, {1, 2, 3, 4, 5})])
+def test_the_last_to_be_used_go_first_and_no_more_than_are_needed(lacking: int, expected: set[int]) -> None:
+    """fp32 weights at home on the host: a chunk's 8 B an element leave, and a window of 24 comes: four chunks pay
+    it."""
+    whole = sum(model_of(6, None).host_parts(placed(6)).values())
+    model = model_of(6, Spill(whole - lacking, 1 << 50))
+    found = spilled(model, placed(6))
+    assert found.state_on_disk == expected
+    assert sum(model.host_parts(found).values()) <= whole - lacking
+
+
+def test_what_the_last_one_made_needless_stays_on_the_host(stack: StepTrace, limits: tuple[int, int]) -> None:
+    """No chunk could leave the disk and the plan still fit, but for two that only the window would keep there."""
+    device, host = limits
+    for share in (0.5, 0.7, 0.9):
+        plan = planned(stack, device, int(share * host), disk_memory="1GiB")
+        spare = plan.host_budget_bytes - plan.predicted.host_peak_bytes
+        on_disk = [chunk for chunk in plan.chunks if chunk.state_home == "disk"]
+        back = [
+            chunk.numel * (12 if chunk.dtype != "float32" or chunk.weight_home == "device" else 8) for chunk in on_disk
+        ]
+        assert len(on_disk) <= 2 or min(back) > spare
+
+
+def test_a_disk_smaller_than_its_budget_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    small = replace(FAST, disk_free_bytes=GIB)
+    assert warn_if_disk_full(small, "2GiB")
+    assert "1.00 GiB were free" in caplog.text
+    assert not warn_if_disk_full(small, "1GiB")
+    assert not warn_if_disk_full(small, None)
+    assert not warn_if_disk_full(FAST, "2GiB")
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    trace=traces(), world_size=st.sampled_from([1, 2]), share=st.floats(0.3, 0.99), disk=st.sampled_from([1, 200, 4000])
+)
+def test_plans_with_a_disk_are_what_an_independent_count_says(
+    trace: StepTrace, world_size: int, share: float, disk: int
+) -> None:
+    """And no faster than the bound."""
+    cpu: dict[str, Any] = {"device_memory": 1 << 40, "placement": "cpu"}
+    with pytest.raises(PlanError) as short:
+        plan_from_trace(trace, FAST, world_size, host_memory=1, **cpu)
+    host = int(share * short.value.needed_bytes)
+    try:
+        made = plan_from_trace(trace, FAST, world_size, host_memory=host, disk_memory=disk * MIB, **cpu)
+    except PlanError:
+        return  # `needed_bytes` is held by another test
+    check_consistent(made, trace)
+    space = SearchSpace(trace, FAST, Setting(world_size, FAST.ranks_per_host(world_size), 8, made.overlap))
+    bound = lower_bound(space, Budgets(1 << 40, host, disk * MIB))
+    assert bound is not None
+    assert bound.step_s <= made.predicted.seconds["total"]
+
+
+def test_the_budget_of_the_disk_is_kept() -> None:
+    model = model_of(6, Spill(1, 5 * 12 * NUMEL))
+    found = spilled(model, placed(6))
+    assert len(found.state_on_disk) == 5
+    assert model.need(found, 1).disk_bytes == 5 * 12 * NUMEL
+    # With room for two, the window takes as much as they free.
+    assert not spilled(model_of(6, Spill(1, 2 * 12 * NUMEL)), placed(6)).state_on_disk

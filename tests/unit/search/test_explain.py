@@ -1,0 +1,272 @@
+"""Explanations: every number is that of planning's own models for the changed plan, and sentences follow the
+numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+
+from elixir.errors import InputError
+from elixir.hardware import HardwareProfile, RateFit, preset
+from elixir.models import build, default_input, default_step
+from elixir.plan import ChunkPlan, Plan
+from elixir.search import plan_from_trace, simple_search
+from elixir.search.simulator import simulate_step
+from elixir.search.whatif import Explanation, Spot, faster, lever_effects
+from elixir.search.whatif.explain import explain
+from elixir.show import blocks_table, elsewhere_table, explanation_record, kinds, levers_table, runs, summary_text
+from elixir.step_trace import StepTrace
+from elixir.tracer import trace_step
+from elixir.units import MIB
+
+HARDWARE = preset("rtx4090")
+
+
+def make_trace(batch: int = 4) -> StepTrace:
+    model = build("opt-125m", dtype=torch.bfloat16)
+    return trace_step(
+        model,
+        default_input(model, batch=batch, seq=128),
+        default_step,
+        dtype=torch.bfloat16,
+        hardware=HARDWARE,
+        optimizer=None,
+        model_name="opt-125m",
+    )
+
+
+@pytest.fixture(scope="module")
+def trace() -> StepTrace:
+    return make_trace()
+
+
+@pytest.fixture(scope="module")
+def plan(trace: StepTrace) -> Plan:
+    """Too little device memory for all, so that chunks live in several places."""
+    return plan_from_trace(trace, HARDWARE, 1, device_memory=1400 * MIB, host_memory="4GiB")
+
+
+@pytest.fixture(scope="module")
+def found(plan: Plan, trace: StepTrace) -> Explanation:
+    return explain(plan, trace, HARDWARE, levers=False)
+
+
+def with_chunk(plan: Plan, index: int, spot: Spot) -> Plan:
+    """The plan with one chunk in another place, as a new plan."""
+    chunk = dataclasses.replace(
+        plan.chunks[index],
+        resident=spot.weights == "resident",
+        weight_home="host" if spot.weights == "host" else "device",
+        state_home=spot.states if spot.states != "none" else ("host" if spot.weights == "host" else "device"),  # type: ignore[arg-type]
+    )
+    chunks: tuple[ChunkPlan, ...] = (*plan.chunks[:index], chunk, *plan.chunks[index + 1 :])
+    return dataclasses.replace(plan, chunks=chunks)
+
+
+def test_the_plan_has_chunks_in_several_places(plan: Plan) -> None:
+    """Or the tests below would say little."""
+    assert len({(chunk.resident, chunk.weight_home, chunk.state_home) for chunk in plan.chunks}) >= 2
+    assert plan.block_count
+
+
+def test_the_step_is_that_of_the_simulator(plan: Plan, trace: StepTrace, found: Explanation) -> None:
+    step = simulate_step(plan, trace, HARDWARE)
+    assert (found.step_s, found.bound_by) == (step.step_s, step.bound_by)
+    assert sum(found.critical_s.values()) == pytest.approx(step.step_s)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_elsewhere_is_what_the_simulator_says_of_the_changed_plan(trace: StepTrace, world_size: int) -> None:
+    plan = plan_from_trace(trace, HARDWARE, world_size, device_memory=1200 * MIB, host_memory="4GiB")
+    found = explain(plan, trace, HARDWARE, levers=False)
+    base_s, checked = simulate_step(plan, trace, HARDWARE).step_s, 0
+    for chunk in found.chunks[::3]:
+        for other in chunk.elsewhere:
+            changed = dataclasses.replace(
+                with_chunk(dataclasses.replace(plan, block_count=len(plan.chunks)), chunk.chunk, other.spot),
+                block_count=other.change.block_count,
+                # Two ranks put every chunk's gradients together in blocks; of one rank more chunks may come to do so.
+                grad_block_count=plan.grad_block_count if world_size > 1 else len(plan.chunks),
+            )
+            step_s = simulate_step(changed, trace, HARDWARE).step_s
+            # More gradient blocks than needed never make a step slower; usually they change nothing.
+            assert step_s <= other.change.step_s * (1 + 1e-9)
+            assert step_s == pytest.approx(other.change.step_s, rel=1e-9 if world_size > 1 else 0.02)
+            assert other.change.change_s == pytest.approx(other.change.step_s - base_s, abs=1e-9)
+            checked += 1
+    assert checked > 10
+
+
+def test_every_other_legal_place_is_weighed_once(plan: Plan, found: Explanation) -> None:
+    for chunk, planned in zip(found.chunks, plan.chunks, strict=True):
+        spots = [chunk.spot, *(other.spot for other in chunk.elsewhere)]
+        assert len(set(spots)) == len(spots)
+        assert Spot("host", "device") not in spots  # no plan allows it
+        streamable = planned.weight_bytes <= plan.block_bytes
+        assert len(spots) == (5 if streamable else 2)
+        assert (chunk.first_parameter, chunk.last_parameter) == (
+            planned.parameters[0].name,
+            planned.parameters[-1].name,
+        )
+
+
+def test_states_and_weights_take_their_bytes_with_them(plan: Plan, found: Explanation) -> None:
+    """Adam in bf16: 12 bytes of states per element, on one rank; the device's peak follows within gradients and
+    blocks."""
+    by_home = {(chunk.spot, chunk.chunk): chunk for chunk in found.chunks}
+    moved = 0
+    for (spot, index), chunk in by_home.items():
+        states = 12 * plan.chunks[index].numel
+        for other in chunk.elsewhere:
+            if spot.weights == other.spot.weights and spot.states != other.spot.states:
+                sign = 1 if other.spot.states == "host" else -1
+                gradient = other.change.host_change_bytes - sign * states  # waits next to the states
+                assert gradient in (0, sign * chunk.weight_bytes) or spot.weights == "resident"
+                assert sign * other.change.host_change_bytes >= states
+                assert sign * other.change.device_change_bytes < 0
+                moved += 1
+    assert moved
+
+
+def test_fits_means_within_the_plans_budgets(plan: Plan, found: Explanation) -> None:
+    device, host = plan.predicted.device_peak_bytes, plan.predicted.host_peak_bytes
+    changes = [other.change for chunk in found.chunks for other in chunk.elsewhere]
+    assert any(change.fits for change in changes)
+    assert not all(change.fits for change in changes)
+    for change in changes:
+        assert change.lacks_device_bytes == max(device + change.device_change_bytes - plan.device_budget_bytes, 0)
+        assert change.lacks_host_bytes == max(host + change.host_change_bytes - plan.host_budget_bytes, 0)
+
+
+def test_one_block_fewer_and_one_more(plan: Plan, trace: StepTrace, found: Explanation) -> None:
+    assert found.blocks
+    for change in found.blocks:
+        assert abs(change.block_count - plan.block_count) == 1
+        changed = dataclasses.replace(plan, block_count=change.block_count)
+        assert simulate_step(changed, trace, HARDWARE).step_s == pytest.approx(change.step_s, rel=1e-9)
+        assert change.device_change_bytes == (change.block_count - plan.block_count) * plan.block_bytes
+
+
+def test_a_plan_with_everything_resident_can_be_explained(trace: StepTrace) -> None:
+    plan = plan_from_trace(trace, HARDWARE, 1, device_memory="20GiB", host_memory="4GiB")
+    assert all(chunk.resident for chunk in plan.chunks)
+    assert plan.block_bytes == 0
+    found = explain(plan, trace, HARDWARE, levers=False)
+    assert found.blocks == ()
+    for chunk in found.chunks:
+        streamed = [other.change for other in chunk.elsewhere if other.spot == Spot("host", "host")]
+        assert [change.block_count for change in streamed] == [1]
+        assert streamed[0].moved_change_bytes > 0
+
+
+def test_frozen_chunks_have_three_places(trace: StepTrace) -> None:
+    frozen = tuple(
+        dataclasses.replace(param, trainable=False, grad_event=None) if "layers.1." in param.name else param
+        for param in trace.parameters
+    )
+    trace = dataclasses.replace(trace, parameters=frozen)
+    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=1300 * MIB, host_memory="4GiB")
+    found = explain(plan, trace, HARDWARE, levers=False)
+    chunks = [chunk for chunk in found.chunks if chunk.spot.states == "none"]
+    assert chunks
+    assert all(len(chunk.elsewhere) == 2 for chunk in chunks if chunk.weight_bytes <= plan.block_bytes)
+
+
+def test_a_trace_of_another_batch_is_refused(plan: Plan) -> None:
+    """Its order of use is the same, so only memory tells."""
+    with pytest.raises(InputError, match="same batch, sequence length"):
+        explain(plan, make_trace(batch=5), HARDWARE)
+
+
+# -------------------------------------------------------------------------------------------------------------- levers
+
+
+def test_levers_plan_for_as_many_batches_as_the_plan(trace: StepTrace) -> None:
+    several = plan_from_trace(trace, HARDWARE, 1, device_memory=1500 * MIB, host_memory="4GiB", accumulation=4)
+    levers = {x.action: x for x in lever_effects(several, trace, HARDWARE)}
+    # One batch would take a quarter; nothing is to be gained where nothing changes.
+    assert levers["plan again, nothing changed"].step_s == pytest.approx(several.predicted.seconds["total"])
+
+
+def test_levers_never_lengthen_the_step_and_come_by_effect(plan: Plan, trace: StepTrace) -> None:
+    now_s = simulate_step(plan, trace, HARDWARE).step_s
+    levers = lever_effects(plan, trace, HARDWARE)
+    assert [lever.change_s for lever in levers] == sorted(lever.change_s for lever in levers)
+    for lever in levers:
+        assert lever.step_s <= now_s
+        assert lever.change_s == pytest.approx(lever.step_s - now_s)
+    words = " ".join(lever.action for lever in levers)
+    for expected in ("device memory of 2.73 GiB", "link to the host", "host's Adam", "compute"):
+        assert expected in words
+    assert "network" not in words  # one rank has none
+
+
+def test_a_badly_made_plan_is_beaten_by_planning_again(trace: StepTrace) -> None:
+    plan = simple_search(
+        trace, 1, split_number=12, allocate_factor=0.3, shard_device="cpu", hardware=HARDWARE, device_memory="20GiB"
+    )
+    again = [x for x in lever_effects(plan, trace, HARDWARE) if x.action == "plan again, nothing changed"]
+    assert again[0].change_s < 0
+    # One chunk moved into free room helps as well, and the summary says so.
+    assert "plan again" in summary_text(explain(plan, trace, HARDWARE, levers=False))
+
+
+def test_faster_scales_rates_and_fits_but_no_latency() -> None:
+    fit = RateFit(1e-5, 2e10, 0.01)
+    measured = dataclasses.replace(HARDWARE, fits={"host_to_device": fit, "host_adam": fit})
+    quick = faster(measured, "host_link", 3)
+    assert quick.host_to_device_bytes_per_s == 3 * HARDWARE.host_to_device_bytes_per_s
+    assert (quick.fits["host_to_device"].per_s, quick.fits["host_to_device"].latency_s) == (6e10, 1e-5)
+    assert quick.fits["host_adam"] == fit
+    assert quick.host_adam_numel_per_s == HARDWARE.host_adam_numel_per_s
+    device = faster(measured, "device")
+    assert device.flops_rate("bfloat16") == 2 * HARDWARE.flops_rate("bfloat16")
+    assert isinstance(device, HardwareProfile)
+    peers = faster(dataclasses.replace(HARDWARE, network_bytes_per_s=1e9), "peers")
+    assert peers.network_bytes_per_s == 2e9
+    assert faster(HARDWARE, "peers").network_bytes_per_s is None
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def test_groups_hold_every_chunk_once_and_the_greatest_effect_first(found: Explanation) -> None:
+    for groups in (kinds(found), runs(found)):
+        numbers = [n for group in groups for first, last in group.runs for n in range(first, last + 1)]
+        assert sorted(numbers) == [chunk.chunk for chunk in found.chunks]
+        effects = [group.effect_s for group in groups]
+        assert effects == sorted(effects, reverse=True)
+    assert len({group.spot for group in kinds(found)}) == len(kinds(found))
+    assert all(len(group.runs) == 1 for group in runs(found))
+
+
+def test_every_kind_has_one_sentence(found: Explanation) -> None:
+    for group in kinds(found):
+        assert group.summary.endswith(".")
+        assert str(group.spot) in group.summary
+        assert "\n" not in group.summary
+    assert len(summary_text(found).splitlines()) == 1 + len(kinds(found))
+
+
+def test_what_would_be_faster_but_has_no_room_says_what_it_lacks(found: Explanation) -> None:
+    shortened = [
+        g for g in kinds(found) if g.options and not g.options[0].fitting and g.options[0].median_change_s < -1e-5
+    ]
+    assert shortened
+    for group in shortened:
+        assert re.search(r"but lacks [\d.]+ [GMK]iB of device memory", group.summary)
+
+
+def test_tables_and_json_hold_the_same(found: Explanation) -> None:
+    shown = runs(found)[:2]
+    assert elsewhere_table(found, 2).row_count == sum(len(group.options) for group in shown)
+    assert blocks_table(found).row_count == len(found.blocks)
+    assert levers_table(found).row_count == 0
+    record = json.loads(json.dumps(explanation_record(found), allow_nan=False))
+    assert len(record["chunks"]) == len(found.chunks)
+    assert record["chunks"][0]["elsewhere"][0]["change_s"] == found.chunks[0].elsewhere[0].change.change_s
+    assert "fits" in record["chunks"][0]["elsewhere"][0]

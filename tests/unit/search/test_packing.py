@@ -1,0 +1,141 @@
+"""Packing keeps every parameter once, aligned, in order of use; the survey of many sizes agrees with packing each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elixir.errors import InputError
+from elixir.optimizer_states import optimizer_name, state_size
+from elixir.plan import PARAM_ALIGNMENT_BYTES
+from elixir.search.problem import (
+    GRID_REACH,
+    MIN_CHUNK_BYTES,
+    ParamTable,
+    minimum_waste_size,
+    round_up,
+    search_grid,
+)
+from elixir.step_trace import StepTrace
+from elixir.units import dtype_bytes
+from tests.common.synthetic_trace import TraceBuilder, stack_trace
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> StepTrace:
+    """A handful of parameters of mixed dtype, some frozen, some never used, some used twice."""
+    build = TraceBuilder()
+    count = draw(st.integers(1, 12))
+    for index in range(count):
+        build.parameter(
+            f"layers.{index // 3}.p{index}",
+            draw(st.integers(1, 3000)),
+            dtype=draw(st.sampled_from(["bfloat16", "bfloat16", "float32"])),
+            trainable=draw(st.booleans()) or index == 0,
+        )
+    used = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=16))
+    for index in used:
+        build.use("forward", index)
+    for index in reversed(used):
+        build.use("backward", index)
+    return build.build("random")
+
+
+@given(traces(), st.integers(1, 8), st.integers(1, 20_000))
+@settings(max_examples=150, deadline=None)
+def test_every_parameter_has_one_aligned_place(trace: StepTrace, world_size: int, capacity: int) -> None:
+    table = ParamTable(trace, world_size)
+    packing = table.pack(capacity)
+    assert sorted(m for chunk in packing.chunks for m in chunk.parameters) == list(range(len(trace.parameters)))
+    for chunk in packing.chunks:
+        infos = [trace.parameters[member] for member in chunk.parameters]
+        assert {(info.dtype, info.trainable) for info in infos} == {(chunk.dtype, chunk.trainable)}
+        assert chunk.bytes % (world_size * PARAM_ALIGNMENT_BYTES) == 0
+        assert chunk.bytes <= packing.capacity_bytes or (chunk.outsized and len(chunk.parameters) == 1)
+        end = 0
+        for info, offset in zip(infos, chunk.offset_bytes, strict=True):
+            assert offset % PARAM_ALIGNMENT_BYTES == 0
+            assert offset >= end
+            end = offset + info.numel * dtype_bytes(info.dtype)
+        assert end <= chunk.bytes
+
+
+@given(traces(), st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_order_of_first_use_is_kept_within_a_kind(trace: StepTrace, world_size: int) -> None:
+    table = ParamTable(trace, world_size)
+    packing = table.pack(4096)
+    for members in table.groups.values():
+        # Of one dtype, all trained or none, all with a gradient or none.
+        own = [chunk for chunk in packing.chunks if chunk.parameters[0] in members]
+        assert all(member in members for chunk in own for member in chunk.parameters)
+        packed = [member for chunk in own if not chunk.outsized for member in chunk.parameters]
+        assert packed == [member for member in members if member in packed]
+    firsts = [table.order.index(chunk.parameters[0]) for chunk in packing.chunks]
+    assert firsts == sorted(firsts)
+
+
+def test_first_use_decides_the_order_not_the_model() -> None:
+    build = TraceBuilder()
+    for index in range(4):
+        build.parameter(f"p{index}", 256)
+    for index in (2, 0, 2, 3):
+        build.use("forward", index)
+    packing = ParamTable(build.build("shuffled"), 1).pack(1024)
+    assert [chunk.parameters for chunk in packing.chunks] == [(2, 0), (3, 1)]
+
+
+@given(traces(), st.integers(1, 4), st.lists(st.integers(0, 30_000), min_size=1, max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_the_survey_agrees_with_packing_each_size(trace: StepTrace, world_size: int, extra: list[int]) -> None:
+    table = ParamTable(trace, world_size)
+    sizes = np.unique([round_up(table.largest_bytes + amount, table.unit_bytes) for amount in extra])
+    survey = table.survey(sizes)
+    contents = []
+    for index, size in enumerate(sizes.tolist()):
+        packing = table.pack(size)
+        contents.append(tuple(chunk.parameters for chunk in packing.chunks))
+        assert survey.chunks[index] == len(packing.chunks)
+        assert survey.block_bytes[index] == packing.block_bytes
+        assert survey.waste_bytes[index] == packing.waste_bytes
+        used = [any(table.in_forward[m] for m in chunk.parameters) for chunk in packing.chunks]
+        assert survey.forward_chunks[index] == sum(used)
+    marks = survey.mark.tolist()
+    for left, here in enumerate(contents):
+        for right, there in enumerate(contents):
+            assert (marks[left] == marks[right]) == (here == there)
+
+
+@pytest.mark.parametrize("name", ["opt-1.3b", "gpt2-15b"])
+def test_least_waste_is_least_over_the_grid(name: str) -> None:
+    table = ParamTable(stack_trace(name), 2)
+    size = minimum_waste_size(table)
+    chosen = table.pack(size)
+    grid = search_grid(table)
+    assert grid[0] <= size <= grid[-1] <= GRID_REACH * max(table.largest_bytes, MIN_CHUNK_BYTES) + table.unit_bytes
+    assert all(chosen.waste_bytes <= table.pack(other).waste_bytes for other in grid[::97].tolist())
+
+
+def test_a_layer_is_what_repeats() -> None:
+    table = ParamTable(stack_trace("opt-13b"), 1)
+    hidden, ffn = 5120, 20480
+    weights = 2 * (4 * hidden * hidden + 2 * hidden * ffn)
+    vectors = 2 * (4 * hidden + 4 * hidden + ffn + hidden)
+    assert table.layer_bytes == (weights + vectors,)
+
+
+def test_tied_parameters_are_counted_once() -> None:
+    trace = stack_trace("opt-175b")
+    assert trace.numel == 174_604_468_224  # 12 h^2 + 13 h per layer, embeddings, final norm
+    packing = ParamTable(trace, 1).pack(4 * 2**30)
+    assert sum(chunk.used_bytes for chunk in packing.chunks) == trace.param_bytes
+
+
+def test_states_by_family_of_optimizer() -> None:
+    assert state_size("adamw").nbytes(10) == 80
+    assert state_size("SGD").nbytes(10) == 40
+    assert optimizer_name("adam") == "Adam"
+    with pytest.raises(InputError, match="did you mean Adam"):
+        state_size("Adan")

@@ -1,0 +1,115 @@
+"""One request holds all options: checked once, shown by every function that takes them, passed on as it is."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
+
+import pytest
+
+import elixir
+from elixir.errors import InputError, InputTypeError
+from elixir.search import minimum_waste_search, optimal_search, plan_from_trace, simple_search
+from elixir.search.request import OPTIONS, SearchRequest
+from tests.common.searching import HARDWARE, PLENTY, SMALL
+from tests.common.synthetic_trace import stack_trace
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"world_size": 0}, InputError, "world_size must be 1 or larger"),
+        ({"world_size": 1 << 21}, InputError, "at most"),
+        ({"accumulation": 1.5}, InputTypeError, "accumulation must be a whole number"),
+        ({"placement": "disk"}, InputError, "placement must be one of"),
+        ({"search": "best"}, InputError, "search must be one of"),
+        ({"moments": "4bit"}, InputError, "8bit"),
+        ({"moments": "8bit", "optimizer_type": "SGD"}, InputError, "found the optimizer SGD"),
+        ({"device_memory": "12XB"}, InputError, "12XB"),
+        ({"host_reserve": "12XB"}, InputError, "12XB"),
+        ({"disk_memory": -1}, InputError, "-1"),
+        ({"device_memory": "1GiB", "device_reserve": 0}, InputError, "taken as given"),
+        ({"clipping": "yes"}, InputTypeError, "clipping must be"),
+        ({"clipping": True, "step_in_backward": True}, InputError, "plan with one of the two"),
+        ({"accumulation": 2, "step_in_backward": True}, InputError, "accumulation=1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_when_it_is_asked(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        SearchRequest(**{"world_size": 1, **options})
+    request = SearchRequest(world_size=1)
+    with pytest.raises(error, match=message):
+        replace(request, **options)
+
+
+def test_free_host_memory_may_keep_a_reserve() -> None:
+    assert SearchRequest(world_size=1, host_memory="free", host_reserve="1GiB").host_reserve == "1GiB"
+
+
+def test_a_request_is_frozen_and_its_fields_go_by_name() -> None:
+    with pytest.raises(FrozenInstanceError):
+        SearchRequest(world_size=1).world_size = 2  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        SearchRequest(1)  # type: ignore[misc]
+
+
+def test_users_see_all_options_of_all_functions() -> None:
+    for function, settled in (
+        (optimal_search, {"search"}),
+        (minimum_waste_search, {"search", "accumulation"}),
+        (simple_search, {"search", "accumulation", "disk_memory", "device_reserve", "host_reserve"}),
+        (elixir.wrap, {"world_size", "optimizer_type", "clipping"}),
+    ):
+        shown = inspect.signature(function).parameters
+        assert set(OPTIONS) - settled <= set(shown)
+        assert not settled & set(shown)
+        for field in fields(SearchRequest):
+            if field.name in shown and not (function is elixir.wrap and field.name == "moments"):
+                assert shown[field.name].default in (field.default, inspect.Parameter.empty)
+
+
+def test_positions_are_those_that_users_know() -> None:
+    first = (
+        "model", "world_size", "unified_dtype", "optimizer_type", "overlap", "verbose", "inp", "step_fn", "hardware",
+        "device_memory", "host_memory", "placement", "use_fused_kernels", "accumulation", "disk_memory", "moments",
+    )  # fmt: skip
+    assert tuple(inspect.signature(optimal_search).parameters)[: len(first)] == first
+    by_hand = (
+        "model",
+        "world_size",
+        "split_number",
+        "allocate_factor",
+        "unified_dtype",
+        "shard_device",
+        "optimizer_type",
+    )
+    assert tuple(inspect.signature(simple_search).parameters)[: len(by_hand)] == by_hand
+    trace = stack_trace(SMALL)
+    by_position = optimal_search(trace, 1, None, "SGD", True, False, None, None, HARDWARE, PLENTY, PLENTY)
+    assert by_position == plan_from_trace(
+        trace, HARDWARE, 1, optimizer_type="SGD", device_memory=PLENTY, host_memory=PLENTY
+    )
+
+
+@pytest.mark.parametrize("function", [optimal_search, minimum_waste_search, simple_search, elixir.wrap])
+def test_an_unknown_option_names_the_nearest(function: Any) -> None:
+    with pytest.raises(InputTypeError, match="did you mean device_memory"):
+        function(stack_trace(SMALL), 1, device_memry="1GiB")
+
+
+def test_a_missing_or_doubled_argument_is_refused() -> None:
+    with pytest.raises(InputTypeError, match="world_size"):
+        optimal_search(stack_trace(SMALL))
+    with pytest.raises(InputTypeError, match="multiple values"):
+        optimal_search(stack_trace(SMALL), 1, world_size=2)
+
+
+def test_a_request_plans_as_its_options_do() -> None:
+    trace, request = stack_trace(SMALL), SearchRequest(world_size=2, device_memory=PLENTY, host_memory=PLENTY)
+    made = plan_from_trace(trace, HARDWARE, request, placement="cpu")
+    assert made == plan_from_trace(trace, HARDWARE, 2, device_memory=PLENTY, host_memory=PLENTY, placement="cpu")
+    with pytest.raises(InputTypeError, match="did you mean placement"):
+        plan_from_trace(trace, HARDWARE, request, placment="cpu")

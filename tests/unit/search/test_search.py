@@ -1,0 +1,357 @@
+"""Plans fit what they were given, say what they need to the byte, and are no slower than the first Elixir's would be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmark.certificate.lower_bound import lower_bound
+from benchmark.original_rule import OriginalRule, rcache_first
+from elixir.errors import PlanError
+from elixir.hardware import HardwareProfile
+from elixir.optimizer_states import StateSize, moments_size
+from elixir.search import plan_from_trace
+from elixir.search.planner import PREFETCH_DEPTH
+from elixir.search.problem import MemoryModel, ParamTable, Setting, StepFacts, Workload
+from elixir.search.propose import MOST_AHEAD, Budgets, PlacementBuilder, SearchSpace
+from elixir.step_trace import StepTrace
+from elixir.units import GIB, MIB
+from tests.common.searching import HARDWARE, PLENTY, SMALL, check_consistent, least_needed, link_bytes, plan, traces
+from tests.common.synthetic_trace import StackShape, TraceBuilder, stack_trace
+
+NANOSECOND_S = 1e-9
+
+
+@pytest.mark.slow
+@given(
+    traces(),
+    st.sampled_from([1, 1, 2, 3, 12]),
+    st.sampled_from([0, 3, 10, 25, 50, 75, 100]),
+    st.booleans(),
+    st.sampled_from([("Adam", "float32"), ("SGD", "float32"), ("AdamW", "bfloat16"), ("Adam", "8bit")]),
+)
+@settings(max_examples=12, deadline=None)
+def test_plans_fit_say_what_they_need_and_are_no_slower_than_the_originals(
+    trace: StepTrace, world_size: int, percent: int, overlap: bool, optimizer: tuple[str, str]
+) -> None:
+    options: dict[str, Any] = {"overlap": overlap, "optimizer_type": optimizer[0], "moments": optimizer[1]}
+    least = least_needed(trace, world_size, **options)
+    most = plan(trace, world_size, placement="cuda", **options).predicted.device_peak_bytes
+    device = least + max(most - least, 0) * percent // 100
+    made = plan(trace, world_size, device=device, **options)
+    assert made.state_size == (StateSize(4) if optimizer[0] == "SGD" else moments_size(optimizer[1]))
+    check_consistent(made, trace)
+    ranks_per_host = HARDWARE.ranks_per_host(world_size)
+    setting = Setting(world_size, ranks_per_host, made.state_size, overlap, moments=made.moments)
+    theirs = originals_step_s(trace, setting, device)
+    assert theirs is None or made.predicted.seconds["total"] <= theirs + NANOSECOND_S
+
+
+@pytest.mark.slow
+@given(traces(dtypes=("bfloat16", "float64")), st.sampled_from([1, 3]), st.integers(0, 100))
+@settings(max_examples=8, deadline=None)
+def test_wide_weights_have_wide_states(trace: StepTrace, world_size: int, percent: int) -> None:
+    least = least_needed(trace, world_size)
+    most = plan(trace, world_size, placement="cuda").predicted.device_peak_bytes
+    device = least + max(most - least, 0) * percent // 100
+    made = plan(trace, world_size, device=device)
+    check_consistent(made, trace)
+    ranks = HARDWARE.ranks_per_host(world_size)
+    setting = Setting(world_size, ranks, made.state_size, True)
+    bound = lower_bound(SearchSpace(trace, HARDWARE, setting), Budgets(device, PLENTY))
+    assert bound is not None
+    assert bound.step_s <= made.predicted.seconds["total"] + NANOSECOND_S
+
+
+@given(traces(), st.sampled_from([1, 4]))
+@settings(max_examples=8, deadline=None)
+def test_what_an_error_says_is_needed_is_exactly_enough(trace: StepTrace, world_size: int) -> None:
+    least = least_needed(trace, world_size)
+    made = plan(trace, world_size, device=least)
+    assert made.predicted.device_peak_bytes <= least
+    with pytest.raises(PlanError) as caught:
+        plan(trace, world_size, device=least - 1)
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (least, least - 1)
+    if made.predicted.host_peak_bytes:
+        with pytest.raises(PlanError, match="host memory") as short:
+            plan(trace, world_size, device=least, host=0)
+        enough = short.value.needed_bytes
+        assert plan(trace, world_size, device=least, host=enough).predicted.host_peak_bytes <= enough
+
+
+@pytest.mark.slow
+@given(traces(), st.sampled_from([1, 2, 4]), st.integers(0, 90), st.booleans())
+@settings(max_examples=8, deadline=None)
+def test_the_host_memory_that_is_needed_is_the_least_at_every_device_budget(
+    trace: StepTrace, world_size: int, percent: int, overlap: bool
+) -> None:
+    least = least_needed(trace, world_size, overlap=overlap)
+    most = plan(trace, world_size, placement="cuda").predicted.device_peak_bytes
+    for placement in ("auto", "cpu"):
+        options: dict[str, Any] = {"overlap": overlap, "placement": placement}
+        if placement == "cpu":
+            least = least_needed(trace, world_size, **options)
+        options["device"] = least + max(most - least, 0) * percent // 100
+        try:
+            plan(trace, world_size, host=0, **options)
+        except PlanError as short:
+            enough = short.needed_bytes
+            assert plan(trace, world_size, host=enough, **options).predicted.host_peak_bytes <= enough
+            with pytest.raises(PlanError):
+                plan(trace, world_size, host=enough - 1, **options)
+
+
+@given(traces(), st.sampled_from([1, 2]), st.booleans(), st.randoms(use_true_random=False))
+@settings(max_examples=30, deadline=None)
+def test_the_builders_running_peak_is_the_models(trace: StepTrace, world_size: int, overlap: bool, random: Any) -> None:
+    table = ParamTable(trace, world_size)
+    packing = table.pack(random.randint(table.largest_bytes // 2, 3 * table.largest_bytes))
+    model = MemoryModel(Workload(StepFacts(trace), packing), Setting(world_size, world_size, StateSize(8), overlap))
+    builder = PlacementBuilder(model, 5)
+    for _ in range(6):
+        chunk = random.randrange(len(packing.chunks))
+        resident = world_size == 1 or random.random() < 0.3
+        builder.move_all([chunk], state=random.random() < 0.6, resident=resident, budget_bytes=PLENTY)
+        blocks = min(5, builder.streamed)
+        assert builder.peak_bytes() == model.need(builder.placement(), blocks).device_bytes
+        budget = builder.peak_bytes() + 3 * packing.block_bytes
+        assert builder.most_blocks(budget) == min(blocks + 3, builder.streamed)
+
+
+def test_a_chunk_that_moves_gives_back_its_gradient_block() -> None:
+    build = TraceBuilder()
+    weights = [build.parameter(f"w{i}", 2**20) for i in range(4)]
+    for index in weights:
+        build.use("forward", index)
+    # Two pairs of gradients, each pair at once: two blocks, until one of either pair stays on the device.
+    build.use("backward", *weights[2:])
+    build.use("backward", *weights[:2])
+    trace = build.build("pairs")
+    table = ParamTable(trace, 1)
+    model = MemoryModel(Workload(StepFacts(trace), table.pack(table.largest_bytes)), Setting(1, 1, StateSize(8), False))
+    builder = PlacementBuilder(model, 2)
+    for chunk, grad_blocks in ((0, 2), (2, 1), (1, 1), (3, 0)):
+        builder.move_all([chunk], state=True, resident=True, budget_bytes=PLENTY)
+        need = model.need(builder.placement(), min(2, builder.streamed))
+        assert builder.peak_bytes() == need.device_bytes
+        assert need.grad_blocks == grad_blocks
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("opt-1.3b", 1), ("opt-13b", 4), ("gpt2-4b", 2), ("gpt2-20b", 1)])
+def test_plans_of_known_models_are_no_slower_than_the_originals(name: str, world_size: int) -> None:
+    trace = stack_trace(name)
+    setting = Setting(world_size, world_size, StateSize(8), True)
+    for gib in (12, 60):
+        theirs = originals_step_s(trace, setting, gib * GIB)
+        if theirs is not None:
+            made = plan(trace, world_size, device=gib * GIB)
+            assert made.predicted.seconds["total"] <= theirs + NANOSECOND_S
+
+
+def test_where_the_hosts_adam_is_slow_bytes_are_worth_less_than_states_on_the_device() -> None:
+    trace = stack_trace("opt-30b")
+    setting = Setting(1, 1, StateSize(8), True)
+    device = 80 * GIB
+    original = OriginalRule(trace, setting).choose(device)
+    assert original is not None
+    slow = replace(HARDWARE, host_adam_numel_per_s=1e8)
+    made = plan_from_trace(trace, slow, 1, device_memory=device, host_memory=PLENTY)
+    theirs = originals_step_s(trace, setting, device, slow)
+    assert theirs is not None
+    assert link_bytes(made) > original.link_bytes
+    assert made.predicted.seconds["total"] < theirs
+
+
+def originals_step_s(
+    trace: StepTrace, setting: Setting, device_bytes: int, hardware: HardwareProfile = HARDWARE
+) -> float | None:
+    """Simulated seconds of what the first Elixir would have chosen."""
+    choice = OriginalRule(trace, setting).choose(device_bytes)
+    if choice is None:
+        return None
+    space = SearchSpace(trace, hardware, setting)
+    return choice.candidate(space, PREFETCH_DEPTH if setting.overlap else 0).seconds["total"]
+
+
+def test_the_originals_constants_serve_the_cache_first_on_one_gpu_only() -> None:
+    cases = [(2, 8), (2, 4), (4, 8), (4, 4)]
+    assert [[rcache_first(gpus, *case) for gpus in (1, 2, 4, 8)] for case in cases] == [[True, False, False, False]] * 4
+
+
+def test_a_model_that_fits_is_plain_pytorch() -> None:
+    trace = stack_trace(SMALL, dtype="float32")
+    made = plan(trace)
+    assert all(chunk.resident and chunk.state_home == "device" for chunk in made.chunks)
+    assert (made.block_count, made.block_bytes, made.grad_block_count, made.predicted.loads) == (0, 0, 0, 0)
+    assert link_bytes(made) == 0
+    arrived, peak = 0, 0
+    events = {param.grad_event: 0 for param in trace.parameters}
+    for param in trace.parameters:
+        events[param.grad_event] += param.numel * 4
+    for index, event in enumerate(trace.accesses):
+        arrived += events.get(index, 0)
+        peak = max(peak, arrived + event.live_bytes)
+    weights = sum(chunk.weight_bytes for chunk in made.chunks)
+    states = 2 * weights
+    assert made.predicted.device_peak_bytes == max(peak, arrived + trace.input_bytes) + weights + states
+
+
+def test_bytes_of_a_plan_that_streams_everything() -> None:
+    trace = stack_trace(SMALL)
+    made = plan(trace, 2, placement="cpu", overlap=False)
+    whole = sum(chunk.weight_bytes for chunk in made.chunks)
+    numel = sum(chunk.numel for chunk in made.chunks)
+    # Both ranks share the machine: bf16 weights and gradients, fp32 master and two moments.
+    assert made.predicted.host_parts == {"weights": whole, "optimizer_states": 12 * numel, "gradients": whole}
+    parts = made.predicted.device_parts
+    assert parts["rcache"] == made.block_count * made.block_bytes
+    assert parts["gradient_blocks"] == made.grad_block_count * made.block_bytes
+    assert parts["resident_weights"] == parts["weight_shards"] == parts["optimizer_states"] == parts["gradients"] == 0
+    largest = max(param.numel for param in trace.parameters)
+    assert parts["gradient_in_flight"] in (0, 2 * largest)
+    assert made.predicted.moved_bytes["device_to_host"] == whole // 2
+
+
+def test_host_memory_is_that_of_the_ranks_of_one_machine() -> None:
+    trace = stack_trace(SMALL)
+    made = plan(trace, 16, placement="cpu")
+    check_consistent(made, trace)
+    whole = sum(chunk.weight_bytes for chunk in made.chunks)
+    assert made.predicted.host_parts["weights"] == whole * HARDWARE.devices_per_host // 16
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_peaks_at_the_optimizer_step_and_while_a_chunk_fills(world_size: int) -> None:
+    for live in ((0, 0), (64 * MIB, 0), (0, 64 * MIB)):
+        build = TraceBuilder()
+        # Small enough to share a chunk, so that its gradient is whole only when the second has come.
+        both = [build.parameter(f"w{i}", 2**20) for i in range(2)]
+        rest = [build.parameter(f"rest{i}", 2**24) for i in range(2)]
+        for index in (*both, *rest):
+            build.use("forward", index)
+        for index in rest:
+            build.use("backward", index)
+        for index, amount in zip(both, live, strict=True):
+            build.use("backward", index, live=amount)
+        trace = build.build("waiting")
+        for placement in ("cuda", "cpu"):
+            made = plan(trace, world_size, placement=placement)
+            assert {"w0", "w1"} <= {slot.name for slot in made.chunks[0].parameters}
+            check_consistent(made, trace)
+
+
+def test_an_outsized_gradient_beside_another_is_counted() -> None:
+    shape = StackShape(hidden=512, layers=12, ffn=2048, vocab=200_000, positions=512)
+    trace = stack_trace(shape, batch=1, seq=128)
+    for world_size in (1, 2):
+        for overlap in (True, False):
+            made = plan(trace, world_size, device=least_needed(trace, world_size, overlap=overlap), overlap=overlap)
+            check_consistent(made, trace)
+
+
+@pytest.mark.slow
+def test_the_least_memory_is_slowest_and_the_most_is_fastest() -> None:
+    trace = stack_trace("opt-1.3b")
+    seconds = [plan(trace, device=gib * GIB).predicted.seconds["total"] for gib in (6, 10, 16, 30, 60)]
+    assert seconds[-1] == min(seconds)
+    assert seconds[0] == max(seconds)
+
+
+def test_seconds_are_bytes_over_bandwidth_and_work_over_rates() -> None:
+    build = TraceBuilder()
+    numel = 2**24
+    weights = [build.parameter(f"w{i}", numel) for i in range(4)]
+    for index in weights:
+        build.use("forward", index, flops=10**12, moved=10**6)
+    for index in reversed(weights):
+        build.use("backward", index, flops=10**6, moved=10**11)
+    trace = build.build("timed")
+    hardware = replace(
+        HARDWARE,
+        flops_per_s={"bfloat16": 1e15},
+        matmul_efficiency=0.5,
+        device_memory_bytes_per_s=1e12,
+        host_memory_bytes_per_s=2e10,
+        host_to_device_bytes_per_s=2e10,
+        device_to_host_bytes_per_s=5e9,
+        device_to_device_bytes_per_s=1e11,
+        host_adam_numel_per_s=1e9,
+    )
+    world_size = 4
+    made = plan_from_trace(trace, hardware, world_size, device_memory=PLENTY, host_memory=PLENTY, placement="cpu")
+    moved, seconds = made.predicted.moved_bytes, made.predicted.seconds
+    # Large products are bound by FLOP/s, the others by memory; gradients are read and written on their way to blocks.
+    copied = sum(2 * chunk.weight_bytes for chunk in made.chunks)
+    assert seconds["compute"] == pytest.approx(4 * 10**12 / 0.5e15 + (4 * 10**11 + copied) / 1e12)
+    # Four devices share a host memory of 20 GB/s, so each link gets no more than 5 of them.
+    assert seconds["host_to_device"] == pytest.approx(moved["host_to_device"] / 5e9)
+    assert seconds["device_to_host"] == pytest.approx(moved["device_to_host"] / 5e9)
+    assert seconds["network"] == pytest.approx(moved["network"] / 1e11, rel=0.3)  # latencies come on top
+    # The host's Adam updates the shards of all four ranks. It fills memory with 30 bytes an element, and while it runs
+    # weights of 2 bytes are fetched from there.
+    assert seconds["host_adam"] == pytest.approx(4 * numel / 1e9 * 32 / 30)
+    assert seconds["total"] == pytest.approx(seconds["forward"] + seconds["backward"] + seconds["optimizer"])
+    for phase, resources in (("forward", ("host_adam",)), ("backward", ("compute", "device_to_host"))):
+        assert seconds[phase] >= max(seconds[name] for name in resources) * 0.9
+
+
+def test_a_huge_embedding_need_not_set_the_chunk_size() -> None:
+    shape = StackShape(hidden=512, layers=12, ffn=2048, vocab=200_000, positions=512)
+    trace = stack_trace(shape, batch=1, seq=128)
+    made = plan(trace, device=least_needed(trace, 1) + 8 * MIB)
+    embedding = next(chunk for chunk in made.chunks if chunk.parameters[0].name == "embed_tokens.weight")
+    assert embedding.resident
+    assert embedding.state_home == "host"
+    assert made.block_bytes < embedding.weight_bytes
+    check_consistent(made, trace)
+
+
+def test_frozen_unused_and_mixed_parameters_have_homes() -> None:
+    trace = stack_trace(SMALL, frozen_layers=6)
+    made = plan(trace, device=least_needed(trace, 1) + 64 * MIB)
+    assert {chunk.trainable for chunk in made.chunks} == {True, False}
+    check_consistent(made, trace)
+    build = TraceBuilder()
+    used, idle = build.parameter("used", 4 * MIB), build.parameter("idle", 4 * MIB)
+    full = build.parameter("full", 4 * MIB, dtype="float32")
+    assert idle
+    for phase in ("forward", "backward"):
+        build.use(phase, used)
+        build.use(phase, full)
+    odd = build.build("odd")
+    placed = plan(odd, placement="cpu")
+    check_consistent(placed, odd)
+    assert placed.predicted.moved_bytes["device_to_host"] == sum(
+        chunk.weight_bytes for chunk in placed.chunks if any(s.name in ("used", "full") for s in chunk.parameters)
+    )
+
+
+def test_pins_keep_several_chunks_at_once() -> None:
+    build = TraceBuilder()
+    weights = [build.parameter(f"w{i}", 20 * MIB) for i in range(6)]
+    for i in weights:
+        build.use("forward", i, pin=2)
+    for i in reversed(weights):
+        build.use("backward", i)
+    made = plan(build.build("pinned"), placement="cpu", overlap=False)
+    check_consistent(made, build.build("pinned"))
+    needed = max(
+        len({c for use in made.order[: entry + 1] if use.pin_until >= entry for c in use.chunks})
+        for entry in range(len(made.order))
+    )
+    assert needed == 3
+    assert made.block_count >= 3
+
+
+def test_overlap_is_given_up_only_where_nothing_fits_with_it() -> None:
+    trace = stack_trace(SMALL)
+    least = least_needed(trace, 1)
+    tight, roomy = plan(trace, device=least), plan(trace, device=least + 512 * MIB)
+    assert not tight.overlap
+    assert tight.prefetch_depth == 0
+    assert roomy.overlap
+    assert 0 < roomy.prefetch_depth <= MOST_AHEAD

@@ -1,0 +1,168 @@
+"""The search finds what exhaustive simulation finds; what it skips could not have won; no plan beats the lower
+bound."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from benchmark.certificate.lower_bound import lower_bound
+from elixir.optimizer_states import StateSize
+from elixir.search import plan_from_trace
+from elixir.search.problem import Placement, Setting
+from elixir.search.propose import Budgets, Polish, SearchSpace, Variants, find_best, weigh
+from elixir.units import GIB
+from tests.common.searching import HARDWARE
+from tests.common.small_searches import SmallSearch, best_of_all, every_placement, small_search
+from tests.common.synthetic_trace import stack_trace
+
+NANOSECOND_S = 1e-9
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_plan_of_a_small_search_is_faster(seed: int, in_backward: bool) -> None:
+    """All homes, block counts and depths of all packings are simulated. benchmark/search_optimality.py has more."""
+    search = small_search(seed, most_chunks=4, in_backward=in_backward)
+    found = find_best(search.space, search.budgets, search.sizes, search.depth, classic=True).best
+    best = best_of_all(search)
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        assert found.seconds["total"] <= best.seconds["total"] + NANOSECOND_S
+
+
+@pytest.mark.parametrize("seed", range(20, 30))
+def test_more_chunks_where_floors_leave_out_what_cannot_win(seed: int) -> None:
+    search = small_search(seed, most_chunks=7)
+    found = find_best(search.space, search.budgets, search.sizes, search.depth, classic=True).best
+    best = best_of_all(search, skip=True)
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        assert found.seconds["total"] <= best.seconds["total"] * 1.01
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_variants_need_what_the_memory_model_says_and_floors_lie_below_simulations(
+    seed: int, in_backward: bool
+) -> None:
+    search, draw = small_search(seed, in_backward=in_backward), random.Random(seed)
+    for model in search.models():
+        gathered = search.space.setting.world_size > 1 and draw.random() < 0.3
+        variants = Variants(model, search.space.cost, gathered=gathered)
+        codes = np.array([[draw.choice(homes) for homes in variants.homes] for _ in range(6)], dtype=np.int8)
+        look = variants.look(codes, search.budgets.device_bytes)
+        for row, code in enumerate(codes):
+            placement = Placement.numbered(code.tolist())
+            assert variants.codes(placement) is not None
+            need, block = model.need(placement, 0), model.work.packing.block_bytes
+            spare, streamed = search.budgets.device_bytes - need.device_bytes, placement.resident.count(False)
+            fitting = -1 if spare < 0 else min(spare // block, streamed) if block else 0
+            assert (look.blocks[row], look.host_bytes[row]) == (fitting, need.host_bytes)
+            for depth in (0, 2):
+                schedule = model.work.schedule(placement.residents, depth)
+                blocks = max(schedule.min_blocks, draw.randint(0, streamed))
+                candidate = weigh(model, placement, blocks, depth, search.space.cost)
+                flags = (placement.resident, placement.weight_on_device, placement.state_on_device)
+                floor = search.space.cost.floor_s(
+                    model.work,
+                    np.arange(len(code)),
+                    *(np.array([flag]) for flag in flags),
+                    np.array([blocks]),
+                )
+                assert floor[0] <= candidate.seconds["total"] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_what_some_chunks_rule_out_all_chunks_rule_out(seed: int, in_backward: bool) -> None:
+    """A look at some chunks asks for no more memory, and no more time, than one at all of them."""
+    search = small_search(seed, in_backward=in_backward)
+    model = search.models()[0]
+    variants, draw = Variants(model, search.space.cost), random.Random(seed)
+    count = len(variants.homes)
+    codes = np.array([[draw.choice(homes) for homes in variants.homes] for _ in range(20)], dtype=np.int8)
+    whole = variants.look(codes, search.budgets.device_bytes)
+    some = np.array(sorted(draw.sample(range(count), max(count // 2, 1))))
+    part = variants.look(codes[:, some], search.budgets.device_bytes, some)
+    assert (part.blocks >= whole.blocks).all()
+    assert (part.host_bytes <= whole.host_bytes).all()
+    assert (part.floor_s <= whole.floor_s * (1 + 1e-12)).all()
+
+
+def test_more_blocks_never_make_a_step_slower_on_small_searches() -> None:
+    """Which is why the search takes as many as fit."""
+    for seed in range(40, 46):
+        search = small_search(seed, most_chunks=4)
+        model = search.models()[0]
+        for placement in every_placement(model)[::3]:
+            schedule = model.work.schedule(placement.residents, search.depth)
+            streamed = placement.resident.count(False)
+            times = [
+                weigh(model, placement, blocks, search.depth, search.space.cost).seconds["total"]
+                for blocks in range(schedule.min_blocks, streamed + 1)
+            ]
+            assert all(after <= before * (1 + 1e-12) for before, after in pairwise(times))
+
+
+def test_homes_are_searched_from_any_start() -> None:
+    """From everything on the host, one change after the other leads to what looking at all homes gives."""
+    search = small_search(3, most_chunks=6, world_size=1)
+    polish = Polish(search.models()[0], search.budgets, search.space.cost)
+    depths = range(3)
+    best, climbed = polish.all(None, depths), polish.better([], depths, all_on_host=True)
+    assert best is not None
+    assert climbed is not None
+    assert climbed.seconds["total"] <= best.seconds["total"] * 1.01
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_beats_the_lower_bound(seed: int, in_backward: bool) -> None:
+    search: SmallSearch = small_search(seed, most_chunks=6, in_backward=in_backward)
+    best = best_of_all(search, skip=True)
+    bound = lower_bound(search.space, search.budgets)
+    if best is not None:
+        assert bound is not None
+        assert 0 < bound.step_s <= best.seconds["total"]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize(("name", "world_size", "device_gib"), [("opt-1.3b", 1, 14), ("opt-6.7b", 4, 24)])
+def test_plans_of_known_models_are_near_the_lower_bound(
+    name: str, world_size: int, device_gib: int, in_backward: bool
+) -> None:
+    """The host's Adam is slow here compared with the device: with steps in backward, it decides the bound."""
+    trace = stack_trace(name)
+    machine = replace(HARDWARE, host_adam_numel_per_s=HARDWARE.host_adam_numel_per_s / 4)
+    budgets = Budgets(device_gib * GIB, 512 * GIB)
+    made = plan_from_trace(trace, machine, world_size, device_memory=budgets.device_bytes, step_in_backward=in_backward)
+    setting = Setting(world_size, world_size, StateSize(8), True, step_in_backward=in_backward)
+    bound = lower_bound(SearchSpace(trace, machine, setting), budgets)
+    assert bound is not None
+    assert bound.step_s <= made.predicted.seconds["total"] <= 1.15 * bound.step_s
+    assert in_backward == ("step: host's Adam" in bound.rows)
+    assert 0 <= bound.device_states <= 1
+    assert sum(bound.rows.values()) > 0
+
+
+def test_a_bound_grows_with_slower_parts_and_smaller_budgets_and_ends_where_nothing_fits() -> None:
+    trace = stack_trace("opt-1.3b")
+    setting = Setting(1, 1, StateSize(8), True)
+
+    def step_s(device_gib: float, **changes: float) -> float:
+        space = SearchSpace(trace, replace(HARDWARE, **changes), setting)
+        bound = lower_bound(space, Budgets(int(device_gib * GIB), 512 * GIB))
+        assert bound is not None
+        return bound.step_s
+
+    base = step_s(14)
+    for slower in ("host_adam_numel_per_s", "host_to_device_bytes_per_s", "device_memory_bytes_per_s"):
+        assert step_s(14, **{slower: getattr(HARDWARE, slower) / 50}) > base
+    assert step_s(10) > base > step_s(40)
+    for budgets in (Budgets(1 * GIB, 512 * GIB), Budgets(14 * GIB, 1 * GIB)):
+        assert lower_bound(SearchSpace(trace, HARDWARE, setting), budgets) is None

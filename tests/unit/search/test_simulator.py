@@ -1,0 +1,348 @@
+"""The simulator does what the runtime does, adds up as arithmetic by hand does, and never gets slower by a faster
+part."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from elixir.errors import InputError
+from elixir.hardware import RateFit
+from elixir.optimizer_states import StateSize
+from elixir.plan import Home
+from elixir.search import plan_from_trace, simple_search
+from elixir.search.planner import to_plan
+from elixir.search.problem import Placement, Setting
+from elixir.search.propose import Budgets, SearchSpace, weigh
+from elixir.search.simulator import RESOURCES, SimulatedCost, simulate_step
+from elixir.step_trace import StepTrace
+from elixir.tracer import trace_step
+from elixir.units import GIB, MIB
+from tests.common.chains import Speeds, chain, chain_plan, simulated
+from tests.common.parity import Pair, case, make_plan
+from tests.common.samples import make_hardware
+from tests.common.submitted import simulated_events, watching
+from tests.common.synthetic_trace import StackShape, stack_trace
+
+
+def test_without_prefetch_every_fetch_stands_in_the_way() -> None:
+    """One block: three fetches in forward, two in backward (the last chunk is still there), one offload at the end."""
+    use, fetch, offload = 1.0, 0.5, 0.25
+    result = simulated(chain_plan(blocks=1, depth=0), Speeds(use, fetch, offload))
+    assert result.step_s == pytest.approx(5 * fetch + 6 * use + offload)
+    assert result.phases_s == pytest.approx(
+        {"forward": 3 * (fetch + use), "backward": 2 * fetch + 3 * use, "optimizer": offload}
+    )
+    assert result.waited_s["host_to_device"] == pytest.approx(5 * fetch)
+    assert result.busy_s["device_to_host"] == pytest.approx(3 * offload)
+    assert result.loads == 5
+    assert result.bound_by == "compute"
+
+
+def test_prefetch_hides_every_fetch_but_the_first() -> None:
+    use, fetch, offload = 1.0, 0.5, 0.25
+    result = simulated(chain_plan(blocks=3, depth=1), Speeds(use, fetch, offload))
+    assert result.step_s == pytest.approx(fetch + 6 * use + offload)
+
+
+def test_a_slow_link_sets_the_pace() -> None:
+    """Two blocks: chunks come one after the other, and the one that left in forward comes again during backward."""
+    use, fetch, offload = 1.0, 4.0, 0.5
+    result = simulated(chain_plan(blocks=2, depth=1), Speeds(use, fetch, offload))
+    assert result.step_s == pytest.approx(4 * fetch + 3 * use + offload)
+    assert result.bound_by == "host_to_device"
+    assert result.critical_s["host_to_device"] == pytest.approx(4 * fetch)
+
+
+def test_updates_reach_into_forward_and_a_fetch_waits_for_its_own_only() -> None:
+    use, fetch, offload, adam = 1.0, 0.5, 0.25, 10.0
+    speeds = Speeds(use, fetch, offload, adam)
+    for depth in (0, 1):
+        result = simulated(chain_plan(blocks=3, depth=depth), speeds)
+        assert result.step_s == pytest.approx(3 * adam + fetch + 4 * use + offload)
+        assert result.bound_by == "host_adam"
+    first = simulated(chain_plan(blocks=3, depth=0), speeds, steps=1)
+    assert first.step_s == pytest.approx(3 * fetch + 6 * use + offload)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_fetches_wait_for_their_updates_and_compute_goes_on(kind: str) -> None:
+    """The second update and its fetch are over before compute, which waits only for the first, asks for the second
+    chunk."""
+    use, fetch, offload, adam = 20.0, 0.5, 0.25, 10.0
+    plan = chain_plan(blocks=3, depth=1)
+    step = simulated(plan, Speeds(use, fetch, offload, adam), kind=kind)
+    assert step.step_s == pytest.approx(adam + fetch + 6 * use + offload)
+
+
+@pytest.mark.parametrize(("grad_blocks", "backward"), [(1, 1 + 2 * 5.0), (2, 1 + 5.0), (3, 3)])
+def test_backward_waits_for_a_gradient_block_while_all_are_leaving(grad_blocks: int, backward: float) -> None:
+    """A gradient may arrive when the one that went into its block so many chunks ago is at home."""
+    use, fetch, offload = 1.0, 0.5, 5.0
+    result = simulated(chain_plan(blocks=3, depth=0, grad_blocks=grad_blocks), Speeds(use, fetch, offload))
+    assert result.phases_s["backward"] == pytest.approx(backward * use)
+    assert result.step_s == pytest.approx(3 * fetch + 4 * use + 3 * offload)
+    assert result.extra_grad_blocks == 0
+
+
+@pytest.mark.parametrize(("overlap", "backward"), [(False, 3 * (1 + 5.0)), (True, 1 + 2 * 5.0)])
+def test_a_gradient_that_no_block_holds_is_waited_for_by_the_next_or_at_once(overlap: bool, backward: float) -> None:
+    use, offload = 1.0, 5.0
+    plan = chain_plan(blocks=0, depth=int(overlap), homes="hhh")
+    small_blocks = replace(plan, block_bytes=512, grad_block_count=0)
+    assert plan.overlap == overlap
+    result = simulated(small_blocks, Speeds(use, 0.0, offload))
+    assert result.phases_s["backward"] == pytest.approx(backward)
+    assert result.extra_grad_blocks == 0
+
+
+def test_accumulation_fetches_once_where_blocks_last_and_updates_once() -> None:
+    use, fetch, offload, adam = 1.0, 0.5, 0.25, 10.0
+    plan = chain_plan(blocks=3, depth=0)
+    result = simulated(plan, Speeds(use, fetch, offload, adam), accumulation=3)
+    assert result.step_s == pytest.approx(3 * adam + fetch + use + 3 * use + 12 * use + offload)
+    assert result.loads == 3
+    assert result.moved_bytes["device_to_host"] == 9 * MIB
+    # With one block, what the last batch left is still there: forward loads all three, and then two for backward.
+    tight = simulated(chain_plan(blocks=1, depth=0), Speeds(use, fetch, offload), accumulation=2)
+    assert tight.loads == 5 + 4
+
+
+def test_on_cuda_a_later_gradient_is_copied_while_another_is_added() -> None:
+    """Through two buffers, so the third copy waits for the first sum. In a CPU's lane the one follows the other."""
+    offload, add = 4.0, 6.0
+    plan = chain_plan(blocks=0, depth=0, homes="hhh", grad_blocks=3)
+    machines = {kind: Speeds(1.0, offload=offload).machine(kind) for kind in ("cpu", "cuda")}
+    steps = {
+        kind: simulate_step(
+            plan, chain(), replace(machine, host_memory_bytes_per_s=3 * MIB / add), accumulation=2, steps=1
+        )
+        for kind, machine in machines.items()
+    }
+    copies = [span for span in steps["cuda"].timeline if span.name == "offload"][3:]
+    sums = [span for span in steps["cuda"].timeline if span.name == "add"]
+    assert [span.end_s - span.start_s for span in (*copies, *sums)] == pytest.approx([offload] * 3 + [add] * 3)
+    assert [span.start_s for span in sums] == pytest.approx([copies[0].end_s, sums[0].end_s, sums[1].end_s])
+    assert copies[1].start_s == pytest.approx(copies[0].end_s)
+    assert copies[2].start_s == pytest.approx(sums[0].end_s)
+    assert steps["cuda"].step_s == pytest.approx(sums[-1].end_s)
+    assert steps["cpu"].step_s - steps["cuda"].step_s == pytest.approx(3 * (offload + add) - (offload + 3 * add))
+
+
+@pytest.mark.parametrize(("adam", "fetch", "bound"), [(10.0, 0.5, "host_adam"), (0.5, 10.0, "refresh")])
+def test_resident_chunks_wait_for_their_weights_to_return(adam: float, fetch: float, bound: str) -> None:
+    """One chunk leaves while the host steps the next, so only the slower of the two adds up."""
+    use, offload = 1.0, 0.25
+    result = simulated(chain_plan(blocks=0, depth=0, homes="hhh"), Speeds(use, fetch, offload, adam))
+    assert result.step_s == pytest.approx(2 * max(adam, fetch) + adam + fetch + 4 * use + offload)
+    assert result.bound_by == bound
+    assert result.waited_s["refresh"] == pytest.approx(result.step_s - 6 * use - offload)
+    moved = {link: amount for link, amount in result.moved_bytes.items() if amount}
+    assert moved == {"host_to_device": 3 * MIB, "device_to_host": 3 * MIB}
+
+
+def test_what_the_device_steps_is_stepped_before_the_next_forward() -> None:
+    result = simulated(chain_plan(blocks=0, depth=0, homes="ddd"), Speeds(use=1.0, device_adam=0.25))
+    assert result.step_s == pytest.approx(6 + 3 * 0.25)
+    assert result.phases_s["optimizer"] == pytest.approx(3 * 0.25)
+    assert result.bound_by == "compute"
+
+
+def test_on_the_cpu_a_step_of_the_device_delays_updates_that_are_submitted_behind_it() -> None:
+    """Compute is the thread that submits; on CUDA it runs ahead."""
+    plan = chain_plan(blocks=0, depth=0, homes="dhh")
+    speeds = Speeds(use=1.0, adam=10.0, device_adam=3.0)
+    assert simulated(plan, speeds).step_s == pytest.approx(3 + 20 + 4)
+    assert simulated(plan, speeds, kind="cuda").step_s == pytest.approx(20 + 4)
+
+
+def test_several_ranks_fetch_shards_then_gather_and_reduce_then_offload() -> None:
+    """Shards are half a chunk; the network carries the half that is the other rank's."""
+    use, fetch, offload, gather = 1.0, 0.5, 0.25, 0.3
+    speeds = Speeds(use, 2 * fetch, 2 * offload, gather=2 * gather)
+    result = simulated(chain_plan(blocks=3, depth=0, world_size=2), speeds)
+    assert result.step_s == pytest.approx(3 * (fetch + gather) + 6 * use + gather + offload)
+    assert result.busy_s["network"] == pytest.approx(6 * gather)
+    assert result.moved_bytes["network"] == 6 * MIB // 2
+
+
+def test_transfers_both_ways_slow_each_other_where_that_was_measured() -> None:
+    """The first chunk is fetched for backward while the third one's gradient leaves: half of its bytes at half
+    speed."""
+    use, fetch, offload = 1.0, 4.0, 4.0
+    plan, machine = chain_plan(blocks=2, depth=1), Speeds(use, fetch, offload).machine()
+    fits = {
+        "host_to_device": RateFit(0.0, MIB / fetch, 0.0),
+        "host_to_device.both": RateFit(0.0, MIB / fetch / 2, 0.0),
+        "device_to_host": RateFit(0.0, MIB / offload, 0.0),
+    }
+    alone, beside = (simulate_step(plan, chain(), replace(machine, fits=given)) for given in ({}, fits))
+    assert alone.busy_s["host_to_device"] == pytest.approx(4 * fetch)
+    assert beside.busy_s["host_to_device"] == pytest.approx(4 * fetch + fetch / 2)
+    assert beside.busy_s["device_to_host"] == pytest.approx(3 * offload)
+
+
+def test_calibration_scales_compute_alone() -> None:
+    plan, speeds = chain_plan(blocks=1, depth=0), Speeds(1.0, 0.5, 0.25)
+    result = simulated(plan, speeds, compute_scale=2.0)
+    assert result.step_s == pytest.approx(5 * 0.5 + 12 + 0.25)
+    with pytest.raises(InputError, match="compute_scale"):
+        simulated(plan, speeds, compute_scale=0.0)
+
+
+# --- the runtime ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "blocks"),
+    [("opt", "streamed", 0.01), ("opt", "mixed", 0.6), ("t5", "streamed", 0.6), ("t5", "mixed", 0.01)],
+)
+def test_events_come_in_the_order_of_the_runtime(family: str, mode: str, blocks: float) -> None:
+    """Loads, gradient blocks opened, and gradients sent, as the runtime's own methods are called."""
+    model = case(family)
+    plan = make_plan(model, mode, allocate_factor=blocks)
+    trace = trace_step(
+        model.model,
+        model.inp,
+        lambda m, inp: model.loss(m, inp).backward(),
+        hardware=Speeds().machine(),
+        optimizer=None,
+    )
+    with Pair(model, plan) as pair:
+        pair.train(1)
+        with watching() as seen:
+            pair.backward()
+    assert seen == simulated_events(plan, trace, Speeds().machine())
+
+
+# --- properties ----------------------------------------------------------------------------------------------------
+
+SMALL = StackShape(hidden=256, layers=4, ffn=1024, vocab=2048, positions=256)
+HARDWARE = replace(make_hardware(), flops_per_s={"bfloat16": 9e14, "float32": 4e14}, host_memory_bytes=512 * GIB)
+
+
+@pytest.fixture(scope="module")
+def stack() -> StepTrace:
+    """A checkpointed stack, small enough to plan in no time."""
+    return stack_trace(SMALL, batch=2, seq=256)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8, 3.0])
+def test_a_searched_plan_is_counted_as_it_was_predicted(stack: StepTrace, world_size: int, share: float) -> None:
+    """Loads are those of the schedule, bytes those of the plan; every second of a step is accounted for."""
+    least = plan_from_trace(stack, HARDWARE, world_size, device_memory=1 << 40, placement="cpu").predicted
+    budget = int(least.device_peak_bytes * (0.8 + share))
+    plan = plan_from_trace(stack, HARDWARE, world_size, device_memory=budget)
+    result = simulate_step(plan, stack, HARDWARE)
+    assert result.loads == plan.predicted.loads == plan.schedule().simulate(plan.block_count).loads
+    assert result.moved_bytes == plan.predicted.moved_bytes
+    assert result.extra_grad_blocks == 0
+    assert sum(result.phases_s.values()) == pytest.approx(result.step_s)
+    assert result.busy_s["compute"] + sum(result.waited_s.values()) == pytest.approx(result.step_s)
+    assert sum(result.critical_s.values()) == pytest.approx(result.step_s)
+    assert result.bound_by in RESOURCES
+    for name in RESOURCES:
+        spans = [span for span in result.timeline if span.resource == name]
+        assert all(before.end_s <= after.start_s for before, after in itertools.pairwise(spans))
+        assert math.fsum(span.end_s - span.start_s for span in spans) == pytest.approx(result.busy_s[name])
+    assert all(0 <= span.start_s < span.end_s <= result.step_s for span in result.timeline)
+
+
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_from_the_second_step_on_all_are_the_same(stack: StepTrace, world_size: int) -> None:
+    plan = plan_from_trace(stack, HARDWARE, world_size, device_memory=1 << 40, placement="cpu")
+    first, second, third, tenth = (simulate_step(plan, stack, HARDWARE, steps=steps) for steps in (1, 2, 3, 10))
+    assert second == third == tenth
+    assert first.step_s < second.step_s
+    accumulated = (simulate_step(plan, stack, HARDWARE, accumulation=2, steps=steps) for steps in (2, 3))
+    assert next(accumulated) == next(accumulated)
+
+
+@pytest.mark.parametrize("in_backward", [{}, {"step_in_backward": True}, {"every_in_backward": True}])
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_the_search_sees_what_simulate_step_gives(
+    stack: StepTrace, world_size: int, in_backward: dict[str, bool]
+) -> None:
+    """To the last bit, so that a plan's prediction is that of its candidate."""
+    early = {"step_in_backward": bool(in_backward)} | in_backward
+    setting = Setting(world_size, world_size, StateSize(8), True, **early)
+    cost = SimulatedCost(stack, HARDWARE, setting)
+    space = SearchSpace(stack, HARDWARE, setting, cost=cost)
+    model = space.model(space.table.largest_bytes)
+    count = len(model.work.chunks)
+    for on_device in (0, 1, count // 2):
+        flags = tuple(index < on_device for index in range(count))
+        there = Home.RESIDENT if world_size == 1 else Home.DEVICE
+        placement = Placement(tuple(there if flag else Home.HOST for flag in flags))
+        for extra in (0, 2):
+            fewest = model.work.schedule(placement.residents, 1).min_blocks
+            candidate = weigh(model, placement, fewest + extra, 1, cost)
+            plan = to_plan(space, candidate, Budgets(1 << 50, 1 << 50), "Adam", "auto")
+            result = simulate_step(plan, stack, HARDWARE)
+            assert result.step_s == candidate.seconds["total"]
+            assert plan.steps_in_backward or not setting.every_in_backward or all(flags)
+
+
+RATES = (
+    "host_to_device_bytes_per_s", "device_to_host_bytes_per_s", "device_to_device_bytes_per_s", "host_adam_numel_per_s",
+    "device_adam_numel_per_s", "device_memory_bytes_per_s", "host_memory_bytes_per_s", "matmul_efficiency",
+    "disk_read_bytes_per_s", "disk_write_bytes_per_s",
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    homes=st.text("shdwke", min_size=1, max_size=6),
+    world_size=st.sampled_from([1, 2]),
+    spare=st.integers(0, 3),
+    depth=st.integers(0, 2),
+    accumulation=st.integers(1, 2),
+    in_backward=st.booleans(),
+    kind=st.sampled_from(["cpu", "cuda"]),
+    speeds=st.tuples(*[st.floats(0.01, 10.0)] * 8),
+    faster=st.sampled_from(RATES),
+    factor=st.floats(1.0, 10.0),
+)
+def test_nothing_gets_slower_by_what_gets_faster(
+    homes: str,
+    world_size: int,
+    spare: int,
+    depth: int,
+    accumulation: int,
+    in_backward: bool,
+    kind: str,
+    speeds: tuple[float, ...],
+    faster: str,
+    factor: float,
+) -> None:
+    """With prefetch too: the order of work on every lane is the plan's, so no later start can follow an earlier one."""
+    streamed = sum(home in "swk" for home in homes)
+    depth = min(depth, max(streamed - 1, 0))
+    blocks = min(1 + depth + spare, streamed)
+    plan = chain_plan(blocks=blocks, depth=depth, homes=homes, world_size=world_size, in_backward=in_backward)
+    machine = replace(Speeds(*speeds).machine(kind), matmul_efficiency=0.1, device_memory_bytes_per_s=1e9)
+    quicker = replace(machine, **{faster: getattr(machine, faster) * factor})
+    options: dict[str, Any] = {"accumulation": accumulation}
+    before, after = (simulate_step(plan, chain(len(homes)), it, **options).step_s for it in (machine, quicker))
+    assert after <= before * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("width", [30, 66, 94, 112])
+def test_times_of_a_step_that_takes_next_to_nothing_are_not_below_zero(width: int) -> None:
+    """One layer: backward begins where it ends, so its time is the difference of two sums that round differently."""
+    inp = {"x": torch.randn(2, width), "y": torch.zeros(2, dtype=torch.int64)}
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        nn.functional.cross_entropy(model(inp["x"]), inp["y"]).backward()
+
+    plan = simple_search(nn.Linear(width, width), 2, inp=inp, step_fn=step, hardware="cpu", shard_device="cuda")
+    assert all(seconds >= 0 for seconds in plan.predicted.seconds.values())

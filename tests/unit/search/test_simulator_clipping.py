@@ -1,0 +1,158 @@
+"""Clipping in a simulated step: gradients are read for their norm where the runtime reads them, and no more."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import elixir
+from elixir.cli import main
+from elixir.errors import InputError, InputTypeError
+from elixir.hardware import RateFit
+from elixir.plan import Plan
+from elixir.search import plan_from_trace
+from elixir.search.problem import setting_of
+from elixir.search.simulator import Simulation, simulate_step
+from elixir.show import plan_record
+from elixir.step_trace import StepTrace
+from elixir.units import GIB, MIB
+from tests.common.chains import Speeds, chain, chain_plan
+from tests.common.parity import case
+from tests.common.samples import make_hardware
+from tests.common.synthetic_trace import StackShape, stack_trace
+
+READ_S, NUMBER_S = 0.125, 0.03125
+"""Seconds of one chunk in the device's memory, and of one number on its way to the host."""
+HARDWARE = make_hardware()
+
+
+def steps(kind: str, *, world_size: int = 1, homes: str = "hhd", **options: Any) -> tuple[Simulation, Simulation]:
+    """Steps of one plan, without clipping and with it."""
+    blocks = 3 if "h" in homes else None
+    plan = chain_plan(blocks=0, depth=0, homes=homes, world_size=world_size, grad_blocks=blocks)
+    machine = replace(
+        Speeds(use=8.0, adam=1.0).machine(kind),
+        device_memory_bytes_per_s=MIB / READ_S,
+        fits={"device_to_host": RateFit(NUMBER_S, 1e30, 0.0)},
+    )
+    found = [
+        simulate_step(replace(plan, clipping=clips), chain(), machine, ranks_per_host=1, **options)
+        for clips in (False, True)
+    ]
+    return found[0], found[1]
+
+
+def length_s(step: Simulation, name: str) -> float:
+    return sum(span.end_s - span.start_s for span in step.timeline if span.name == name)
+
+
+def test_compute_reads_what_leaves_before_it_does_and_what_stays_at_the_step() -> None:
+    """And the host waits for the sum of it, before its updates."""
+    plain, clipped = steps("cuda")
+    assert clipped.step_s - plain.step_s == pytest.approx(3 * READ_S + NUMBER_S)
+    assert clipped.phases_s["backward"] - plain.phases_s["backward"] == pytest.approx(2 * READ_S)
+    assert clipped.phases_s["optimizer"] - plain.phases_s["optimizer"] == pytest.approx(READ_S + NUMBER_S)
+    assert clipped.busy_s["compute"] - plain.busy_s["compute"] == pytest.approx(3 * READ_S + NUMBER_S)
+    assert length_s(clipped, "norm") == pytest.approx(READ_S + NUMBER_S)
+    assert length_s(plain, "norm") == 0.0
+    norm = next(span for span in clipped.timeline if span.name == "norm")
+    assert min(span.start_s for span in clipped.timeline if span.name == "update") == pytest.approx(norm.end_s)
+
+
+@pytest.mark.parametrize(("homes", "added_s"), [("ddd", 3 * READ_S), ("hhh", 3 * READ_S + NUMBER_S)])
+def test_nobody_waits_for_a_number_that_only_the_device_needs(homes: str, added_s: float) -> None:
+    plain, clipped = steps("cuda", homes=homes)
+    assert clipped.step_s - plain.step_s == pytest.approx(added_s)
+
+
+def test_the_pass_that_adds_a_later_batch_sums_what_leaves() -> None:
+    plain, clipped = steps("cuda", accumulation=2)
+    assert clipped.step_s - plain.step_s == pytest.approx(READ_S + NUMBER_S)
+
+
+def test_several_ranks_read_their_shards_where_they_are_reduced() -> None:
+    plain, clipped = steps("cuda", world_size=2, homes="hhh")
+    assert length_s(clipped, "reduce") - length_s(plain, "reduce") == pytest.approx(3 * READ_S / 2)
+    assert clipped.phases_s["backward"] == pytest.approx(plain.phases_s["backward"])
+
+
+def test_on_a_cpu_the_lane_reads_what_it_moves_and_numbers_need_no_way() -> None:
+    plain, clipped = steps("cpu", homes="hhh")
+    assert length_s(clipped, "offload") - length_s(plain, "offload") == pytest.approx(3 * READ_S)
+    assert length_s(clipped, "norm") == 0.0
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_the_search_sees_what_simulate_step_gives(world_size: int) -> None:
+    """Clipping never makes a step faster; sums of parts hold with it."""
+    trace = _stack()
+    seconds = []
+    for clips in (False, True):
+        plan = _planned(trace, world_size, clipping=clips)
+        step = simulate_step(plan, trace, HARDWARE)
+        assert plan.clipping is setting_of(plan, 1).clipping is plan_record(plan)["clipping"] is clips
+        assert ("without clipping" in str(plan)) is not clips
+        assert plan.predicted.seconds["total"] == pytest.approx(step.step_s, rel=1e-12)
+        for sums in (step.phases_s, step.critical_s):
+            assert sum(sums.values()) == pytest.approx(step.step_s)
+        assert step.busy_s["compute"] + sum(step.waited_s.values()) == pytest.approx(step.step_s)
+        assert simulate_step(replace(plan, clipping=True), trace, HARDWARE).step_s >= step.step_s
+        seconds.append(step.step_s)
+    assert seconds[0] < seconds[1]
+
+
+def _stack(**options: Any) -> StepTrace:
+    return stack_trace(StackShape(hidden=256, layers=4, ffn=1024, vocab=1024, positions=64), batch=2, seq=64, **options)
+
+
+def _planned(trace: StepTrace, world_size: int = 1, **options: Any) -> Plan:
+    return plan_from_trace(trace, HARDWARE, world_size, device_memory=GIB, host_memory=GIB, **options)
+
+
+def test_plans_count_clipping_unless_told_otherwise() -> None:
+    trace = _stack()
+    assert _planned(trace).clipping
+    assert not _planned(trace, step_in_backward=True).clipping
+    with pytest.raises(InputError, match="plan with one of the two"):
+        _planned(trace, step_in_backward=True, clipping=True)
+    with pytest.raises(InputTypeError, match="clipping must be"):
+        _planned(trace, clipping=1.0)
+
+
+def test_float16_needs_the_norm_for_its_loss_scale() -> None:
+    trace = replace(_stack(), dtype="float16")
+    assert _planned(trace, clipping=False).clipping
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_wrap_plans_for_the_norm_that_it_is_given(max_norm: float | None) -> None:
+    it = case("opt")
+    optimizer = torch.optim.AdamW(it.model.parameters())
+    module, _ = elixir.wrap(it.model, optimizer, inp=it.inp, max_norm=max_norm, device_memory=GIB, host_memory=GIB)
+    assert module.plan.clipping is (max_norm is not None)
+    module.close()
+
+
+def test_the_command_line_knows_runs_without_clipping(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = _stack().save(tmp_path / "trace.json")
+    hardware = HARDWARE.save(tmp_path / "hw.json")
+    given = [
+        "plan",
+        str(trace),
+        "--hardware",
+        str(hardware),
+        "--device-memory",
+        "1GiB",
+        "--host-memory",
+        "1GiB",
+        "--json",
+    ]
+    for more, clips in (([], True), (["--no-clipping"], False), (["--step-in-backward"], False)):
+        assert main([*given, *more]) == 0
+        assert json.loads(capsys.readouterr().out)["clipping"] is clips

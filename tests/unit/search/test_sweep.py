@@ -1,0 +1,255 @@
+"""Sweeps and fits on paper: rows say what planning and simulating one by one would, and order means size."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from elixir.errors import InputError, InputTypeError, PlanError
+from elixir.hardware import preset
+from elixir.models import build, default_input, default_step
+from elixir.search import plan_from_trace
+from elixir.search.request import SearchRequest
+from elixir.search.simulator import simulate_step
+from elixir.search.whatif import HOST_PER_DEVICE_BYTE, SweepRow, TrainingStep, budgets_on_paper, doublings, fit
+from elixir.search.whatif.sweep import sweep
+from elixir.show import plot_sweep, reasons, sweep_table, to_frame
+from elixir.step_trace import StepTrace
+from elixir.tracer import trace_step
+from elixir.units import GIB, MIB
+
+MODEL = "opt-125m"
+STEP = TrainingStep(seq=64)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[SweepRow]:
+    """Two machines, of which one takes four devices; the budget makes one batch too large."""
+    return sweep([MODEL], ["t4", "h200"], [1, 8], [1, 64], step=STEP, device_memory=3 * GIB, host_memory="16GiB")
+
+
+@pytest.fixture(scope="module")
+def trace() -> StepTrace:
+    """The trace that the sweep makes for the h200 at batch 1."""
+    model = build(MODEL, dtype=torch.bfloat16)
+    return trace_step(
+        model,
+        default_input(model, batch=1, seq=64),
+        default_step,
+        dtype=torch.bfloat16,
+        hardware=preset("h200"),
+        optimizer=None,
+        model_name=MODEL,
+    )
+
+
+def find(rows: list[SweepRow], machine: str, world_size: int, batch: int) -> SweepRow:
+    (row,) = [row for row in rows if (row.machine, row.world_size, row.batch) == (machine, world_size, batch)]
+    return row
+
+
+def test_a_row_for_every_combination_in_the_order_asked_for(rows: list[SweepRow]) -> None:
+    expected = [(batch, machine, ranks) for batch in (1, 64) for machine in ("t4", "h200") for ranks in (1, 8)]
+    assert [(row.batch, row.machine, row.world_size) for row in rows] == expected
+    assert all(row.model == MODEL and row.dtype == "bfloat16" for row in rows)
+
+
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_a_row_is_the_plan_and_its_simulation(rows: list[SweepRow], trace: StepTrace, world_size: int) -> None:
+    row, hardware = find(rows, "h200", world_size, 1), preset("h200")
+    plan = plan_from_trace(
+        trace, hardware, world_size, optimizer_type="AdamW", device_memory=3 * GIB, host_memory="16GiB"
+    )
+    step = simulate_step(plan, trace, hardware)
+    assert row.fits
+    assert (row.step_s, row.bound_by) == (step.step_s, step.bound_by)
+    assert (row.device_peak_bytes, row.host_peak_bytes) == (
+        plan.predicted.device_peak_bytes,
+        plan.predicted.host_peak_bytes,
+    )
+    assert row.seq == 64
+    assert row.tokens_per_s == pytest.approx(world_size * 64 / step.step_s)
+    assert row.samples_per_s == pytest.approx(world_size / step.step_s)
+
+
+def test_what_fits_is_within_its_budgets(rows: list[SweepRow]) -> None:
+    fitting = [row for row in rows if row.fits]
+    assert fitting
+    for row in fitting:
+        assert row.reason == ""
+        assert row.device_peak_bytes is not None
+        assert row.host_peak_bytes is not None
+        assert row.device_peak_bytes <= row.device_budget_bytes == 3 * GIB
+        assert row.host_peak_bytes <= row.host_budget_bytes == 16 * GIB
+
+
+def test_what_does_not_fit_says_why_and_gives_no_numbers(rows: list[SweepRow]) -> None:
+    many, large = find(rows, "t4", 8, 1), find(rows, "h200", 1, 64)
+    assert "4 devices a machine" in many.reason
+    assert "device memory" in large.reason
+    for row in (many, large):
+        assert not row.fits
+        assert "\n" not in row.reason
+        assert (row.step_s, row.tokens_per_s, row.device_peak_bytes, row.bound_by) == (None,) * 4
+    assert reasons(rows)[0] == many.reason
+
+
+@pytest.mark.slow
+def test_a_network_lets_ranks_span_machines() -> None:
+    slow, quick = (
+        sweep([MODEL], ["t4"], [8], step=STEP, host_memory="16GiB", network_bytes_per_s=speed)[0]
+        for speed in (1e9, 1e10)
+    )
+    assert slow.fits
+    assert quick.fits
+    assert slow.step_s is not None
+    assert quick.step_s is not None
+    assert quick.step_s < slow.step_s
+
+
+def test_the_same_rows_again(rows: list[SweepRow]) -> None:
+    again = sweep([MODEL], ["t4", "h200"], [1, 8], [1, 64], step=STEP, device_memory=3 * GIB, host_memory="16GiB")
+    assert again == rows
+
+
+def test_one_combination_that_cannot_be_traced_does_not_end_the_sweep() -> None:
+    rows = sweep(["bert-base", MODEL], ["h200"], step=TrainingStep(seq=1024))
+    assert [row.fits for row in rows] == [False, True]
+    assert "512 positions" in rows[0].reason
+
+
+def test_where_nothing_can_be_traced_the_first_error_is_raised() -> None:
+    with pytest.raises(InputError, match="512 positions"):
+        sweep(["bert-base"], ["h200", "t4"], step=TrainingStep(seq=1024))
+    with pytest.raises(InputError, match="opt-125m"):
+        fit("opt-125n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"models": []}, InputError),
+        ({"models": MODEL}, InputError),
+        ({"machines": ["h2000"]}, InputError),
+        ({"machines": [3]}, InputTypeError),
+        ({"world_sizes": [0]}, InputError),
+        ({"batches": [True]}, InputTypeError),
+        ({"optimizer_type": "Adamm"}, InputError),
+        ({"device_memry": "1GiB"}, InputTypeError),
+        ({"device_memory": "much"}, InputError),
+        ({"network_bytes_per_s": 0.0}, InputError),
+    ],
+)
+def test_bad_input_is_refused_before_the_work(arguments: dict[str, object], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        sweep(**{"models": [MODEL], "machines": ["h200"], **arguments})  # type: ignore[arg-type]
+
+
+def test_a_training_step_checks_itself() -> None:
+    with pytest.raises(InputError, match="dtype"):
+        TrainingStep(dtype="bf17")
+
+
+def test_budgets_are_those_given_else_of_the_profile_else_supposed() -> None:
+    h200 = preset("h200")
+    supposed = budgets_on_paper(h200, SearchRequest(world_size=4))
+    everything = 4 * HOST_PER_DEVICE_BYTE * h200.device_memory_bytes
+    assert supposed.host_bytes + supposed.host_reserve_bytes == everything
+    whole = budgets_on_paper(h200, SearchRequest(world_size=4, device_reserve=0))
+    assert h200.device_memory_bytes - 2 * GIB < whole.device_bytes < h200.device_memory_bytes
+    assert supposed.device_bytes + supposed.device_reserve_bytes == whole.device_bytes
+    known = dataclasses.replace(h200, host_memory_bytes=7 * GIB)
+    assert budgets_on_paper(known, SearchRequest(world_size=16, host_reserve=0)).host_bytes == 7 * GIB
+    assert 0 < budgets_on_paper(known, SearchRequest(world_size=16)).host_bytes < 7 * GIB
+    assert budgets_on_paper(known, SearchRequest(world_size=1, device_memory=MIB, host_memory=GIB)).host_bytes == GIB
+    cpu = preset("cpu")
+    both = budgets_on_paper(cpu, SearchRequest(world_size=1))
+    assert both.device_bytes + both.host_bytes <= cpu.device_memory_bytes
+    given = budgets_on_paper(cpu, SearchRequest(world_size=1, host_memory=GIB))
+    assert given.device_bytes == cpu.device_memory_bytes - GIB - given.host_reserve_bytes
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("host_gib", [0, 2])
+@pytest.mark.parametrize("device_mib", [100, 400, 1500])
+def test_the_quick_refusal_never_refuses_what_a_search_would_find(
+    trace: StepTrace, device_mib: int, host_gib: int, world_size: int
+) -> None:
+    """A row fits exactly where `plan_from_trace` finds a plan."""
+    (row,) = sweep(
+        [MODEL], ["h200"], [world_size], step=STEP, device_memory=device_mib * MIB, host_memory=host_gib * GIB
+    )
+    try:
+        plan_from_trace(
+            trace, preset("h200"), world_size, optimizer_type="AdamW",
+            device_memory=device_mib * MIB, host_memory=host_gib * GIB,
+        )  # fmt: skip
+        found = True
+    except PlanError:
+        found = False
+    assert row.fits == found
+
+
+def test_fit_takes_the_smallest_and_then_the_fewest_devices_of_each_machine() -> None:
+    machines = ["h200", "t4", "rtx4090"]
+    found = fit(MODEL, machines, batch=2, step=STEP)
+    assert found.best == found.rows[0]
+    assert [row.machine for row in found.rows] == ["t4", "rtx4090", "h200"]
+    assert all(row.fits and row.world_size == 1 and row.batch == 2 for row in found.rows)
+
+
+@pytest.mark.slow
+def test_fit_takes_more_devices_where_one_is_too_few() -> None:
+    """Size counts: two devices of a small machine come before one of a machine more than twice as large."""
+    found = fit("opt-1.3b", ["t4", "h200"], step=STEP, host_memory="4GiB")
+    assert found.best is not None
+    assert (found.best.machine, found.best.world_size) == ("t4", 2)
+    alone = sweep(["opt-1.3b"], ["t4"], [1], step=STEP, host_memory="4GiB")
+    assert not alone[0].fits
+    assert [row.machine for row in found.rows] == ["t4", "h200"]
+
+
+def test_fit_says_so_where_nothing_does() -> None:
+    found = fit("opt-13b", ["t4", "rtx4090"], counts=[1, 2], step=STEP)
+    assert found.best is None
+    assert [(row.machine, row.world_size, row.fits) for row in found.rows] == [("t4", 2, False), ("rtx4090", 2, False)]
+
+
+def test_doublings_end_with_the_whole_machine() -> None:
+    assert [doublings(most) for most in (1, 2, 6, 8)] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
+
+
+def test_progress_counts_every_combination() -> None:
+    seen: list[tuple[int, int]] = []
+    sweep([MODEL], ["h200"], [1, 2], step=STEP, progress=lambda text, done, count: seen.append((done, count)))
+    assert seen == [(0, 2), (1, 2)]
+
+
+def test_a_frame_keeps_every_byte_and_misses_what_is_not_known(rows: list[SweepRow], tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = to_frame(rows)
+    assert list(frame.columns) == [field.name for field in dataclasses.fields(SweepRow)]
+    path = tmp_path / "rows.csv"
+    frame.to_csv(path, index=False)
+    read = pandas.read_csv(path, dtype={"device_peak_bytes": "Int64"})
+    for row, peak in zip(rows, read["device_peak_bytes"], strict=True):
+        assert (None if pandas.isna(peak) else int(peak)) == row.device_peak_bytes
+
+
+def test_the_heat_map_has_a_cell_for_every_row(rows: list[SweepRow], tmp_path: Path) -> None:
+    figure = plot_sweep(rows, tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 1000
+    (axes,) = figure.axes
+    assert len(axes.patches) == len(rows)
+    assert len(axes.texts) - 2 == sum(row.fits for row in rows)  # two name the machines
+    assert [label.get_text() for label in axes.get_yticklabels()] == [f"{MODEL}, batch 1", f"{MODEL}, batch 64"]
+    with pytest.raises(InputError, match="no rows"):
+        plot_sweep([])
+
+
+def test_the_table_has_a_line_for_every_row(rows: list[SweepRow]) -> None:
+    assert sweep_table(rows).row_count == len(rows)

@@ -1,0 +1,88 @@
+"""Pictures and Chrome traces show every second of a simulated step, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elixir.errors import InputError, InputTypeError
+from elixir.search import plan_from_trace
+from elixir.search.simulator import RESOURCES, Simulation, Span, simulate_step
+from elixir.show import chrome_trace, plot_timeline, render, save_chrome_trace
+from elixir.units import GIB
+from tests.common.samples import make_hardware
+from tests.common.synthetic_trace import StackShape, stack_trace
+
+HARDWARE = replace(make_hardware(), host_memory_bytes=512 * GIB, disk_read_bytes_per_s=6e9, disk_write_bytes_per_s=3e9)
+
+
+@pytest.fixture(scope="module")
+def simulation() -> Simulation:
+    """A step of two ranks in which every resource works: the states of one chunk live on a disk."""
+    trace = stack_trace(StackShape(hidden=256, layers=3, ffn=1024, vocab=2048, positions=256), batch=2, seq=256)
+    plan = plan_from_trace(trace, HARDWARE, 2, device_memory=1 << 40, placement="cpu")
+    refreshed = replace(plan.chunks[-1], resident=True, weight_home="device")
+    on_disk = replace(plan.chunks[0], state_home="disk")
+    made = simulate_step(replace(plan, chunks=(on_disk, *plan.chunks[1:-1], refreshed)), trace, HARDWARE)
+    assert all(made.busy_s[name] > 0 for name in RESOURCES)
+    return made
+
+
+def test_a_chrome_trace_has_every_span_once_on_its_resource(simulation: Simulation, tmp_path: Path) -> None:
+    path = save_chrome_trace(simulation, tmp_path / "step.json")
+    loaded = json.loads(path.read_text(encoding="utf-8"))
+    assert loaded == chrome_trace(simulation)
+    threads = {event["tid"]: event["args"]["name"] for event in loaded["traceEvents"] if event["name"] == "thread_name"}
+    assert len(set(threads.values())) == len(RESOURCES)
+    spans = [event for event in loaded["traceEvents"] if event["ph"] == "X"]
+    assert len(spans) == len(simulation.timeline)
+    busy = {
+        name: math.fsum(event["dur"] for event in spans if event["tid"] == tid) / 1e6 for tid, name in threads.items()
+    }
+    assert sorted(busy.values()) == pytest.approx(sorted(simulation.busy_s.values()))
+    assert max(event["ts"] + event["dur"] for event in spans) / 1e6 == pytest.approx(simulation.step_s)
+
+
+def test_the_picture_has_a_lane_per_resource_and_says_its_units(simulation: Simulation, tmp_path: Path) -> None:
+    figure = plot_timeline(simulation, tmp_path / "step.png", title="a stack")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "disk", "new weights to device", "CPU Adam", "device to host", "network", "host to device", "compute",
+    ]  # fmt: skip
+    assert axes.get_xlabel().endswith(("(s)", "(ms)", "(µs)"))
+    assert "bound by" in axes.get_title(loc="left")
+    assert axes.get_title(loc="left").startswith("a stack: ")
+    drawn = sum(len(collection.get_paths()) for collection in axes.collections)
+    assert drawn == len(simulation.timeline)
+    shares = {text.get_text() for text in axes.texts}
+    assert shares == {f"{share:.0%}" for share in simulation.utilisation.values()}
+    assert (tmp_path / "step.png").stat().st_size > 1000
+
+
+def test_sums_of_gradients_and_their_norm_are_drawn(tmp_path: Path) -> None:
+    trace = stack_trace(StackShape(hidden=256, layers=3, ffn=1024, vocab=2048, positions=256), batch=2, seq=256)
+    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=1 << 40, placement="cpu", accumulation=2)
+    step = simulate_step(plan, trace, replace(HARDWARE, device_kind="cuda", compute_capability=(9, 0)))
+    step = replace(step, timeline=(Span("compute", "norm", 0.0, step.step_s / 100, None), *step.timeline))
+    assert {"add", "norm", "update"} <= {span.name for span in step.timeline}
+    (axes,) = plot_timeline(step, tmp_path / "step.png").figure.axes
+    assert sum(len(collection.get_paths()) for collection in axes.collections) == len(step.timeline)
+
+
+def test_the_same_step_gives_the_same_file(simulation: Simulation) -> None:
+    assert render(plot_timeline(simulation), "svg") == render(plot_timeline(simulation), "svg")
+
+
+def test_bad_input_is_refused(simulation: Simulation, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="json"):
+        save_chrome_trace(simulation, tmp_path / "step.txt")
+    with pytest.raises(InputError, match="picture format"):
+        plot_timeline(simulation, tmp_path / "step.txt")
+    with pytest.raises(InputTypeError, match="simulate_step"):
+        plot_timeline(simulation.timeline)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="nothing takes any time"):
+        chrome_trace(replace(simulation, timeline=()))

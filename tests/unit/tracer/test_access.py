@@ -1,0 +1,350 @@
+"""The one interception: every use of a parameter is announced, nothing else is, and all of it can be taken off."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from elixir.access import (
+    ParameterAccess,
+    TrackedParameter,
+    TrackedView,
+    backward_is_running,
+    innermost_saved_tensors_hooks,
+    untrack,
+)
+
+
+class Place(NamedTuple):
+    """The parameter of a view."""
+
+    parameter: nn.Parameter
+
+
+class Log:
+    """A listener that writes down what it hears, and claims the weights of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.storages = {p.untyped_storage()._cdata: name for name, p in model.named_parameters()}
+        self.parameters = dict(model.named_parameters())
+        self.heard: list[tuple[str, Any]] = []
+        self.tracks = False
+        self.held: nn.Parameter | None = None
+
+    def used(self, parameters: list[nn.Parameter], function: str) -> None:
+        self.heard.append(("used", (tuple(self.names[id(p)] for p in parameters), function)))
+
+    def writes(self, parameters: list[nn.Parameter], function: str) -> None:
+        self.heard.append(("writes", (tuple(self.names[id(p)] for p in parameters), function)))
+
+    def view(self, tensor: torch.Tensor) -> Place | None:
+        name = self.storages.get(tensor.untyped_storage()._cdata)
+        return Place(self.parameters[name]) if self.tracks and name is not None else None
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        return parameter is self.held
+
+    def renew(self, view: TrackedView) -> None:
+        self.heard.append(("renewed", self.names[id(view.elixir_place.parameter)]))
+
+    def reads_gradient(self, parameter: nn.Parameter) -> None:
+        self.heard.append(("gradient", self.names[id(parameter)]))
+
+    def drops_gradient(self, parameter: nn.Parameter) -> None:
+        self.heard.append(("dropped", self.names[id(parameter)]))
+
+    def entered(self, module: nn.Module) -> None:
+        self.heard.append(("entered", type(module).__name__))
+
+    def left(self, module: nn.Module, output: Any) -> Any:
+        self.heard.append(("left", type(module).__name__))
+        return output
+
+    def pack(self, tensor: torch.Tensor) -> Any | None:
+        name = self.storages.get(tensor.untyped_storage()._cdata)
+        return None if name is None else (name, tensor.detach())
+
+    def unpack(self, handle: Any) -> torch.Tensor:
+        assert backward_is_running()
+        self.heard.append(("unpacked", handle[0]))
+        return handle[1]
+
+    def only(self, kind: str) -> list[Any]:
+        return [what for heard, what in self.heard if heard == kind]
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+X = torch.linspace(-1, 1, 16).view(2, 8)
+
+
+def gradients(model: nn.Module, step: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    step(model)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def plain(model: nn.Module) -> None:
+    model(X).pow(2).sum().backward()
+
+
+def reentrant(model: nn.Module) -> None:
+    checkpoint(model, X.clone().requires_grad_(), use_reentrant=True).pow(2).sum().backward()  # type: ignore[union-attr]
+
+
+def non_reentrant(model: nn.Module) -> None:
+    checkpoint(model, X, use_reentrant=False).pow(2).sum().backward()  # type: ignore[union-attr]
+
+
+def function_of_weights(model: nn.Module) -> None:
+    y = F.linear(X, model[0].weight, model[0].bias)  # type: ignore[index, arg-type]
+    checkpoint(lambda y: F.linear(torch.tanh(y), model[2].weight), y, use_reentrant=False).pow(2).sum().backward()  # type: ignore[index, arg-type, union-attr]
+
+
+def with_hooks_of_its_own(model: nn.Module) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: t.float()):
+        plain(model)
+
+
+STEPS = [plain, reentrant, non_reentrant, function_of_weights, with_hooks_of_its_own]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_gradients_are_those_of_plain_pytorch(step: Any) -> None:
+    model = mlp()
+    expected = gradients(model, step)
+    log = Log(model)
+    access = ParameterAccess(model, log)
+    found = gradients(model, step)
+    access.remove()
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert "2.weight" in log.only("unpacked")
+    assert gradients(model, step)[0].equal(expected[0]), "and after removal"
+
+
+def test_uses_and_scopes_come_in_order() -> None:
+    model = mlp()
+    log = Log(model)
+    access = ParameterAccess(model, log)
+    plain(model)
+    access.remove()
+    assert log.heard == [
+        ("entered", "Sequential"),
+        ("entered", "Linear"), ("used", (("0.weight", "0.bias"), "linear")), ("left", "Linear"),
+        ("entered", "Tanh"), ("left", "Tanh"),
+        ("entered", "Linear"), ("used", (("2.weight", "2.bias"), "linear")), ("left", "Linear"),
+        ("left", "Sequential"),
+        ("unpacked", "2.weight"),
+    ]  # fmt: skip
+
+
+METADATA = [
+    lambda p: p.shape, lambda p: p.dtype, lambda p: p.size(), lambda p: p.numel(), lambda p: p.requires_grad,
+    lambda p: p.device, lambda p: p.grad, lambda p: p.stride(), lambda p: p.is_floating_point(), lambda p: hash(p),
+    lambda p: p.dim(), lambda p: p.ndim, lambda p: p.is_leaf, lambda p: p.element_size(), lambda p: torch.zeros_like(p),
+    lambda p: len({p}), lambda p: p.is_contiguous(), lambda p: p._version, lambda p: p.requires_grad_(),
+]  # fmt: skip
+READS = [
+    lambda p: p.t(), lambda p: p.T, lambda p: p.mT, lambda p: p[0], lambda p: p + 1, lambda p: 2 * p, lambda p: p.sum(),
+    lambda p: torch.stack([p, p]), lambda p: p.view(-1), lambda p: p.to(torch.bfloat16), lambda p: p.clone(),
+    lambda p: p @ p.T, lambda p: torch.equal(p, p), lambda p: p.detach(), lambda p: p.tolist(), lambda p: list(p),
+    lambda p: torch.nn.functional.pad(p, (1, 1)), lambda p: p.norm(), lambda p: torch.cat((p, p)), lambda p: p == p,
+    lambda p: p.data_ptr(), lambda p: p.data, lambda p: p.untyped_storage(), lambda p: p.storage_offset(),
+]  # fmt: skip
+
+
+def test_metadata_is_no_use_and_reading_is() -> None:
+    model = nn.Linear(4, 4)
+    log = Log(model)
+    access = ParameterAccess(model, log)
+    for position, ask in enumerate(METADATA):
+        ask(model.weight)
+        assert not log.only("used"), f"METADATA[{position}]"
+    for position, read in enumerate(READS):
+        read(model.weight)
+        assert log.only("used"), f"READS[{position}]"
+        assert all(names == ("weight",) for names, _ in log.only("used"))
+        log.heard.clear()
+    access.remove()
+
+
+def test_the_layout_is_that_of_the_weight_and_not_of_what_stands_in_its_place() -> None:
+    model = nn.Conv2d(3, 4, 2)
+    log = Log(model)
+    access = ParameterAccess(model, log)
+    weight = model.weight
+    with torch._C.DisableTorchFunctionSubclass():
+        weight.data = torch.zeros(1).expand(weight.shape)
+    assert weight.stride() == (12, 4, 2, 1)
+    assert (weight.stride(0), weight.stride(-1), weight.stride(dim=1)) == (12, 1, 4)
+    assert weight.is_contiguous()
+    assert not weight.is_contiguous(memory_format=torch.channels_last)
+    assert weight.dim_order() == (0, 1, 2, 3)
+    assert not log.only("used")
+    access.remove()
+
+
+def test_a_gradient_set_to_none_or_deleted_is_announced_and_one_that_is_set_is_not() -> None:
+    model = nn.Linear(4, 4)
+    log = Log(model)
+    access = ParameterAccess(model, log)
+    model.weight.grad = torch.zeros(4, 4)
+    model.bias.grad = torch.zeros(4)
+    assert not log.heard
+    model.weight.grad = None
+    del model.bias.grad
+    assert log.heard == [("dropped", "weight"), ("dropped", "bias")]
+    access.remove()
+    assert model.weight.grad is None
+    assert model.bias.grad is None
+
+
+def test_results_are_ordinary_tensors() -> None:
+    model = nn.Linear(4, 4)
+    access = ParameterAccess(model, Log(model))
+    try:
+        assert type(model.weight) is TrackedParameter
+        assert isinstance(model.weight, nn.Parameter)
+        for made in (model.weight.t(), model.weight + 1, model.weight[0], model(torch.ones(1, 4))):
+            assert type(made) is torch.Tensor
+    finally:
+        access.remove()
+    assert type(model.weight) is nn.Parameter
+
+
+def test_a_view_announces_its_parameter_unless_that_is_held() -> None:
+    model = nn.Linear(4, 4)
+    log = Log(model)
+    log.tracks = True
+    access = ParameterAccess(model, log)
+    weight, bias = model.weight, model.bias
+    first = weight.t()
+    second = first[0]
+    assert log.heard == [
+        ("used", (("weight",), "t")),
+        ("used", (("weight",), "__getitem__")), ("renewed", "weight"),
+    ]  # fmt: skip
+    log.heard.clear()
+    log.held = weight
+    assert type(torch.stack([first[1], second]).add(bias)) is torch.Tensor
+    assert log.only("used") == [(("bias",), "add")]
+    assert log.only("renewed") == ["weight"] * 3, "once for each view that is read"
+    log.heard.clear()
+    log.held = None
+    torch.addmm(second, weight, first)
+    assert log.heard == [("used", (("weight",), "addmm")), ("renewed", "weight"), ("renewed", "weight")]
+    access.remove()
+
+
+def test_views_are_tracked_in_whatever_they_come_and_ask_for_nothing_by_metadata() -> None:
+    model = nn.Linear(4, 4)
+    log = Log(model)
+    log.tracks = True
+    access = ParameterAccess(model, log)
+    weight = model.weight
+    views = [
+        weight.T, weight.data, weight.detach(), weight[:, 1], *weight.chunk(2), *weight.unbind(), *weight,
+        *torch.split(weight, 3), weight.view(-1).expand(2, 16), weight.view(torch.int32),
+    ]  # fmt: skip
+    assert {type(view) for view in views} == {TrackedView}
+    log.heard.clear()
+    for ask in METADATA:
+        if ask is not METADATA[6]:  # a gradient is asked of the parameter
+            ask(views[0])
+    assert not log.heard
+    assert views[0].stride() == (1, 4)
+    assert not views[0].is_contiguous()
+    views[1].mul_(2)
+    assert log.only("writes") == [(("weight",), "mul_")]
+    untrack(views)
+    assert {type(view) for view in views} == {torch.Tensor}
+    access.remove()
+
+
+def test_gradients_through_views_are_those_of_plain_pytorch() -> None:
+    def step(model: nn.Module) -> None:
+        first, second = model[0].weight.t(), list(model[2].weight)  # type: ignore[index, union-attr]
+        y = torch.tanh(X @ first + (X[0, 0] * first).sum(0))
+        torch.stack([y @ row for row in second], -1).pow(2).sum().backward()
+
+    model = mlp()
+    expected = gradients(model, step)
+    log = Log(model)
+    log.tracks = True
+    access = ParameterAccess(model, log)
+    found = gradients(model, step)
+    access.remove()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_removal_leaves_nothing_even_in_the_middle_of_a_module() -> None:
+    model = mlp()
+    log = Log(model)
+    access = ParameterAccess(model, log)
+
+    def stop(module: nn.Module, args: Any) -> None:
+        raise KeyError("stop")
+
+    handle = model[2].register_forward_pre_hook(stop)
+    with pytest.raises(KeyError):
+        model(X)
+    handle.remove()
+    access.remove()
+    assert innermost_saved_tensors_hooks() is None
+    assert not any(isinstance(p, TrackedParameter) for p in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    heard = len(log.heard)
+    plain(model)
+    assert len(log.heard) == heard
+
+
+def test_two_models_do_not_hear_each_other() -> None:
+    one, two = mlp(), mlp()
+    logs = Log(one), Log(two)
+    accesses = ParameterAccess(one, logs[0]), ParameterAccess(two, logs[1])
+    (one(X) + two(X)).pow(2).sum().backward()
+    for access in accesses:
+        access.remove()
+    assert logs[0].heard == logs[1].heard
+    assert len(logs[0].only("used")) == 2
+
+
+def test_a_write_after_saving_is_still_noticed() -> None:
+    """Saved-tensor hooks switch PyTorch's own check off."""
+    model = mlp()
+    access = ParameterAccess(model, Log(model))
+    y = torch.tanh(model(X))
+    z = model[1](y)
+    z.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+    access.remove()
+
+
+def test_nothing_is_kept_longer_than_plain_pytorch_would() -> None:
+    """An output that its own node saves must not hold that node: a cycle would keep it until the collector runs."""
+    import gc
+    import weakref
+
+    model = mlp()
+    access = ParameterAccess(model, Log(model))
+    gc.collect()
+    gc.disable()
+    try:
+        y = model[1](model[0](X))
+        gone = weakref.ref(y.untyped_storage())
+        del y
+        assert gone() is None
+    finally:
+        gc.enable()
+        access.remove()

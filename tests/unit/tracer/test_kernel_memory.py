@@ -1,0 +1,164 @@
+"""Steps whose peak is in a kernel or a derivative that allocates memory: predicted to the byte on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmark.observe import observe_step
+from elixir.tracer.device import kernel_memory
+from tests.common.tracing import cpu_trace, predicted_bytes
+
+SCALARS_BYTES = 64
+"""Python scalars that autograd keeps as 0-dim tensors, 8 bytes each."""
+BIASES_OF_LSTM = 2048
+"""oneDNN gives one gradient for an LSTM's two biases, of which autograd copies one."""
+ROWS, WIDTH = 512, 64
+IDS = torch.arange(300) * 7 % ROWS
+COLUMNS = torch.arange(ROWS * 8).view(ROWS, 8) * 5 % WIDTH
+MASK = torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 3 == 0
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Steps are tiny: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Body(nn.Module):
+    """A linear layer, and what a test does with its result."""
+
+    def __init__(self, body: Callable[[Any, torch.Tensor], torch.Tensor], inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.inner = inner
+        self._body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._body(self.inner, self.layer(x))
+
+
+def step(model: nn.Module, inp: dict[str, Any]) -> None:
+    model(inp["x"]).pow(2).mean().backward()
+
+
+def image(h: torch.Tensor) -> torch.Tensor:
+    return h.view(2, 4, WIDTH, WIDTH)
+
+
+def like(h: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(h)
+
+
+Build = Callable[[], nn.Module | None]
+CASES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Build]] = {
+    # derivatives that autograd writes in place
+    "rows by ids": (lambda _, h: h[IDS.to(h.device)], lambda: None),
+    "elements by two ids": (lambda _, h: h[IDS.to(h.device), IDS.to(h.device) % WIDTH], lambda: None),
+    "index_select": (lambda _, h: h.index_select(0, IDS.to(h.device)), lambda: None),
+    "gather": (lambda _, h: h.gather(1, COLUMNS.to(h.device)), lambda: None),
+    "take": (lambda _, h: h.take(IDS.to(h.device)), lambda: None),
+    "masked_select": (lambda _, h: h.masked_select(MASK.to(h.device)), lambda: None),
+    "max over an axis": (lambda _, h: h.max(1).values, lambda: None),
+    "topk": (lambda _, h: h.topk(4, 1).values, lambda: None),
+    "binary cross entropy with weights": (
+        lambda _, h: F.binary_cross_entropy_with_logits(h, like(h), pos_weight=torch.ones(WIDTH, device=h.device)),
+        lambda: None,
+    ),
+    # derivatives that look at values first
+    "cumprod": (lambda _, h: h.cumprod(1), lambda: None),
+    "prod": (lambda _, h: h.prod(1), lambda: None),
+    "largest of all": (lambda _, h: h.max(), lambda: None),
+    # operands of two dtypes
+    "product with a bool mask": (lambda _, h: (h * MASK.to(h.device)).tanh(), lambda: None),
+    # kernels that allocate memory
+    "kthvalue": (lambda _, h: h.kthvalue(3, 1).values, lambda: None),
+    "matrix exponential": (lambda _, h: torch.linalg.matrix_exp(h.view(8, WIDTH, WIDTH) * 0.1), lambda: None),
+    "RReLU": (lambda _, h: F.rrelu(h, training=True), lambda: None),
+    "bilinear": (lambda m, h: m(h, h), lambda: nn.Bilinear(WIDTH, WIDTH, 16)),
+    "bags of embeddings": (
+        lambda m, h: m(IDS.view(30, 10).to(h.device)) + h.sum(), lambda: nn.EmbeddingBag(ROWS, WIDTH, mode="max")),
+    "convolution": (lambda m, h: m(image(h)), lambda: nn.Conv2d(4, 8, 3, padding=1)),
+    "patches": (lambda m, h: m(image(h)), lambda: nn.Conv2d(4, 32, 8, stride=8)),
+    "depthwise over a permuted image": (
+        lambda m, h: m(h.view(2, WIDTH, 4, WIDTH).permute(0, 3, 1, 2)),
+        lambda: nn.Conv2d(WIDTH, WIDTH, 7, padding=3, groups=WIDTH)),
+    "channels last": (
+        lambda m, h: m(image(h).contiguous(memory_format=torch.channels_last)), lambda: nn.Conv2d(4, 8, 3, padding=1)),
+    "groups over time": (
+        lambda m, h: m(h.view(2, WIDTH, 256)), lambda: nn.Conv1d(WIDTH, WIDTH, 16, padding=8, groups=4)),
+    "transposed convolution": (lambda m, h: m(image(h)), lambda: nn.ConvTranspose2d(4, 8, 2, stride=2)),
+    # recurrent layers
+    "LSTM": (lambda m, h: m(h.view(16, 32, WIDTH))[0], lambda: nn.LSTM(WIDTH, WIDTH)),
+    "LSTM both ways": (
+        lambda m, h: m(h.view(16, 32, WIDTH))[0], lambda: nn.LSTM(WIDTH, 32, 2, bidirectional=True, batch_first=True)),
+    "LSTM with a projection": (lambda m, h: m(h.view(16, 32, WIDTH))[0], lambda: nn.LSTM(WIDTH, WIDTH, proj_size=16)),
+    "LSTM without biases": (lambda m, h: m(h.view(16, 32, WIDTH))[0], lambda: nn.LSTM(WIDTH, WIDTH, bias=False)),
+    "GRU": (lambda m, h: m(h.view(16, 32, WIDTH))[0], lambda: nn.GRU(WIDTH, 128)),
+    "GRU both ways": (
+        lambda m, h: m(h.view(16, 32, WIDTH))[0], lambda: nn.GRU(WIDTH, 32, 2, bidirectional=True, batch_first=True)),
+    "RNN": (lambda m, h: m(h.view(16, 32, WIDTH))[0], lambda: nn.RNN(WIDTH, 128, nonlinearity="relu")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_predicted_peak_is_the_real_one(name: str) -> None:
+    torch.manual_seed(0)
+    body, build = CASES[name]
+    model, inp = Body(body, build()), {"x": torch.randn(ROWS, WIDTH)}
+    predicted = predicted_bytes(model, inp, step)
+    real = observe_step(model, inp, step).peak_bytes
+    allowed = BIASES_OF_LSTM if isinstance(model.inner, nn.LSTM) else SCALARS_BYTES
+    assert abs(predicted - real) <= allowed, f"predicted {predicted}, real {real}"
+    assert predicted_bytes(model, inp, step, cache=False) == predicted
+
+
+def convolves(batch: int) -> tuple[nn.Module, dict[str, Any]]:
+    return nn.Conv2d(8, 16, 3, padding=1), {"x": torch.ones(batch, 8, 16, 16)}
+
+
+def test_a_large_convolution_is_told_from_smaller_batches_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inp = convolves(16)
+    assert cpu_trace(model, inp, step).assumptions == ()
+    measured = predicted_bytes(model, inp, step)
+    monkeypatch.setattr(kernel_memory.KERNELS_HERE, "_known", {})
+    monkeypatch.setattr(kernel_memory, "MAX_RUN_FLOPS", 6e6)  # a forward of 16 takes 9.4e6
+    trace = cpu_trace(model, inp, step)
+    assert trace.backward_peak_bytes - trace.resting_bytes == measured
+    (said,) = trace.assumptions
+    assert said.startswith("aten.convolution.default, aten.convolution_backward.default: ")
+    assert "smaller batches" in said
+    assert said.endswith("% of the peak")
+
+
+def test_what_cannot_be_run_is_said_with_its_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inp = convolves(2)
+    monkeypatch.setattr(kernel_memory.KERNELS_HERE, "_known", {})
+    monkeypatch.setattr(kernel_memory, "MAX_RUN_FLOPS", 1.0)
+    monkeypatch.setattr(kernel_memory, "MAX_SLOW_RUN_FLOPS", 1.0)
+    (said,) = cpu_trace(model, inp, step).assumptions
+    assert "is not counted" in said
+    assert 0 < float(said.rpartition("made ")[2].partition(" %")[0]) <= 100
+
+
+def test_nothing_is_drawn_from_the_generator_of_the_process() -> None:
+    model = Body(lambda _, h: torch.linalg.matrix_exp(F.rrelu(h, training=True).view(8, WIDTH, WIDTH)))
+    before = torch.get_rng_state()
+    cpu_trace(model, {"x": torch.ones(ROWS, WIDTH)}, step)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_trace_under_a_profiler_goes_without_observations() -> None:
+    model, inp = nn.Conv2d(8, 16, 5, padding=2), {"x": torch.ones(2, 8, 16, 16)}
+    with torch.autograd.profiler.profile(use_kineto=False):
+        (said,) = cpu_trace(model, inp, step).assumptions
+    assert "is not counted" in said
+    assert cpu_trace(model, inp, step).assumptions == ()

@@ -1,0 +1,76 @@
+"""`cuda_memory_profiling` keeps the original's keys and meaning, and adds to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.errors import InputError, InputTypeError
+from elixir.hardware import preset
+from elixir.tracer.memory_tracer import cuda_memory_profiling
+from tests.common.tracing import sum_step, trace_step
+
+ORIGINAL = {"param_occ", "buffer_occ", "grad_occ", "activation_occ"}
+ADDED = {"input_occ", "peak_occ", "optimizer_occ", "step_peak_occ", "peak_module", "peak_operator", "peak_breakdown"}
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.GELU(), nn.Linear(256, 8))
+
+
+INP = {"x": torch.ones(32, 64)}
+
+
+def test_keys_and_bytes() -> None:
+    occ = cuda_memory_profiling(model(), INP, sum_step)
+    assert set(occ) == ORIGINAL | ADDED
+    numel = 64 * 256 + 256 + 512 + 256 * 8 + 8
+    assert occ["param_occ"] == occ["grad_occ"] == 4 * numel
+    assert occ["buffer_occ"] == 2 * 256 * 4 + 8
+    assert occ["input_occ"] >= INP["x"].nbytes
+    assert occ["optimizer_occ"] >= 8 * numel
+    assert occ["step_peak_occ"] >= occ["peak_occ"] + occ["optimizer_occ"]
+    assert sum(part["bytes"] for part in occ["peak_breakdown"]) == occ["peak_occ"]
+    sizes = [part["bytes"] for part in occ["peak_breakdown"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(set(part) == {"kind", "module", "operator", "count", "bytes"} for part in occ["peak_breakdown"])
+
+
+def test_activations_are_the_peak_less_what_was_there_before() -> None:
+    occ = cuda_memory_profiling(model(), INP, sum_step)
+    trace = trace_step(model(), INP, sum_step, dtype=torch.float, hardware=preset("h200"))
+    assert occ["activation_occ"] == trace.backward_peak_bytes - trace.resting_bytes
+    assert occ["peak_occ"] == trace.backward_peak_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, None])
+def test_dtype_casts_parameters_and_floating_buffers(dtype: torch.dtype | None) -> None:
+    occ = cuda_memory_profiling(model(), INP, sum_step, dtype)
+    plain = cuda_memory_profiling(model(), INP, sum_step)
+    itemsize = 4 if dtype is None else dtype.itemsize
+    assert occ["param_occ"] * 4 == plain["param_occ"] * itemsize
+    counters = 8  # of batches, int64, which no cast changes
+    assert (occ["buffer_occ"] - counters) * 4 == (plain["buffer_occ"] - counters) * itemsize
+
+
+def test_a_profile_serves_as_device() -> None:
+    by_name = cuda_memory_profiling(model(), INP, sum_step, device="a100")
+    assert by_name == cuda_memory_profiling(model(), INP, sum_step, device=preset("a100"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"device": "h2000"}, InputError),
+        ({"inp": [1]}, InputTypeError),
+        ({"step_fn": None}, InputTypeError),
+        ({"optimizer": "adma"}, InputError),
+        ({"model": nn.ReLU()}, InputError),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        cuda_memory_profiling(**({"model": model(), "inp": INP, "step_fn": sum_step} | change))

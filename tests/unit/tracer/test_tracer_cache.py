@@ -1,0 +1,157 @@
+"""Remembering shape propagation changes nothing but the time; nor do a second trace and another hash seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.models import default_input, default_step
+from elixir.tracer import StepTrace, trace_step
+from tests.common.tiny_models import FAMILIES, tiny
+from tests.common.tracing import CPU, H200, sum_step
+
+ROOT = Path(__file__).parents[3]
+OPTIMIZERS = ("AdamW", "SGD", "Adagrad", "NAdam")
+QUICK = {("opt", "AdamW", "cuda"), ("gpt2", "SGD", "cpu"), ("mixtral", "AdamW", "cuda"), ("t5", "Adagrad", "cuda")}
+QUICK |= {("llama", "AdamW", "cpu"), ("bert", "NAdam", "cuda"), ("vit", "AdamW", "cuda")}
+
+
+def assert_same(one: StepTrace, other: StepTrace) -> None:
+    for field in dataclasses.fields(StepTrace):  # one by one, for a message that says which
+        if field.compare:
+            assert getattr(one, field.name) == getattr(other, field.name), field.name
+    assert one == other
+
+
+def assert_same_but_for_stand_ins(one: StepTrace, other: StepTrace) -> None:
+    """In the optimizer's part one parameter may stand for others: fewer moments, all else the same."""
+    before, heights = [], []
+    for trace in (one, other):
+        before.append([sample for sample in trace.curve if sample.phase != "optimizer"])
+        heights.append(max((sample.total for sample in trace.curve if sample.phase == "optimizer"), default=0))
+    assert before[0] == before[1]
+    assert heights[0] == heights[1]
+    assert_same(dataclasses.replace(one, curve=()), dataclasses.replace(other, curve=()))
+
+
+def cache_cases() -> list[Any]:
+    found = []
+    for family in FAMILIES:
+        for optimizer in OPTIMIZERS:
+            for kind in ("cuda", "cpu"):
+                marks = [] if (family, optimizer, kind) in QUICK else [pytest.mark.slow]
+                found.append(pytest.param(family, optimizer, kind, marks=marks, id=f"{family}-{optimizer}-{kind}"))
+    return found
+
+
+@pytest.mark.parametrize(("family", "optimizer", "kind"), cache_cases())
+def test_the_cache_changes_nothing(family: str, optimizer: str, kind: str) -> None:
+    model = tiny(family, dropout=0.1, checkpoint="non-reentrant")
+    inp = default_input(model, batch=2, seq=None if family == "vit" else 16)
+    hardware = H200 if kind == "cuda" else CPU
+
+    def traced(cache: bool) -> StepTrace:
+        return trace_step(model, inp, default_step, hardware=hardware, optimizer=optimizer, cache=cache)
+
+    cached, again, plain = traced(True), traced(True), traced(False)
+    assert_same(again, cached)
+    assert_same_but_for_stand_ins(plain, cached)
+
+
+@pytest.mark.parametrize("kernel", ["foreach", "fused", "for-loop"])
+@pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "h200"])
+def test_parameters_of_one_shape_stand_for_each_other_in_every_optimizer_kernel(kernel: Any, hardware: Any) -> None:
+    """Also where shapes agree but dtypes, strides or the need of a gradient do not."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+    model[1].requires_grad_(False)
+    model[2].weight = nn.Parameter(torch.randn(16, 16).t())
+    model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    model.append(nn.Linear(16, 16).double())
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        x = inp["x"]
+        for layer in list(model)[:5]:  # type: ignore[arg-type]
+            x = layer(x)
+        (model[5](x.double()) * model.scale).sum().backward()  # type: ignore[index]
+
+    inp = {"x": torch.randn(4, 16)}
+    options: dict[str, Any] = {"hardware": hardware, "optimizer": "AdamW", "optimizer_kernel": kernel}
+    assert_same_but_for_stand_ins(
+        trace_step(model, inp, step, **options), trace_step(model, inp, step, cache=False, **options)
+    )
+
+
+def test_equal_numbers_of_different_types_are_different_signatures() -> None:
+    """1, 1.0 and True are one dictionary key in Python, and give tensors of three dtypes."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum((x + other).double() * self.weight for other in (1, 1.0, True, 1))  # type: ignore[return-value]
+
+    inp = {"x": torch.arange(64)}
+    for hardware in (CPU, H200):
+        assert_same_but_for_stand_ins(
+            trace_step(Adds(), inp, sum_step, hardware=hardware),
+            trace_step(Adds(), inp, sum_step, hardware=hardware, cache=False),
+        )
+
+
+def test_views_larger_than_what_they_show_are_not_remembered() -> None:
+    """Results whose storage is larger than the tensor, and results that alias an argument, run anew."""
+
+    class Strange(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                x = (x @ self.weight).unfold(1, 16, 8).reshape(-1, 16).repeat(1, 2)[: x.shape[0]]
+                x = x.expand(2, *x.shape).contiguous()[0].as_strided((x.shape[0], 32), (32, 1))
+            return x
+
+    inp = {"x": torch.randn(8, 32)}
+    for hardware in (CPU, H200):
+        assert_same_but_for_stand_ins(
+            trace_step(Strange(), inp, sum_step, hardware=hardware),
+            trace_step(Strange(), inp, sum_step, hardware=hardware, cache=False),
+        )
+
+
+@pytest.mark.slow
+def test_another_hash_seed_gives_the_same_text() -> None:
+    program = """
+import torch
+from torch import nn
+from elixir.hardware.profile import preset
+from elixir.tracer import trace_step
+layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+model = nn.Sequential(nn.Embedding(50, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, 50))
+step = lambda model, inp: model(inp["x"]).pow(2).sum().backward()
+print(trace_step(model, {"x": torch.zeros(2, 16, dtype=torch.int64)}, step, hardware=preset("h200")).to_json())
+"""
+    texts = []
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program],
+            env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        data = json.loads(done.stdout)
+        del data["trace_s"]
+        texts.append(json.dumps(data))  # keeps the order of keys
+    assert texts[0] == texts[1]

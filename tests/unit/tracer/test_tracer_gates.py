@@ -1,0 +1,318 @@
+"""A trace refuses what it cannot know, reports what it assumed, and leaves the user's model and process as they
+were."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from elixir.access import TrackedParameter
+from elixir.errors import ElixirError, InputError, InputTypeError, TraceError
+from elixir.tracer import BalancedRouting, RecordedRouting, trace_step
+from tests.common.tracing import CPU, H200, cpu_trace, sum_step
+
+HERE = __file__
+INP = {"x": torch.ones(2, 8)}
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4))
+
+
+# --- reported ------------------------------------------------------------------------------------------------------
+
+
+def test_unused_parameters_and_modules_are_reported() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Linear(8, 4)
+            self.idle = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+            self.detached = nn.Linear(8, 4)
+            self.frozen = nn.Linear(8, 4).requires_grad_(False)
+            self.lonely = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x) + self.detached(x).detach()
+
+    trace = cpu_trace(Partly(), INP, sum_step)
+    assert set(trace.unused_parameters) == {
+        "lonely", "idle.0.weight", "idle.0.bias", "detached.weight", "detached.bias",
+    }  # fmt: skip
+    assert trace.unused_modules == ("idle.0", "frozen")
+    assert trace.grad_bytes == (8 * 4 + 4) * 4
+
+
+def test_mixed_dtypes_keep_their_bytes() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8, dtype=torch.float64)})
+
+    def step(model: Any, inp: dict[str, Any]) -> None:
+        model["b"](model["a"](inp["x"]).double()).sum().backward()
+
+    trace = cpu_trace(model, INP, step)
+    assert [p.dtype for p in trace.parameters] == ["float32", "float32", "float64", "float64"]
+    assert trace.param_bytes == 72 * (4 + 8)
+
+
+# --- refused -------------------------------------------------------------------------------------------------------
+
+
+def calls(function: Callable[[Any, dict[str, Any]], Any]) -> Any:
+    return lambda: cpu_trace(mlp(), INP, function)
+
+
+@torch.library.custom_op("elixir_tests::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    """An operator without a rule for its result's shape."""
+    return x.clone()
+
+
+def no_meta_kernel(model: nn.Module, inp: dict[str, Any]) -> None:
+    opaque(model(inp["x"])).sum().backward()
+
+
+def with_history() -> nn.Module:
+    model = mlp()
+    model.cached = torch.ones(2, requires_grad=True) * 2  # type: ignore[assignment]
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    return model
+
+
+def holding(values: torch.Tensor) -> nn.Module:
+    """A model with one more parameter."""
+    model = mlp()
+    model.register_parameter("odd", nn.Parameter(values, requires_grad=False))
+    return model
+
+
+OUTSIDE = nn.Linear(8, 4)
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "inp is a list": (lambda: cpu_trace(mlp(), [1], sum_step), InputTypeError, "dict"),
+    "inp is a tensor": (lambda: cpu_trace(mlp(), torch.ones(1), sum_step), InputTypeError, "dict"),
+    "inp is sparse": (lambda: cpu_trace(mlp(), {"x": torch.eye(8).to_sparse()}, sum_step), InputError, "dense"),
+    "step_fn is text": (lambda: cpu_trace(mlp(), INP, "step"), InputTypeError, "callable"),
+    "no model": (lambda: cpu_trace("opt-125m", INP, sum_step), InputTypeError, "nn.Module"),
+    "nothing to train": (
+        lambda: cpu_trace(mlp().requires_grad_(False), INP, lambda m, i: m(i["x"]).sum().backward()),
+        TraceError, "leave backward out"),
+    "no parameters": (lambda: cpu_trace(nn.ReLU(), INP, sum_step), InputError, "no parameters"),
+    "complex parameter": (lambda: cpu_trace(holding(torch.ones(2, 2) * 1j), INP, sum_step), InputError, "view_as_real"),
+    "sparse parameter": (lambda: cpu_trace(holding(torch.eye(2).to_sparse()), INP, sum_step), InputError, "to_dense()"),
+    "nested parameter": (
+        lambda: cpu_trace(holding(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])), INP, sum_step),
+        InputError, "nested tensor"),
+    "integer parameter": (
+        lambda: cpu_trace(holding(torch.ones(2, dtype=torch.int8)), INP, sum_step), InputError, "make it a buffer"),
+    "unknown lengths": (
+        calls(lambda m, i: F.ctc_loss(m(i["x"])[:, None].log_softmax(-1), torch.ones(1, 2, dtype=torch.int64),
+              torch.full((1,), 4), m(i["x"]).sum().long()[None]).backward()), TraceError, "lengths"),
+    "unknown optimizer": (lambda: cpu_trace(mlp(), INP, sum_step, optimizer="adamm"), InputError, "adam"),
+    "no such kernel": (
+        lambda: cpu_trace(mlp(), INP, sum_step, optimizer="RMSprop", optimizer_kernel="fused"), InputError, "fused"),
+    "skew above one": (lambda: BalancedRouting(1.5), InputError, "between 0 and 1"),
+    "no backward": (calls(lambda m, i: m(i["x"])), TraceError, "backward"),
+    "another model": (calls(lambda m, i: OUTSIDE(i["x"]).sum().backward()), TraceError, "model it is given"),
+    "another model's embedding": (
+        lambda: cpu_trace(nn.Embedding(8, 4), {"x": torch.zeros(2, dtype=torch.int64)},
+                          lambda m, i: (m(i["x"]) @ OUTSIDE.weight).sum().backward()), TraceError, "model it is given"),
+    "uncopyable": (lambda: cpu_trace(with_history(), INP, sum_step), TraceError, "cannot be copied"),
+    "raises": (calls(lambda m, i: m(i["y"])), TraceError, "KeyError"),
+    "wrong shape": (calls(lambda m, i: m(i["x"][:, :3]).sum().backward()), TraceError, "step_fn raised"),
+    "no meta kernel": (calls(no_meta_kernel), TraceError, "step_fn raised"),
+    "names cuda": (calls(lambda m, i: m(i["x"].cuda()).sum().backward()), TraceError, "step_fn raised"),
+    "sparse gradient": (
+        lambda: cpu_trace(
+            nn.Embedding(8, 4, sparse=True), {"x": torch.zeros(2, dtype=torch.int64)}, sum_step
+        ), TraceError, "sparse=False"),
+    "torch.func.grad": (
+        calls(lambda m, i: torch.func.grad(lambda x: m(x).sum())(i["x"]).sum().backward()), ElixirError, "torch.func"),
+    "recorded too little": (
+        lambda: cpu_trace(mlp(), INP, lambda m, i: m(i["x"]).topk(2)[0].sum().backward(), routing=RecordedRouting([])),
+        TraceError, "recorded"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_gives_a_clear_error(name: str) -> None:
+    call, error, says = REFUSED[name]
+    with pytest.raises(error) as caught:
+        call()
+    assert says in str(caught.value), str(caught.value)
+    assert isinstance(caught.value, ElixirError)
+    assert "\n" not in str(caught.value).strip()
+    if "step_fn raised" in str(caught.value):
+        assert str(caught.value).startswith(f"{HERE}:"), str(caught.value)
+        assert caught.value.__cause__ is not None, "the user's own traceback is kept"
+
+
+# --- untouched -----------------------------------------------------------------------------------------------------
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [
+        [(name, type(p), id(p), p.requires_grad, p.grad) for name, p in model.named_parameters()],
+        [(name, id(b)) for name, b in model.named_buffers()],
+        # A model on meta is traced itself: it has no values that a write could change.
+        [tensor._version for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta],
+        [[len(getattr(module, name)) for name in hooks] for module in model.modules()],
+        [(module.training, sorted(vars(module))) for module in model.modules()],
+        [p._backward_hooks for p in model.parameters()],
+        [len(getattr(p, "_post_accumulate_grad_hooks", None) or ()) for p in model.parameters()],
+    ]
+
+
+def fails(model: nn.Module, inp: dict[str, Any]) -> None:
+    model(inp["x"])
+    raise RuntimeError("in the middle")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("step", [sum_step, fails], ids=["a step that works", "a step that raises"])
+def test_model_and_process_are_left_alone(step: Any, device: str) -> None:
+    with torch.device(device):
+        model = mlp()
+    model[3].eval()
+    weights = copy.deepcopy(model.state_dict())
+    before, random = state_of(model), torch.get_rng_state()
+    hooks = len(torch.nn.modules.module._global_forward_hooks)
+    inp = {"x": torch.ones(2, 8)}
+    version = inp["x"]._version
+    assert gc.isenabled()
+    for hardware in (CPU, H200):
+        if step is sum_step:
+            trace_step(model, inp, step, hardware=hardware)
+        else:
+            with pytest.raises(TraceError, match="in the middle"):
+                trace_step(model, inp, step, hardware=hardware)
+    assert gc.isenabled()
+    assert state_of(model) == before
+    assert torch.equal(torch.get_rng_state(), random)
+    assert len(torch.nn.modules.module._global_forward_hooks) == hooks
+    assert inp["x"]._version == version
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch.is_grad_enabled()
+    assert not any(isinstance(p, TrackedParameter) for p in model.parameters())
+    if device == "cpu":
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sum_step(model, inp)
+        optimizer.step()
+        assert not torch.equal(model.state_dict()["3.bias"], weights["3.bias"])
+
+
+def test_collection_of_garbage_stays_off_where_it_was() -> None:
+    gc.disable()
+    try:
+        cpu_trace(mlp(), INP, sum_step)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_two_traces_in_a_row_and_one_inside_another_agree() -> None:
+    model = mlp()
+    first = cpu_trace(model, INP, sum_step)
+    inner: list[Any] = []
+
+    def nests(model: nn.Module, inp: dict[str, Any]) -> None:
+        sum_step(model, inp)
+        if not inner:
+            inner.append(None)
+            inner[0] = cpu_trace(mlp(), {"x": torch.ones(2, 8)}, sum_step)
+
+    try:
+        outer = cpu_trace(model, INP, nests)
+    except ElixirError:
+        outer = first  # refusing is fine, a wrong number is not
+    else:
+        assert inner[0] == first
+    assert outer.param_bytes == first.param_bytes
+    assert cpu_trace(model, INP, sum_step) == first
+
+
+def test_attention_and_dropout_on_meta_are_as_before_a_trace() -> None:
+    q = torch.empty(1, 2, 16, 8, device="meta", requires_grad=True)
+
+    def graph() -> tuple[str, str]:
+        attended = F.scaled_dot_product_attention(q, q, q)
+        return attended.grad_fn.name(), F.dropout(q, 0.5).grad_fn.name()  # type: ignore[union-attr]
+
+    before = graph()
+    seen: list[tuple[str, str]] = []
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.project(x)
+            attended = F.scaled_dot_product_attention(x, x, x)
+            dropped = F.dropout(attended, 0.5)
+            seen.append((attended.grad_fn.name(), dropped.grad_fn.name()))  # type: ignore[union-attr]
+            return dropped
+
+    inp = {"x": torch.ones(1, 2, 16, 8)}
+    for hardware in (CPU, H200):
+        trace_step(Attends(), inp, sum_step, hardware=hardware)
+    assert seen == [
+        ("ScaledDotProductFlashAttentionForCpuBackward0", "MulBackward0"),
+        ("ScaledDotProductEfficientAttentionBackward0", "NativeDropoutBackward0"),
+    ]
+    assert graph() == before
+
+
+def test_a_compiled_model_is_traced_as_the_plain_one() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    plain = cpu_trace(model, INP, sum_step)
+    compiled = cpu_trace(torch.compile(model, backend="eager"), INP, sum_step)
+    assert compiled.backward_peak_bytes == plain.backward_peak_bytes
+    assert len(compiled.accesses) == len(plain.accesses)
+
+
+def test_a_model_with_nothing_to_train_is_traced_for_evaluation() -> None:
+    for hardware in (CPU, H200):
+        frozen = trace_step(mlp().requires_grad_(False), INP, lambda m, i: m(i["x"]), hardware=hardware)
+        assert frozen.optimizer == "none"
+        assert frozen.grad_bytes == frozen.optimizer_bytes == 0
+        assert {access.phase for access in frozen.accesses} == {"forward"}
+        assert {index for access in frozen.accesses for index in access.parameters} == set(
+            range(len(frozen.parameters))
+        )
+
+
+def test_buffers_are_cast_with_a_model_that_is_cast_as_a_whole() -> None:
+    class Projects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.register_buffer("fixed", torch.ones(8, 8))
+            self.register_buffer("count", torch.ones(8, dtype=torch.int64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) @ self.fixed
+
+    for hardware in (CPU, H200):
+        trace = trace_step(Projects(), INP, sum_step, hardware=hardware, dtype=torch.bfloat16)
+        assert trace.buffer_bytes == 64 * 2 + 8 * 8
+    # In a model that is in this dtype already, a buffer in another one is meant to be.
+    built = Projects().to(torch.bfloat16)
+    built.fixed = built.fixed.float()
+    with pytest.raises(TraceError, match="mixed dtypes"):
+        trace_step(built, INP, sum_step, hardware=CPU, dtype=torch.bfloat16)
+
+
+def test_old_weight_norm_can_be_copied() -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 4)))
+    model(INP["x"])
+    assert cpu_trace(model, INP, sum_step).unused_parameters == ()

@@ -1,0 +1,377 @@
+"""Torch, Python and other threads are after a trace, and during it, as they were before it."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmark.observe import observe_step
+from elixir.access import ParameterAccess
+from elixir.errors import TraceError
+from elixir.models import default_input, default_step
+from elixir.tracer import StepTrace, trace_step
+from elixir.tracer.meta_copy import meta_twin
+from elixir.tracer.order import UseOrder
+from tests.common.tiny_models import tiny
+from tests.common.tracing import CPU, H200, cpu_trace, predicted_bytes
+
+MODULES = (
+    "torch torch.nn torch.nn.functional torch.autograd torch.autograd.graph torch.amp torch.amp.autocast_mode "
+    "torch.random "
+    "torch.utils.checkpoint torch.cuda torch.cuda.amp torch.compiler torch.library torch.optim torch.overrides "
+    "torch._C "
+    "torch.nn.modules.module torch._tensor torch.storage torch.serialization torch._prims_common random warnings"
+).split()
+CLASSES = (
+    torch.Tensor, torch.nn.Parameter, torch.nn.Module, torch.nn.Linear, torch.autocast, torch.SymInt, torch.SymFloat,
+    torch.SymBool, torch.Generator, torch.autograd.Function, torch.optim.Optimizer, torch._C.TensorBase, torch.Size,
+)  # fmt: skip
+
+
+def names() -> dict[str, dict[str, int]]:
+    """The object of every name in torch's modules and classes."""
+    found = {name: vars(sys.modules[name]) for name in MODULES}
+    found |= {cls.__qualname__: dict(vars(cls)) for cls in CLASSES}  # type: ignore[dict-item]
+    return {owner: {name: id(value) for name, value in held.items()} for owner, held in found.items()}
+
+
+def behaviour() -> list[Any]:
+    zero = torch.tensor(3)
+    q = torch.empty(1, 2, 16, 8, device="meta", requires_grad=True)
+    attended = F.scaled_dot_product_attention(q, q, q)
+    return [
+        torch.tensor([zero, zero]).tolist(),
+        torch.as_tensor([zero, zero]).tolist(),
+        torch.LongTensor([zero, zero]).tolist(),
+        f"{torch.tensor(1.5):.2f}",
+        torch.arange(4)[[0, 1]].tolist(),
+        attended.grad_fn.name(),  # type: ignore[union-attr]
+        F.dropout(q, 0.5).grad_fn.name(),  # type: ignore[union-attr]
+        torch.tensor([1], device="meta").device.type,
+    ]
+
+
+def settings() -> list[Any]:
+    return [
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        [
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda", "privateuseone")
+        ],
+        torch.is_autocast_cache_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.is_anomaly_enabled(),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._get_torch_function_state(),
+        torch._C._dispatch_tls_local_include_set().raw_repr(),
+        torch._C._dispatch_tls_local_exclude_set().raw_repr(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
+        len(torch.nn.modules.module._global_forward_hooks),
+        [id(entry) for entry in warnings.filters],
+        [repr(entry) for entry in warnings.filters],
+    ]
+
+
+def generators() -> list[Any]:
+    return [torch.get_rng_state().tolist(), random.getstate(), [str(part) for part in np.random.get_state()]]  # noqa: NPY002
+
+
+def assert_names(before: dict[str, dict[str, int]], after: dict[str, dict[str, int]]) -> None:
+    for owner, held in before.items():
+        for name, value in held.items():
+            assert after[owner].get(name) == value, f"{owner}.{name}"
+        for name in after[owner].keys() - held.keys() - {"__warningregistry__"}:  # what torch imports late
+            assert isinstance(getattr(sys.modules.get(owner), name, None), types.ModuleType), f"{owner}.{name} is new"
+
+
+class Odd(nn.Module):
+    """Takes every way that used to need torch changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        with torch.autocast(device_type=x.device.type, dtype=torch.bfloat16, enabled=True):
+            h = self.layer(h).float()
+        h = checkpoint(self.inner, h, use_reentrant=False)
+        h = checkpoint(self.inner, h, use_reentrant=True)
+        position = torch.tensor([torch.tensor(1), torch.tensor(2)], device=x.device)
+        h = h[[0, 1]] + h[position]
+        f"{h.sum().item():.3f} {h.sum():.2f}"
+        if torch.rand(()) > 2 or random.random() > 2 or np.random.rand() > 2:  # noqa: NPY002
+            h = h * 2
+        return F.dropout(F.scaled_dot_product_attention(h[None], h[None], h[None]), 0.5)
+
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        kept = torch.rand(()) > 0.5
+        assert torch.tensor([1, 2], device=h.device).tolist() == [1, 2]
+        if kept:
+            h = self.layer(h)
+        return h[:, [1, 0, 2, 3, 4, 5, 6, 7]]
+
+
+def works(model: nn.Module, inp: dict[str, Any]) -> None:
+    during.append(names())
+    model(inp["x"]).sum().backward()
+
+
+def fails(error: BaseException) -> Callable[..., None]:
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True)
+        torch.set_grad_enabled(False)
+        torch.manual_seed(5)
+        torch.set_autocast_enabled("cpu", True)
+        warnings.simplefilter("error")
+        model(inp["x"].double().float())
+        raise error
+
+    return step
+
+
+during: list[Any] = []
+STEPS = {"works": works, "raises": fails(ValueError("no")), "is interrupted": fails(KeyboardInterrupt())}
+
+
+@pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "h200"])
+@pytest.mark.parametrize("name", STEPS)
+def test_torch_and_python_are_as_before(name: str, hardware: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A thread that an earlier test left behind does nothing, but what threads share is put back only without others.
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    during.clear()
+    behaviour()
+    known, set_to, answers, drawn = names(), settings(), behaviour(), generators()
+    model, inp = Odd(), {"x": torch.randn(4, 8)}
+    drawn = generators()
+    if name == "works":
+        trace_step(model, inp, STEPS[name], hardware=hardware)
+        assert_names(known, during[0])
+    else:
+        with pytest.raises((TraceError, KeyboardInterrupt)):
+            trace_step(model, inp, STEPS[name], hardware=hardware)
+    assert_names(known, names())
+    assert settings() == set_to
+    assert behaviour() == answers
+    assert generators() == drawn
+
+
+def test_indices_and_constants_of_python_are_known_in_a_region_that_runs_again() -> None:
+    """The region of `Odd` asserts what it reads; it draws whether to run its layer, and must draw the same again."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        cpu_trace(Odd(), {"x": torch.randn(4, 8)}, works)
+
+
+def trained(steps: int, go: threading.Event | None = None) -> list[torch.Tensor]:
+    """Plain PyTorch with dropout and a checkpoint."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.3), nn.GELU(), nn.Linear(64, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        if go is not None:
+            go.set()
+        x = torch.randn(8, 16)
+        loss = checkpoint(model, x, use_reentrant=False)[[0, 1]].square().sum() + torch.tensor([x[0, 0], x[0, 1]]).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_thread_that_trains_meanwhile_gets_the_same_bits() -> None:
+    inp = {"x": torch.randn(4, 8)}
+    trace_step(Odd(), inp, works, hardware=CPU)
+    expected = trained(150)
+    go, found = threading.Event(), []
+    thread = threading.Thread(target=lambda: found.append(trained(150, go)))
+    models = [Odd() for _ in range(40)]
+    thread.start()
+    go.wait()
+    traces = 0
+    for model in models:
+        if thread.is_alive():
+            trace_step(model, inp, works, hardware=CPU)
+            traces += 1
+    thread.join()
+    assert traces > 2
+    assert all(torch.equal(a, b) for a, b in zip(expected, found[0], strict=True))
+
+
+def test_two_threads_trace_what_one_does() -> None:
+    models = [tiny("opt"), tiny("gpt2", checkpoint="non-reentrant")]
+    inputs = [default_input(model, batch=2, seq=16) for model in models]
+    hardware = [CPU, H200]
+
+    def traced(number: int) -> StepTrace:
+        return trace_step(models[number], inputs[number], default_step, hardware=hardware[number])
+
+    alone = [traced(0), traced(1)]
+    found: dict[tuple[int, int], StepTrace] = {}
+    before = names()
+
+    def work(number: int) -> None:
+        for turn in range(2):
+            found[number, turn] = traced(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[number, turn] == alone[number] for number in (0, 1) for turn in (0, 1))
+    assert_names(before, names())
+
+
+def test_a_thread_that_starts_meanwhile_has_the_threads_of_others() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    found: list[int] = []
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        model(inp["x"]).sum().backward()
+
+    try:
+        cpu_trace(nn.Linear(8, 8), {"x": torch.randn(2, 8)}, step)
+    finally:
+        torch.set_num_threads(threads)
+    assert found == [2]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_autocast_is_on_again_where_a_checkpointed_region_runs_again(reentrant: bool, kind: str) -> None:
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def inner(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            seen.append((torch.is_autocast_enabled(kind), y.dtype))
+            return self.layer(y)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(kind, torch.bfloat16):
+                return checkpoint(self.inner, self.layer(x), use_reentrant=reentrant).float()  # type: ignore[no-any-return]
+
+    hardware = CPU if kind == "cpu" else H200
+    trace_step(Casts(), {"x": torch.randn(4, 8)}, lambda m, i: m(i["x"]).sum().backward(), hardware=hardware)
+    assert seen == [(True, torch.bfloat16)] * 2
+    assert not torch.is_autocast_enabled(kind)
+
+
+def test_lists_in_an_index_are_known_where_backward_runs_code_of_the_user() -> None:
+    class Doubles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            known = torch.arange(8, device=gradient.device)[[2, 3]]
+            assert known.tolist() == [2, 3]
+            return gradient * 2
+
+    def by_backward(model: nn.Module, inp: dict[str, Any]) -> None:
+        out = Doubles.apply(model(inp["x"]))
+        out.backward(torch.ones_like(out))
+
+    def by_function(model: nn.Module, inp: dict[str, Any]) -> None:
+        torch.autograd.backward([Doubles.apply(model(inp["x"])).sum()])
+
+    def by_grad(model: nn.Module, inp: dict[str, Any]) -> None:
+        gradients = torch.autograd.grad(Doubles.apply(model(inp["x"])).sum(), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        model(inp["x"]).sum().backward()
+
+    for step in (by_backward, by_function, by_grad):
+        cpu_trace(nn.Linear(8, 8), {"x": torch.randn(2, 8)}, step)
+
+
+def test_states_of_the_generator_in_checkpoints_are_counted() -> None:
+    class Regions(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.reentrant = reentrant
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=self.reentrant, preserve_rng_state=self.preserve)
+            return x
+
+    state = torch.get_rng_state().numel()
+    for reentrant in (True, False):
+        peaks = []
+        for preserve in (True, False):
+            model = Regions(reentrant)
+            model.preserve = preserve  # type: ignore[assignment]
+            inp = {"x": torch.randn(2, 8, requires_grad=True)}
+            peaks.append(predicted_bytes(model, inp, lambda m, i: m(i["x"]).sum().backward()))
+        assert 4 * state <= peaks[0] - peaks[1] <= 5 * state
+
+
+def test_a_vision_language_model_with_grids_is_traced_and_trains_afterwards() -> None:
+    """Qwen2-VL makes tensors of lists of tensors, from the sizes of its images."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config = Qwen2VLConfig(
+        text_config={
+            "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_parameters": rope,
+        },
+        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4},
+        image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63,
+    )  # fmt: skip
+    model = Qwen2VLForConditionalGeneration(config).train()
+    ids = torch.tensor([[1, 5, 62, 60, 60, 60, 60, 63, 7, 8]] * 2)
+    inp = {
+        "input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(32, 96),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2), "mm_token_type_ids": (ids == 60).int(),
+    }  # fmt: skip
+    predicted = predicted_bytes(model, inp, default_step)
+    real = observe_step(model, inp, default_step).peak_bytes
+    assert abs(predicted - real) <= 0.002 * real
+    trace_step(model, inp, default_step, hardware=H200, dtype=torch.bfloat16)
+
+
+def test_an_activation_that_a_running_model_shares_can_be_traced_in_another() -> None:
+    shared = nn.GELU()
+    running = nn.Sequential(nn.Linear(8, 8), shared)
+    shared.state_dict = lambda: {}  # type: ignore[method-assign, assignment]
+    inp = {"x": torch.randn(4, 8)}
+    other = nn.Sequential(nn.Linear(8, 8), shared)
+    alone = cpu_trace(nn.Sequential(nn.Linear(8, 8), nn.GELU()), inp, works)
+    access = ParameterAccess(running, UseOrder(meta_twin(nn.Linear(1, 1), None), lambda: 0))
+    try:
+        assert cpu_trace(other, inp, works).backward_peak_bytes == alone.backward_peak_bytes
+        with pytest.raises(TraceError, match="runs under a plan"):
+            cpu_trace(running, inp, works)
+    finally:
+        access.remove()

@@ -1,0 +1,350 @@
+"""Rules of the pretend devices, row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from elixir.hardware import preset
+from elixir.tracer import StepTrace, operators, trace_step
+from elixir.tracer.device import Attention, target_for
+from elixir.units import KIB, MIB
+from tests.common.tracing import CPU, H200, cpu_trace, sum_step
+
+MASK = (2, 1, 128, 128)
+HALF = Attention(
+    dtype=torch.bfloat16,
+    query_shape=(2, 8, 128, 64),
+    key_shape=(2, 8, 128, 64),
+    value_shape=(2, 8, 128, 64),
+    mask_shape=None,
+    mask_needs_grad=False,
+    dropout=0.0,
+    is_causal=True,
+    enable_gqa=False,
+)
+
+
+def heads(query: int, key: int, value: int | None = None, **changes: Any) -> Attention:
+    """Head widths."""
+    shapes = {"query_shape": query, "key_shape": key, "value_shape": key if value is None else value}
+    return dataclasses.replace(HALF, **{name: (2, 8, 128, width) for name, width in shapes.items()}, **changes)
+
+
+def having(**changes: Any) -> Attention:
+    return dataclasses.replace(HALF, **changes)
+
+
+FEWER_KEY_HEADS: dict[str, Any] = {"key_shape": (2, 2, 128, 64), "value_shape": (2, 2, 128, 64)}
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+EFFICIENT_WITH_GROUPS = "efficient" if TORCH >= (2, 14) else "math"
+ATTENTION = [
+    # machine, call, kernel
+    ("h200", HALF, "cudnn"),
+    ("h200", having(dropout=0.1), "flash" if TORCH >= (2, 12) else "cudnn"),
+    ("h200", having(dropout=0.125), "cudnn"),
+    ("h200", having(dropout=0.125, query_shape=(2, 8, 1, 64), is_causal=False), "flash"),
+    ("h200", having(key_shape=(2, 8, 1, 64), value_shape=(2, 8, 1, 64), is_causal=False), "flash"),
+    ("h200", having(mask_shape=(128, 1)), "cudnn"),
+    ("h200", having(mask_shape=(2, 128, 128)), "efficient"),
+    ("h200", having(mask_shape=MASK, mask_last_dim_contiguous=False), "math"),
+    ("h200", heads(64, 64, 32), "cudnn"),
+    ("h200", heads(192, 192, 128), "cudnn"),
+    ("h200", heads(192, 192), "flash"),
+    ("h200", having(enable_gqa=True, key_shape=(2, 2, 128, 64), value_shape=(2, 4, 128, 64)), "cudnn"),
+    ("a100", having(enable_gqa=True, key_shape=(2, 2, 128, 64), value_shape=(2, 4, 128, 64)), "math"),
+    ("h200", having(mask_shape=MASK), "cudnn"),
+    ("h200", having(mask_shape=MASK, mask_needs_grad=True), "efficient"),
+    ("h200", having(dtype=torch.float32), "efficient"),
+    ("h200", having(dtype=torch.float64), "math"),
+    ("h200", heads(256, 256), "flash"),
+    ("h200", heads(512, 512), "efficient"),
+    ("h200", having(enable_gqa=True, **FEWER_KEY_HEADS), "cudnn"),
+    ("h200", having(**FEWER_KEY_HEADS), "math"),
+    ("h200", having(key_shape=(1, 8, 128, 64)), "math"),
+    ("h200", having(last_dim_contiguous=False), "math"),
+    ("h200", having(query_shape=(8, 128, 64), key_shape=(8, 128, 64), value_shape=(8, 128, 64)), "math"),
+    ("h200", having(dtype=torch.float32, enable_gqa=True, **FEWER_KEY_HEADS), EFFICIENT_WITH_GROUPS),
+    ("a100", having(mask_shape=MASK, enable_gqa=True, **FEWER_KEY_HEADS), EFFICIENT_WITH_GROUPS),
+    ("a100", HALF, "flash"),
+    ("a100", having(dtype=torch.float16), "flash"),
+    ("a100", having(mask_shape=MASK), "efficient"),
+    ("a100", having(query_shape=(2, 8, 16, 64)), "efficient"),
+    ("a100", having(query_shape=(2, 8, 16, 64), is_causal=False), "flash"),
+    ("a100", heads(64, 64, 32), "efficient"),
+    ("a100", heads(64, 64, 33), "math"),
+    ("a100", heads(256, 256, dropout=0.1), "flash"),
+    ("v100", HALF, "math"),
+    ("v100", having(dtype=torch.float16), "efficient"),
+    ("v100", having(dtype=torch.float32), "efficient"),
+    ("v100", heads(30, 30, dtype=torch.float16), "math"),
+    ("rtx4090", HALF, "flash"),
+    ("rtx4090", heads(256, 256), "flash"),
+    ("rtx4090", heads(256, 256, dropout=0.1), "efficient"),
+    ("rtx4090", heads(224, 224), "efficient"),
+    ("cpu", HALF, "cpu_flash"),
+    ("cpu", having(dtype=torch.float64), "cpu_flash"),
+    ("cpu", having(mask_shape=MASK), "cpu_flash"),
+    ("cpu", having(mask_shape=MASK, mask_needs_grad=True), "math"),
+    ("cpu", having(dropout=0.1), "math"),
+    ("cpu", heads(64, 64, 32), "math"),
+    ("cpu", having(**FEWER_KEY_HEADS), "math"),
+]
+
+
+@pytest.mark.parametrize(
+    ("machine", "call", "kernel"), ATTENTION, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_attention_kernel(machine: str, call: Attention, kernel: str) -> None:
+    assert target_for(preset(machine)).attention_kernel(call) == kernel
+
+
+def test_cudnn_can_be_put_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert target_for(H200).attention_kernel(HALF) == "flash"
+
+
+class Attends(nn.Module):
+    """Attention over a projection, with a mask where told; `ran` tells which kernels its copies took as well."""
+
+    ran: list[str]
+
+    def __init__(self, dropout: float = 0.0, mask: bool = False, width: int = 64) -> None:
+        super().__init__()
+        self.project = nn.Linear(width, width)
+        self.dropout = dropout
+        self.mask = mask
+        Attends.ran = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.project(x)
+        mask = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).tril() if self.mask else None
+        y = F.scaled_dot_product_attention(x, x, x, mask, self.dropout)
+        Attends.ran.append(y.grad_fn.name())  # type: ignore[union-attr]
+        return y
+
+
+def operators_at_peak(trace: StepTrace) -> set[str]:
+    return {contributor.operator for contributor in trace.peak_contributors}
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "mask", "kernel"),
+    [
+        ("h200", torch.bfloat16, False, "CudnnAttention"),
+        ("a100", torch.bfloat16, False, "FlashAttention"),
+        ("a100", torch.bfloat16, True, "EfficientAttention"),
+        ("v100", torch.float32, False, "EfficientAttention"),
+        ("cpu", torch.float32, True, "FlashAttentionForCpu"),
+    ],
+)
+def test_the_chosen_kernel_is_what_runs(machine: str, dtype: torch.dtype, mask: bool, kernel: str) -> None:
+    inp = {"x": torch.ones(2, 4, 256, 64)}
+    model = Attends(mask=mask)
+    trace = trace_step(model, inp, sum_step, hardware=preset(machine), dtype=dtype)
+    assert model.ran == [f"ScaledDotProduct{kernel}Backward0"]
+    # None of them keeps the scores.
+    scores = 2 * 4 * 256 * 256 * dtype.itemsize
+    kept = sum(c.bytes for c in trace.peak_contributors if c.kind == "activations" and "softmax" in c.operator)
+    assert kept < scores
+
+
+def test_dropout_keeps_a_bool_mask_on_cuda_and_noise_on_the_cpu() -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1024))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(x * self.scale, 0.5)
+
+    inp = {"x": torch.ones(64, 1024)}
+    kept = {
+        machine: {
+            (c.operator, c.bytes)
+            for c in trace_step(Drops(), inp, sum_step, hardware=preset(machine)).peak_contributors
+        }
+        for machine in ("h200", "cpu")
+    }
+    elements = 64 * 1024
+    assert any("native_dropout" in op and nbytes in (elements, 5 * elements) for op, nbytes in kept["h200"])
+    assert any("empty_like" in op and nbytes == 4 * elements for op, nbytes in kept["cpu"])
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_dropout_of_nothing_and_of_all(p: float) -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(x * self.scale, p)
+
+    trace = trace_step(Drops(), {"x": torch.ones(4, 8)}, sum_step, hardware=H200)
+    assert "native_dropout" not in " ".join(operators_at_peak(trace))
+
+
+def test_cuda_rounds_to_512_bytes_and_the_cpu_does_not() -> None:
+    for nbytes, rounded in ((0, 0), (1, 512), (512, 512), (513, 1024)):
+        assert target_for(H200).round_bytes(nbytes) == rounded
+        assert target_for(CPU).round_bytes(nbytes) == nbytes
+    model = nn.Linear(3, 5)
+    inp = {"x": torch.ones(2, 3)}
+    assert trace_step(model, inp, sum_step, hardware=H200).resting_bytes == 3 * 512
+    assert cpu_trace(model, inp, sum_step).resting_bytes == (15 + 5 + 6) * 4
+    assert trace_step(model, inp, sum_step, hardware=H200).param_bytes == 80  # exact bytes, not rounded ones
+
+
+@pytest.mark.parametrize(("machine", "nbytes"), [("h200", 32 * MIB), ("a100", 8320 * KIB), ("cpu", 0)])
+def test_matrix_libraries_keep_one_workspace_per_direction(machine: str, nbytes: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    trace = trace_step(model, {"x": torch.ones(2, 8)}, sum_step, hardware=preset(machine))
+    assert trace.workspace_bytes == 2 * nbytes
+    forward = [sample.workspace for sample in trace.curve if sample.phase == "forward"]
+    assert max(forward) == nbytes
+
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    assert trace_step(Scales(), {"x": torch.ones(2, 8)}, sum_step, hardware=preset(machine)).workspace_bytes == 0
+
+
+def test_default_optimizer_kernels() -> None:
+    inp = {"x": torch.ones(2, 8)}
+    model = nn.Linear(8, 8)
+    assert trace_step(model, inp, sum_step, hardware=H200).optimizer == "AdamW (foreach)"
+    assert trace_step(model, inp, sum_step, hardware=CPU).optimizer == "AdamW (for-loop)"
+    assert trace_step(model, inp, sum_step, hardware=H200, optimizer=None).optimizer == "none"
+    fused, foreach = (
+        trace_step(nn.Linear(512, 512), {"x": torch.ones(2, 512)}, sum_step, hardware=H200, optimizer_kernel=kernel)
+        for kernel in ("fused", "foreach")
+    )
+    assert fused.step_peak_bytes < foreach.step_peak_bytes
+    assert fused.backward_peak_bytes == foreach.backward_peak_bytes
+
+
+PRIVATE = [
+    (torch._C._autograd, "_top_saved_tensors_default_hooks"),
+    (torch._C._autograd, "_get_sequence_nr"),
+    (torch._C._autograd, "_saved_tensors_hooks_is_enabled"),
+    (torch._C, "_current_autograd_node"),
+    (torch._C, "_current_graph_task_id"),
+    (torch._C, "_DisableTorchDispatch"),
+    (torch._C, "DisableTorchFunctionSubclass"),
+    (torch._C, "_storage_Use_Count"),
+    (torch, "_debug_has_internal_overlap"),
+    (torch.Tensor, "_use_count"),
+    (torch.autograd.graph, "_engine_run_backward"),
+    (torch.utils._python_dispatch.TorchDispatchMode, "_should_skip_dynamo"),
+    (torch.library.Library, "_destroy"),
+    (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward"),
+    (torch.ops.aten, "_scaled_dot_product_cudnn_attention"),
+    (torch.ops.aten, "_scaled_dot_product_efficient_attention"),
+    (torch.ops.aten, "_scaled_dot_product_attention_math"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), PRIVATE, ids=[name for _, name in PRIVATE])
+def test_torch_still_has_the_private_name_that_the_tracer_needs(owner: Any, name: str) -> None:
+    assert hasattr(owner, name), f"this torch ({torch.__version__}) dropped {owner}.{name}"
+
+
+def test_the_engine_still_sums_in_place_what_nobody_else_holds() -> None:
+    from elixir.tracer.device import references_when_alone
+
+    assert references_when_alone() > (0, 0), "no sum of gradients passed the probe"
+
+
+def test_private_functions_still_answer() -> None:
+    assert torch._C._current_graph_task_id() == -1
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    seen: list[tuple[int, str, int]] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    first = torch._C._autograd._get_sequence_nr()
+    y.register_hook(
+        lambda grad: seen.append(
+            (torch._C._current_graph_task_id(), torch._C._current_autograd_node().name(), first)  # type: ignore[attr-defined]
+        )
+    )
+    (y * 3).sum().backward()
+    assert seen[0][0] >= 0
+    assert "Backward" in seen[0][1]
+    assert y.grad_fn is not None
+    assert y.grad_fn._sequence_nr() < first  # type: ignore[attr-defined]
+
+
+def attending(heads: int, kv_heads: int) -> StepTrace:
+    """A step of attention alone over leaves, in bfloat16, 2 x 128 tokens, heads of 64, causal."""
+
+    class Leaves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"query": heads, "key": kv_heads, "value": kv_heads}
+            for name, count in sizes.items():
+                setattr(self, name, nn.Parameter(torch.zeros(2, 128, count, 64, dtype=torch.bfloat16)))
+
+        def forward(self) -> torch.Tensor:
+            query, key, value = (part.transpose(1, 2) for part in (self.query, self.key, self.value))
+            found: torch.Tensor = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=heads != kv_heads
+            )
+            return found
+
+    def step(module: nn.Module, inp: dict[str, torch.Tensor]) -> None:
+        module().sum().backward()
+
+    return trace_step(Leaves(), {}, step, hardware=H200, optimizer=None)
+
+
+QUERIES = 2 * 8 * 128 * 64  # elements
+ROWS = 2 * 8 * 128
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kv_heads", "per_head"),
+    [("cudnn", 8, 0), ("cudnn", 2, 0), ("flash", 8, 0), ("flash", 2, 2 * 2 * QUERIES)],
+)
+def test_attention_accumulates_in_float32_during_backward(
+    kernel: str, kv_heads: int, per_head: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries and a sum per row; a copy of the gradient, which a sum's expanded one is; for flash shared keys per head."""
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", str(int(kernel == "flash")))
+    trace = attending(8, kv_heads)
+    workspace = sum(part.bytes for part in trace.peak_contributors if part.kind == "workspace")
+    assert kernel in trace.peak_operator
+    assert workspace == 4 * (QUERIES + ROWS) + 2 * QUERIES + per_head
+
+
+@pytest.mark.parametrize("takes_groups", [True, False])
+def test_attention_whose_heads_share_keys_costs_as_if_they_did_not(
+    takes_groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a PyTorch whose formulas refuse shared heads, as that of 2.11."""
+
+    def refuses(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        shapes = [item.shape for item in args[:4] if isinstance(item, torch.Tensor) and item.dim() == 4]
+        assert len({shape[1] for shape in shapes}) == 1, "query/key/value shapes are incompatible"
+        return 7 * sum(map(math.prod, shapes))
+
+    if not takes_groups:
+        monkeypatch.setattr(operators, "_FORMULAS_TAKE_GROUPS", False)
+        for kernel in operators._QUERY_AT:
+            monkeypatch.setitem(operators.flop_registry, kernel, refuses)
+    elif not operators._formulas_take_groups():
+        pytest.skip("this PyTorch does not take groups")
+    flops = [sum(event.flops for event in attending(8, kv_heads).accesses) for kv_heads in (8, 2, 1)]
+    assert flops[0] > 0
+    assert flops == flops[:1] * 3

@@ -1,0 +1,347 @@
+"""Known values are followed, unknown ones never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmark.observe import observe_step
+from elixir.errors import TraceError
+from elixir.models import default_input, default_step
+from elixir.tracer import BalancedRouting, trace_step
+from tests.common.tiny_models import tiny
+from tests.common.tracing import CPU, H200, cpu_trace, predicted_bytes, real_routing
+
+HERE = __file__
+TOKENS = torch.tensor([[5, 7, 0, 2], [3, 3, 1, 0]])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Steps are tiny: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def branches(decide: Callable[[Any, torch.Tensor], Any]) -> nn.Module:
+    """Runs its second layer as many times as `decide` says, from the real input's values."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(16, 8)
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("limit", torch.tensor([1, 2, 3]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.embed(x)
+            for _ in range(int(decide(self, x))):
+                y = self.layer(y)
+            return y
+
+    return Branches()
+
+
+def runs(decide: Callable[[Any, torch.Tensor], Any], hardware: Any = CPU) -> int:
+    trace = trace_step(branches(decide), {"x": TOKENS}, lambda m, i: m(i["x"]).sum().backward(), hardware=hardware)
+    return sum(e.phase == "forward" and e.module == "layer" for e in trace.accesses)
+
+
+def aliased(m: Any, x: torch.Tensor) -> Any:
+    base = torch.zeros(6, dtype=torch.int64, device=x.device)
+    view = base[2:4].view(1, 2)
+    base.index_fill_(0, torch.tensor([2], device=x.device), 4)
+    view[0, 1] = 2
+    return base.sum() - view.min()
+
+
+def written(m: Any, x: torch.Tensor) -> Any:
+    y = x.clone()
+    y.masked_fill_(y == 0, -1)
+    z = torch.zeros_like(y)
+    z.copy_(y)
+    z.index_put_(
+        (torch.tensor([0], device=x.device), torch.tensor([0], device=x.device)), torch.tensor(9, device=x.device)
+    )
+    y.add_(100)  # z does not follow y any more
+    return (z == 9).sum() + (z == -1).sum()
+
+
+def computed_before_the_write(m: Any, x: torch.Tensor) -> Any:
+    y = x.clone()
+    largest = y.max()
+    y.zero_()
+    return largest - 5 + y.sum()
+
+
+DECISIONS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], int]] = {
+    "item of a token": (lambda m, x: x[0, 3].item(), 2),
+    "comparison": (lambda m, x: 3 if x.max() > 6 else 1, 3),
+    "any": (lambda m, x: 2 if (x == 1).any() else 0, 2),
+    "count of a mask": (lambda m, x: (x == 0).sum(), 2),
+    "nonzero": (lambda m, x: len(torch.nonzero(x == 3)), 2),
+    "picked by a mask": (lambda m, x: x[x > 4].numel(), 2),
+    "unique": (lambda m, x: len(torch.unique(x)) - 3, 3),
+    "equal": (lambda m, x: 1 if torch.equal(x, x.clone()) else 5, 1),
+    "tolist": (lambda m, x: x.tolist()[1][0], 3),
+    "listed index": (lambda m, x: 2 if 0 in x[:, [-1, 0]] else 0, 2),
+    "buffer": (lambda m, x: m.limit[1], 2),
+    "positions": (lambda m, x: torch.arange(x.shape[1], device=x.device).max(), 3),
+    "float constant": (lambda m, x: torch.ones(2, 2, device=x.device).sum(), 4),
+    "like something unknown": (lambda m, x: torch.ones_like(m.embed(x))[0, 0].sum() - 6, 2),
+    "real tensor made in the step": (lambda m, x: torch.tensor([1, 3]).sum() - 2, 2),
+    "numpy of a real tensor": (lambda m, x: torch.tensor([1, 3]).numpy().max(), 3),
+    "known values on the host": (lambda m, x: x.cpu().numpy().max() - 4, 3),
+    "aliasing views": (aliased, 4),
+    "in-place writes": (written, 3),
+    "read before a write": (computed_before_the_write, 2),
+    "cumulative sum": (lambda m, x: (x != 0).int().cumsum(1)[0, -1], 3),
+    "sort": (lambda m, x: x.flatten().sort().values[5], 3),
+}
+
+
+@pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "h200"])
+@pytest.mark.parametrize("name", DECISIONS)
+def test_control_flow_on_real_input_takes_the_real_way(name: str, hardware: Any) -> None:
+    decide, expected = DECISIONS[name]
+    model = branches(decide)
+    calls: list[Any] = []
+    handle = model.layer.register_forward_hook(lambda *_: calls.append(0))
+    model(TOKENS)
+    handle.remove()
+    assert len(calls) == expected, "the test's own expectation"
+    assert runs(decide, hardware) == expected
+
+
+class Reads(nn.Module):
+    """Leaves out padding images and reads some values of the rest, by floating inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.rows: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = x[(x == 0).sum(-1) != 8]
+        self.rows.append(len(kept) + (1 if x.max() > 2.5 else 0))
+        return self.layer(kept)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_values_of_floating_inputs_are_known(dtype: torch.dtype | None) -> None:
+    x = torch.arange(48.0).view(6, 8) / 16
+    x[2] = x[4] = 0
+    model = Reads()
+    seen = model.rows
+    cpu_trace(model, {"x": x}, lambda m, i: (m(i["x"]).sum().backward(), seen.append(m.rows[-1])), dtype=dtype)
+    assert seen[-1] == 5
+
+
+class Routes(nn.Module):
+    """Each token to its best expert, by `choose`; experts are told by name, as in Switch Transformers."""
+
+    def __init__(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleDict({f"expert_{index}": nn.Linear(8, 8) for index in range(4)})
+        self.choose = choose
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.choose(self.router(x))
+        hit = nn.functional.one_hot(chosen, 4).sum(0).nonzero()
+        return sum(self.experts[f"expert_{index[0]}"](x[chosen == index[0]]).sum() for index in hit)  # type: ignore[return-value]
+
+
+CHOICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "argmax": lambda s: s.argmax(-1),
+    "max": lambda s: s.softmax(-1).max(dim=-1)[1],
+    "topk": lambda s: s.topk(1)[1].squeeze(-1),
+    "sort": lambda s: s.sort(dim=-1, descending=True)[1][:, 0],
+    "argsort": lambda s: s.argsort(-1, descending=True)[:, 0],
+    "multinomial": lambda s: s.softmax(-1).multinomial(1).squeeze(-1),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_experts_may_be_chosen_by_any_operator_that_ranks(name: str) -> None:
+    trace = cpu_trace(Routes(CHOICES[name]), {"x": torch.randn(16, 8)}, lambda m, i: m(i["x"]).backward())
+    assert all(p.grad_event is not None for p in trace.parameters if p.name.startswith("experts"))
+    (said,) = trace.assumptions
+    assert said.startswith("balanced routing of tokens over 4 experts")
+
+
+@pytest.mark.parametrize("name", ["argmax", "max", "topk", "sort"])
+def test_recorded_choices_give_the_real_peak(name: str) -> None:
+    torch.manual_seed(3)
+    model, inp = Routes(CHOICES[name]), {"x": torch.randn(256, 8)}
+    step = lambda m, i: m(i["x"]).backward()  # noqa: E731
+    predicted = predicted_bytes(model, inp, step, routing=real_routing(model, inp, step))
+    assert abs(predicted - observe_step(model, inp, step).peak_bytes) <= 64
+
+
+def test_a_second_choice_among_the_rest_is_another_expert() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(8, 4)
+            self.both: list[tuple[int, int]] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = self.router(x)
+            first = scores.argmax(-1)
+            second = scores.masked_fill(nn.functional.one_hot(first, 4).bool(), float("-inf")).argmax(-1)
+            self.both += zip(first.tolist(), second.tolist(), strict=True)
+            return scores.sum()
+
+    model, seen = Twice(), list[tuple[int, int]]()
+    for _ in range(2):
+        cpu_trace(model, {"x": torch.randn(8, 8)}, lambda m, i: (m(i["x"]).backward(), seen.extend(m.both)))
+    assert len(seen) == 16
+    assert all(one != other for one, other in seen)
+    assert {one for one, _ in seen} == set(range(4))
+
+
+def test_a_choice_that_nothing_decides_by_is_no_assumption() -> None:
+    model = nn.Linear(8, 512)
+    trace = cpu_trace(model, {"x": torch.randn(4, 8)}, lambda m, i: m(i["x"]).topk(2)[0].sum().backward())
+    assert trace.assumptions == ()
+
+
+def test_known_numbers_are_formatted_as_they_are() -> None:
+    texts: list[str] = []
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        texts.append(f"{inp['x'][0, 1]:03d} {inp['x'].max()}")
+        model(inp["x"]).sum().backward()
+
+    cpu_trace(nn.Embedding(16, 4), {"x": TOKENS}, step)
+    assert texts == ["007 7"]
+
+
+UNKNOWN: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "bool": lambda m, x: bool(m.embed(x).sum() > 0),
+    "if": lambda m, x: 1 if m.layer.weight.max() > 0 else 0,
+    "compared number": lambda m, x: m.embed(x).sum().item() > 0.5,
+    "size": lambda m, x: torch.zeros(m.embed(x).argmax().item()).numel(),
+    "range": lambda m, x: len(range(m.embed(x).argmax().item())),
+    "float": lambda m, x: float(m.embed(x).sum()) > 1,
+    "mask count": lambda m, x: (m.embed(x) > 0).sum(),
+    "nonzero": lambda m, x: len(torch.nonzero(m.embed(x) > 0)),
+    "picked by a mask": lambda m, x: len(m.embed(x)[m.embed(x) > 0]),
+    "random": lambda m, x: torch.randint(0, 2, (1,), device=x.device) + 0,
+    "known overwritten by random": lambda m, x: x.clone().random_(3).sum(),
+    "known overwritten by unknown": lambda m, x: torch.zeros(1, device=x.device).copy_(m.layer.bias[:1]).sum(),
+    "equal": lambda m, x: torch.equal(m.embed(x), m.embed(x)),
+}
+
+
+@pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "h200"])
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_decision_on_what_follows_from_weights_names_the_line(name: str, hardware: Any) -> None:
+    decide = UNKNOWN[name]
+    with pytest.raises(TraceError) as caught:
+        runs(decide, hardware)
+    file, _, rest = str(caught.value).partition(":")
+    assert file == HERE
+    first = decide.__code__.co_firstlineno
+    loop = branches(decide).forward.__code__.co_firstlineno + 2
+    assert int(rest.partition(":")[0]) in (first, loop), str(caught.value)
+    assert not isinstance(torch.zeros(1).item(), torch.SymFloat)
+
+
+def test_numbers_for_a_log_line_are_no_decision(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = {}
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        total = 0.0
+        loss = model(inp["x"]).sum()
+        total += loss.item()
+        total = (total * 2 - 1) / 3
+        kept["text"] = f"{loss.item():.3f} {total:.2e} {loss:.4f} {loss.detach().cpu():.1f} {total!s}"
+        print(loss.item(), loss)
+        history = [loss.detach().cpu(), loss.detach()]
+        loss.backward()
+        assert history
+
+    before = {cls: dict(vars(cls)) for cls in (torch.SymFloat, torch.SymInt, torch.SymBool, torch.Tensor)}
+    for hardware in (CPU, H200):
+        trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=hardware)
+    assert "unknown" in kept["text"]
+    for cls, names in before.items():
+        assert dict(vars(cls)) == names, cls
+    assert f"{torch.tensor(1.5):.2f}" == "1.50"
+
+
+def test_classes_of_torch_are_as_before_when_a_step_raises() -> None:
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        raise ValueError("no")
+
+    before = {cls: dict(vars(cls)) for cls in (torch.SymFloat, torch.SymInt, torch.Tensor)}
+    functions = (
+        torch.get_rng_state,
+        torch.tensor,
+        torch.as_tensor,
+        torch.Tensor.__getitem__,
+        torch.Tensor.__setitem__,
+        torch.Tensor.__format__,
+    )
+    with pytest.raises(TraceError, match="ValueError: no"):
+        cpu_trace(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step)
+    for cls, names in before.items():
+        assert dict(vars(cls)) == names, cls
+    now = (
+        torch.get_rng_state,
+        torch.tensor,
+        torch.as_tensor,
+        torch.Tensor.__getitem__,
+        torch.Tensor.__setitem__,
+        torch.Tensor.__format__,
+    )
+    assert now == functions
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "bert"])
+def test_padding_in_an_attention_mask_gives_the_real_peak(family: str) -> None:
+    model = tiny(family)
+    inp = default_input(model, batch=2, seq=16)
+    mask = torch.ones(2, 16, dtype=torch.int64)
+    mask[1, 10:] = 0
+    for given in (mask, torch.ones_like(mask)):
+        padded = inp | {"attention_mask": given}
+        predicted = predicted_bytes(model, padded, default_step)
+        real = observe_step(model, padded, default_step).peak_bytes
+        assert abs(predicted - real) <= 0.0005 * real
+
+
+def experts(**options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    model = tiny("mixtral", experts_implementation="eager", **options)
+    return model, default_input(model, batch=2, seq=32)
+
+
+def test_skewed_routing_changes_the_peak_and_says_so() -> None:
+    model, inp = experts()
+    traces = {
+        skew: trace_step(model, inp, default_step, hardware=H200, routing=BalancedRouting(skew))
+        for skew in (0.0, 0.5, 1.0)
+    }
+    assert traces[0.0].assumptions == ("balanced routing of tokens over 4 experts, 2 per token",)
+    assert "skewed by 0.5" in traces[0.5].assumptions[0]
+    assert all(p.grad_event is not None for p in traces[0.0].parameters)
+    peaks = [trace.activation_peak_bytes for trace in traces.values()]
+    assert len(set(peaks)) == 3
+    assert max(peaks) < 1.2 * min(peaks)
+    # Each expert runs once with all tokens shared out: the products cost the same however they are.
+    flops = [sum(event.flops for event in trace.accesses) for trace in traces.values()]
+    assert len(set(flops)) == 1
+
+
+def test_default_routing_is_balanced() -> None:
+    model, inp = experts()
+    default = trace_step(model, inp, default_step, hardware=H200)
+    assert default == trace_step(model, inp, default_step, hardware=H200, routing=BalancedRouting())
