@@ -231,7 +231,7 @@ def first_steps(numel: int, threads: int, repeats: int, count: int) -> list[Row]
             with tempfile.TemporaryDirectory() as cache:
                 runs.append(_in_process(numel, mode, count, threads, cache))
     eager_first = percentiles([run[0] for run in found["0"]])[1]
-    names = {"0": "eager", "1": "default", "now": "compiling beside it"}
+    names = {"0": "eager", "1": "default", "now": "compiling meanwhile"}
     rows = []
     for mode, runs in found.items():
         firsts = [run[0] for run in runs]

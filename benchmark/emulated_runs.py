@@ -214,8 +214,8 @@ class Calibration:
     def trace_for(self, plan: Plan) -> StepTrace:
         """The step whose compute is as slow as while the lanes of this plan work."""
         factors = [
-            factor * (1 + lost * beside_s / alone_s)
-            for factor, lost, beside_s, alone_s in zip(
+            factor * (1 + lost * overlap_s / alone_s)
+            for factor, lost, overlap_s, alone_s in zip(
                 self.compute, self.contention, lane_work_s(plan, self.machine, self.trace), self.alone_s, strict=True
             )
         ]
@@ -232,13 +232,13 @@ def lane_work_s(plan: Plan, machine: HardwareProfile, trace: StepTrace) -> tuple
     returned = sum(chunk.weight_bytes for chunk in hosted if chunk.weight_home == "device")
     updates_s = returned / machine.host_to_device_bytes_per_s
     updates_s += sum(chunk.numel for chunk in hosted) / machine.host_adam_numel_per_s
-    share = _updates_beside_forward(plan, machine, trace)
+    share = _share_during_forward(plan, machine, trace)
     forward_s, backward_s = forward_s + share * updates_s, backward_s + (1 - share) * updates_s
     backward_s += plan.predicted.moved_bytes["device_to_host"] / machine.device_to_host_bytes_per_s
     return forward_s, backward_s
 
 
-def _updates_beside_forward(plan: Plan, machine: HardwareProfile, trace: StepTrace) -> float:
+def _share_during_forward(plan: Plan, machine: HardwareProfile, trace: StepTrace) -> float:
     """Share of the host's steps that the simulator sees there: all but those that begin in backward, and some of
     these."""
     if not plan.steps_in_backward:
@@ -246,8 +246,8 @@ def _updates_beside_forward(plan: Plan, machine: HardwareProfile, trace: StepTra
     step = simulate_step(plan, trace, machine)
     updates = [span for span in step.timeline if span.resource == "host_adam"]
     until_s = step.step_s - step.phases_s["backward"] - step.phases_s["optimizer"]
-    beside_s = sum(max(0.0, min(span.end_s, until_s) - span.start_s) for span in updates)
-    return beside_s / step.busy_s["host_adam"]
+    overlap_s = sum(max(0.0, min(span.end_s, until_s) - span.start_s) for span in updates)
+    return overlap_s / step.busy_s["host_adam"]
 
 
 def calibrate(
@@ -268,13 +268,13 @@ def calibrate(
     alone_s = tuple(median(alone, f"{phase}_s") for phase in phases)
     predicted = simulate_step(resident, trace, machine).phases_s
     compute = tuple(seconds / predicted[phase] for seconds, phase in zip(alone_s, phases, strict=True))
-    beside_s = lane_work_s(streamed, machine, trace)
+    overlap_s = lane_work_s(streamed, machine, trace)
     found = Calibration(machine, trace, compute, alone_s, (0.0, 0.0))
     for _ in range(CONTENTION_STEPS):
         predicted = simulate_step(streamed, found.trace_for(streamed), machine).phases_s
         contention = tuple(
             max(0.0, lost + (median(free, f"{phase}_s") - predicted[phase]) / lane_s)
-            for lost, phase, lane_s in zip(found.contention, phases, beside_s, strict=True)
+            for lost, phase, lane_s in zip(found.contention, phases, overlap_s, strict=True)
         )
         found = dataclasses.replace(found, contention=contention)
     return found

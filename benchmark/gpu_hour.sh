@@ -55,7 +55,7 @@ pack() {
         if [ "$(wc -c < "$archive")" -le "$most" ]; then return; fi
     done
     rm -f "$archive"
-    echo "no archive: even without plans it is larger than $most bytes; the files beside it have the rows" >&2
+    echo "no archive: even without plans it is larger than $most bytes; the files next to it have the rows" >&2
 }
 trap pack EXIT
 trap 'exit 143' TERM INT HUP

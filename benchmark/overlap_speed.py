@@ -49,7 +49,7 @@ LINK_SHARE = 0.5
 """Seconds of the link, each way, over those of Adam."""
 MAX_NORM = 1.0
 WARM, TRIES = 2, 5
-BARS = {"with clipping": 1.15, "without clipping": 1.3, "without clipping, beside forward only": None}
+BARS = {"with clipping": 1.15, "without clipping": 1.3, "without clipping, during forward only": None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Case:
 CASES = {
     "with clipping": (Case(MAX_NORM, False, False), Case(MAX_NORM, False, True)),
     "without clipping": (Case(0.0, True, False), Case(0.0, False, True)),
-    "without clipping, beside forward only": (Case(0.0, False, False), Case(0.0, False, True)),
+    "without clipping, during forward only": (Case(0.0, False, False), Case(0.0, False, True)),
 }
 """Overlapped, and not."""
 

@@ -56,11 +56,11 @@ def shortage(case: Case, budgets: Budgets, least_host_bytes: int) -> PlanError:
         )
     estimate = _least_host(case, budgets.device_bytes)
     host = replace(estimate, bytes=min(estimate.bytes, least_host_bytes))
-    beside = f", with as much on the device as {format_bytes(budgets.device_bytes)} hold"
+    provided = f", with as much on the device as {format_bytes(budgets.device_bytes)} hold"
     if case.request.placement == "cpu":
-        beside = ", where placement 'cpu' puts all weights and states"
+        provided = ", where placement 'cpu' puts all weights and states"
     return PlanError(
-        f"{case.trace.model_name} at world size {case.setting.world_size} does not fit the host memory{beside}",
+        f"{case.trace.model_name} at world size {case.setting.world_size} does not fit the host memory{provided}",
         needed_bytes=host.bytes,
         available_bytes=budgets.host_bytes,
         levers=tuple(_host_levers(case, budgets, host)),

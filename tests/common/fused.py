@@ -35,7 +35,7 @@ def language_case(family: str, **options: Any) -> tuple[nn.Module, dict[str, Any
     return model, inp
 
 
-def train_beside(it: Case, module: ElixirModule, plain: nn.Module, limit: float, steps: int = 3) -> None:
+def train_with_plain(it: Case, module: ElixirModule, plain: nn.Module, limit: float, steps: int = 3) -> None:
     """Losses of each step and those of plain PyTorch; the model has its own code back at the end."""
     optimizer, theirs = ElixirOptimizer(module, adamw(module.module)), adamw(plain)
     for _ in range(steps):

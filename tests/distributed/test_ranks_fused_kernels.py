@@ -17,7 +17,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR, eps=1e-6)
 
 
-def _beside_ddp(rank: int, world_size: int, family: str, kind: str, checkpoint: Any) -> None:
+def _as_ddp(rank: int, world_size: int, family: str, kind: str, checkpoint: Any) -> None:
     model = tiny(family, checkpoint=checkpoint)
     options: dict[str, Any] = {"wrap": {"use_fused_kernels": True}, "use_fused_kernels": True, "optimizer": _adamw}
     twins = Twins(model, batch_of(model, rank, world_size), kind, **options)
@@ -36,4 +36,4 @@ def _beside_ddp(rank: int, world_size: int, family: str, kind: str, checkpoint: 
     [("llama", "host", "non-reentrant"), ("opt", "mixed", "none"), ("t5", "device", "none")],
 )
 def test_as_ddp_over_the_plain_model(family: str, kind: str, checkpoint: str) -> None:
-    run_ranks(2, _beside_ddp, family, kind, checkpoint)
+    run_ranks(2, _as_ddp, family, kind, checkpoint)

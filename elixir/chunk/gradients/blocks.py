@@ -19,7 +19,7 @@ class Leaving(NamedTuple):
 
     memory: torch.Tensor
     ticket: Ticket
-    beside: tuple[torch.Tensor, ...]
+    kept_alive: tuple[torch.Tensor, ...]
     """Temporary tensors of the reduction. If they were let go now, compute would get their memory while it is read."""
     is_extra: bool
     """Whether any of this is memory beyond the gradient blocks, which the next forward needs for activations."""

@@ -118,12 +118,12 @@ class Transport:
         # arrive there.
         used = known(chunk.updated, gradient.ready)
         has_kept = gradient.kept is not None
-        written, beside = self._return_kept(gradient, block)
+        written, kept_alive = self._return_kept(gradient, block)
         mine = block[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
         if self._group.size > 1:
             early = None if gradient.holds else norms
             mine, reduced = self._reduce(block, mine, f"gradients of chunk {chunk.index}", written, early)
-            written, beside = [reduced], (mine, *beside)
+            written, kept_alive = [reduced], (mine, *kept_alive)
         moved_bytes = gradient.memory.nbytes if chunk.plan.state_home == "host" else 0
         self.moved.offloaded += moved_bytes
         if gradient.holds:
@@ -140,8 +140,9 @@ class Transport:
         gradient.dropped.clear()
         if norms is not None:
             norms.ready = summed
-            beside = (*beside, norms.values)  # the network's stream must not write to what compute was given back
-        return Leaving(opened.memory, gone, beside, self._reduce_fp32 or has_kept)
+            # The network's stream must not write to memory that compute was given back.
+            kept_alive = (*kept_alive, norms.values)
+        return Leaving(opened.memory, gone, kept_alive, self._reduce_fp32 or has_kept)
 
     def keep(self, gradient: ChunkGradient, opened: OpenChunk) -> Leaving:
         """Add a chunk's gradients to those that this rank keeps to itself."""

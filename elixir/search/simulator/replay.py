@@ -365,8 +365,8 @@ class Machine:
         if lane in self._slowdown:
             # Of two transfers in opposite directions the later one is slowed for as long as the earlier one lasts.
             other, factor = self._slowdown[lane]
-            beside_s = min(max(self._free_s[other] - start_s, 0.0), seconds * factor)
-            seconds += beside_s * (1 - 1 / factor)
+            overlap_s = min(max(self._free_s[other] - start_s, 0.0), seconds * factor)
+            seconds += overlap_s * (1 - 1 / factor)
         end_s = self._free_s[lane] = start_s + seconds
         self.busy_s[lane] += seconds
         if self._recording and end_s > start_s:

@@ -58,8 +58,8 @@ class OwnInitialisation:
         with self._seeded(name):
             # Not every module can be initialised in part: a second try gives memory to all that its owner has.
             for also in ([], list(self._modules[path]._parameters.values())):
-                beside = {other: _empty_like(other) for other in also if other is not None and other.is_meta}
-                with self._substituted(beside | {parameter: values}):
+                siblings = {other: _empty_like(other) for other in also if other is not None and other.is_meta}
+                with self._substituted(siblings | {parameter: values}):
                     if self._initialise(path, values):
                         return values.detach()
         raise InputError(

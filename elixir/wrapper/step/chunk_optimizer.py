@@ -284,13 +284,13 @@ class ChunkOptimizer:
 
     def _copy(self, arrived: Arrived, source: torch.Tensor, target: torch.Tensor) -> None:
         """New weights of a whole shard; nobody writes to `source` before they are there."""
-        beside = target.is_cuda and target.dtype == source.dtype
+        asynchronous = target.is_cuda and target.dtype == source.dtype
         if len(arrived) == len(self.chunk.slots):
-            target.copy_(source, non_blocking=beside)
+            target.copy_(source, non_blocking=asynchronous)
             return
         for segment, _ in arrived:  # the others may be another optimizer's
             end = segment.start + segment.weights.numel()
-            target[segment.start : end].copy_(source[segment.start : end], non_blocking=beside)
+            target[segment.start : end].copy_(source[segment.start : end], non_blocking=asynchronous)
 
     def _cut(self, *, ordinary: bool) -> list[Segment]:
         chunk = self.chunk

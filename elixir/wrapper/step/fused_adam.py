@@ -202,8 +202,8 @@ class FusedAdam:
             mine[part].copy_(theirs[part])
 
     def _joins(self, one: Stretch, other: Stretch) -> bool:
-        beside = other.place == one.place + 1
-        return beside and one.group == other.group and bool(self._state(one)["step"] == self._state(other)["step"])
+        adjacent = other.place == one.place + 1
+        return adjacent and one.group == other.group and bool(self._state(one)["step"] == self._state(other)["step"])
 
     @staticmethod
     def _part(run: list[Stretch]) -> slice:

@@ -77,7 +77,7 @@ def test_another_block_never_costs_a_load(order: list[set[int]], depth: int) -> 
     assert loads == sorted(loads, reverse=True)
 
 
-def test_prefetch_brings_the_next_distinct_chunks_in_beside_the_present_one() -> None:
+def test_prefetch_brings_the_next_distinct_chunks_in_during_the_present_one() -> None:
     schedule = StepSchedule([[0], [0], [1], [2], [1]], prefetch_depth=2)
     assert schedule.windows[0] == (0, 1, 2)
     assert schedule.windows[2] == (1, 2)

@@ -19,7 +19,7 @@ from elixir.errors import ElixirError, InputError
 from elixir.kernels.model import DeferredLogits, FusedKernels, registry
 from elixir.models import default_input, default_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from tests.common.fused import assert_close_gradients, gradients, language_case, train_beside
+from tests.common.fused import assert_close_gradients, gradients, language_case, train_with_plain
 from tests.common.parity import adamw, case, hf_loss, make_plan
 from tests.common.tiny_models import tiny
 from tests.common.tracing import H200, cpu_trace, real_routing, trace_step
@@ -313,7 +313,7 @@ def test_trains_as_plain_pytorch_does(name: str, checkpoint: str, mode: str, opt
     module = ElixirModule(
         it.model, plan, device="cpu", debug=Debug(poison=True, evict_always=True), use_fused_kernels=True
     )
-    train_beside(it, module, plain, 3e-3 if "dtype" in options else 1e-5)
+    train_with_plain(it, module, plain, 3e-3 if "dtype" in options else 1e-5)
 
 
 def test_a_plan_made_with_them_is_kept(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ import elixir.wrapper.module
 from elixir.errors import ElixirError, InputError, InputTypeError
 from elixir.kernels.model import FusedKernels, choose, registry
 from elixir.wrapper import Debug, ElixirModule
-from tests.common.fused import language_case, train_beside
+from tests.common.fused import language_case, train_with_plain
 from tests.common.parity import case, make_plan
 from tests.common.tiny_models import tiny
 
@@ -250,7 +250,7 @@ def test_kernels_that_are_no_torch_functions_see_streamed_weights(
     )
     used = {name for name, _ in module._fused.counts.values()}
     assert used >= set(asked.values())
-    train_beside(it, module, plain, 1e-5)
+    train_with_plain(it, module, plain, 1e-5)
 
 
 def test_rotation_changes_neither_class_nor_library(libraries_present: None) -> None:

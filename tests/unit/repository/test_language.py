@@ -28,12 +28,8 @@ PHRASES: dict[str, str] = {
 }
 """Pattern -> what to write instead."""
 
-LABELS = ("without clipping, beside forward only", "compiling beside it")
-"""Names of recorded rows in benchmark/results: a row keeps its name, so that newer ones of the case are found."""
-
 OPENINGS = re.compile(r"(?:Of|What|Whose)\b")
 """No docstring begins with these: it has a subject, which is the thing that it describes."""
-
 
 SCRIPT = re.compile(r"^(?:import|from) \w", re.MULTILINE)
 """A string that is a program has code in it, not text."""
@@ -72,9 +68,7 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def found_in(text: str) -> list[str]:
-    """What `text` has of the phrases, code between backquotes left out."""
-    for label in LABELS:
-        text = text.replace(label, "")
+    """Find the phrases in `text`, code between backquotes left out: each as found, with what to write instead."""
     plain = re.sub(r"\s+", " ", re.sub(r"```.*?```|``?[^`]*``?|<!--.*?-->", "", text, flags=re.DOTALL)).strip()
     return [
         f"{match[0]!r} (write: {instead})"
@@ -84,7 +78,7 @@ def found_in(text: str) -> list[str]:
 
 
 def problems(path: Path) -> list[str]:
-    """Where a file has a phrase, or a docstring with a wrong beginning."""
+    """List where a file has a phrase, or a docstring with a wrong beginning."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return [f"{path.relative_to(ROOT)}: {found}" for found in found_in(text)]

@@ -22,7 +22,7 @@ from tests.common.chains import NUMEL, ON_DISK_BYTES, Speeds, chain, chain_plan,
 # --- the lane ------------------------------------------------------------------------------------------------------
 
 
-def test_adam_of_one_chunk_runs_beside_the_reading_of_the_next() -> None:
+def test_adam_of_one_chunk_runs_while_the_next_is_read() -> None:
     """Only the first chunk's reading is waited for: the disk is faster than Adam, and two buffers are enough."""
     use, fetch, offload, adam = 1.0, 0.5, 0.25, 10.0
     result = simulated(
@@ -60,7 +60,7 @@ def test_updates_of_states_in_memory_do_not_wait_for_the_disk() -> None:
     assert updates == pytest.approx([0.0, 2.0, 10.0])
 
 
-def test_weights_on_the_device_return_there_beside_the_next_update() -> None:
+def test_weights_on_the_device_return_there_during_the_next_update() -> None:
     use, fetch, adam, read = 1.0, 0.5, 10.0, 4.0
     result = simulated(chain_plan(blocks=0, depth=0, homes="eee"), Speeds(use, fetch, adam=adam, read=read))
     assert result.step_s == pytest.approx(read + 3 * adam + fetch + 4 * use)

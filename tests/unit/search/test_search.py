@@ -244,7 +244,7 @@ def test_peaks_at_the_optimizer_step_and_while_a_chunk_fills(world_size: int) ->
             check_consistent(made, trace)
 
 
-def test_an_outsized_gradient_beside_another_is_counted() -> None:
+def test_two_outsized_gradients_at_a_time_are_counted() -> None:
     shape = StackShape(hidden=512, layers=12, ffn=2048, vocab=200_000, positions=512)
     trace = stack_trace(shape, batch=1, seq=128)
     for world_size in (1, 2):

@@ -184,10 +184,10 @@ def test_transfers_both_ways_slow_each_other_where_that_was_measured() -> None:
         "host_to_device.both": RateFit(0.0, MIB / fetch / 2, 0.0),
         "device_to_host": RateFit(0.0, MIB / offload, 0.0),
     }
-    alone, beside = (simulate_step(plan, chain(), replace(machine, fits=given)) for given in ({}, fits))
+    alone, both = (simulate_step(plan, chain(), replace(machine, fits=given)) for given in ({}, fits))
     assert alone.busy_s["host_to_device"] == pytest.approx(4 * fetch)
-    assert beside.busy_s["host_to_device"] == pytest.approx(4 * fetch + fetch / 2)
-    assert beside.busy_s["device_to_host"] == pytest.approx(3 * offload)
+    assert both.busy_s["host_to_device"] == pytest.approx(4 * fetch + fetch / 2)
+    assert both.busy_s["device_to_host"] == pytest.approx(3 * offload)
 
 
 def test_calibration_scales_compute_alone() -> None:

@@ -88,7 +88,7 @@ def test_the_hosts_adam_has_the_threads_that_the_runtime_gives_it() -> None:
     assert _adam_s(replace(machine, fits=together), 2) == pytest.approx(5.0)
 
 
-def test_beside_compute_on_the_same_cores_adam_has_one_thread() -> None:
+def test_adam_on_the_cores_of_compute_has_one_thread() -> None:
     fits = {f"host_adam.{threads}": RateFit(0.0, NUMEL * threads, 0.0) for threads in (1, 2, 4)}
     assert _adam_s(replace(Speeds().machine(), fits=fits)) == pytest.approx(1.0)
 
