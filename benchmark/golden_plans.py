@@ -28,7 +28,7 @@ GOLDEN = Path(__file__).parent / "results" / "golden_plans.json"
 LEFT_OUT = ("fingerprint", "schema_version", "version", "created", "date", "torch", "trace_s")
 """A field whose name contains one of these says who made the file, when and how quickly, not what was planned."""
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {"grad_access": "grad_event", "reduce_order": "grad_rank"}
 """Name of a field today -> its name when the hashes were recorded."""
 
 BIG = "--dtype bf16 --checkpoint non-reentrant"

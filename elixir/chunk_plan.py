@@ -107,7 +107,7 @@ class ChunkPlan:
     """
     resident: bool
     """True: gathered on the device for the whole step, in a separate buffer. False: gathered into rCache blocks."""
-    grad_rank: int | None = None
+    reduce_order: int | None = None
     """Its place among the chunks in the order in which their gradients are complete; None where it gets none. Ranks
     reduce gradients in this order, whatever their data does."""
     grad_entry: int | None = None

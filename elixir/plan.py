@@ -97,7 +97,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 9
+    schema_version: ClassVar[int] = 10
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
     model_name: str
@@ -262,7 +262,7 @@ class Plan(Artifact):
                 weight_on_device=chunk.weight_home == "device",
                 state_on_device=chunk.state_home == "device",
                 trainable=chunk.trainable,
-                gradient=chunk.grad_rank is not None,
+                gradient=chunk.reduce_order is not None,
                 stepped=chunk.has_parameters_on(rank, self.world_size),
             )
             for chunk in self.chunks

@@ -28,8 +28,8 @@ class ParamInfo:
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
-    grad_event: int | None
-    """Index of the access event during which its gradient is complete; None where it gets none."""
+    grad_access: int | None
+    """Index of the access during which its gradient is complete; None where it gets none."""
     grad_arrivals: int = 1
     """How often autograd adds to its gradient: more than once where reentrant checkpointing runs several backwards over
     what shares it, or where the step has several; 0 where it gets none."""
@@ -44,17 +44,17 @@ class ParamInfo:
 
 
 @dataclass(frozen=True)
-class AccessEvent:
+class Access:
     """One use of parameters: a function call in forward or recompute, an autograd node in backward.
 
-    Costs are of everything dispatched from this event up to the next one.
+    Costs are of everything dispatched from this access up to the next one.
     """
 
     phase: Phase
     parameters: tuple[int, ...]
     """Indices into `StepTrace.parameters`."""
     pin_until: int
-    """Index of the last event during which these stay in memory: when the module that used them returns."""
+    """Index of the last access during which these stay in memory: when the module that used them returns."""
     module: str
     operator: str
     flops: int
@@ -109,7 +109,7 @@ class StepTrace(Artifact):
     """The needs of one training step; see the fields."""
 
     artifact: ClassVar[str] = "step_trace"
-    schema_version: ClassVar[int] = 2
+    schema_version: ClassVar[int] = 3
     anew: ClassVar[str] = "trace it anew with `elixir profile`"
 
     model_name: str
@@ -143,7 +143,7 @@ class StepTrace(Artifact):
     peak_operator: str
     peak_contributors: tuple[Contributor, ...]
     """Allocations that are alive at `backward_peak_bytes`, largest first."""
-    accesses: tuple[AccessEvent, ...]
+    accesses: tuple[Access, ...]
     curve: tuple[CurveSample, ...]
     operators: int
     """Number of operators dispatched."""

@@ -76,7 +76,7 @@ class Program:
         large = sorted(range(len(table.bytes)), key=lambda index: (-table.bytes[index], index))[:LARGE_PARAMETERS]
         groups: dict[tuple[object, ...], list[int]] = {}
         for index, param in enumerate(self.trace.parameters):
-            slot = None if param.grad_event is None else facts.slot(param.grad_event)
+            slot = None if param.grad_access is None else facts.slot(param.grad_access)
             alone = index if index in large else None
             used = (table.in_forward[index], table.in_backward[index])
             groups.setdefault((slot, param.dtype, param.trainable, used, alone), []).append(index)
@@ -96,7 +96,7 @@ class Program:
     def _read_compute(self) -> None:
         """Compute before every access, where backward begins, and where the last of forward's first uses is."""
         accesses = self.trace.accesses
-        self.before_s = np.concatenate(([0.0], np.cumsum(self.rates.events_s(self.trace))))
+        self.before_s = np.concatenate(([0.0], np.cumsum(self.rates.accesses_s(self.trace))))
         self.backward_at = next(
             (i for i, event in enumerate(accesses) if event.parameters and event.phase != "forward"), len(accesses)
         )
@@ -105,7 +105,7 @@ class Program:
             for param in event.parameters:
                 first.setdefault(param, index)
         self.last_first_use = max(first.values(), default=self.backward_at)
-        arrivals = [param.grad_event for param in self.trace.parameters if param.grad_event is not None]
+        arrivals = [param.grad_access for param in self.trace.parameters if param.grad_access is not None]
         # A gradient comes at the end of its access.
         until = self.before_s[min(arrivals, default=len(accesses) - 1) + 1]
         self.head_s = max(0.0, float(until - self.before_s[self.backward_at]))
@@ -190,7 +190,9 @@ class Program:
         With overlap there are two blocks, unless a single chunk holds all the rest.
         """
         parameters, sizes = self.trace.parameters, self.space.table.bytes
-        trained = sorted((sizes[i] for i, param in enumerate(parameters) if param.grad_event is not None), reverse=True)
+        trained = sorted(
+            (sizes[i] for i, param in enumerate(parameters) if param.grad_access is not None), reverse=True
+        )
         if not trained:
             return 0.0
         blocks = 2 if self.setting.overlap else 1

@@ -184,7 +184,7 @@ def summands_kind(plan: Plan, device_type: str, *, backwards: int, wide: bool = 
     sizes = [
         chunk.numel // plan.world_size * (torch.float32.itemsize if wide else dtype_bytes(chunk.dtype))
         for chunk in plan.chunks
-        if chunk.trainable and chunk.state_home == "host" and chunk.grad_rank is not None
+        if chunk.trainable and chunk.state_home == "host" and chunk.reduce_order is not None
     ]
     count = max(min(len(sizes), PASSAGE_BUFFERS), 1)  # one for what no plan foresees
     at_once = bool(sizes) and backwards > 1 and device_type != "cpu"

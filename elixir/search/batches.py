@@ -195,7 +195,7 @@ def _ways(samples: int, checkpoints: Sequence[str], *, micro_batches: bool) -> I
 def _compute_s(trace: StepTrace, hardware: HardwareProfile, world_size: int) -> float:
     """Compute of one batch; no plan of it is faster."""
     ranks = hardware.ranks_per_host(world_size)
-    return float(Rates(hardware, main_dtype(trace), world_size, ranks).events_s(trace).sum())
+    return float(Rates(hardware, main_dtype(trace), world_size, ranks).accesses_s(trace).sum())
 
 
 def _lacking(error: PlanError) -> int:

@@ -171,11 +171,11 @@ def _with_half_batch(case: Case) -> Case:
 def _half_batch(trace: StepTrace) -> StepTrace:
     """The trace with inputs and activations halved; what libraries keep does not shrink with the batch."""
     kept = trace.workspace_bytes
-    events = tuple(
-        replace(event, live_bytes=min(kept, event.live_bytes) + max(event.live_bytes - kept, 0) // 2)
-        for event in trace.accesses
+    accesses = tuple(
+        replace(access, live_bytes=min(kept, access.live_bytes) + max(access.live_bytes - kept, 0) // 2)
+        for access in trace.accesses
     )
-    return replace(trace, accesses=events, input_bytes=trace.input_bytes // 2)
+    return replace(trace, accesses=accesses, input_bytes=trace.input_bytes // 2)
 
 
 def _models(case: Case) -> Iterator[MemoryModel]:

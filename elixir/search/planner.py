@@ -164,7 +164,7 @@ def _forced(space: SearchSpace, budgets: Budgets, placement: HomeChoice, sizes: 
         if placement == "cuda":
             proposals.append(everything_resident(model, budgets.device_bytes, space.cost))
         found.extend(candidate for candidate in proposals if candidate is not None)
-    best = min((c for c in found if _fits(c, budgets)), key=lambda candidate: candidate.rank, default=None)
+    best = min((c for c in found if _fits(c, budgets)), key=lambda candidate: candidate.sort_key, default=None)
     return Outcome(best, len(found), min(found, key=lambda candidate: candidate.need.host_bytes, default=None))
 
 
@@ -222,7 +222,7 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
 
 def _check_step_in_backward(trace: StepTrace, accumulation: int) -> None:
     check_step_in_backward(trace.dtype, accumulation)
-    phases = [event.phase == "forward" for event in trace.accesses]
+    phases = [access.phase == "forward" for access in trace.accesses]
     if any(later and not earlier for earlier, later in itertools.pairwise(phases)):
         raise InputError(
             f"the step of {trace.model_name} runs forward again after a backward, so gradients are whole after the "
@@ -305,7 +305,7 @@ def _in_backward(space: SearchSpace, best: Candidate) -> frozenset[int]:
 
 
 def _chunk_plans(trace: StepTrace, best: Candidate, in_backward: Collection[int]) -> tuple[ChunkPlan, ...]:
-    plans, ranks = [], _grad_ranks(trace, best)
+    plans, order = [], _reduce_order(trace, best)
     for index, chunk in enumerate(best.work.packing.chunks):
         itemsize = dtype_bytes(chunk.dtype)
         slots = tuple(
@@ -322,7 +322,7 @@ def _chunk_plans(trace: StepTrace, best: Candidate, in_backward: Collection[int]
                 weight_home="device" if home.weights_on_device else "host",
                 state_home=home.states,
                 resident=home.resident,
-                grad_rank=ranks.get(index),
+                reduce_order=order.get(index),
                 grad_entry=best.work.grad_entry(index),
                 steps_in_backward=index in in_backward,
             )
@@ -330,13 +330,13 @@ def _chunk_plans(trace: StepTrace, best: Candidate, in_backward: Collection[int]
     return tuple(plans)
 
 
-def _grad_ranks(trace: StepTrace, best: Candidate) -> dict[int, int]:
+def _reduce_order(trace: StepTrace, best: Candidate) -> dict[int, int]:
     """Chunks that get gradients, by their place in the order in which the last of them arrives."""
     last: dict[int, int] = {}
     for index, chunk in enumerate(best.work.packing.chunks):
-        events = [trace.parameters[member].grad_event for member in chunk.parameters]
-        arrived = [event for event in events if event is not None]
+        accesses = [trace.parameters[member].grad_access for member in chunk.parameters]
+        arrived = [access for access in accesses if access is not None]
         if arrived:
             last[index] = max(arrived)
     order = sorted(last, key=lambda index: (last[index], -index))
-    return {index: rank for rank, index in enumerate(order)}
+    return {index: place for place, index in enumerate(order)}

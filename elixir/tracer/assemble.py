@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from elixir.step_trace import AccessEvent, Contributor, CurveSample, ParamInfo, StepTrace
+from elixir.step_trace import Access, Contributor, CurveSample, ParamInfo, StepTrace
 from elixir.tracer.ledger import KINDS, Curve, Int64Array, Ledger, StorageRecord
 from elixir.tracer.meta_copy import Twin
 from elixir.tracer.optimizer_phase import OptimizerPhase
@@ -86,7 +86,7 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         peak_module=last.module if last else "",
         peak_operator=_operator_name(last.operator) if last else "",
         peak_contributors=_contributors(alive),
-        # A gradient that is still summed up is with autograd; a plan counts it from the event at which it is complete.
+        # A gradient that is still summed up is with autograd; a plan counts it from the access at which it is complete.
         accesses=_accesses(order, other + ledger.incomplete_gradients()[:end]),
         curve=_samples(curve, order, observed, state_bytes),
         operators=observed.operators,
@@ -111,14 +111,14 @@ def _parameters(twin: Twin, order: UseOrder) -> tuple[ParamInfo, ...]:
             shape=tuple(parameter.shape),
             dtype=dtype_name(parameter.dtype),
             trainable=parameter.requires_grad,
-            grad_event=order.grad_use.get(index),
+            grad_access=order.grad_use.get(index),
             grad_arrivals=order.grad_arrivals.get(index, 0),
         )
         for index, (parameter, aliases) in enumerate(twin.names.items())
     )
 
 
-def _accesses(order: UseOrder, other: Int64Array) -> tuple[AccessEvent, ...]:
+def _accesses(order: UseOrder, other: Int64Array) -> tuple[Access, ...]:
     starts = np.minimum([use.log_position for use in order.uses], len(other) - 1)
     starts[0] = 0  # what comes before the first use belongs to it
     # A use begins with what the one before left alive, hence one entry earlier.
@@ -126,7 +126,7 @@ def _accesses(order: UseOrder, other: Int64Array) -> tuple[AccessEvent, ...]:
     ends = np.append(starts[1:], len(other))
     highest = [int(np.max(other[b : max(e, b + 1)])) for b, e in zip(begins, ends, strict=True)]
     return tuple(
-        AccessEvent(
+        Access(
             phase=use.phase,
             parameters=tuple(use.parameters),
             pin_until=use.pin_until,

@@ -33,7 +33,7 @@ from elixir.tracer.meta_copy import Twin
 
 @dataclass
 class Use:
-    """An access event while it is being recorded."""
+    """An access while it is being recorded."""
 
     phase: Phase
     parameters: list[int]

@@ -364,7 +364,9 @@ class Engine:
         gathering = [chunk for chunk in self.chunks if chunk.plan.trainable and not self.is_ordinary(chunk)]
         # Those that got no gradient in the traced step come last: nobody must wait for them.
         last = len(self.chunks)
-        gathering.sort(key=lambda chunk: (last if chunk.plan.grad_rank is None else chunk.plan.grad_rank, chunk.index))
+        gathering.sort(
+            key=lambda chunk: (last if chunk.plan.reduce_order is None else chunk.plan.reduce_order, chunk.index)
+        )
         return GradientFlow(
             gathering,
             self.arena,

@@ -43,9 +43,9 @@ class Recounter:
         self.arrivals: list[list[tuple[int, int]]] = [[] for _ in plan.chunks]
         """Per chunk: (access event, bytes) of each gradient."""
         for param in trace.parameters:
-            if param.grad_event is not None:
+            if param.grad_access is not None:
                 size = param.numel * ITEMSIZE[param.dtype]
-                self.arrivals[self.home[param.name]].append((param.grad_event, size))
+                self.arrivals[self.home[param.name]].append((param.grad_access, size))
 
     def everything(self) -> Recount:
         """All numbers."""

@@ -7,7 +7,7 @@ import math
 from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import StateSize
 from elixir.plan import LINKS, ChunkPlan, ChunkUse, ParamSlot, Plan, PlanPrediction
-from elixir.step_trace import AccessEvent, Contributor, CurveSample, ParamInfo, StepTrace
+from elixir.step_trace import Access, Contributor, CurveSample, ParamInfo, StepTrace
 from elixir.units import GIB
 
 
@@ -83,7 +83,7 @@ def make_trace(
     )
     order = [("forward", i) for i in range(layers)] + [("backward", i) for i in reversed(range(layers))]
     accesses = tuple(
-        AccessEvent(phase, (i,), event, f"layers.{i}", "aten.linear", 10**9, 10**6, unit)  # type: ignore[arg-type]
+        Access(phase, (i,), event, f"layers.{i}", "aten.linear", 10**9, 10**6, unit)  # type: ignore[arg-type]
         for event, (phase, i) in enumerate(order)
     )
     ran = [sample for sample in curve if sample.phase != "optimizer"]

@@ -44,7 +44,7 @@ def watching() -> Iterator[list[tuple[int, int]]]:
 def simulated_events(plan: Plan, trace: StepTrace, hardware: HardwareProfile) -> list[tuple[int, int]]:
     """The same as the simulator has it, for one batch."""
     work, rates = workload_of(plan, trace), Rates(hardware, main_dtype(trace), plan.world_size, plan.world_size)
-    times = WorkTimes(work, rates, rates.events_s(trace), plan.block_bytes)
+    times = WorkTimes(work, rates, rates.accesses_s(trace), plan.block_bytes)
     schedule = plan.schedule()
     events = times.events(placement_of(plan), schedule, schedule.simulate(plan.block_count).timeline, updated=True)
     pairs = zip(events.kinds, events.chunks, strict=True)

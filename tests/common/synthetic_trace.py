@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from elixir.artifact import digest
-from elixir.step_trace import AccessEvent, ParamInfo, Phase, StepTrace
+from elixir.step_trace import Access, ParamInfo, Phase, StepTrace
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
@@ -51,7 +51,7 @@ class TraceBuilder:
     def __init__(self, dtype: str = "bfloat16") -> None:
         self.dtype = dtype
         self.infos: list[tuple[str, tuple[str, ...], tuple[int, ...], str, bool]] = []
-        self.events: list[AccessEvent] = []
+        self.events: list[Access] = []
 
     def parameter(
         self, name: str, *shape: int, dtype: str | None = None, trainable: bool = True, aliases: tuple[str, ...] = ()
@@ -72,14 +72,14 @@ class TraceBuilder:
     ) -> int:
         """Record an access that stays pinned for `pin` further events; its index."""
         index = len(self.events)
-        self.events.append(AccessEvent(phase, parameters, index + pin, module, "linear", flops, moved, live))
+        self.events.append(Access(phase, parameters, index + pin, module, "linear", flops, moved, live))
         return index
 
     def build(self, name: str, *, checkpointed: tuple[str, ...] = (), input_bytes: int = 0) -> StepTrace:
         """The trace; a trainable parameter's gradient is complete at its last use in backward."""
         last = len(self.events) - 1
         events = [
-            AccessEvent(
+            Access(
                 e.phase,
                 e.parameters,
                 min(e.pin_until, last),
@@ -91,10 +91,10 @@ class TraceBuilder:
             )
             for e in self.events
         ]
-        grad_event: dict[int, int] = {}
+        grad_access: dict[int, int] = {}
         for index, event in enumerate(events):
             if event.phase == "backward":
-                grad_event.update(dict.fromkeys(event.parameters, index))
+                grad_access.update(dict.fromkeys(event.parameters, index))
         infos = tuple(
             ParamInfo(
                 name=param,
@@ -102,12 +102,12 @@ class TraceBuilder:
                 shape=shape,
                 dtype=dtype,
                 trainable=trainable,
-                grad_event=grad_event.get(index) if trainable else None,
+                grad_access=grad_access.get(index) if trainable else None,
             )
             for index, (param, aliases, shape, dtype, trainable) in enumerate(self.infos)
         )
         param_bytes = sum(p.numel * ITEMSIZE[p.dtype] for p in infos)
-        grad_bytes = sum(p.numel * ITEMSIZE[p.dtype] for p in infos if p.grad_event is not None)
+        grad_bytes = sum(p.numel * ITEMSIZE[p.dtype] for p in infos if p.grad_access is not None)
         live = max((e.live_bytes for e in events), default=0)
         return StepTrace(
             model_name=name,
@@ -133,7 +133,7 @@ class TraceBuilder:
             curve=(),
             operators=6 * len(events),
             checkpointed_modules=checkpointed,
-            unused_parameters=tuple(p.name for p in infos if p.trainable and p.grad_event is None),
+            unused_parameters=tuple(p.name for p in infos if p.trainable and p.grad_access is None),
             unused_modules=(),
             assumptions=("synthetic",),
             trace_s=0.0,

@@ -226,7 +226,7 @@ def test_gradients_of_a_later_batch_are_copied_while_others_are_added(monkeypatc
     module = ElixirModule(it.model, plan, device="cuda")
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
     before = engine_of(module).arena.parts("host")["gradients"]
-    shards = [chunk.weight_bytes for chunk in plan.chunks if chunk.grad_rank is not None]
+    shards = [chunk.weight_bytes for chunk in plan.chunks if chunk.reduce_order is not None]
     assert len(shards) > 2
     assert before == sum(shards) + 2 * max(shards)
     optimizer.backward(it.loss(module, it.inp))

@@ -24,55 +24,57 @@ SCHEDULES_KEPT = 64
 class StepFacts:
     """Facts of a trace that do not depend on the packing. Made once per search.
 
-    Time is cut into *slots*: stretches of access events between which no gradient arrives, and one last slot for the
+    Time is cut into *slots*: stretches of accesses between which no gradient arrives, and one last slot for the
     optimizer step. `live_bytes[s]` is the highest live amount within the slot.
     """
 
     def __init__(self, trace: StepTrace) -> None:
         self.trace = trace
-        events = trace.accesses
-        first_backward = next((i for i, event in enumerate(events) if event.phase != "forward"), len(events))
-        arrivals = {param.grad_event for param in trace.parameters if param.grad_event is not None}
-        edges = {0, first_backward} | arrivals | {event + 1 for event in arrivals}
-        self.edges: Ints = np.array(sorted(edge for edge in edges if edge < len(events)), dtype=np.int64)
-        live = np.array([event.live_bytes for event in events], dtype=np.int64)
+        accesses = trace.accesses
+        first_backward = next((i for i, access in enumerate(accesses) if access.phase != "forward"), len(accesses))
+        arrivals = {param.grad_access for param in trace.parameters if param.grad_access is not None}
+        edges = {0, first_backward} | arrivals | {access + 1 for access in arrivals}
+        self.edges: Ints = np.array(sorted(edge for edge in edges if edge < len(accesses)), dtype=np.int64)
+        live = np.array([access.live_bytes for access in accesses], dtype=np.int64)
         at_step = trace.input_bytes + trace.workspace_bytes
         self.live_bytes: Ints = np.concatenate((np.maximum.reduceat(live, self.edges), [at_step]))
         self.slots = len(self.live_bytes)
         self.first_backward_slot = int(np.searchsorted(self.edges, first_backward))
         self.largest_grad_bytes = max(
-            (param.numel * dtype_bytes(param.dtype) for param in trace.parameters if param.grad_event is not None),
+            (param.numel * dtype_bytes(param.dtype) for param in trace.parameters if param.grad_access is not None),
             default=0,
         )
 
         # Accesses without parameters count for the live bytes above, but there is nothing to fetch for them.
         sets: dict[tuple[int, ...], int] = {}
-        following = np.cumsum([bool(event.parameters) for event in events]).tolist()
+        following = np.cumsum([bool(access.parameters) for access in accesses]).tolist()
         self._uses_until = following
         self.uses: list[tuple[Phase, int, int]] = [
             (
-                event.phase,
-                sets.setdefault(event.parameters, len(sets)),
-                following[min(event.pin_until, len(events) - 1)] - 1,
+                access.phase,
+                sets.setdefault(access.parameters, len(sets)),
+                following[min(access.pin_until, len(accesses) - 1)] - 1,
             )
-            for event in events
-            if event.parameters
+            for access in accesses
+            if access.parameters
         ]
         """Per access that has any: phase, index into `parameter_sets`, and the last access it is pinned through."""
         self.parameter_sets = tuple(sets)
         self.last_access: dict[int, int] = {
-            parameter: index for index, event in enumerate(events) for parameter in event.parameters
+            parameter: index for index, access in enumerate(accesses) for parameter in access.parameters
         }
         """By parameter, the last access that reads it."""
-        self._slot_of = {event: int(np.searchsorted(self.edges, event, side="right")) - 1 for event in sorted(arrivals)}
+        self._slot_of = {
+            access: int(np.searchsorted(self.edges, access, side="right")) - 1 for access in sorted(arrivals)
+        }
 
-    def slot(self, event: int) -> int:
-        """The slot of an access event in which a gradient arrives."""
-        return self._slot_of[event]
+    def slot(self, access: int) -> int:
+        """The slot of an access in which a gradient arrives."""
+        return self._slot_of[access]
 
-    def last_use(self, event: int) -> int:
-        """Index into `uses` of the last access with parameters up to `event`; 0 before the first."""
-        return max(0, int(self._uses_until[event]) - 1)
+    def last_use(self, access: int) -> int:
+        """Index into `uses` of the last access with parameters up to `access`; 0 before the first."""
+        return max(0, int(self._uses_until[access]) - 1)
 
 
 @dataclass(frozen=True)
@@ -145,16 +147,16 @@ class Workload:
         for index, chunk in enumerate(self.packing.chunks):
             for member in chunk.parameters:
                 param = self.facts.trace.parameters[member]
-                if param.grad_event is not None:
-                    arrived[index, self.facts.slot(param.grad_event)] += param.numel * dtype_bytes(param.dtype)
+                if param.grad_access is not None:
+                    arrived[index, self.facts.slot(param.grad_access)] += param.numel * dtype_bytes(param.dtype)
         cumulated: Ints = np.cumsum(arrived, axis=1)
         return cumulated
 
     def grad_entry(self, index: int) -> int | None:
         """The entry of `order` during which a chunk's last gradient arrives; None where it gets none."""
         parameters = self.facts.trace.parameters
-        events = [parameters[member].grad_event for member in self.packing.chunks[index].parameters]
-        arrivals = [event for event in events if event is not None]
+        accesses = [parameters[member].grad_access for member in self.packing.chunks[index].parameters]
+        arrivals = [access for access in accesses if access is not None]
         return self.entry_of[self.facts.last_use(max(arrivals))] if arrivals else None
 
     def can_step_in_backward(self, index: int) -> bool:
@@ -162,7 +164,7 @@ class Workload:
         if index not in self._can_step_in_backward:
             members = self.packing.chunks[index].parameters
             infos = [self.facts.trace.parameters[member] for member in members]
-            arrivals = [info.grad_event for info in infos if info.grad_event is not None and info.grad_arrivals == 1]
+            arrivals = [info.grad_access for info in infos if info.grad_access is not None and info.grad_arrivals == 1]
             last_read = max(self.facts.last_access.get(member, -1) for member in members)
             self._can_step_in_backward[index] = len(arrivals) == len(members) and last_read <= max(arrivals)
         return self._can_step_in_backward[index]
@@ -170,7 +172,9 @@ class Workload:
     def _chunk_facts(self, index: int) -> ChunkFacts:
         chunk, trace = self.packing.chunks[index], self.facts.trace
         itemsize = dtype_bytes(chunk.dtype)
-        arrivals = [event for member in chunk.parameters if (event := trace.parameters[member].grad_event) is not None]
+        arrivals = [
+            access for member in chunk.parameters if (access := trace.parameters[member].grad_access) is not None
+        ]
         return ChunkFacts(
             bytes=chunk.bytes,
             numel=chunk.bytes // itemsize,

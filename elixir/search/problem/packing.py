@@ -82,10 +82,10 @@ class ParamTable:
         first_use: dict[int, int] = {}
         forward: set[int] = set()
         later: set[int] = set()
-        for event in trace.accesses:
-            for index in event.parameters:
+        for access in trace.accesses:
+            for index in access.parameters:
                 first_use.setdefault(index, len(first_use))
-            (forward if event.phase == "forward" else later).update(event.parameters)
+            (forward if access.phase == "forward" else later).update(access.parameters)
         count = len(trace.parameters)
         self.order = sorted(range(count), key=lambda index: (first_use.get(index, count), index))
         self.bytes = [param.numel * dtype_bytes(param.dtype) for param in trace.parameters]
@@ -99,7 +99,7 @@ class ParamTable:
         groups: dict[tuple[str, bool, bool], list[int]] = {}
         for index in self.order:
             param = trace.parameters[index]
-            groups.setdefault((param.dtype, param.trainable, param.grad_event is not None), []).append(index)
+            groups.setdefault((param.dtype, param.trainable, param.grad_access is not None), []).append(index)
         self.groups = groups
 
     def pack(self, capacity_bytes: int) -> Packing:
@@ -117,8 +117,8 @@ class ParamTable:
                 end = bisect_right(prefix, prefix[start] + capacity) - 1
                 chunks.append(self._chunk(fitting[start:end], dtype, trainable, False))
                 start = end
-        rank = {index: position for position, index in enumerate(self.order)}
-        chunks.sort(key=lambda chunk: rank[chunk.parameters[0]])
+        place = {index: position for position, index in enumerate(self.order)}
+        chunks.sort(key=lambda chunk: place[chunk.parameters[0]])
         return Packing(capacity, tuple(chunks))
 
     def _chunk(self, members: Sequence[int], dtype: str, trainable: bool, outsized: bool) -> PackedChunk:

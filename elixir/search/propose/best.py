@@ -86,7 +86,7 @@ class _Trials:
 
     def order(self) -> tuple[bool, tuple[float, ...]]:
         """Packings without anything that fits come last."""
-        return (True, ()) if self.best is None else (False, self.best.rank)
+        return (True, ()) if self.best is None else (False, self.best.sort_key)
 
     def look(self, depths: Iterable[int]) -> None:
         """Fewest and most blocks."""
@@ -150,10 +150,10 @@ class _Trials:
                 continue
             for choice in (("depth", depth), ("blocks", blocks)):
                 known = by_choice.get(choice)
-                if known is None or tried.rank < known.rank:
+                if known is None or tried.sort_key < known.sort_key:
                     by_choice[choice] = tried
         distinct: dict[Placement, Candidate] = {}
-        for candidate in sorted(by_choice.values(), key=lambda candidate: candidate.rank):
+        for candidate in sorted(by_choice.values(), key=lambda candidate: candidate.sort_key):
             distinct.setdefault(candidate.placement, candidate)
         return list(distinct.values())[: STARTS if self.few_chunks else 1]
 
@@ -172,13 +172,13 @@ class _Trials:
 
     def _take(self, candidates: Iterable[Candidate]) -> Candidate | None:
         best = self.found.take(candidates)
-        if best is not None and (self.best is None or best.rank < self.best.rank):
+        if best is not None and (self.best is None or best.sort_key < self.best.sort_key):
             self.best = best
         return best
 
     def _order(self, key: tuple[int, int]) -> tuple[float, ...]:
         tried = self._tried[key]
-        return () if tried is None else tried.rank
+        return () if tried is None else tried.sort_key
 
 
 def block_range(space: SearchSpace, model: MemoryModel, device_bytes: int, prefetch_depth: int) -> range:
@@ -253,9 +253,9 @@ class _Collection:
                 self.least_host = candidate
             if candidate.need.host_bytes > self._host_bytes:
                 continue
-            if best is None or candidate.rank < best.rank:
+            if best is None or candidate.sort_key < best.sort_key:
                 best = candidate
-        if best is not None and (self.best is None or best.rank < self.best.rank):
+        if best is not None and (self.best is None or best.sort_key < self.best.sort_key):
             self.best = best
         return best
 
@@ -264,4 +264,4 @@ class _Collection:
 
 
 def _by_host(candidate: Candidate) -> tuple[int, tuple[float, ...]]:
-    return candidate.need.host_bytes, candidate.rank
+    return candidate.need.host_bytes, candidate.sort_key

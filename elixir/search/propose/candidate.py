@@ -26,7 +26,7 @@ class Candidate:
     overlap: bool
 
     @property
-    def rank(self) -> tuple[bool, float, int, int, int, int, int, int]:
+    def sort_key(self) -> tuple[bool, float, int, int, int, int, int, int]:
         """Sorts candidates: fastest first, then fewest bytes over the host link, then least memory, then fewest chunks.
 
         Offloading is for what does not fit: what keeps everything on the device comes first, though the host's Adam,

@@ -24,7 +24,7 @@ EXACTLY = 1 + 1e-9
 """Floors are above what they bound by no more than the rounding of their sums."""
 
 DECIMALS = 9
-"""Digits of seconds by which candidates are put in order, as in `Candidate.rank`."""
+"""Digits of seconds by which candidates are put in order, as in `Candidate.sort_key`."""
 LOOKS = 300_000
 """Variants times chunks that are looked at per packing; about a tenth of a second."""
 SIMULATED_CHUNKS = 5_000
@@ -66,7 +66,7 @@ class Polish:
                 if self.simulations >= self._most_simulations:
                     return best
                 found = self._weigh(codes[row], int(look.blocks[row]), depth)
-                if found is not None and (best is None or found.rank < best.rank):
+                if found is not None and (best is None or found.sort_key < best.sort_key):
                     best = found
         return best
 
@@ -119,7 +119,7 @@ class Polish:
             better = self._step(start, depths)
             while better is not start:
                 start, better = better, self._step(better, depths)
-            if best is None or start.rank < best.rank:
+            if best is None or start.sort_key < best.sort_key:
                 best = start
         return best
 
@@ -154,7 +154,7 @@ class Polish:
                 if self.simulations >= self._most_simulations:
                     return None
                 found = self._weigh(codes[row], int(look.blocks[row]), depth)
-                if found is not None and found.rank < best.rank:
+                if found is not None and found.sort_key < best.sort_key:
                     return found
         return None
 

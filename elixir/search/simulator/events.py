@@ -38,13 +38,13 @@ class WorkTimes:
     Args:
         work: the packing.
         rates: of the machine.
-        events_s: compute seconds of every access of the trace.
+        accesses_s: compute seconds of every access of the trace.
         block_bytes: size of a gradient block.
         disk_bytes: by chunk, what one rank keeps of it on the disk if its states live there.
     """
 
     def __init__(
-        self, work: Workload, rates: Rates, events_s: Floats, block_bytes: int, disk_bytes: Sequence[int] = ()
+        self, work: Workload, rates: Rates, accesses_s: Floats, block_bytes: int, disk_bytes: Sequence[int] = ()
     ) -> None:
         self.work, self.rates, self.world_size = work, rates, rates.world_size
         size = np.array([chunk.bytes for chunk in work.chunks], dtype=np.int64)
@@ -71,7 +71,7 @@ class WorkTimes:
         """Likewise, while gradients of other chunks come down as well."""
         self.device_adam_s: list[float] = rates.device_step(numel, self.rounded).tolist()
         self.disk_bytes = tuple(disk_bytes)
-        self._before_s = np.concatenate(([0.0], np.cumsum(events_s)))
+        self._before_s = np.concatenate(([0.0], np.cumsum(accesses_s)))
         self._index_order()
         self._index_gradients()
 
@@ -106,9 +106,9 @@ class WorkTimes:
         found: list[tuple[int, int, int, int]] = []
         for index in self.update_order:
             members = self.work.packing.chunks[index].parameters
-            events = [event for member in members if (event := parameters[member].grad_event) is not None]
+            accesses = [access for member in members if (access := parameters[member].grad_access) is not None]
             entry = self.work.grad_entry(index) or 0
-            found += [(min(events), -index, OPEN, entry), (max(events), -index, SEND, entry)]
+            found += [(min(accesses), -index, OPEN, entry), (max(accesses), -index, SEND, entry)]
         rows = np.array(sorted(found), dtype=np.int64).reshape(-1, 4)
         self._grad_entry: Ints = rows[:, 3]
         self._grad_access, self._grad_chunk, self._grad_kind = rows[:, 0], -rows[:, 1], rows[:, 2]

@@ -166,10 +166,10 @@ class Rates:
         """To it; likewise."""
         return self._line("disk_write").shared(self._ranks)
 
-    def events_s(self, trace: StepTrace) -> Floats:
+    def accesses_s(self, trace: StepTrace) -> Floats:
         """Compute seconds of every access: its FLOPs or its bytes in device memory, whichever takes longer."""
-        flops = self.matmul([event.flops for event in trace.accesses])
-        return np.maximum(flops, self.device_memory([event.moved_bytes for event in trace.accesses]))
+        flops = self.matmul([access.flops for access in trace.accesses])
+        return np.maximum(flops, self.device_memory([access.moved_bytes for access in trace.accesses]))
 
     def device_copy(self, nbytes: npt.ArrayLike) -> Floats:
         """A copy within the device's memory: every byte is read and written."""

@@ -147,7 +147,7 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
         WorkTimes(
             work,
             rates,
-            rates.events_s(trace) * compute_scale,
+            rates.accesses_s(trace) * compute_scale,
             plan.block_bytes,
             MemoryModel(work, setting).disk_shard_bytes.tolist(),
         ),
@@ -202,7 +202,7 @@ class SimulatedCost:
         )
         self._setting = setting
         self._ahead = hardware.device_kind == "cuda"
-        self._events_s = self._rates.events_s(trace) * compute_scale
+        self._accesses_s = self._rates.accesses_s(trace) * compute_scale
         self._known: WeakKeyDictionary[Workload, _Known] = WeakKeyDictionary()
 
     def estimate(
@@ -312,7 +312,7 @@ class SimulatedCost:
         if found is None:
             model = MemoryModel(work, self._setting)
             times = WorkTimes(
-                work, self._rates, self._events_s, work.packing.block_bytes, model.disk_shard_bytes.tolist()
+                work, self._rates, self._accesses_s, work.packing.block_bytes, model.disk_shard_bytes.tolist()
             )
             found = self._known[work] = _Known(times, model, Floor(times, self._setting.step_in_backward))
         return found

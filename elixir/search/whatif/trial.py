@@ -269,7 +269,7 @@ def _check_room(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
             needed_bytes=needed,
             available_bytes=there,
         )
-    live_bytes = max(event.live_bytes for event in trace.accesses) + trace.buffer_bytes
+    live_bytes = max(access.live_bytes for access in trace.accesses) + trace.buffer_bytes
     if live_bytes > budgets.device_bytes:
         raise PlanError(
             f"{trace.model_name}: activations, inputs and buffers alone exceed the device memory, wherever weights are",

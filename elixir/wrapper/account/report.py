@@ -222,6 +222,6 @@ def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
             total += numel * itemsize
         if chunk.trainable and chunk.state_home == "host":
             kept = itemsize < MASTER_BYTES or chunk.weight_home == "device"
-            gradients = 0 if chunk.grad_rank is None else itemsize
+            gradients = 0 if chunk.reduce_order is None else itemsize
             total += numel * (gradients + master_bytes(itemsize) * kept) + plan.state_size.nbytes(numel, itemsize)
     return total

@@ -244,7 +244,10 @@ def test_absurd_integers_are_artifact_errors(digits: int) -> None:
         HardwareProfile.from_json(text)
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, "9", True, 9.0, None])
+VERSION = Plan.schema_version
+
+
+@pytest.mark.parametrize("version", [0, 1, VERSION - 1, VERSION + 1, str(VERSION), True, float(VERSION), None])
 def test_another_version_is_refused(version: Any) -> None:
     data = make_plan(3).to_dict() | {"schema_version": version}
     with pytest.raises(ArtifactError, match="'schema_version' is .* plan it anew"):

@@ -69,5 +69,5 @@ def test_gradients_that_the_step_sets_itself_count_as_well() -> None:
     trace = trace_step(Repeated(2), inp, gradients_by_hand, hardware=preset("cpu"), optimizer=None)
     assert trace.unused_parameters == ()
     assert trace.grad_bytes == trace.param_bytes
-    assert trace.parameters[0].grad_event is not None
+    assert trace.parameters[0].grad_access is not None
     assert planned_without_states(trace) >= trace.backward_peak_bytes

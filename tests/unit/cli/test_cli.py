@@ -26,7 +26,7 @@ from tests.common.samples import make_hardware, make_plan, make_trace
 
 PROFILE_KEYS = {
     "parameters", "param_bytes", "grad_bytes", "optimizer_bytes", "buffer_bytes", "activation_peak_bytes",
-    "backward_peak_bytes", "step_peak_bytes", "peak_module", "peak_operator", "events", "operators", "trace_s",
+    "backward_peak_bytes", "step_peak_bytes", "peak_module", "peak_operator", "accesses", "operators", "trace_s",
 }  # fmt: skip
 
 
@@ -100,8 +100,8 @@ def test_profile_json_is_one_object_with_the_promised_keys(stub: Stub, capsys: p
     trace = stub.results["trace_step"]
     assert set(record) >= PROFILE_KEYS
     assert record["parameters"] == sum(param.numel for param in trace.parameters)
-    assert record["events"] == len(trace.accesses)
-    for key in PROFILE_KEYS - {"parameters", "events"}:
+    assert record["accesses"] == len(trace.accesses)
+    for key in PROFILE_KEYS - {"parameters", "accesses"}:
         assert record[key] == getattr(trace, key)
 
 

@@ -165,7 +165,7 @@ def test_a_plan_with_everything_resident_can_be_explained(trace: StepTrace) -> N
 
 def test_frozen_chunks_have_three_places(trace: StepTrace) -> None:
     frozen = tuple(
-        dataclasses.replace(param, trainable=False, grad_event=None) if "layers.1." in param.name else param
+        dataclasses.replace(param, trainable=False, grad_access=None) if "layers.1." in param.name else param
         for param in trace.parameters
     )
     trace = dataclasses.replace(trace, parameters=frozen)

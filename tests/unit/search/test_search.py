@@ -189,9 +189,9 @@ def test_a_model_that_fits_is_plain_pytorch() -> None:
     assert (made.block_count, made.block_bytes, made.grad_block_count, made.predicted.loads) == (0, 0, 0, 0)
     assert link_bytes(made) == 0
     arrived, peak = 0, 0
-    events = {param.grad_event: 0 for param in trace.parameters}
+    events = {param.grad_access: 0 for param in trace.parameters}
     for param in trace.parameters:
-        events[param.grad_event] += param.numel * 4
+        events[param.grad_access] += param.numel * 4
     for index, event in enumerate(trace.accesses):
         arrived += events.get(index, 0)
         peak = max(peak, arrived + event.live_bytes)

@@ -129,7 +129,7 @@ def test_a_chunk_must_have_all_its_gradients_each_at_once() -> None:
     trace = chain(3)
     assert _able(trace) == [True] * 3
     assert _able(_with(trace, 1, grad_arrivals=2)) == [True, False, True]
-    assert _able(_with(trace, 1, grad_arrivals=0, grad_event=None, trainable=False)) == [True, False, True]
+    assert _able(_with(trace, 1, grad_arrivals=0, grad_access=None, trainable=False)) == [True, False, True]
     # Two parameters to a chunk: what one lacks the chunk lacks.
     assert _able(_with(chain(4), 1, grad_arrivals=2), 2 * NUMEL * 4) == [False, True]
 
@@ -145,7 +145,7 @@ def test_a_chunk_that_is_read_behind_its_last_gradient_waits() -> None:
     build.use("recompute", second)
     again = replace(build.build("read behind"), parameters=trace.parameters)
     assert _able(again) == [True, False]
-    assert not _able(replace(trace, parameters=_with(trace, 1, grad_event=1).parameters))[1]
+    assert not _able(replace(trace, parameters=_with(trace, 1, grad_access=1).parameters))[1]
 
 
 @pytest.mark.parametrize("world_size", [1, 4])

@@ -95,5 +95,5 @@ def test_every_parameter_gets_its_gradient_and_every_module_runs(family: str) ->
     assert trace.unused_parameters == without
     used = {index for event in trace.accesses for index in event.parameters}
     for index, parameter in enumerate(trace.parameters):
-        assert (parameter.grad_event is None) == (parameter.name in without), parameter.name
+        assert (parameter.grad_access is None) == (parameter.name in without), parameter.name
         assert index in used or parameter.name in without, parameter.name

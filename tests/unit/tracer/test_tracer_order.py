@@ -61,7 +61,7 @@ def test_two_layers() -> None:
     assert [event.pin_until for event in trace.accesses] == [0, 1, 2]
     assert [event.operator for event in trace.accesses][:2] == ["linear", "linear"]
     assert trace.accesses[2].operator.startswith("AddmmBackward")
-    assert {p.name: p.grad_event for p in trace.parameters} == dict.fromkeys((*first, *second), 2)
+    assert {p.name: p.grad_access for p in trace.parameters} == dict.fromkeys((*first, *second), 2)
     assert {p.grad_arrivals for p in trace.parameters} == {1}
     assert trace.checkpointed_modules == trace.unused_parameters == trace.unused_modules == ()
 
@@ -78,7 +78,7 @@ def test_two_layers_recomputed_reentrantly() -> None:
         ("backward", ("first.0.weight",), "first.0"),
     ]
     assert [event.pin_until for event in trace.accesses] == [0, 1, 2, 3, 4, 5]
-    grads = {p.name: p.grad_event for p in trace.parameters}
+    grads = {p.name: p.grad_access for p in trace.parameters}
     assert [grads[name] for name in (*first, *second)] == [5, 5, 3, 3]
     assert trace.checkpointed_modules == ("first", "second")
 
@@ -227,7 +227,7 @@ def test_a_module_that_runs_twice_is_used_twice() -> None:
 
     trace = cpu_trace(nn.Linear(8, 8), INP, twice)
     assert [event.phase for event in trace.accesses] == ["forward", "forward"]
-    assert {p.grad_event for p in trace.parameters} == {1}
+    assert {p.grad_access for p in trace.parameters} == {1}
 
 
 def test_accumulation_keeps_the_last_moment_of_a_gradient() -> None:
@@ -237,7 +237,7 @@ def test_accumulation_keeps_the_last_moment_of_a_gradient() -> None:
 
     trace = cpu_trace(Mlp(), INP, accumulates)
     assert [event.phase for event in trace.accesses] == ["forward", "forward", "backward"] * 2
-    assert {p.grad_event for p in trace.parameters} == {5}
+    assert {p.grad_access for p in trace.parameters} == {5}
 
 
 def test_one_function_that_reads_two_parameters_is_one_access() -> None:
@@ -269,8 +269,8 @@ def test_frozen_parameters_are_used_and_get_no_gradient() -> None:
     trace = cpu_trace(model, INP, sum_step)
     by_name = {p.name: p for p in trace.parameters}
     assert not by_name["first.0.weight"].trainable
-    assert by_name["first.0.weight"].grad_event is None
-    assert by_name["second.0.weight"].grad_event is not None
+    assert by_name["first.0.weight"].grad_access is None
+    assert by_name["second.0.weight"].grad_access is not None
     assert trace.unused_parameters == ()
     assert trace.grad_bytes == (16 * 4 + 4) * 4
 
@@ -287,4 +287,4 @@ def test_a_nested_checkpoint_is_followed() -> None:
     trace = cpu_trace(Nested(), INP, sum_step)
     assert sum(event.phase == "forward" for event in trace.accesses) == 2
     assert "inner" in trace.checkpointed_modules
-    assert all(p.grad_event is not None for p in trace.parameters)
+    assert all(p.grad_access is not None for p in trace.parameters)

@@ -171,7 +171,7 @@ CHOICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", CHOICES)
 def test_experts_may_be_chosen_by_any_operator_that_ranks(name: str) -> None:
     trace = cpu_trace(Routes(CHOICES[name]), {"x": torch.randn(16, 8)}, lambda m, i: m(i["x"]).backward())
-    assert all(p.grad_event is not None for p in trace.parameters if p.name.startswith("experts"))
+    assert all(p.grad_access is not None for p in trace.parameters if p.name.startswith("experts"))
     (said,) = trace.assumptions
     assert said.startswith("balanced routing of tokens over 4 experts")
 
@@ -332,7 +332,7 @@ def test_skewed_routing_changes_the_peak_and_says_so() -> None:
     }
     assert traces[0.0].assumptions == ("balanced routing of tokens over 4 experts, 2 per token",)
     assert "skewed by 0.5" in traces[0.5].assumptions[0]
-    assert all(p.grad_event is not None for p in traces[0.0].parameters)
+    assert all(p.grad_access is not None for p in traces[0.0].parameters)
     peaks = [trace.activation_peak_bytes for trace in traces.values()]
     assert len(set(peaks)) == 3
     assert max(peaks) < 1.2 * min(peaks)
