@@ -59,7 +59,7 @@ def adam_step(
     Raises:
         InputError, InputTypeError: tensors do not fit together, or a number is out of range.
     """
-    _check(gradient, master, weight_out, moments, at)
+    check_tensors(gradient, master, weight_out, moments, at)
     check_step(step, factor)
     numel, device, first = master.numel(), master.device, at or 0
     if numel == 0:
@@ -71,7 +71,7 @@ def adam_step(
     compiled = compiled_step(Combination(device.type, gradient.dtype, weight_dtype, moments.kind), numel)
     with torch.no_grad():
         if compiled is None and moments.kind == "float32" and device.type in ("cpu", "cuda"):
-            _fused(gradient, master, weight_out, moments, options, step, factor)
+            fused_pieces(gradient, master, weight_out, moments, options, step, factor)
             return
         scalars = adam_scalars(options, step, factor, device)
         piece_numel = _piece_numel(device.type, moments.kind, compiled=compiled is not None)
@@ -118,7 +118,7 @@ def fused_step(
     )
 
 
-def _fused(
+def fused_pieces(
     gradient: torch.Tensor,
     master: torch.Tensor,
     weight_out: torch.Tensor | None,
@@ -162,7 +162,7 @@ def _piece_numel(device_type: str, kind: MomentKind, *, compiled: bool) -> int:
     return LARGEST_PIECE_NUMEL
 
 
-def _check(
+def check_tensors(
     gradient: torch.Tensor, master: torch.Tensor, weight_out: torch.Tensor | None, moments: Moments, at: int | None
 ) -> None:
     if master.dtype != torch.float32:

@@ -1,0 +1,178 @@
+"""Adam out of place: the bits of the step in place, wherever it comes from, and old states that nobody touches."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.errors import InputError
+from elixir.kernels import AdamOptions, adam_step, make_moments
+from elixir.kernels.adam import out_of_place
+from elixir.kernels.adam.out_of_place import Form, States, adam_step_out_of_place
+from elixir.kernels.adam.ready import Combination, build_step
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+OPTIONS = (
+    AdamOptions(lr=1e-3, weight_decay=0.1),
+    AdamOptions(lr=1e-2, beta1=0.3, decoupled=False, weight_decay=0.01, maximize=True),
+)
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+_ALL = [(gradient, weight) for gradient in FLOATS for weight in (None, *FLOATS[1:])]
+_QUICK = {(torch.bfloat16, torch.bfloat16), (torch.float32, None)}
+DTYPES = [pytest.param(*pair, marks=() if pair in _QUICK else pytest.mark.slow) for pair in _ALL]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_place, "_backgrounds", {})
+    monkeypatch.setenv("ELIXIR_COMPILE", "0")
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELIXIR_COMPILE", "wait")
+
+
+def states(numel: int, kind: str, seed: int, at: int = 0) -> States:
+    """Some states after a few steps; moments of more elements where these begin `at` a later one."""
+    generator = torch.Generator().manual_seed(seed)
+    master, moments = torch.randn(numel, generator=generator), make_moments(at + numel, kind)
+    for number in (1, 2):
+        adam_step(torch.randn(numel, generator=generator), master, None, moments, AdamOptions(), number, at=at)
+    return States(master, moments)
+
+
+def copied(given: States, at: int) -> States:
+    made = make_moments(at + given.master.numel(), given.moments.kind)
+    for mine, theirs in zip(made.tensors(), given.moments.tensors(), strict=True):
+        mine.copy_(theirs)
+    return States(given.master.clone(), made)
+
+
+def bits(given: States, weights: torch.Tensor | None = None) -> list[bytes]:
+    tensors = (given.master, *given.moments.tensors(), *([] if weights is None else [weights]))
+    return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+def both_ways(gradient: torch.Tensor, kind: str, weight: torch.dtype | None, at: int = 0, **said: Any) -> None:
+    """Step in place and out of place; the same bits, and the old states as they were."""
+    numel = gradient.numel()
+    for number, options in enumerate(OPTIONS):
+        for factor in (1.0, 0.37):
+            old = states(numel, kind, number, at)
+            before, place, new = bits(old), copied(old, at), copied(states(numel, kind, 7, at), at)
+            outs = [None if weight is None else torch.zeros(numel, dtype=weight) for _ in range(2)]
+            adam_step(gradient, place.master, outs[0], place.moments, options, 3, factor, at=at or None)
+            adam_step_out_of_place(gradient, old, new, outs[1], options, 3, factor, at=at or None)
+            assert bits(old) == before
+            assert bits(new, outs[1]) == bits(place, outs[0])
+
+
+def gradient_of(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("gradient", "weight"), DTYPES)
+def test_the_kernel_has_the_bits_of_the_step_in_place(
+    gradient: torch.dtype, weight: torch.dtype | None, compiles: None
+) -> None:
+    for numel in (1, 15, 16, 31, 32, 33, 1000, 4096, 10_007):
+        both_ways(gradient_of(numel, gradient), "float32", weight)
+    form = Form(Combination("cpu", gradient, weight, "float32"), torchs=True)
+    assert (background := out_of_place._backgrounds[form]) is not None
+    assert background.step is not None  # it was the kernel, and no copy
+
+
+@needs_compiler
+def test_the_kernel_takes_any_place_and_any_number_of_threads(compiles: None) -> None:
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            both_ways(gradient_of(1000, torch.bfloat16)[3:], "float32", torch.bfloat16, at=5)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_compiler
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e-40, 3e38])
+def test_the_kernel_goes_where_the_step_in_place_goes_with_what_is_no_ordinary_number(
+    value: float, compiles: None
+) -> None:
+    gradient = gradient_of(1024, torch.bfloat16)
+    gradient[::5] = value
+    old = states(1024, "float32", 0)
+    place, new = copied(old, 0), copied(old, 0)
+    outs = torch.zeros(1024, dtype=torch.bfloat16), torch.zeros(1024, dtype=torch.bfloat16)
+    adam_step(gradient, place.master, outs[0], place.moments, OPTIONS[0], 3)
+    adam_step_out_of_place(gradient, old, new, outs[1], OPTIONS[0], 3)
+    for mine, theirs in zip((new.master, *new.moments.tensors(), outs[1]), (place.master, *place.moments.tensors(), outs[0]), strict=True):  # fmt: skip
+        assert torch.equal(mine.isnan(), theirs.isnan())
+        assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("at", [0, 256, 300])
+def test_a_copy_that_is_stepped_has_the_bits_too(kind: str, at: int) -> None:
+    for numel in (1, 256, 1000):
+        both_ways(gradient_of(numel, torch.bfloat16), kind, torch.bfloat16, at=at)
+    assert not out_of_place._backgrounds  # nothing is compiled where nothing may be
+
+
+def test_without_a_compiler_states_are_copied(monkeypatch: pytest.MonkeyPatch, compiles: None) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    both_ways(gradient_of(1000, torch.float32), "float32", None)
+    assert list(out_of_place._backgrounds.values()) == [None]
+
+
+@needs_compiler
+def test_a_kernel_with_other_bits_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, compiles: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = out_of_place._torchs_numbers
+
+    def wrong(options: AdamOptions, step: int, factor: float) -> Any:
+        found = right(options, step, factor)
+        found.eps *= 1.01
+        return found
+
+    monkeypatch.setattr(out_of_place, "_torchs_numbers", wrong)
+    both_ways(gradient_of(1000, torch.float32), "float32", None)
+    assert "does not give the bits of the step in place" in caplog.text
+
+
+@needs_compiler
+def test_a_library_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiles: None) -> None:
+    monkeypatch.setenv(out_of_place.CACHE_VARIABLE, str(tmp_path))
+    form = Form(Combination("cpu", torch.float32, None, "float32"), torchs=True)
+    out_of_place._library(form, contracted=True)
+    made = list((tmp_path / "elixir").iterdir())
+    assert len(made) == 1
+    monkeypatch.setattr(out_of_place.subprocess, "run", functools.partial(pytest.fail, "compiled again"))
+    out_of_place._library(form, contracted=True)
+
+
+@needs_compiler
+def test_a_form_without_a_kernel_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="there is no kernel"):
+        out_of_place._library(Form(Combination("cpu", torch.float64, None, "float32"), torchs=True), contracted=True)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_the_kernel_has_the_bits_of_the_compiled_step(kind: Any) -> None:
+    combination = Combination("cpu", torch.bfloat16, torch.bfloat16, kind)
+    assert out_of_place._build(Form(combination, torchs=False), build_step(combination))
+
+
+def test_other_memory_of_another_size_is_refused() -> None:
+    old, new = states(8, "float32", 0), states(9, "float32", 0)
+    with pytest.raises(InputError, match="match"):
+        adam_step_out_of_place(torch.zeros(8), old, new, None, AdamOptions(), 1)
