@@ -178,7 +178,7 @@ def best_of_all(search: SmallSearch, *, skip: bool = False) -> Candidate | None:
             if best is not None and not first and floors[at] > best.seconds["total"] * (1 + 1e-9):
                 continue
             for candidate in every_plan(model, search, placements[at]):
-                if best is None or candidate.rank < best.rank:
+                if best is None or candidate.sort_key < best.sort_key:
                     best = candidate
     return best
 
