@@ -255,5 +255,6 @@ def test_generation_that_is_longer_on_one_rank_is_refused() -> None:
         assert "on all ranks alike" in outcome.error
 
 
+@pytest.mark.slow
 def test_generation_may_be_longer_on_one_rank_where_nothing_is_gathered() -> None:
     run_ranks(2, _generation, "resident", 1)

@@ -343,6 +343,7 @@ def kill_and_look(folder: Path, seed: int) -> None:
         assert verify(folder / "step-01000000") == ()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
     kill_and_look(tmp_path, seed)

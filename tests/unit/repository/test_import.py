@@ -25,6 +25,7 @@ def test_import_elixir_takes_neither_torch_nor_anything_heavy() -> None:
     assert loaded.isdisjoint({"torch", "numpy", *HEAVY})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "code",
     [

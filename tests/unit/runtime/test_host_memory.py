@@ -55,6 +55,7 @@ def test_large_buffers_ask_for_huge_pages_before_they_are_touched() -> None:
     assert "hg" not in kernel_flags(host_zeros(4096))
 
 
+@pytest.mark.sampled
 @linux
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "8bit"])
 @pytest.mark.parametrize("fused", [True, False])

@@ -39,6 +39,7 @@ def trained(model: nn.Module, optimizer: Any, inp: dict[str, Any], steps: int) -
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("replan", [True, False])
 @pytest.mark.parametrize("memory", ["1600KiB", "1GiB"])
 def test_trains_as_plain_pytorch_does(memory: str, replan: bool) -> None:
@@ -264,6 +265,7 @@ def test_the_plan_is_that_of_the_search() -> None:
     model.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("make", "family"),
     [

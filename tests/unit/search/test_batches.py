@@ -50,6 +50,7 @@ def test_the_search_sees_what_simulate_step_gives(world_size: int, accumulation:
     assert plan.predicted.seconds["host_to_device"] == pytest.approx(step.busy_s["host_to_device"])
 
 
+@pytest.mark.slow
 def test_more_batches_than_are_simulated_count_as_the_last_of_them() -> None:
     trace = trace_of(2)
     plan = plan_from_trace(trace, HARDWARE, 1, device_memory=900 * MIB, host_memory=PLENTY, accumulation=8)
@@ -221,7 +222,7 @@ def test_as_many_layers_are_checkpointed_as_are_asked_for() -> None:
             build_shape(SHALLOW, checkpoint=wrong)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
 def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
     """Between what all and what no layer needs on the device, the best is in between; at the ends, an end."""

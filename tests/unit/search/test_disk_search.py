@@ -117,6 +117,7 @@ def test_the_bound_holds_for_plans_with_a_disk(stack: StepTrace, limits: tuple[i
     assert any("disk" in name for name in slowly.rows)
 
 
+@pytest.mark.slow
 def test_a_faster_disk_is_a_lever(stack: StepTrace, limits: tuple[int, int]) -> None:
     device, host = limits
     slow = replace(FAST, disk_read_bytes_per_s=1e7, disk_write_bytes_per_s=1e7)

@@ -185,6 +185,7 @@ def test_a_trace_of_another_batch_is_refused(plan: Plan) -> None:
 # -------------------------------------------------------------------------------------------------------------- levers
 
 
+@pytest.mark.slow
 def test_levers_plan_for_as_many_batches_as_the_plan(trace: StepTrace) -> None:
     several = plan_from_trace(trace, HARDWARE, 1, device_memory=1500 * MIB, host_memory="4GiB", accumulation=4)
     levers = {x.action: x for x in lever_effects(several, trace, HARDWARE)}
@@ -205,6 +206,7 @@ def test_levers_never_lengthen_the_step_and_come_by_effect(plan: Plan, trace: St
     assert "network" not in words  # one rank has none
 
 
+@pytest.mark.slow
 def test_a_badly_made_plan_is_beaten_by_planning_again(trace: StepTrace) -> None:
     plan = simple_search(
         trace, 1, split_number=12, allocate_factor=0.3, shard_device="cpu", hardware=HARDWARE, device_memory="20GiB"

@@ -141,6 +141,7 @@ def test_a_chunk_that_moves_gives_back_its_gradient_block() -> None:
         assert need.grad_blocks == grad_blocks
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "world_size"), [("opt-1.3b", 1), ("opt-13b", 4), ("gpt2-4b", 2), ("gpt2-20b", 1)])
 def test_plans_of_known_models_are_no_slower_than_the_originals(name: str, world_size: int) -> None:
     trace = stack_trace(name)
@@ -244,6 +245,7 @@ def test_peaks_at_the_optimizer_step_and_while_a_chunk_fills(world_size: int) ->
             check_consistent(made, trace)
 
 
+@pytest.mark.slow
 def test_two_outsized_gradients_at_a_time_are_counted() -> None:
     shape = StackShape(hidden=512, layers=12, ffn=2048, vocab=200_000, positions=512)
     trace = stack_trace(shape, batch=1, seq=128)

@@ -128,6 +128,7 @@ def test_float16_needs_the_norm_for_its_loss_scale() -> None:
     assert _planned(trace, clipping=False).clipping
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_wrap_plans_for_the_norm_that_it_is_given(max_norm: float | None) -> None:
     it = case("opt")

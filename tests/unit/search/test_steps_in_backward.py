@@ -226,6 +226,7 @@ def test_steps_that_the_search_refuses(stack: StepTrace) -> None:
         plan_from_trace(trace, preset("cpu"), 1, device_memory=GIB, host_memory=GIB, step_in_backward=True)
 
 
+@pytest.mark.slow
 def test_a_search_over_batches_refuses_it_where_it_would_try_several(stack: StepTrace) -> None:
     options: dict[str, Any] = {"device_memory": GIB, "host_memory": 64 * GIB, "step_in_backward": True}
     with pytest.raises(InputError, match="micro_batches=False"):
