@@ -289,7 +289,7 @@ class Plan(Artifact):
         )
 
     def _training(self) -> str:
-        """What is counted: the optimizer with its master weights, and the step."""
+        """The training that is counted: the optimizer with its master weights, and the step."""
         step = self.step
         masters = any(chunk.trainable and itemsize_of(chunk.dtype) < MASTER_BYTES for chunk in self.chunks)
         size = "" if step.samples is None else f", micro-batches of {step.samples}"
