@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from elixir.checkpoint_format import export_hf, open_checkpoint
     from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError, PlanError, StateError, TraceError
     from elixir.hardware import HardwareProfile
+    from elixir.kernels import HybridAdam
     from elixir.plan import ChunkPlan, Plan
+    from elixir.search import minimum_waste_search, optimal_search, simple_search
     from elixir.step_trace import StepTrace
+    from elixir.wrapper import ElixirModule, ElixirOptimizer
 
 __version__ = "0.1.0"
 
@@ -25,7 +28,10 @@ __all__ = [
     "Checkpoints",
     "ChunkPlan",
     "ElixirError",
+    "ElixirModule",
+    "ElixirOptimizer",
     "HardwareProfile",
+    "HybridAdam",
     "InputError",
     "InputTypeError",
     "Loaded",
@@ -39,8 +45,11 @@ __all__ = [
     "__version__",
     "export_hf",
     "load_checkpoint",
+    "minimum_waste_search",
     "open_checkpoint",
+    "optimal_search",
     "save_checkpoint",
+    "simple_search",
     "wrap",
 ]
 
@@ -49,7 +58,10 @@ _HOMES = {
     "Checkpoints": "elixir.checkpoint",
     "ChunkPlan": "elixir.plan",
     "ElixirError": "elixir.errors",
+    "ElixirModule": "elixir.wrapper",
+    "ElixirOptimizer": "elixir.wrapper",
     "HardwareProfile": "elixir.hardware.profile",
+    "HybridAdam": "elixir.kernels",
     "InputError": "elixir.errors",
     "InputTypeError": "elixir.errors",
     "Loaded": "elixir.checkpoint",
@@ -62,8 +74,11 @@ _HOMES = {
     "TraceError": "elixir.errors",
     "export_hf": "elixir.checkpoint_format",
     "load_checkpoint": "elixir.checkpoint",
+    "minimum_waste_search": "elixir.search",
     "open_checkpoint": "elixir.checkpoint_format",
+    "optimal_search": "elixir.search",
     "save_checkpoint": "elixir.checkpoint",
+    "simple_search": "elixir.search",
     "wrap": "elixir.api",
 }
 

@@ -9,6 +9,7 @@ from inspect import Parameter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError
@@ -34,7 +35,7 @@ class Traced:
     unified_dtype: str | torch.dtype | None = None
     """Dtype that floating parameters and inputs are cast to, such as ``torch.bfloat16``; None leaves them as built."""
     verbose: bool = False
-    """Log the plan at level INFO rather than DEBUG."""
+    """Print the plan, on rank 0."""
     inp: Mapping[str, Any] | None = None
     """One rank's batch; None takes `elixir.models.default_input` (Hugging Face models only)."""
     step_fn: StepFn | None = None
@@ -107,6 +108,25 @@ def _own(name: str, default: Any, annotation: str) -> Parameter:
     return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
 
 
+_ORIGINAL = {"m": "model", "group_size": "world_size", "prefetch": "overlap"}
+"""Keywords of the first Elixir's searches -> the same ones here."""
+
+
+def _bound(function: Callable[..., Any], given: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """`bound`, by the keywords of the first Elixir as well: ``cpu_offload=True`` is ``placement="cpu"``."""
+    renamed = dict(options)
+    for name in [name for name in (*_ORIGINAL, "cpu_offload") if name in options]:
+        value, now = renamed.pop(name), _ORIGINAL.get(name, "placement")
+        if name == "cpu_offload":
+            value = "cpu" if value else "auto"
+        if now in renamed:
+            raise InputTypeError(f"{function.__name__}: {name} is the first Elixir's word for {now}; give one of them")
+        renamed[now] = value
+    if isinstance(renamed.get("shard_device"), torch.device):
+        renamed["shard_device"] = renamed["shard_device"].type
+    return bound(function, given, renamed)
+
+
 @takes(_parameters())
 def optimal_search(*given: Any, **options: Any) -> Plan:
     """Find chunk size, packing, rCache blocks and homes: the fastest plan that fits both budgets.
@@ -116,20 +136,22 @@ def optimal_search(*given: Any, **options: Any) -> Plan:
         world_size: number of ranks, one device each.
         unified_dtype, verbose, inp, step_fn, hardware, use_fused_kernels: see `elixir.search.searches.Traced`.
 
-    All others are fields of `elixir.search.request.SearchRequest`, which says what they mean.
+    All others are fields of `elixir.search.request.SearchRequest`, which says what they mean. The first Elixir's ``m``,
+    ``group_size``, ``prefetch`` and ``cpu_offload`` are taken for ``model``, ``world_size``, ``overlap`` and
+    ``placement``.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense.
         TraceError: the step cannot be traced.
         PlanError: nothing fits; carries what would, and what to change.
     """
-    return _searched(search="optimal", **bound(optimal_search, given, options))
+    return _searched(search="optimal", **_bound(optimal_search, given, options))
 
 
 @takes(_parameters(without=("accumulation",)))
 def minimum_waste_search(*given: Any, **options: Any) -> Plan:
     """As `optimal_search`, but with the one chunk size that pads least; blocks and homes are searched for it alone."""
-    return _searched(search="minimum_waste", **bound(minimum_waste_search, given, options))
+    return _searched(search="minimum_waste", **_bound(minimum_waste_search, given, options))
 
 
 @takes(
@@ -151,17 +173,17 @@ def simple_search(*given: Any, **options: Any) -> Plan:
 
     The other arguments are those of `optimal_search`; a budget is checked only where it is given.
     """
-    asked = bound(simple_search, given, options)
+    asked = _bound(simple_search, given, options)
     by_hand = {name: asked.pop(name) for name in ("split_number", "allocate_factor", "shard_device")}
     model, request, how = _asked(asked)
     profile = profile_for(how.hardware, model)
-    return _logged(simple_plan(how.trace(model, profile), profile, request, **by_hand), how)
+    return _told(simple_plan(how.trace(model, profile), profile, request, **by_hand), how)
 
 
 def _searched(**asked: Any) -> Plan:
     model, request, how = _asked(asked)
     plan, _ = how.plan(model, profile_for(how.hardware, model), request)
-    return _logged(plan, how)
+    return _told(plan, how)
 
 
 def _asked(asked: dict[str, Any]) -> tuple[Any, SearchRequest, Traced]:
@@ -170,8 +192,10 @@ def _asked(asked: dict[str, Any]) -> tuple[Any, SearchRequest, Traced]:
     return asked["model"], request, how
 
 
-def _logged(plan: Plan, how: Traced) -> Plan:
-    logger.log(logging.INFO if how.verbose else logging.DEBUG, "%s", plan)
+def _told(plan: Plan, how: Traced) -> Plan:
+    logger.debug("%s", plan)
+    if how.verbose and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        print(plan)  # noqa: T201 - verbose=True asks for it
     return plan
 
 

@@ -36,6 +36,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         host_threads: of what steps on the host, on this rank; None for its part of the cores
             (`elixir.hardware.threads`). Other threads keep torch's number. Several optimizers of one module share them:
             the last one says.
+        init_step: have the moments of Adam, AdamW or `HybridAdam` before the first step, so that it finds all memory
+            taken: moments are zero, counts 0, and no weight changes. Without effect for other classes, and on every
+            number. Plans keep their states on the host ready in any case.
 
     Raises:
         InputError: the optimizer is not elementwise, has parameters that are not the module's or another's, or cannot
@@ -50,6 +53,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
         growth_interval: int = 2000,
         host_threads: int | None = None,
+        init_step: bool = False,
     ) -> None:
         if not isinstance(module, ElixirModule):
             raise InputTypeError(f"module must be an ElixirModule, got {type(module).__name__}")
@@ -69,6 +73,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         )
         engine.loss_scale = scale
         engine.steppers.append(self._stepper)
+        if init_step:
+            self._stepper.make_states()
         self._ready = True
 
     @property

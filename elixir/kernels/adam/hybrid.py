@@ -133,6 +133,17 @@ class HybridAdam(torch.optim.Optimizer):
                     self._changed(item)
         return result
 
+    @torch.no_grad()
+    def make_states(self) -> None:
+        """Have the states of all parameters now that have none: moments of zero and counts of 0, as a first step would.
+
+        Weights stay as they are.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.numel() and _is_dense(parameter) and "exp_avg" not in self.state[parameter]:
+                    _begin(self.state[parameter], parameter, _flat(parameter), group["moments"])
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of a `HybridAdam`, or of torch's `Adam` or `AdamW`; to the bit, and as a copy.
 

@@ -13,6 +13,7 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import ChunkGradient
 from elixir.chunk.lanes import Ticket, known
 from elixir.chunk.pinned import host_zeros
+from elixir.kernels import HybridAdam
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.fused_adam import FusedAdam, KeptMoments
 from elixir.wrapper.step.user_class import UserOptimizer
@@ -83,21 +84,25 @@ class ChunkOptimizer:
                 found.append((segment, self._shard.memory[segment.start : segment.start + numel]))
         return found
 
-    def make_states(self) -> None:
-        """Have the moments of a shard that the host steps now, in memory that no child process gets.
+    def make_states(self) -> bool:
+        """Have the moments now, all zero, and counts of 0: the state in which the first step would find them.
 
-        Otherwise the first step would make them, page by page, and the host would run out of memory there. Other
-        classes than torch's Adams make their states themselves.
+        On the host they lie in memory that no child process gets; otherwise the first step would make them there, page
+        by page, and run out of memory in the middle. Other classes than torch's Adams and `HybridAdam` make their
+        states themselves; False for such a class.
         """
-        if self._master.device.type != "cpu" or not self.segments:
-            return
+        if not self.segments:
+            return True
         if isinstance(self.optimizer, FusedAdam):
             self.optimizer.make_moments()
+        elif isinstance(self.optimizer, HybridAdam):
+            self.optimizer.make_states()
         elif type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
             self._make_moments(self.optimizer)
         else:
-            return
+            return False
         self._count_states()
+        return True
 
     def _make_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """The state that torch's Adam begins with, all of one moment in one buffer."""
@@ -107,11 +112,18 @@ class ChunkOptimizer:
             numel += -(-segment.weights.numel() // _ALIGNED_NUMEL) * _ALIGNED_NUMEL
         amsgrad = any(group["amsgrad"] for group in optimizer.param_groups)
         names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
-        buffers = {name: host_zeros(numel, self._master.dtype) for name in names}
+        device, dtype = self._master.device, self._master.dtype
+        on_host = device.type == "cpu" and self.chunk.plan.state_home == "host"
+        buffers = {
+            name: host_zeros(numel, dtype) if on_host else torch.zeros(numel, dtype=dtype, device=device)
+            for name in names
+        }
         for segment, place in zip(self.segments, places, strict=True):
             weights, group = segment.weights, optimizer.param_groups[segment.group]
             wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
-            state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float64 if wide else torch.float32)}
+            counted_on = device if group.get("fused") else None
+            count = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=counted_on)
+            state: dict[str, Any] = {"step": count}
             for name in names if group["amsgrad"] else names[:2]:
                 state[name] = buffers[name][place : place + weights.numel()].view(weights.shape)
             optimizer.state[weights] = state

@@ -94,6 +94,15 @@ class Stepper:
         """Whether the next step needs the norm of the gradients, as far as can be known during backward."""
         return bool(self.clip_limit) or self._engine.loss_scale.used or self.asked_for_norm
 
+    def make_states(self) -> None:
+        """Have all optimizer states before the first step, wherever they live; a class that cannot is logged."""
+        made = [part.make_states() for part in self.parts.values() if part.chunk.plan.state_home == "device"]
+        made += [self._make_states(part) for part in self.parts.values()]
+        if not all(made):
+            logger.info(
+                "init_step=True has no effect: %s makes its states in its first step", type(self.user.given).__name__
+            )
+
     def follow_writes(self) -> None:
         """Have masters take what was written to resident weights since the last step, as the next step would."""
         for part in self.parts.values():
@@ -232,11 +241,13 @@ class Stepper:
             if chunk.plan.trainable:
                 self.parts[chunk.index] = ChunkOptimizer(self._engine, self.user, chunk)
 
-    def _make_states(self, part: ChunkOptimizer) -> None:
-        """By the threads that step them, so that they lie next to these."""
+    def _make_states(self, part: ChunkOptimizer) -> bool:
+        """Made by the threads that step them, so that they lie next to these; see `ChunkOptimizer.make_states`."""
+        made = [True]
         if part.chunk.plan.state_home == "host":
             # This thread may read or move the states next; and if they have no room, wrapping must raise.
-            self._engine.lanes.host_adam.submit(part.make_states).synchronize()
+            self._engine.lanes.host_adam.submit(lambda: made.append(part.make_states())).synchronize()
+        return made[-1]
 
     def _refuse_parameters(self) -> None:
         own = {slot.parameter for chunk in self._engine.chunks for slot in chunk.slots}

@@ -1,0 +1,153 @@
+"""Code for the first Elixir runs as printed: its imports, its keywords, ``init_step`` and ``verbose``."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir import ElixirModule, ElixirOptimizer, HybridAdam, minimum_waste_search, optimal_search, simple_search
+from elixir.errors import InputTypeError
+from elixir.step_trace import StepTrace
+from elixir.wrapper.optimizer import stepper_of
+from tests.common import gpu
+from tests.common.parity import case, make_plan
+from tests.common.searching import HARDWARE, PLENTY, SMALL
+from tests.common.synthetic_trace import stack_trace
+
+ROOM: dict[str, Any] = {"hardware": HARDWARE, "device_memory": PLENTY, "host_memory": PLENTY}
+
+
+@pytest.fixture(scope="module")
+def trace() -> StepTrace:
+    return stack_trace(SMALL)
+
+
+def test_keywords_of_the_original_searches_are_taken(trace: StepTrace) -> None:
+    plans = [
+        minimum_waste_search(m=trace, group_size=2, cpu_offload=True, prefetch=True, **ROOM),
+        minimum_waste_search(trace, 2, placement="cpu", overlap=True, **ROOM),
+    ]
+    assert plans[0] == plans[1]
+    assert {chunk.state_home for chunk in plans[0].chunks} == {"host"}
+    assert minimum_waste_search(m=trace, group_size=2, cpu_offload=False, prefetch=False, **ROOM) == (
+        minimum_waste_search(trace, 2, overlap=False, **ROOM)
+    )
+    assert optimal_search(m=trace, group_size=1, **ROOM) == optimal_search(trace, 1, **ROOM)
+    by_hand = simple_search(m=trace, group_size=1, shard_device=torch.device("cpu"), prefetch=True, **ROOM)
+    assert by_hand == simple_search(trace, 1, shard_device="cpu", overlap=True, **ROOM)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("m", "model"), ("group_size", "world_size"), ("prefetch", "overlap"), ("cpu_offload", "placement")],
+)
+def test_an_old_and_a_new_word_for_one_thing_are_refused(old: str, new: str, trace: StepTrace) -> None:
+    given: dict[str, Any] = {"model": trace, "world_size": 1, **ROOM}
+    with pytest.raises(InputTypeError, match=f"{old} is the first Elixir's word for {new}"):
+        minimum_waste_search(**given | {new: given.get(new), old: given.get(new)})
+
+
+def test_verbose_prints_the_plan_and_nothing_else_does(trace: StepTrace, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = optimal_search(trace, 1, **ROOM)
+    assert capsys.readouterr().out == ""
+    assert optimal_search(trace, 1, verbose=True, **ROOM) == plan
+    assert capsys.readouterr().out == f"{plan}\n"
+
+
+def test_only_rank_0_prints(
+    trace: StepTrace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    simple_search(trace, 2, verbose=True, **ROOM)
+    assert capsys.readouterr().out == ""
+
+
+ADAMS = {
+    "Adam": torch.optim.Adam,
+    "AdamW, amsgrad": lambda params: torch.optim.AdamW(params, amsgrad=True),
+    "AdamW, fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "HybridAdam": HybridAdam,
+}
+
+
+def trained(make: Any, mode: str, *, init_step: bool, dtype: torch.dtype | None) -> tuple[list[float], dict[str, Any]]:
+    """Losses and weights of three steps; what is there before the first is checked."""
+    it = case("opt", layers=1)
+    options = {} if dtype is None else {"unified_dtype": dtype}
+    plan = make_plan(it, mode, **options)
+    model = ElixirModule(copy.deepcopy(it.model), plan, device=gpu.DEVICE)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = ElixirOptimizer(model, make(model.parameters()), init_step=init_step)
+    parts = stepper_of(optimizer).parts.values()
+    if init_step:
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        for part in parts:
+            states = [part.optimizer.state[segment.weights] for segment in part.segments]
+            assert all("exp_avg" in state and "exp_avg_sq" in state for state in states)
+            assert all(state["step"] == 0 for state in states)
+            assert not any(state["exp_avg"].any() or state["exp_avg_sq"].any() for state in states)
+            assert all(
+                state["exp_avg"].device == part.optimizer.param_groups[0]["params"][0].device for state in states
+            )
+    losses = []
+    for _ in range(3):
+        loss = it.loss(model, it.inp)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    after = copy.deepcopy(model.state_dict())
+    model.close()
+    return losses, after
+
+
+@pytest.mark.parametrize("mode", ["resident", "streamed"])
+@pytest.mark.parametrize(
+    "name", [name if name == "Adam" else pytest.param(name, marks=pytest.mark.slow) for name in ADAMS]
+)
+def test_states_that_are_there_before_the_first_step_change_no_bit(name: str, mode: str) -> None:
+    dtype = torch.bfloat16 if name == "HybridAdam" else None
+    (mine, weights), (plain, expected) = (
+        trained(ADAMS[name], mode, init_step=init_step, dtype=dtype) for init_step in (True, False)
+    )
+    assert mine == plain
+    assert all(torch.equal(weights[key], value) for key, value in expected.items())
+
+
+def test_another_class_is_accepted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    it = case("opt", layers=1)
+    model = ElixirModule(it.model, make_plan(it, "resident"), device=gpu.DEVICE)
+    with caplog.at_level(logging.INFO, logger="elixir"):
+        optimizer = ElixirOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), init_step=True)
+    assert "init_step=True has no effect: SGD" in caplog.text
+    optimizer.backward(it.loss(model, it.inp))
+    optimizer.step()
+    model.close()
+
+
+def test_the_printed_code_runs() -> None:
+    """Names and order of the original's README, with a small model instead of its BERT."""
+    it = case("bert")
+    model: nn.Module = it.model
+    sr = optimal_search(
+        model, 1, unified_dtype=torch.float32, overlap=True, verbose=False, inp=it.inp,
+        step_fn=lambda model, inp: it.loss(model, inp).backward(), hardware="cpu",
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-7)
+    model = ElixirModule(model, sr, None, prefetch=True, dtype=torch.float32)
+    optimizer = ElixirOptimizer(model, optimizer, initial_scale=64, max_norm=1.0, init_step=True)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = it.loss(model, it.inp)
+        optimizer.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    model.close()
