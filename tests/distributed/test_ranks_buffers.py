@@ -163,7 +163,7 @@ def evaluate_between(run: Run) -> None:
     run.micro()
     run.look()
     run.look()
-    run.twins.step()
+    run.step()
     run.look()
     run.micro()
     run.micro()
