@@ -2,9 +2,9 @@
 
 A caller's mistake is an `InputError` (also a `ValueError`) or an `InputTypeError` (also a `TypeError`). What cannot fit
 is a `PlanError`, what cannot be traced a `TraceError`, a file that cannot be read back an `ArtifactError`, a file
-operation that fails a `FileError` (also an `OSError`), a checkpoint that cannot be saved or loaded a `CheckpointError`,
-ranks that fall apart a `RankError`, a broken invariant of ours a `StateError`. All are `ElixirError`, so one `except`
-catches them.
+operation that fails a `FileError` (also an `OSError`), optimizer states on a disk that cannot be reached a `DiskError`,
+a checkpoint that cannot be saved or loaded a `CheckpointError`, ranks that fall apart a `RankError`, a broken invariant
+of ours a `StateError`. All are `ElixirError`, so one `except` catches them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from errno import EIO
 from typing import Literal
 
 
@@ -53,6 +54,28 @@ class FileError(ElixirError, OSError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.errno, self.strerror, self.filename, self.operation)
+
+
+class DiskError(FileError):
+    """Optimizer states on a disk could not be read or written, so the training cannot go on.
+
+    Args:
+        error: of the file.
+        what: whose states, such as a rank's chunk with the names of its parameters.
+    """
+
+    def __init__(self, error: FileError, what: str) -> None:
+        super().__init__(error.errno or EIO, error.strerror or "", error.filename, error.operation)
+        self.error, self.what = error, what
+
+    def __str__(self) -> str:
+        return (
+            f"cannot {self.operation} the states of {self.what} in {self.filename}: {self.strerror} (errno "
+            f"{self.errno}); the training cannot go on, but weights can still be saved"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.error, self.what)
 
 
 class CheckpointError(ElixirError, RuntimeError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import stat
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from elixir.errors import FileError, InputError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PathLike: TypeAlias = "str | os.PathLike[str]"
@@ -30,8 +33,13 @@ FLUSH_EVERY_BYTES = 256 * 2**20
 """A file that is written in passing has no more than this in the page cache. Dirty pages count as memory of a
 container, so without a limit the cache takes what a plan gave to optimizer states."""
 
+IN_MEMORY = ("tmpfs", "ramfs")
+"""Kinds of file systems that are memory and no disk."""
+
 _NO_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Error numbers of file systems without direct transfers, at the opening or at the first transfer."""
+_NO_UNNAMED = (errno.EINVAL, errno.EISDIR, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Error numbers of file systems, and of old kernels, that make no files without a name."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 """Error numbers of file systems without hard links, such as FAT and some network file systems."""
 
@@ -47,8 +55,9 @@ class Files:
         """One call of the operating system, about `path`.
 
         Args:
-            operation: ``create``, ``open``, ``size``, ``resize``, ``write``, ``read``, ``sync``, ``drop``, ``close``,
-                ``link``, ``rename``, ``remove``, ``make``, ``sync_folder``, ``list`` or ``free``.
+            operation: ``create``, ``open``, ``size``, ``resize``, ``allocate``, ``write``, ``read``, ``sync``,
+                ``drop``, ``close``, ``link``, ``rename``, ``remove``, ``make``, ``sync_folder``, ``list`` or
+                ``free``.
             path: of the file or folder; of a renamed or linked one, the new name.
             function: from `os`.
             args: its arguments.
@@ -84,6 +93,27 @@ class Files:
     def open(self, path: PathLike, *, writable: bool = False, direct: bool = False) -> File:
         """A file that is there, to be read, and written if it is `writable`."""
         return self._opened("open", path, os.O_RDWR if writable else os.O_RDONLY, direct, None)
+
+    def create_unnamed(self, folder: PathLike, *, direct: bool = False) -> File:
+        """A new file in `folder` that has no name, so it is gone once it is closed, however the process ends.
+
+        Where the system cannot make one, it has a hidden name for a moment.
+        """
+        without_name: int = getattr(os, "O_TMPFILE", 0)
+        if without_name:
+            try:
+                return self._opened("create", folder, os.O_RDWR | without_name, direct, None)
+            except FileError as error:
+                if error.errno not in _NO_UNNAMED:
+                    raise
+        name = temporary_name(os.path.join(os.fspath(folder), "elixir"))
+        file = self.create(name, direct=direct)
+        try:
+            self.remove(name)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def _opened(self, operation: str, path: PathLike, flags: int, direct: bool, flush: int | None) -> File:
         name, flags = os.fspath(path), flags | getattr(os, "O_CLOEXEC", 0)
@@ -270,6 +300,20 @@ class File:
         fcntl.fcntl(self.handle, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.is_direct = False
 
+    def allocate(self, start: int, nbytes: int) -> None:
+        """Take room on the disk from byte `start` on, which reads as zeros: no write to it runs out of room.
+
+        Where the system cannot, the file only becomes longer.
+        """
+        if hasattr(os, "posix_fallocate"):
+            try:
+                self._files.call("allocate", self.path, os.posix_fallocate, self.handle, start, nbytes)
+                return
+            except FileError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+        self._files.call("resize", self.path, os.ftruncate, self.handle, start + nbytes)
+
     def sync(self, *, sizes: bool = True) -> None:
         """Wait until the drive has all that was written; without `sizes`, times and such may come later.
 
@@ -322,10 +366,30 @@ def temporary_name(path: PathLike) -> str:
 @contextlib.contextmanager
 def unnamed_file(files: Files, folder: PathLike, *, direct: bool = False) -> Iterator[File]:
     """A new file in `folder` that has no name any more, so it is gone whatever happens."""
-    name = temporary_name(os.path.join(os.fspath(folder), "elixir"))
-    with files.create(name, direct=direct) as file:
-        files.remove(name)
+    with files.create_unnamed(folder, direct=direct) as file:
         yield file
+
+
+def file_system(folder: PathLike) -> str:
+    """Kind of the file system, such as ``ext4``; ``unknown`` where the system does not say."""
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "unknown"
+    here, found = Path(folder).resolve(), (-1, "unknown")
+    for line in lines:
+        _, point, kind, *_ = line.split(" ")
+        mounted = Path(point.replace("\\040", " "))
+        if mounted == here or mounted in here.parents:
+            found = max(found, (len(mounted.parts), kind), key=lambda pair: pair[0])
+    return found[1]
+
+
+def warn_if_in_memory(folder: PathLike) -> None:
+    """Log a warning where `folder` is no disk but memory."""
+    kind = file_system(folder)
+    if kind in IN_MEMORY:
+        logger.warning("disk folder %s is on %s, which is memory and no disk", os.fspath(folder), kind)
 
 
 def _read(handle: int, view: memoryview, offset: int) -> int:

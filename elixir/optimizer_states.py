@@ -138,6 +138,22 @@ def master_bytes(weight_bytes: int) -> int:
     return max(weight_bytes, MASTER_BYTES)
 
 
+EXTENT_BYTES = 4096
+"""Bytes of a chunk on a disk are a multiple of this: direct transfers move whole blocks of a drive."""
+
+
+def extent_bytes(numel: int, weight_bytes: int, states: StateSize) -> int:
+    """Bytes on a disk of a shard's masters and states, whose weights never live there.
+
+    Args:
+        numel: elements of the shard.
+        weight_bytes: of one weight.
+        states: of the optimizer.
+    """
+    kept = numel * master_bytes(weight_bytes) + states.nbytes(numel, weight_bytes)
+    return -(-kept // EXTENT_BYTES) * EXTENT_BYTES
+
+
 def check_adam(optimizer: str, moments: MomentKind) -> None:
     """Refuse moments in fewer bits for an optimizer that is no Adam.
 

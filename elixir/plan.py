@@ -8,7 +8,7 @@ Every class here checks its values: what exists can be run. An `InputError` name
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from elixir.artifact import Artifact, digest
@@ -24,9 +24,8 @@ from elixir.chunk_plan import (
     itemsize_of,
 )
 from elixir.errors import ArtifactError, InputError
-from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, check_adam, moments_size
+from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, check_adam, extent_bytes, moments_size
 from elixir.schedule import StepSchedule, required_chunks
-from elixir.step_trace import StepShape
 from elixir.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.units import format_bytes, format_seconds
 
@@ -154,13 +153,25 @@ class Plan(Artifact):
     `elixir.hardware.threads` gives."""
     device_name: str = ""
     """Name of the device it was made for, as its hardware profile has it."""
-    step: StepShape = field(default_factory=StepShape)
-    """The step that was traced for it: a micro-batch of one rank."""
 
     @property
     def uses_disk(self) -> bool:
         """Whether any chunk's states live there."""
         return any(chunk.state_home == "disk" for chunk in self.chunks)
+
+    def extent_bytes(self, chunk: ChunkPlan) -> int:
+        """Bytes of one rank's masters and states of a chunk where they live on a disk."""
+        return extent_bytes(chunk.numel // self.world_size, itemsize_of(chunk.dtype), self.state_size)
+
+    def disk_bytes(self, rank: int = 0) -> int:
+        """Bytes that a step of `rank` reads from the disk; it writes as many."""
+        return sum(
+            self.extent_bytes(chunk)
+            for chunk in self.chunks
+            if chunk.state_home == "disk"
+            and chunk.reduce_order is not None
+            and chunk.has_parameters_on(rank, self.world_size)
+        )
 
     @property
     def steps_in_backward(self) -> bool:
@@ -288,19 +299,6 @@ class Plan(Artifact):
             },
         )
 
-    def _training(self) -> str:
-        """The training that is counted: the optimizer with its master weights, and the step."""
-        step = self.step
-        masters = any(chunk.trainable and itemsize_of(chunk.dtype) < MASTER_BYTES for chunk in self.chunks)
-        size = "" if step.samples is None else f", micro-batches of {step.samples}"
-        tokens = "" if step.seq is None else f" x {step.seq} tokens"
-        checkpoint = step.checkpoint not in (None, "none")
-        return (
-            f"{self.optimizer}{' with float32 master weights' if masters else ''}{size}{tokens}"
-            + (f", activation checkpointing {step.checkpoint}" if checkpoint else "")
-            + (", fused kernels" if step.fused_kernels else "")
-        )
-
     @property
     def fingerprint(self) -> str:
         """Identifies the plan: same digits, same plan."""
@@ -336,7 +334,6 @@ class Plan(Artifact):
         )
         early = sum(chunk.steps_in_backward for chunk in trainable)
         lines = {
-            "training": self._training(),
             "chunks": f"{len(self.chunks)}, {len(self.chunks) - streamed} resident on the device",
             "states": f"{host} of {len(trainable)} trainable chunks on the host"
             + (f", {disk} on the disk" if self.uses_disk else "")
@@ -366,6 +363,8 @@ STAGING_BUFFERS = 2
 PASSAGE_BUFFERS = 2
 """In host memory, through which gradients pass that are added to those of earlier batches: while one is added, the next
 comes."""
+WINDOW_CHUNKS = 3
+"""In host memory, through which states on a disk pass: one is stepped, one is read and one written back."""
 _COUNTS = (
     "block_numel", "block_bytes", "block_count", "prefetch_depth", "grad_block_count", "device_budget_bytes",
     "host_budget_bytes", "disk_budget_bytes", "device_reserve_bytes", "host_reserve_bytes",

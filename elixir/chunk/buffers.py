@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -17,6 +18,9 @@ from elixir.access.placeholders import marked
 from elixir.chunk.pinned import host_zeros, pinned_zeros
 from elixir.errors import StateError
 from elixir.plan import Memory
+
+Kept: TypeAlias = "Memory | Literal['disk']"
+"""Where bytes are counted: memory, and files."""
 
 
 class Arena:
@@ -29,25 +33,29 @@ class Arena:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._live: dict[Memory, Counter[str]] = {"device": Counter(), "host": Counter()}
-        self.peak_bytes: dict[Memory, int] = {"device": 0, "host": 0}
+        self._live: dict[Kept, Counter[str]] = {"device": Counter(), "host": Counter(), "disk": Counter()}
+        self.peak_bytes: dict[Kept, int] = {"device": 0, "host": 0, "disk": 0}
         self._lock = threading.Lock()  # the lane of the host's Adam counts states while backward counts gradients
 
-    def make(self, numel: int, dtype: torch.dtype, home: Memory, kind: str, *, pin: bool = True) -> torch.Tensor:
+    def make(
+        self, numel: int, dtype: torch.dtype, home: Memory, kind: str, *, pin: bool = True, paged: bool = False
+    ) -> torch.Tensor:
         """A flat zeroed buffer of exactly `numel` elements.
 
         Host memory next to a CUDA device is in pages that no child process gets. It is pinned, unless `pin` says that
-        nothing is copied between it and the device.
+        nothing is copied between it and the device. With `paged` host memory begins at a page, whatever the device.
         """
         if home == "host" and self.device.type == "cuda" and numel:
             memory: Callable[[int], torch.Tensor] = partial(pinned_zeros, device=self.device) if pin else host_zeros
             buffer = memory(numel * dtype.itemsize).view(dtype)
+        elif home == "host" and paged:
+            buffer = host_zeros(numel, dtype)
         else:
             buffer = torch.zeros(numel, dtype=dtype, device=self.device if home == "device" else "cpu")
         self.count(buffer.nbytes, home, kind)
         return buffer
 
-    def count(self, nbytes: int, home: Memory, kind: str) -> None:
+    def count(self, nbytes: int, home: Kept, kind: str) -> None:
         """So many more bytes (fewer, if negative) are in use."""
         with self._lock:
             live = self._live[home]
@@ -56,12 +64,12 @@ class Arena:
                 raise StateError(f"{kind} on the {home}: {-live[kind]} bytes more were freed than were ever taken")
             self.peak_bytes[home] = max(self.peak_bytes[home], sum(live.values()))
 
-    def live_bytes(self, home: Memory) -> int:
+    def live_bytes(self, home: Kept) -> int:
         """Bytes in use now."""
         with self._lock:
             return sum(self._live[home].values())
 
-    def parts(self, home: Memory) -> dict[str, int]:
+    def parts(self, home: Kept) -> dict[str, int]:
         """Bytes in use now, by kind."""
         with self._lock:
             return {kind: nbytes for kind, nbytes in sorted(self._live[home].items()) if nbytes}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from elixir.access import absent, unmarked
+from elixir.chunk.disk import StoredStates
 from elixir.chunk.lanes import Ticket, failure
 from elixir.errors import InputError, StateError
 from elixir.plan import ChunkPlan
@@ -124,7 +126,10 @@ class Chunk:
         """Separate memory that the parameters point to, whatever the state, while they are shown outside of a step."""
         self.masters: torch.Tensor | None = None
         """Master weights, which the optimizer steps instead of the weights: this rank's shard, at the home of the
-        states, in float32 or wider. None where the weights themselves are there and no less precise."""
+        states, in float32 or wider. None where the weights themselves are there and no less precise. Look at the values
+        inside of `at_hand` only: on a disk they are in memory at no other time."""
+        self.stored: StoredStates | None = None
+        """Masters and optimizer states on a disk; None where they are in memory."""
         self.before_write: Callable[[], None] | None = None
         """Set while a checkpoint reads this rank's shard, masters and states.
 
@@ -203,6 +208,23 @@ class Chunk:
         start, end = self.shard_start, self.shard_start + self.shard_numel
         return self.whole is not None or (slot.offset < end and slot.offset + slot.numel > start)
 
+    @contextlib.contextmanager
+    def at_hand(self, *, write: bool = False) -> Iterator[None]:
+        """Have masters and optimizer states in memory for as long as this lasts: the one way to look at them outside of
+        a step. Of one chunk at a time, between steps.
+
+        Args:
+            write: they are changed.
+
+        Raises:
+            DiskError: they are on a disk that has failed.
+        """
+        if self.stored is None:
+            yield
+        else:
+            with self.stored.at_hand(write):
+                yield
+
     def about_to_write(self) -> None:
         """Wait until no checkpoint reads this rank's shard, masters and states from where they lie."""
         if self.before_write is not None:
@@ -215,17 +237,27 @@ class Chunk:
         if self.whole is not None:
             self.whole[slot.offset : slot.offset + slot.numel].copy_(flat)
         begin, end = max(slot.offset, start), min(slot.offset + slot.numel, start + self.shard_numel)
-        for target in (self.shard, self.masters):
-            if target is not None and begin < end:
-                target[begin - start : end - start].copy_(flat[begin - slot.offset : end - slot.offset])
+        if begin >= end:
+            return
+        own = flat[begin - slot.offset : end - slot.offset]
+        if self.shard is not None:
+            self.shard[begin - start : end - start].copy_(own)
+        if self.masters is not None:
+            with self.at_hand(write=True):
+                self.masters[begin - start : end - start].copy_(own)
 
     def follow_writes(self) -> None:
         """Where weights are no longer what their masters round to they were written to, and masters take that value."""
-        if self.masters is not None:
-            self.about_to_write()
+        if self.masters is None:
+            return
+        self.about_to_write()
+        with self.at_hand():
             weights = self.shard_weights.to(self.masters.device)
             written = self.masters.to(weights.dtype) != weights
-            self.masters.copy_(torch.where(written, weights.to(self.masters.dtype), self.masters))
+            if self.stored is not None and not written.any():
+                return  # nothing to write back to the disk
+            with self.at_hand(write=True):
+                self.masters.copy_(torch.where(written, weights.to(self.masters.dtype), self.masters))
 
     def take(self, memory: torch.Tensor, slots: Sequence[Slot]) -> None:
         """Writes the gathered weights of some parameters from `memory` into their home."""

@@ -23,7 +23,7 @@ import torch
 from elixir.chunk.buffers import Arena
 from elixir.chunk.lanes import Ticket, failure
 from elixir.errors import StateError
-from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, Plan
+from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS, Plan
 from elixir.units import dtype_bytes
 
 STAGING = "staging"
@@ -33,6 +33,10 @@ on the way: on CUDA by the thread that issues the copy, and in memory that is no
 SUMMANDS = "summands"
 """Kind: gradients from the device pass through here to be added to those of earlier backwards: one buffer is copied
 into while the CPU-Adam thread adds the other."""
+
+WINDOW = "states from a disk"
+"""Kind: masters and states that live on a disk are here while they are stepped, read ahead or written back
+(`elixir.chunk.disk`)."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,17 @@ class BufferKind:
         classes: sizes, smallest first. A request gets a buffer of the first class that has room; one that none has room
             for makes a buffer of the last class grow.
         at_once: make them now rather than when each is first taken. To pin memory in the middle of a step holds up the
-    device.
+            device.
+        pin: whether a device copies from and to them.
+        paged: they begin at a page, as direct transfers of a disk want it.
     """
 
     name: str
     counted_as: str
     classes: tuple[SizeClass, ...]
     at_once: bool = True
+    pin: bool = True
+    paged: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -112,6 +120,12 @@ class HostBuffers:
                 for buffer in turns:
                     self._make_room(kind, buffer, size.nbytes)
 
+    def replace(self, kind: BufferKind) -> None:
+        """Take up a kind instead of one of that name, if there is one, whose buffers nothing may read or write."""
+        if kind.name in self._kinds:
+            self.drop(kind.name)
+        self.add(kind)
+
     def drop(self, name: str) -> None:
         """Give up a kind, once nothing reads or writes its buffers any more."""
         kind = self._kinds.pop(name)
@@ -159,7 +173,19 @@ class HostBuffers:
         if buffer.busy is not None:
             buffer.busy.synchronize()  # a lane reads or writes the memory that is given up here
         self._give_up(kind, buffer)  # before there is another, so that there are never both
-        buffer.memory = self._arena.make(nbytes, torch.uint8, "host", kind.counted_as)
+        buffer.memory = self._made(kind, nbytes)
+
+    def enlarge(self, name: str, buffer: HostBuffer, nbytes: int) -> None:
+        """Give a buffer of a kind more memory, with what it holds; nothing may be at work on it."""
+        kind, before = self._kinds[name], buffer.memory
+        if before.nbytes < nbytes:
+            memory = self._made(kind, nbytes)
+            memory[: before.nbytes].copy_(before)
+            self._give_up(kind, buffer)
+            buffer.memory = memory
+
+    def _made(self, kind: BufferKind, nbytes: int) -> torch.Tensor:
+        return self._arena.make(nbytes, torch.uint8, "host", kind.counted_as, pin=kind.pin, paged=kind.paged)
 
     def _give_up(self, kind: BufferKind, buffer: HostBuffer) -> None:
         self._arena.count(-buffer.memory.nbytes, "host", kind.counted_as)
@@ -170,6 +196,16 @@ def staging_kind(plan: Plan) -> BufferKind:
     """Buffers for the new weights of chunks that return to the device in fewer bits."""
     sizes = [chunk.weight_bytes // plan.world_size for chunk in plan.chunks if chunk.returns_rounded]
     return BufferKind(STAGING, "staging", (SizeClass(max(sizes, default=0), min(len(sizes), STAGING_BUFFERS)),))
+
+
+def window_kind(plan: Plan) -> BufferKind:
+    """Buffers for masters and states that live on a disk."""
+    chunks = [chunk for chunk in plan.chunks if chunk.state_home == "disk"]
+    largest = max((plan.extent_bytes(chunk) for chunk in chunks), default=0)
+    # A device copies from masters only where weights are no narrower; all others are rounded elsewhere.
+    copied = any(chunk.weight_home == "device" and not chunk.returns_rounded for chunk in chunks)
+    classes = (SizeClass(largest, min(len(chunks), WINDOW_CHUNKS)),)
+    return BufferKind(WINDOW, "state_window", classes, pin=copied, paged=True)
 
 
 def summands_kind(plan: Plan, device_type: str, *, backwards: int, wide: bool = False) -> BufferKind:
@@ -184,7 +220,7 @@ def summands_kind(plan: Plan, device_type: str, *, backwards: int, wide: bool = 
     sizes = [
         chunk.numel // plan.world_size * (torch.float32.itemsize if wide else dtype_bytes(chunk.dtype))
         for chunk in plan.chunks
-        if chunk.trainable and chunk.state_home == "host" and chunk.reduce_order is not None
+        if chunk.trainable and chunk.update_home == "host" and chunk.reduce_order is not None
     ]
     count = max(min(len(sizes), PASSAGE_BUFFERS), 1)  # one for what no plan foresees
     at_once = bool(sizes) and backwards > 1 and device_type != "cpu"

@@ -9,13 +9,14 @@ out without a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
@@ -53,6 +54,31 @@ def known(*tickets: Ticket | None) -> list[Ticket]:
     return [ticket for ticket in tickets if ticket is not None]
 
 
+class over:
+    """A `Ticket` of the same work that raises nothing: the work is over, whether or not it has failed."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    @property
+    def failed(self) -> bool:
+        """Whether the work has raised; waits for it."""
+        return failure(self._ticket) is not None
+
+    def wait(self) -> None:
+        """See `Ticket`."""
+        with contextlib.suppress(Exception):
+            self._ticket.wait()  # what is submitted after this uses the buffers of the work
+
+    def synchronize(self) -> None:
+        """See `Ticket`."""
+        failure(self._ticket)
+
+    def done(self) -> bool:
+        """See `Ticket`."""
+        return self._ticket.done()
+
+
 class Lane(Protocol):
     """One resource that works while compute goes on."""
 
@@ -83,6 +109,7 @@ class Emulation:
         bytes_per_s: speed of the link; None for as fast as memory.
         delay_s: work is held back for a random time up to this; for tests.
         seed: of the delays.
+        disk_bytes_per_s: speed of the disk; None for as fast as it is.
         blocking: the thread that submits work waits for it, so that nothing overlaps; to see what overlap is worth.
     """
 
@@ -90,6 +117,7 @@ class Emulation:
     delay_s: float = 0.0
     seed: int = 0
     blocking: bool = False
+    disk_bytes_per_s: float | None = None
 
 
 class _Worker(threading.local):
@@ -341,6 +369,8 @@ class Lanes:
     refresh: Lane
     """New weights of the host's Adam to where they live on the device, while the next chunk is stepped. Not in `fetch`:
     what is fetched for the next forward would wait there for every update that is still to come."""
+    disk: Lane
+    """Masters and states between a disk and host memory, both ways in one order."""
 
     def by_name(self) -> dict[str, Lane]:
         """The lanes by what they are for."""
@@ -366,5 +396,8 @@ def make_lanes(device: torch.device, emulation: Emulation | None = None) -> Lane
         # only when it runs out of gradient blocks. Gathers and reductions are both on `network`, in the order of their
         # submission.
         fetch, network, offload = StreamLane(device, -1), StreamLane(device, -1), StreamLane(device)
-        return Lanes(fetch, network, offload, ThreadLane("host adam"), StreamLane(device, -1))
-    return Lanes(*(ThreadLane(name.replace("_", " "), emulation) for name in _NAMES))
+        host_adam, refresh = ThreadLane("host adam"), StreamLane(device, -1)
+        return Lanes(fetch, network, offload, host_adam, refresh, ThreadLane("disk"))
+    disk = None if emulation is None else replace(emulation, bytes_per_s=emulation.disk_bytes_per_s)
+    how = dict.fromkeys(_NAMES, emulation) | {"disk": disk}
+    return Lanes(**{name: ThreadLane(name.replace("_", " "), each) for name, each in how.items()})

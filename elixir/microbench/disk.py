@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import logging
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -14,12 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from elixir.errors import InputError
-from elixir.files import DIRECT_BYTES, FILES, File, aligned_buffer, unnamed_file
+from elixir.files import DIRECT_BYTES, FILES, File, aligned_buffer, file_system, unnamed_file, warn_if_in_memory
 from elixir.microbench.fitting import Job, Series, geometric, sweep
 from elixir.microbench.measurement import Bench
 from elixir.units import MIB, format_bytes
-
-logger = logging.getLogger(__name__)
 
 FILE_BYTES = {False: 512 * MIB, True: 32 * MIB}
 """Size of the one file, by whether it is quick. Each amount walks through all of it, so that no drive's cache
@@ -31,7 +28,6 @@ REQUEST_BYTES = 8 * MIB
 """Bytes of one call; the kernel cuts it into requests of the drive."""
 LONGEST_S = 1.0
 """No amount that would take longer is tried, once there are enough for a fit."""
-IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def disk_jobs(bench: Bench, folder: str | os.PathLike[str]) -> list[Job]:
@@ -61,30 +57,13 @@ def check_folder(folder: str | os.PathLike[str], *, quick: bool = False) -> Path
             "to "
             "measure it: name another, or measure quickly"
         )
-    kind = file_system(path)
-    if kind in IN_MEMORY:
-        logger.warning("disk folder %s is on %s, which is memory and no disk", path, kind)
+    warn_if_in_memory(path)
     return path
 
 
 def free_disk_bytes(folder: str | os.PathLike[str]) -> int:
     """Bytes that are free to this user on the disk of `folder`."""
     return FILES.free_bytes(folder)
-
-
-def file_system(folder: Path) -> str:
-    """Kind of the file system, such as ``ext4``; ``unknown`` where the system does not say."""
-    try:
-        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "unknown"
-    here, found = folder.resolve(), (-1, "unknown")
-    for line in lines:
-        _, point, kind, *_ = line.split(" ")
-        mounted = Path(point.replace("\\040", " "))
-        if mounted == here or mounted in here.parents:
-            found = max(found, (len(mounted.parts), kind), key=lambda pair: pair[0])
-    return found[1]
 
 
 def disk_series(bench: Bench, folder: Path) -> list[Series]:

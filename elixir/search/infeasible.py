@@ -151,7 +151,7 @@ def _disk_action(case: Case) -> str:
     measured = (
         "" if case.hardware.knows_disk else ", once `elixir hardware --measure --disk-folder DIR` has measured it"
     )
-    return f"let states live on a disk (disk_memory){measured}: this version plans such a step and does not run it"
+    return f"let states live on a disk (disk_memory, and disk_folder for the run){measured}"
 
 
 def _twice_the_ranks(case: Case) -> Case:

@@ -83,7 +83,7 @@ def calibrated(
         rates["host_to_device_bytes_per_s"] = up_bytes / up
     if offload > LEAST_BUSY_S and seen.offloaded_bytes:
         rates["device_to_host_bytes_per_s"] = seen.offloaded_bytes / offload
-    stepped = sum(c.numel for c in plan.chunks if c.trainable and c.state_home == "host") // plan.world_size
+    stepped = sum(c.numel for c in plan.chunks if c.trainable and c.update_home == "host") // plan.world_size
     if adam > LEAST_BUSY_S and stepped:
         ranks = hardware.ranks_per_host(plan.world_size)
         # A profile's rate is that of float32 moments, from which `Rates` makes the plan's again.

@@ -21,8 +21,6 @@ SearchName = Literal["optimal", "minimum_waste"]
 Size = str | int | None
 """Bytes, or text such as ``"80GiB"``."""
 Function = TypeVar("Function", bound=Callable[..., Any])
-Progress = Callable[[str, int, int], None]
-"""Called with what comes next, how much is done, and of how much."""
 
 MOST_RANKS = 1 << 20
 """More than any machine has; with more, the padding that makes shards equal would outgrow the models."""
@@ -55,7 +53,7 @@ class SearchRequest:
     """Batches per optimizer step, each like the one that is traced. `search_batches` finds the best number."""
     disk_memory: Size = None
     """Budget of the disk of one machine, for states that neither device nor host can hold; None: they may not live
-    there. Such a plan can be looked at and simulated; `ElixirModule` does not run it yet."""
+    there. `ElixirModule` runs such a plan with `disk_folder`."""
     moments: str = "float32"
     """How Adam's are kept, wherever they live: ``float32``, ``bfloat16`` (half the bytes) or ``8bit`` (a quarter). The
     run steps with these; docs/design/kernels.md says how far weights differ."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -21,12 +21,22 @@ from torch.utils.hooks import RemovableHandle
 from elixir.access import ParameterAccess, backward_is_running
 from elixir.chunk.buffers import Arena, BlockPool
 from elixir.chunk.chunk import Chunk
+from elixir.chunk.disk import StateWindow, StoredStates
 from elixir.chunk.gradients import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
-from elixir.chunk.host_buffers import STAGING, SUMMANDS, HostBuffers, staging_kind, summands_kind
-from elixir.chunk.lanes import Ticket, failure, make_lanes
+from elixir.chunk.host_buffers import (
+    STAGING,
+    SUMMANDS,
+    WINDOW,
+    HostBuffers,
+    staging_kind,
+    summands_kind,
+    window_kind,
+)
+from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes
 from elixir.chunk.rcache import RCache
-from elixir.errors import InputError, InputTypeError
+from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, RankError
+from elixir.extents import ExtentFile
 from elixir.hardware import host_share, host_view
 from elixir.plan import Plan
 from elixir.schedule import StepSchedule
@@ -39,7 +49,7 @@ from elixir.wrapper.state_reader import StateReader
 
 logger = logging.getLogger(__name__)
 
-Build = Callable[[nn.Module, Plan, Arena, Group], list[Chunk]]
+Build = Callable[[nn.Module, Plan, Arena, Group, StateWindow], list[Chunk]]
 """Chunks of a model under a plan, filled and with its parameters attached."""
 
 
@@ -53,10 +63,6 @@ class AnyStepper(Protocol):
     @property
     def wants_norm(self) -> bool:
         """Whether the next step needs the norm of the gradients, as far as can be known during backward."""
-
-    @property
-    def grad_norm(self) -> torch.Tensor | None:
-        """Global norm of the last step's gradients, before clipping; None if the step needed none."""
 
     def check_plan(self, plan: Plan) -> None:
         """Refuse a plan that this cannot step by."""
@@ -96,8 +102,13 @@ class Engine:
         self.host_share = host_share(group.exchange("cores", host_view()), group.rank)
         """This rank's part of its machine's cores."""
         self.lanes = make_lanes(device, options.debug.emulation)
+        self.host_buffers = HostBuffers(Arena(device))
+        """All host memory of this rank that no chunk owns. Kinds that are not the plan's stay when that changes."""
+        open_file = partial(ExtentFile, options.disk_folders, files=options.debug.files)
+        self.window = StateWindow(self.lanes.disk, self.host_buffers, open_file)
+        """Through which masters and states on a disk come and go."""
         # Also where nobody calls `close`: the interpreter must not end with threads inside of torch.
-        self._stop_lanes = weakref.finalize(self, self.lanes.close)
+        self._stop_lanes = weakref.finalize(self, _stop, self.lanes, self.window)
         self.phase = StepPhase(group.rank)
         self.steppers: list[AnyStepper] = []
         """The optimizers that step this model."""
@@ -121,8 +132,10 @@ class Engine:
         """Why weights are neither the old ones nor those of a checkpoint; empty where they are."""
         self._pending_updates: list[Ticket] = []
         self._untold: Exception | None = None  # of a lane, which was logged and not raised yet
-        self.host_buffers = HostBuffers(Arena(device))
-        """All host memory of this rank that no chunk owns. Kinds that are not the plan's stay when that changes."""
+        self.leaving: dict[int, StoredStates] = {}
+        """By chunk, the states on a disk under the plan before, until the optimizers have taken theirs over."""
+        self.lost: ElixirError | None = None
+        """Why no step can be made any more: states on a disk of this rank, or of another, are lost."""
         self.take_up(plan, build)
 
     # --- the plan ----------------------------------------------------------------------------------------------
@@ -131,10 +144,13 @@ class Engine:
         """Put the model under a plan."""
         debug = self.options.debug
         self.plan, self.arena = plan, Arena(self.device)
-        self.chunks = build(self.model, plan, self.arena, self.group)
+        self.host_buffers.count_in(self.arena)
+        self.window.count_in(self.arena)
+        if plan.uses_disk:
+            self.host_buffers.replace(window_kind(plan))
+        self.chunks = build(self.model, plan, self.arena, self.group, self.window)
         pool = BlockPool(self.arena, plan.block_count, plan.block_bytes, poison=debug.poison)
         self.schedule = (plan if self.options.prefetch else replace(plan, prefetch_depth=0)).schedule()
-        self.host_buffers.count_in(self.arena)
         wide = self.options.reduce_fp32 and self.group.size > 1
         self.host_buffers.add(staging_kind(plan))
         self.host_buffers.add(summands_kind(plan, self.device.type, backwards=plan.accumulation, wide=wide))
@@ -177,8 +193,19 @@ class Engine:
         self.put_down()
         for kind in (STAGING, SUMMANDS):
             self.host_buffers.drop(kind)
+        self.leaving = {chunk.index: chunk.stored for chunk in self.chunks if chunk.stored is not None}
         del self.cache, self.uses, self.gradients, self._access  # their memory goes before there is new
         self.take_up(plan, build)
+
+    def plan_changed(self) -> None:
+        """Optimizers have taken over their states, too: nobody needs extents of the plan before any more."""
+        leaving, self.leaving = self.leaving, {}
+        for index, states in leaving.items():
+            if self.chunks[index].stored is not states:
+                states.give_back()
+        if leaving and not self.plan.uses_disk:
+            self.host_buffers.drop(WINDOW)
+            self.window.close()
 
     def is_ordinary(self, chunk: Chunk) -> bool:
         """Whether its parameters are plain ones: weights, gradients and states all on the device of one rank."""
@@ -188,12 +215,16 @@ class Engine:
         """The gathered weights of a chunk on the device; with `precise`, its masters where it has any."""
         held = self.uses.gathered_memory.get(chunk.index, chunk.whole)
         if chunk.masters is not None and precise and chunk.index not in self.uses.gathered_memory:
-            chunk.follow_writes()
-            shard = chunk.masters
-        elif held is not None:
-            return held
-        else:
-            shard = chunk.shard_weights
+            try:
+                with chunk.at_hand():
+                    chunk.follow_writes()
+                    return self._gathered(chunk, chunk.masters)
+            except DiskError as error:
+                logger.error("weights are given as they are in memory, in %s: %s", chunk.plan.dtype, error)
+                return self._gathered(chunk, chunk.shard_weights.to(chunk.masters.dtype))
+        return self._gathered(chunk, chunk.shard_weights) if held is None else held
+
+    def _gathered(self, chunk: Chunk, shard: torch.Tensor) -> torch.Tensor:
         whole = torch.empty(chunk.plan.numel, dtype=shard.dtype, device=self.device)
         mine = shard.to(self.device)
         # This thread reads `whole` next, which the network writes.
@@ -285,6 +316,7 @@ class Engine:
             InputError: inside `gathered`, which would go on showing the weights before the step.
         """
         self.refuse_unusable()
+        self.refuse_lost()
         if any(chunk.updated is not None and chunk.updated.done() and failure(chunk.updated) for chunk in self.chunks):
             self._untold = self._untold or self._failures()[0]
         self.raise_untold()
@@ -296,6 +328,31 @@ class Engine:
         untold, self._untold = self._untold, None
         if untold is not None:
             raise untold
+
+    def refuse_lost(self) -> None:
+        """Raise where states on a disk are lost. Several ranks agree on that in each step: one that stopped alone would
+        leave the others without a word, and nobody could save."""
+        lost = self.lost or (self.window.lost if self.group.size == 1 else None)
+        if lost is not None:
+            raise lost
+
+    def said_of_disk(self) -> str | None:
+        """The message to other ranks where states on a disk of this one are lost."""
+        return None if self.window.lost is None else str(self.window.lost)
+
+    def hear_of_disks(self, said: Sequence[str | None]) -> None:
+        """Stop on all ranks where one of them has lost states on a disk.
+
+        Args:
+            said: every rank's `said_of_disk`.
+
+        Raises:
+            DiskError: this rank has. RankError: another has.
+        """
+        lost = next((each for each in said if each is not None), None)
+        if lost is not None:
+            self.lost = self.window.lost or RankError(lost)
+        self.refuse_lost()
 
     def settle_together(self, what: str) -> None:
         """`settle`, where all ranks have called `what`: one that is alone would get answers to other questions.
@@ -314,6 +371,7 @@ class Engine:
         """
         self.settle_quietly()
         self.raise_untold()
+        self.refuse_lost()
 
     def settle_quietly(self) -> None:
         """`settle` for who needs weights in whatever state they are."""
@@ -341,6 +399,7 @@ class Engine:
         found = self.cache.failures()
         for chunk in self.chunks:
             found += chunk.failures()
+        self.window.settle()
         found += [*self.gradients.failures(), *self.host_buffers.failures()]
         for ticket in self._pending_updates:
             error = failure(ticket)
@@ -418,6 +477,11 @@ class Engine:
                     self.gradients.take(chunk, slot, parameter.grad)
                 finally:  # one that was refused must not stay where `step` takes it for one that was set by hand
                     parameter.grad = None
+
+
+def _stop(lanes: Lanes, window: StateWindow) -> None:
+    lanes.close()
+    window.close()  # after the last transfer of its lane
 
 
 def engine_of(module: nn.Module) -> Engine:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from elixir.chunk.group import Group
 from elixir.errors import InputError, InputTypeError
+from elixir.files import PathLike
 from elixir.kernels.model import FusedKernels
 from elixir.models import casts_buffers
 from elixir.plan import Plan, same_packing
@@ -80,6 +82,8 @@ class ElixirModule(nn.Module):
         weights: values instead of the model's own: a state dict, safetensors (a file, several, a folder), or the
             folder of a checkpoint. What is on meta and gets none is initialised by its own modules.
         device: where compute runs; the current CUDA device by default, else the CPU.
+        disk_folder: on the disk that takes optimizer states, where the plan puts some there; several folders are on
+            several disks, over which states are striped. Nothing stays there when the process ends.
         debug: switches for tests of the runtime.
 
     Raises:
@@ -87,6 +91,7 @@ class ElixirModule(nn.Module):
         InputError: an argument makes no sense with the plan, weights on meta have no value, or the model is run by
             another ElixirModule.
         InputTypeError: `module` is no plain module, or `plan` no plan.
+        DiskError: the disk has no room for the states, or fails.
     """
 
     def __init__(  # noqa: PLR0913 - the first eight are the original Elixir's
@@ -102,6 +107,7 @@ class ElixirModule(nn.Module):
         *,
         weights: Weights | None = None,
         device: torch.device | str | None = None,
+        disk_folder: PathLike | Sequence[PathLike] | None = None,
         debug: Debug | None = None,
     ) -> None:
         super().__init__()
@@ -124,7 +130,8 @@ class ElixirModule(nn.Module):
         debug = debug or Debug()
         self._origins = Origins(module)
         ranks = Group(group)
-        agree_on_plan(ranks, module, plan, dtype)
+        folders = _folders(disk_folder)
+        agree_on_plan(ranks, module, plan, dtype, folders)
         where = compute_device(device)
         if ranks.rank == 0:
             if debug.emulation is None:
@@ -134,7 +141,11 @@ class ElixirModule(nn.Module):
         follow = casts_buffers(module, self._cast)
         self._output_fp32 = output_fp32
         options = RunOptions(
-            prefetch=prefetch, reduce_fp32=reduce_always_fp32, fused_kernels=bool(use_fused_kernels), debug=debug
+            prefetch=prefetch,
+            reduce_fp32=reduce_always_fp32,
+            fused_kernels=bool(use_fused_kernels),
+            disk_folders=folders,
+            debug=debug,
         )
         self._fused = FusedKernels(module, use_fused_kernels, where.type)
         try:
@@ -178,11 +189,12 @@ class ElixirModule(nn.Module):
                 "weights move; run an ElixirModule without capturing it"
             )
         engine.raise_untold()
+        engine.refuse_lost()
         engine.phase.refuse_begun("a forward", STEP_OR_ACCUMULATE)
         if engine.before_forward is not None:
             engine.before_forward()
         engine.forget_failed_backward()
-        begins = self._account.forward(args, kwargs)
+        begins = self._account.forward()
         buffers.before_forward()
         engine.forward_begins()
         try:
@@ -245,7 +257,8 @@ class ElixirModule(nn.Module):
         if engine.uses.gathered or engine.holds_gradients():
             raise InputError("rehome() is for between zero_grad() and the next forward, outside of gathered()")
         # After what the network is still doing, the same on all ranks; the thread goes on once all have answered.
-        engine.lanes.network.submit(lambda: agree_on_plan(engine.group, self.module, plan, None)).synchronize()
+        folders = engine.options.disk_folders
+        engine.lanes.network.submit(lambda: agree_on_plan(engine.group, self.module, plan, None, folders)).synchronize()
         for stepper in engine.steppers:
             stepper.check_plan(plan)
         if not same_packing(self.plan, plan):
@@ -260,6 +273,7 @@ class ElixirModule(nn.Module):
         self._state = ModelState(engine, self._shared_buffers.of_rank_0)
         for stepper, state in zip(engine.steppers, states, strict=True):
             stepper.take_states(state)
+        engine.plan_changed()
         self._account.another_plan()
 
     def settle(self) -> None:
@@ -337,7 +351,8 @@ class ElixirModule(nn.Module):
         if assign:
             raise InputError("assign=True would give the parameters other memory; leave it out")
         self._engine.exchange("load_state_dict()", None)
-        return self.module.load_state_dict(state_dict, strict=strict)
+        with self._engine.window.keeping():
+            return self.module.load_state_dict(state_dict, strict=strict)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         # Where this is part of another module: names are those of the model inside, as `state_dict` gives them.
@@ -397,6 +412,15 @@ class ElixirModule(nn.Module):
             self._fused.remove()
         if unsaved is not None:
             raise unsaved
+
+
+def _folders(given: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    each = [given] if isinstance(given, (str, os.PathLike)) else list(given)
+    if not all(isinstance(folder, (str, os.PathLike)) for folder in each):
+        raise InputTypeError(f"disk_folder must be a folder or a list of folders, got {given!r}")
+    return tuple(os.path.abspath(folder) for folder in each)
 
 
 def _as_float32(item: Any) -> Any:

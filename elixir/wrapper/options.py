@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elixir.chunk.lanes import Emulation
+from elixir.files import FILES, Files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,11 +16,13 @@ class Debug:
         poison: fill blocks that are given back with NaN, so that a stale use shows.
         evict_always: evict whatever is not pinned after every use.
         emulation: speed and delays of the links, on the CPU.
+        files: the operations on files with states on a disk.
     """
 
     poison: bool = False
     evict_always: bool = False
     emulation: Emulation | None = None
+    files: Files = FILES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,4 +32,5 @@ class RunOptions:
     prefetch: bool = True
     reduce_fp32: bool = False
     fused_kernels: bool = False
+    disk_folders: tuple[str, ...] = ()
     debug: Debug = field(default_factory=Debug)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from elixir.chunk.chunk import Chunk, Slot
+from elixir.chunk.disk import MASTERS
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import BufferKind, SizeClass
 from elixir.chunk.lanes import Ticket
@@ -24,6 +25,7 @@ from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of
 from elixir.wrapper.state_reader import StateReader
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.segment_states import (
+    OnDisk,
     SavedStates,
     SmallStates,
     Stretch,
@@ -49,6 +51,7 @@ class ChunkStates:
     def __init__(self, chunk: Chunk, parts: Sequence[ChunkOptimizer]) -> None:
         self.chunk, self.parts = chunk, tuple(parts)
         self._updated: Ticket | None = chunk.updated
+        self._written: Ticket | None = None if chunk.stored is None else chunk.stored.written
 
     @property
     def is_settled(self) -> bool:
@@ -59,6 +62,8 @@ class ChunkStates:
         """Wait for the update that was under way when this was made; raises what it raised."""
         if self._updated is not None:
             self._updated.synchronize()  # it still writes the weights, masters and states that are read next
+        if self._written is not None:
+            self._written.synchronize()  # it writes the masters and states that are read from the disk next
 
     def stretches(self) -> list[Stretch]:
         """Everything to save, as it lies in live memory; call this when no update is under way."""
@@ -78,11 +83,14 @@ class ChunkStates:
         memory = self.target
         for slot, start, stop in self.cuts():
             at = slot.offset + start - self.chunk.shard_start
-            yield Stretch(WEIGHT, slot.name, tuple(slot.shape), start, memory[at : at + stop - start], is_state=False)
+            on_disk = None if self.chunk.stored is None else OnDisk(self.chunk.stored, (MASTERS,), at)
+            values = memory[at : at + stop - start]
+            yield Stretch(WEIGHT, slot.name, tuple(slot.shape), start, values, is_state=False, on_disk=on_disk)
 
     @property
     def target(self) -> torch.Tensor:
-        """The flat shard of the weights as they are saved and loaded: masters if there are any."""
+        """The flat shard of the weights as they are saved and loaded: masters if there are any, while they are at
+        hand."""
         return self.chunk.shard_weights if self.chunk.masters is None else self.chunk.masters
 
     def cuts(self) -> Iterator[tuple[Slot, int, int]]:
@@ -270,14 +278,15 @@ class TrainingStates:
         for states in self.chunks():
             chunk = states.chunk
             chunk.about_to_write()
-            target = states.target
-            for slot, start, stop in states.cuts():
-                if slot.name not in skipped:
-                    at = slot.offset + start - chunk.shard_start
-                    notes |= fill_weights(slot.name, start, target[at : at + stop - start])
-            if chunk.masters is not None:
-                chunk.shard_weights.copy_(chunk.masters)  # as after every step, weights are the rounded masters
-            notes |= states.load_states(saved)
+            with chunk.at_hand(write=True):
+                target = states.target
+                for slot, start, stop in states.cuts():
+                    if slot.name not in skipped:
+                        at = slot.offset + start - chunk.shard_start
+                        notes |= fill_weights(slot.name, start, target[at : at + stop - start])
+                if chunk.masters is not None:
+                    chunk.shard_weights.copy_(chunk.masters)  # as after every step, weights are the rounded masters
+                notes |= states.load_states(saved)
         return notes
 
     @torch.no_grad()

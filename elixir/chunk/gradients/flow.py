@@ -318,6 +318,6 @@ class GradientFlow:
         earlier all the same, it reads the gradients itself.
         """
         chunk = gradient.chunk
-        if chunk.plan.state_home != "host" or self._backwards < self._options.accumulation or not self._wants_norms():
+        if chunk.plan.update_home != "host" or self._backwards < self._options.accumulation or not self._wants_norms():
             return None
         return PartNorms(chunk, "cpu" if gradient.holds else self._device)

@@ -95,7 +95,7 @@ class ChunkGradient:
         changes the gradients replaces them."""
         self.opened: OpenChunk | None = None
         self.kept: KeptGradients | None = None
-        if chunk.plan.state_home == "host":
+        if chunk.plan.update_home == "host":
             self.make_memory()
 
     def to(self, state: GradState) -> None:
@@ -238,7 +238,7 @@ class ChunkGradient:
         self.arrived = set()
         if self.holds:
             self.to(GradState.NONE if self.state is GradState.HOME else GradState.ARRIVING)
-        if self.memory.numel() and self.chunk.plan.state_home == "device":
+        if self.memory.numel() and self.chunk.plan.update_home == "device":
             for ticket in self.tickets:
                 ticket.wait()  # a gradient must not arrive in `memory` once compute uses it for something else
             self._arena.count(-self.memory.nbytes, "device", "gradients")

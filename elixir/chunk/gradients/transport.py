@@ -124,7 +124,7 @@ class Transport:
             early = None if gradient.holds else norms
             mine, reduced = self._reduce(block, mine, f"gradients of chunk {chunk.index}", written, early)
             written, kept_alive = [reduced], (mine, *kept_alive)
-        moved_bytes = gradient.memory.nbytes if chunk.plan.state_home == "host" else 0
+        moved_bytes = gradient.memory.nbytes if chunk.plan.update_home == "host" else 0
         self.moved.offloaded += moved_bytes
         if gradient.holds:
             add = self._adding(gradient, mine.numel(), norms)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elixir.search.problem.bytes_moved import Traffic, traffic
 from elixir.search.problem.from_plan import placement_of, setting_of, workload_of
-from elixir.search.problem.memory import WINDOW_CHUNKS, MemoryModel, MemoryNeed
+from elixir.search.problem.memory import MemoryModel, MemoryNeed
 from elixir.search.problem.packed_step import StepFacts, Workload
 from elixir.search.problem.packing import (
     GRID_REACH,
@@ -38,7 +38,6 @@ __all__ = [
     "RESIDENT",
     "STATES",
     "WEIGHTS",
-    "WINDOW_CHUNKS",
     "Bools",
     "Codes",
     "Floats",

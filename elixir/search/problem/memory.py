@@ -19,9 +19,10 @@ from elixir.optimizer_states import (
     FP32_BYTES,
     LARGEST_PIECE_NUMEL,
     STEP_TEMPORARY_BYTES,
+    extent_bytes,
     master_bytes,
 )
-from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS
+from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
 from elixir.search.problem.packed_step import Workload
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import (
@@ -35,9 +36,6 @@ from elixir.search.problem.placement import (
     Placement,
     Setting,
 )
-
-WINDOW_CHUNKS = 2
-"""Chunks whose states are in host memory at once where they live on a disk: one is stepped, one is read or written."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,8 @@ class MemoryModel:
         masters = np.array([master_bytes(width) for width in widths], dtype=np.int64) * self.shard_numel
         self._states: Ints = np.array(states, dtype=np.int64) * self.trainable
         self._masters: Ints = masters * self.trainable
-        self.disk_shard_bytes: Ints = self._states + self._masters
+        extents = [extent_bytes(n, width, setting.states) for n, width in zip(counts, widths, strict=True)]
+        self.disk_shard_bytes: Ints = np.array(extents, dtype=np.int64) * self.trainable
         """By chunk, what one rank keeps on the disk. The master is there too: no weight lives on a disk."""
 
     # --- tables: [chunk, home], of one rank

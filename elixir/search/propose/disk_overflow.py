@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elixir.search.problem import WINDOW_CHUNKS, MemoryModel, Placement, Spill
+from elixir.plan import WINDOW_CHUNKS
+from elixir.search.problem import MemoryModel, Placement, Spill
 
 
 class _Choice(NamedTuple):

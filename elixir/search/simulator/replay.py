@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from elixir.plan import LINKS, PASSAGE_BUFFERS, STAGING_BUFFERS
-from elixir.search.problem import WINDOW_CHUNKS, Placement
+from elixir.plan import LINKS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
+from elixir.search.problem import Placement
 from elixir.search.simulator.events import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events, WorkTimes
 
 RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_adam", "refresh", "disk")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
-from elixir.chunk.host_buffers import staging_kind, summands_kind
+from elixir.chunk.host_buffers import staging_kind, summands_kind, window_kind
 from elixir.chunk.rcache import CacheCounts
 from elixir.optimizer_states import MASTER_BYTES, master_bytes
-from elixir.plan import Plan
+from elixir.plan import DISK_LINKS, Plan
 from elixir.schedule import StepSchedule
 from elixir.step_traffic import Backwards, step_traffic
 from elixir.units import dtype_bytes, format_bytes, format_seconds
@@ -19,7 +17,9 @@ from elixir.wrapper.engine import Engine
 
 TOLERANCE = 0.05
 """Where observed and predicted differ by more than this share, the run says so."""
-_LINKS = ("host_to_device", "device_to_host", "network")
+_LINKS = ("host_to_device", "device_to_host", "network", *DISK_LINKS)
+_COME_LATER = ("host_peak", "disk_peak", *DISK_LINKS)
+"""Less than predicted is no surprise here: states come with the first step."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class StepReport:
     was made for. `observed` and `predicted` have the same keys: ``loads``, ``hits``, ``host_to_device``,
     ``device_to_host``, ``network`` (bytes), ``device_peak`` and ``host_peak`` (bytes that the runtime's own buffers
     took so far, and what the plan allots them: activations and gradients that autograd holds are in neither; of the
-    host, this rank's part).
+    host, this rank's part). With states on a disk also ``disk_read`` and ``disk_write`` (bytes of updates) and
+    ``disk_peak`` (this rank's part).
     """
 
     observed: dict[str, int]
@@ -78,12 +79,6 @@ class StepReport:
     """None where the step had other than the planned number of micro-batches."""
     micro_batches: int = 1
     """Backwards of the step."""
-    tokens: int | None = None
-    """Token ids that this rank's forwards of the step were given, as ``input_ids`` or first argument; None if any had
-    none."""
-    grad_norm: torch.Tensor | None = field(default=None, compare=False)
-    """See `ElixirOptimizer.grad_norm`; None where several optimizers step the module."""
-    world_size: int = 1
     not_compared: str = ""
     """Why nothing can be predicted for what this step loaded and moved; empty for most.
 
@@ -95,33 +90,6 @@ class StepReport:
         """Seconds of `span`; on CUDA, asking waits for the device."""
         return None if self.span is None else self.span.seconds()
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens of all ranks together, if each had as many as this one; waits as `step_s` does."""
-        return None if not self.tokens or not self.step_s else self.world_size * self.tokens / self.step_s
-
-    def to_dict(self) -> dict[str, float]:
-        """Flat numbers by name, for loggers: names end in their unit, and predictions begin with ``predicted_``.
-
-        What is not known is left out. On CUDA this waits for the device.
-        """
-        numbers: dict[str, float] = {}
-        for prefix, found in (("", self.observed), ("predicted_", self.predicted)):
-            for name, value in found.items():
-                numbers[f"{prefix}{name}" if name in ("loads", "hits") else f"{prefix}{name}_bytes"] = value
-        numbers |= {"demand_loads": self.demand_loads, "deviations": self.deviations}
-        numbers |= {"micro_batches": self.micro_batches, "refreshed_bytes": self.refreshed_bytes}
-        numbers |= {f"waited_for_{lane}_s": seconds for lane, seconds in self.waited_s.items()}
-        numbers |= {f"busy_{lane}_s": seconds for lane, seconds in self.busy_s.items()}
-        known = {
-            "step_s": self.step_s,
-            "predicted_step_s": self.predicted_step_s,
-            "tokens": self.tokens,
-            "tokens_per_s": self.tokens_per_s,
-            "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
-        }
-        return numbers | {name: value for name, value in known.items() if value is not None}
-
     def surprises(self) -> dict[str, tuple[int, int]]:
         """(observed, predicted) of what differs by more than `TOLERANCE`, and of memory beyond the plan's peak.
 
@@ -129,13 +97,13 @@ class StepReport:
         """
         found = {}
         for name, expected in self.predicted.items():
-            if name == "hits" or (self.not_compared and name not in ("device_peak", "host_peak")):
+            if name == "hits" or (self.not_compared and name not in ("device_peak", "host_peak", "disk_peak")):
                 continue
             seen = self.observed[name]
             if name == "device_peak":
                 if seen > self.device_limit_bytes:
                     found[name] = (seen, self.device_limit_bytes)
-            elif name == "host_peak":  # less is no surprise: states come with the first step
+            elif name in _COME_LATER:
                 if seen > (1 + TOLERANCE) * expected:
                     found[name] = (seen, expected)
             elif abs(seen - expected) > TOLERANCE * max(expected, 1):
@@ -178,9 +146,10 @@ def expected_of(plan: Plan, schedule: StepSchedule, course: Course) -> Expected:
         course: of the step.
     """
     predicted, count = plan.predicted, course.backwards.count
+    links = [link for link in _LINKS if plan.uses_disk or link not in DISK_LINKS]
     if course.odd:
         counts = {"loads": predicted.loads, "hits": predicted.hits} | {
-            link: predicted.moved_bytes[link] for link in _LINKS
+            link: predicted.moved_bytes[link] for link in links
         }
         return Expected(counts, count, course.odd)
     known = {chunk for chunks in schedule.policy.required for chunk in chunks}
@@ -193,14 +162,13 @@ def expected_of(plan: Plan, schedule: StepSchedule, course: Course) -> Expected:
         several_ranks=plan.world_size > 1,
         stepped=not course.skipped,
     )
-    bytes_by_link = (moved.host_to_device_bytes, moved.device_to_host_bytes, moved.network_bytes)
-    counts = {"loads": loads.loads, "hits": loads.hits, **dict(zip(_LINKS, bytes_by_link, strict=True))}
+    on_disk = 0 if course.skipped else plan.disk_bytes(course.rank)
+    bytes_by_link = (moved.host_to_device_bytes, moved.device_to_host_bytes, moved.network_bytes, on_disk, on_disk)
+    counts = {"loads": loads.loads, "hits": loads.hits, **dict(zip(links, bytes_by_link, strict=False))}
     return Expected(counts, count, "")
 
 
-def make_report(
-    engine: Engine, expected: Expected, counts: CacheCounts, span: Span | None, tokens: int | None
-) -> StepReport:
+def make_report(engine: Engine, expected: Expected, counts: CacheCounts, span: Span | None) -> StepReport:
     """The report of the step that is just over; the engine's counts start anew.
 
     Args:
@@ -208,13 +176,15 @@ def make_report(
         expected: what the step should have loaded and moved.
         counts: of the cache.
         span: when the step began and ended.
-        tokens: that its forwards were given.
     """
     plan, arena, lanes, moved = engine.plan, engine.arena, engine.lanes, engine.gradients.moved
     predicted, parts = plan.predicted, plan.predicted.device_parts
     ours = ["rcache", "resident_weights", "weight_shards", "optimizer_states", "gradient_blocks"]
     if plan.world_size > 1:
         ours.append("gradients")
+    read, written = engine.window.take_moved()
+    seen_on_disk = {"disk_read": read, "disk_write": written, "disk_peak": arena.peak_bytes["disk"]}
+    on_disk = {"disk_peak": sum(plan.extent_bytes(chunk) for chunk in plan.chunks if chunk.state_home == "disk")}
     as_planned = expected.micro_batches == plan.accumulation
     report = StepReport(
         observed={
@@ -225,11 +195,13 @@ def make_report(
             "network": counts.network_bytes + moved.network + engine.regathered_bytes,
             "device_peak": arena.peak_bytes["device"],
             "host_peak": arena.peak_bytes["host"],
+            **(seen_on_disk if plan.uses_disk else {}),
         },
         predicted={
             **expected.counts,
             "device_peak": sum(parts.get(name, 0) for name in ours),
             "host_peak": _host_bytes(plan, arena.device.type, max(expected.micro_batches, plan.accumulation)),
+            **(on_disk if plan.uses_disk else {}),
         },
         device_limit_bytes=predicted.device_peak_bytes,
         demand_loads=counts.demand_loads,
@@ -241,9 +213,6 @@ def make_report(
         predicted_step_s=predicted.seconds["total"] if as_planned else None,
         micro_batches=expected.micro_batches,
         not_compared=expected.not_compared,
-        tokens=tokens,
-        grad_norm=engine.steppers[0].grad_norm if len(engine.steppers) == 1 else None,
-        world_size=plan.world_size,
     )
     engine.gradients.forget_counts()
     engine.refreshed_bytes = engine.regathered_bytes = 0
@@ -253,16 +222,17 @@ def make_report(
 
 
 def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
-    """Bytes that one rank keeps in host memory: weights, gradients, masters and states, and what new weights and
-    gradients that are added to others pass through; the latter with a device only."""
+    """Bytes that one rank keeps in host memory: weights, gradients, masters and states, and what new weights, states on
+    a disk, and gradients that are added to others pass through; the latter with a device only."""
     summands = summands_kind(plan, device_type, backwards=max(plan.accumulation, micro_batches))
-    total = staging_kind(plan).nbytes + (summands.nbytes if summands.at_once else 0)
+    total = staging_kind(plan).nbytes + window_kind(plan).nbytes + (summands.nbytes if summands.at_once else 0)
     for chunk in plan.chunks:
         numel, itemsize = chunk.numel // plan.world_size, dtype_bytes(chunk.dtype)
         if chunk.weight_home == "host":
             total += numel * itemsize
+        if chunk.trainable and chunk.update_home == "host" and chunk.reduce_order is not None:
+            total += numel * itemsize
         if chunk.trainable and chunk.state_home == "host":
             kept = itemsize < MASTER_BYTES or chunk.weight_home == "device"
-            gradients = 0 if chunk.reduce_order is None else itemsize
-            total += numel * (gradients + master_bytes(itemsize) * kept) + plan.state_size.nbytes(numel, itemsize)
+            total += numel * master_bytes(itemsize) * kept + plan.state_size.nbytes(numel, itemsize)
     return total

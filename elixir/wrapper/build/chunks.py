@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import nn
 
 from elixir.chunk.buffers import Arena
 from elixir.chunk.chunk import Chunk, ChunkState
+from elixir.chunk.disk import MASTERS, StateWindow, StoredStates
 from elixir.chunk.group import Group
 from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError, RankError
 from elixir.hardware import other_device, total_host_bytes
@@ -24,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_chunks(
-    model: nn.Module, plan: Plan, arena: Arena, group: Group, weights: Weights | None = None
+    model: nn.Module, plan: Plan, arena: Arena, group: Group, window: StateWindow, weights: Weights | None = None
 ) -> list[Chunk]:
     """Chunks with the model's weights at their homes; the model's parameters no longer own memory.
 
@@ -35,6 +37,7 @@ def build_chunks(
         plan: for it.
         arena: makes the memory.
         group: over which chunks are sharded.
+        window: takes masters that live on a disk.
         weights: see `WeightSource`.
 
     Raises:
@@ -54,7 +57,8 @@ def build_chunks(
         for index, chunk_plan in enumerate(plan.chunks):
             parameters = [by_name[slot.name] for slot in chunk_plan.parameters]
             chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
-            _load_weights(chunk, arena, source)
+            _make_memory(chunk, plan, arena, window)
+            _load_weights(chunk, source)
             chunks.append(chunk)
         source.fill_buffers()
     except (ElixirError, RuntimeError, OSError) as error:
@@ -71,7 +75,9 @@ def build_chunks(
     return chunks
 
 
-def move_chunks(model: nn.Module, plan: Plan, arena: Arena, group: Group, *, before: list[Chunk]) -> list[Chunk]:
+def move_chunks(
+    model: nn.Module, plan: Plan, arena: Arena, group: Group, window: StateWindow, *, before: list[Chunk]
+) -> list[Chunk]:
     """The same chunks at the homes of another plan, with the same bits; what they had before is let go one by one.
 
     Args:
@@ -79,17 +85,24 @@ def move_chunks(model: nn.Module, plan: Plan, arena: Arena, group: Group, *, bef
         plan: packs as the plan before does.
         arena: makes the new memory.
         group: over which chunks are sharded.
+        window: has and takes masters that live on a disk; a chunk that stays there keeps its extent.
         before: the chunks as they were; nothing may be on its way to or from them.
     """
     chunks = []
     for index, (old, chunk_plan) in enumerate(zip(before, plan.chunks, strict=True)):
         parameters = [slot.parameter for slot in old.slots]
         chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
-        _make_memory(chunk, arena)
+        stays = old.stored is not None and chunk_plan.state_home == "disk"
+        if stays:
+            chunk.stored = old.stored
+        _make_memory(chunk, plan, arena, window)
         old.follow_writes()
         shard = old.shard_weights
-        if chunk.masters is not None:
-            chunk.masters.copy_(shard if old.masters is None else old.masters)
+        if chunk.masters is not None and not stays:
+            with old.at_hand(), chunk.at_hand(write=True):
+                chunk.masters.copy_(shard if old.masters is None else old.masters)
+        if old.stored is not None:
+            old.stored.forget(old)
         if chunk.shard is not None:
             chunk.shard.copy_(shard)
         elif chunk.whole is not None and old.whole is not None:
@@ -104,10 +117,16 @@ def move_chunks(model: nn.Module, plan: Plan, arena: Arena, group: Group, *, bef
     return chunks
 
 
-def _make_memory(chunk: Chunk, arena: Arena) -> None:
+def _make_memory(chunk: Chunk, whole_plan: Plan, arena: Arena, window: StateWindow) -> None:
     plan = chunk.plan
-    if chunk.needs_masters:
-        wide = torch.float32 if chunk.low_precision else chunk.dtype
+    wide = torch.float32 if chunk.low_precision else chunk.dtype
+    if plan.state_home == "disk":
+        if chunk.stored is None:
+            name = f"rank {chunk.rank}'s chunk {chunk.index} ({few([slot.name for slot in chunk.slots])})"
+            chunk.stored = StoredStates(window, name, whole_plan.extent_bytes(plan))
+        chunk.masters = chunk.stored.region(MASTERS, chunk.shard_numel, wide)
+        chunk.stored.show(chunk, chunk.masters, MASTERS)
+    elif chunk.needs_masters:
         # New weights return from masters only where these are no wider; else rounded, from staging or from the weights'
         # home.
         copied = plan.weight_home == "device" and not chunk.low_precision
@@ -119,13 +138,13 @@ def _make_memory(chunk: Chunk, arena: Arena) -> None:
         chunk.shard = arena.make(chunk.shard_numel, chunk.dtype, plan.weight_home, kind)
 
 
-def _load_weights(chunk: Chunk, arena: Arena, source: WeightSource) -> None:
-    _make_memory(chunk, arena)
-    for slot in chunk.slots:
-        if chunk.wants(slot):
-            chunk.write(slot, source.parameter(slot.name))
-        if not slot.parameter.is_meta:
-            chunk.show(slot)  # it has been copied, so its own memory can go
+def _load_weights(chunk: Chunk, source: WeightSource) -> None:
+    with chunk.at_hand(write=True):
+        for slot in chunk.slots:
+            if chunk.wants(slot):
+                chunk.write(slot, source.parameter(slot.name))
+            if not slot.parameter.is_meta:
+                chunk.show(slot)  # it has been copied, so its own memory can go
 
 
 def _attach(chunk: Chunk) -> None:
@@ -157,7 +176,21 @@ def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | N
                 module._buffers[name] = moved[buffer]
 
 
-def agree_on_plan(group: Group, module: nn.Module, plan: Plan, dtype: torch.dtype | None) -> None:
+def _check_disk_folders(plan: Plan, folders: Sequence[str]) -> None:
+    """Raise `InputError` where a plan needs a folder on a disk and has none, or one of them is no folder."""
+    missing = [folder for folder in folders if not os.path.isdir(folder)]
+    if plan.uses_disk and not folders:
+        raise InputError(
+            f"the plan keeps {format_bytes(plan.predicted.disk_peak_bytes)} of optimizer states on a disk: say on "
+            "which with disk_folder=, such as disk_folder='/mnt/nvme'"
+        )
+    if plan.uses_disk and missing:
+        raise InputError(f"disk folder {missing[0]!r} is no folder; name one on the disk that takes optimizer states")
+
+
+def agree_on_plan(
+    group: Group, module: nn.Module, plan: Plan, dtype: torch.dtype | None, disk_folders: Sequence[str] = ()
+) -> None:
     """Refuse, on all ranks at once, a plan that one of them cannot run or that differs between them."""
     error: Exception | None = None
     try:
@@ -169,12 +202,7 @@ def agree_on_plan(group: Group, module: nn.Module, plan: Plan, dtype: torch.dtyp
         refuse_unplannable(module)
         _check_fits(plan, module, group.size)
         _refuse_compiled(plan, module, group.size)
-        if plan.uses_disk:
-            raise InputError(
-                "the plan keeps optimizer states on a disk; this version runs plans for device and host: search "
-                "without "
-                "disk_memory"
-            )
+        _check_disk_folders(plan, disk_folders)
         planned = (
             list(dict.fromkeys(chunk.dtype for chunk in plan.chunks)) if plan.dtype == "as built" else [plan.dtype]
         )

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from elixir.chunk.chunk import Chunk
+from elixir.chunk.disk import MASTERS
 from elixir.chunk.gradients import ChunkGradient
 from elixir.chunk.lanes import Ticket, known
 from elixir.chunk.pinned import host_zeros
 from elixir.kernels import HybridAdam
+from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.fused_adam import FusedAdam, KeptMoments
+from elixir.wrapper.step.fused_adam import FusedAdam, KeptMoments, MakeZeros
 from elixir.wrapper.step.user_class import UserOptimizer
 
 
@@ -44,7 +46,7 @@ Arrived = list[tuple[Segment, torch.Tensor]]
 
 
 class ChunkOptimizer:
-    """The optimizer of one chunk.
+    """The optimizer of one chunk. Make it, and call it, while masters and states are at hand (`Chunk.at_hand`).
 
     Args:
         engine: of the chunk.
@@ -65,11 +67,14 @@ class ChunkOptimizer:
         self.segments = self._cut(ordinary=not self._separate and not fuses and engine.is_ordinary(chunk))
         self.optimizer: torch.optim.Optimizer | FusedAdam
         if fuses:
-            self.optimizer = user.fused_over(self._master, self.segments)
+            self.optimizer = user.fused_over(self._master, self.segments, self._zeros())
         else:
             self.optimizer = user.over(self.segments)
-        self._counted_states = False
+        self._counted_states = chunk.stored is not None  # they are part of an extent, which is
         self._versions: dict[str, int] = {}  # of the parameters, after the last step that changed them
+        self._waits_for_states = chunk.index in engine.leaving
+        """Whether `take_states` comes next, so that what the class has made now must not replace what is to come."""
+        self.stow()
 
     def gradients(self, used: Collection[str]) -> Arrived:
         """The segments that got a gradient, with it; where these are sharded, the parameters that did are `used`."""
@@ -93,6 +98,7 @@ class ChunkOptimizer:
         """
         if not self.segments:
             return True
+        # Those on a disk are views of their extent from the beginning.
         if isinstance(self.optimizer, FusedAdam):
             self.optimizer.make_moments()
         elif isinstance(self.optimizer, HybridAdam):
@@ -106,18 +112,24 @@ class ChunkOptimizer:
 
     def _make_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """The state that torch's Adam begins with, all of one moment in one buffer."""
+        stored = self.chunk.stored
         places, numel = [], 0
         for segment in self.segments:
             places.append(numel)
             numel += -(-segment.weights.numel() // _ALIGNED_NUMEL) * _ALIGNED_NUMEL
+        if stored is not None:  # as `stow` has them: where the weights are
+            places, numel = [segment.start for segment in self.segments], self.chunk.shard_numel
         amsgrad = any(group["amsgrad"] for group in optimizer.param_groups)
         names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
         device, dtype = self._master.device, self._master.dtype
         on_host = device.type == "cpu" and self.chunk.plan.state_home == "host"
-        buffers = {
-            name: host_zeros(numel, dtype) if on_host else torch.zeros(numel, dtype=dtype, device=device)
-            for name in names
-        }
+
+        def zeros(name: str) -> torch.Tensor:
+            if stored is not None:
+                return stored.region(_region(name, dtype), numel, dtype)
+            return host_zeros(numel, dtype) if on_host else torch.zeros(numel, dtype=dtype, device=device)
+
+        buffers = {name: zeros(name) for name in names}
         for segment, place in zip(self.segments, places, strict=True):
             weights, group = segment.weights, optimizer.param_groups[segment.group]
             wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
@@ -128,15 +140,51 @@ class ChunkOptimizer:
                 state[name] = buffers[name][place : place + weights.numel()].view(weights.shape)
             optimizer.state[weights] = state
 
+    def stow(self) -> None:
+        """Where masters and states live on a disk, have all that there are by now lie in the chunk's extent.
+
+        The one place in which what an optimizer has made itself gets its part of the extent; tensors that are there
+        already only stay.
+        """
+        stored = self.chunk.stored
+        if stored is None:
+            return
+        stored.forget(self)
+        for segment in self.segments:
+            stored.show(self, segment.weights, MASTERS, segment.start)
+        if self._waits_for_states:
+            return
+        if isinstance(self.optimizer, FusedAdam):
+            for name, tensor in self.optimizer.named_moments().items():
+                stored.keep(self, tensor, self._own_region(name, tensor.dtype))
+            return
+        for segment in self.segments:
+            for kind, value in self.optimizer.state.get(segment.weights, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == segment.weights.shape:
+                    name = _region(kind, value.dtype)
+                    if not stored.has(name):
+                        stored.region(name, self.chunk.shard_numel, value.dtype)
+                    stored.keep(self, value, name, segment.start)
+
+    def _zeros(self) -> MakeZeros | None:
+        """Makes the moments of a whole shard in its extent; None where they are in memory."""
+        stored = self.chunk.stored
+        if stored is None:
+            return None
+        return lambda name, numel, dtype: stored.region(self._own_region(name, dtype), numel, dtype)
+
+    def _own_region(self, kind: str, dtype: torch.dtype) -> str:
+        """Moments of a whole shard have parts of it that are another optimizer's, so each optimizer has its own."""
+        return _region(kind if not self._user.number else f"{kind} of optimizer {self._user.number}", dtype)
+
+    def where_stored(self, kind: str, dtype: torch.dtype) -> str:
+        """Name of the region of the extent that has a state."""
+        return self._own_region(kind, dtype) if isinstance(self.optimizer, FusedAdam) else _region(kind, dtype)
+
     @property
     def arrival(self) -> list[Ticket]:
         """The arrival of the gradients at their home; none where they are autograd's own."""
         return [] if self._shard is None else self._shard.tickets
-
-    @property
-    def passes_gradients(self) -> bool:
-        """Whether gradients lie in a separate shard at the home of the states, and not with autograd."""
-        return self._shard is not None
 
     def with_norms(self, arrived: Arrived) -> list[tuple[tuple[Segment, torch.Tensor], torch.Tensor | None]]:
         """Each gradient with its norm, where that was summed on the way; compute and this thread may read what this
@@ -151,7 +199,7 @@ class ChunkOptimizer:
         # The step before may still multiply it in place, where no zero_grad() came in between.
         for ticket in (*self.arrival, *known(self.chunk.updated)):
             ticket.wait()  # compute reads the shard of gradients, which the ticket's work writes
-            if self.chunk.plan.state_home == "host":
+            if self.chunk.plan.update_home == "host":
                 ticket.synchronize()  # it is read by this thread
         return [(item, None) for item in arrived]
 
@@ -194,7 +242,9 @@ class ChunkOptimizer:
                 if mine is not None and mine.dim() and mine.dtype == value.dtype and mine.numel() == value.numel():
                     state[key] = mine.copy_(value.view_as(mine))
                 elif value.dim() and value.numel() == weights.numel():
-                    state[key] = value.to(weights.device).reshape(weights.shape)
+                    # What comes from a disk lies in a buffer through which others pass, too.
+                    leaves = self.chunk.index in self._engine.leaving
+                    state[key] = value.to(weights.device, copy=leaves).reshape(weights.shape)
                 elif weights.device.type != "cpu" and self.optimizer.param_groups[segment.group].get("fused"):
                     state[key] = value.to(weights.device)  # a fused step reads its own count on the device
                 else:
@@ -204,6 +254,8 @@ class ChunkOptimizer:
 
     def states_were_made(self) -> None:
         """Count states that came otherwise than by a step."""
+        self._waits_for_states = False
+        self.stow()
         if self.optimizer.state:
             self._count_states()
 
@@ -266,6 +318,7 @@ class ChunkOptimizer:
             self._step_segments(self.optimizer, arrived, factor)
             if staged is not None:
                 self._copy(arrived, self._master, staged)
+            self.stow()  # the first step of some classes makes states
         self._count_states()
 
     @property
@@ -291,7 +344,7 @@ class ChunkOptimizer:
     def _writes_itself(self) -> bool:
         """Whether the step writes the weights in the same pass: it is fused, and they are where their masters are."""
         plan = self.chunk.plan
-        return isinstance(self.optimizer, FusedAdam) and self._separate and plan.weight_home == plan.state_home
+        return isinstance(self.optimizer, FusedAdam) and self._separate and plan.weight_home == plan.update_home
 
     def write_weights(self, arrived: Arrived, staged: torch.Tensor | None = None) -> None:
         """Copy master weights, if there are any, or what was `staged` of them, to where the weights are, in their
@@ -342,3 +395,7 @@ class ChunkOptimizer:
                 if isinstance(value, torch.Tensor) and value.numel() > 1
             )
         self._engine.arena.count(states, self.chunk.plan.update_home, "optimizer_states")
+
+
+def _region(kind: str, dtype: torch.dtype) -> str:
+    return f"{kind} {dtype_name(dtype)}"

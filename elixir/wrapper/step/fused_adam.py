@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,11 @@ from elixir.chunk.pinned import host_zeros
 from elixir.errors import InputError
 from elixir.kernels.adam import AdamOptions, HybridAdam, Moments, adam_step, make_moments, read_moments, write_moments
 from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
+
+_MOMENTS = tuple(field.name for field in fields(Moments) if field.name != "kind")
+"""In the order in which they are made."""
+MakeZeros = Callable[[str, int, torch.dtype], torch.Tensor]
+"""Makes a flat tensor of zeros, given the name of a moment or of its scales, elements and dtype."""
 
 
 class Stretch(Protocol):
@@ -86,6 +91,7 @@ class FusedAdam:
         groups: options of the parameter groups.
         decoupled: AdamW's decay, where a group does not say.
         moments: how they are kept.
+        zeros: makes the memory of moments; None for ordinary one.
     """
 
     def __init__(
@@ -95,11 +101,12 @@ class FusedAdam:
         groups: Iterable[dict[str, Any]],
         decoupled: bool,
         moments: MomentKind = "float32",
+        zeros: MakeZeros | None = None,
     ) -> None:
         self._master = master
         self._segments = list(segments)
         self._decoupled = decoupled
-        self._kind = moments
+        self._kind, self._zeros = moments, zeros
         self.param_groups = [dict(group) for group in groups]
         self.state: dict[nn.Parameter, dict[str, Any]] = {}
         """By segment: the number of its last step. Moments are the shard's."""
@@ -143,6 +150,11 @@ class FusedAdam:
     def moments(self) -> Moments:
         """The moments of the whole shard, which are made if there are none yet."""
         return self._made()
+
+    def named_moments(self) -> dict[str, torch.Tensor]:
+        """The moments by name, scales of codes included; none before they are made."""
+        found = {} if self._moments is None else {name: getattr(self._moments, name) for name in _MOMENTS}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def steps_of(self, segment: Stretch) -> int:
         """How many steps a segment has had."""
@@ -245,7 +257,10 @@ class FusedAdam:
     def _made(self) -> Moments:
         if self._moments is None:
             device = self._master.device
-            zeros = host_zeros if device.type == "cpu" else None
+            zeros: Callable[[int, torch.dtype], torch.Tensor] | None = host_zeros if device.type == "cpu" else None
+            if self._zeros is not None:
+                made, names = self._zeros, iter(_MOMENTS)
+                zeros = lambda numel, dtype: made(next(names), numel, dtype)  # noqa: E731
             self._moments = make_moments(self._master.numel(), self._kind, device, zeros=zeros)
         return self._moments
 

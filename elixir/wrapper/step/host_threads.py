@@ -32,7 +32,7 @@ def set_host_threads(engine: Engine, asked: int | None) -> int:
     threads, cores = rank_threads(share, compute_threads, asked, enough=engine.plan.host_threads)
     # An earlier optimizer may have bound the lane.
     engine.lanes.host_adam.submit(partial(use_threads, threads, cores or _all_cores()))
-    if any(chunk.plan.trainable and chunk.plan.state_home == "host" for chunk in engine.chunks):
+    if any(chunk.plan.trainable and chunk.plan.update_home == "host" for chunk in engine.chunks):
         where = f"bound to cores {core_list(cores)}" if cores is not None else "not bound"
         logger.info("the host's Adam runs on %d thread%s, %s", threads, "s" if threads > 1 else "", where)
         if threads > share.all_cores:

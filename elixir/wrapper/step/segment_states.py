@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from elixir.chunk.disk import StoredStates
 from elixir.errors import InputError
 from elixir.kernels.adam import Moments, read_moments, write_moments
 from elixir.optimizer_states import BLOCK_NUMEL
@@ -25,6 +26,28 @@ SCALE_SUFFIX = "_scale"
 PIECE_NUMEL = 2**20
 """Elements that are converted at once where states come in another form: 4 MiB of float32, whole blocks of codes."""
 ADAM_KINDS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """Where the elements of a stretch are on a disk."""
+
+    stored: StoredStates
+    regions: tuple[str, ...]
+    """Names of the regions: one; or all that decoding takes, in the order of the fields of `Moments`."""
+    start: int
+    """First element of the stretch in the region; of decoded moments, in those of the shard."""
+
+    def read(self, kind: str, first: int, stop: int) -> torch.Tensor:
+        """Elements from `first` to `stop` of the stretch, in separate memory."""
+        first, stop = self.start + first, self.start + stop
+        if len(self.regions) == 1:
+            return self.stored.read(self.regions[0], first, stop)
+        blocks = first // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL)
+        codes = [self.stored.read(name, *(each * BLOCK_NUMEL for each in blocks)) for name in self.regions[:2]]
+        scales = [self.stored.read(name, *blocks) for name in self.regions[2:]]
+        moments = Moments("8bit", *codes, *scales)
+        return read_moments(moments, stop - first, first - blocks[0] * BLOCK_NUMEL)[ADAM_KINDS.index(kind)]
 
 
 @dataclass(frozen=True)
@@ -47,6 +70,8 @@ class Stretch:
     decoded: tuple[Moments, int, int] | None = None
     """(moments of the shard, first element in them, elements) where blocks are shared with other parameters or cut by
     ranks, so that the values are saved in float32."""
+    on_disk: OnDisk | None = None
+    """Where they are read from, if they live on a disk; `tensor` then only says how many there are."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,6 +90,8 @@ class Stretch:
 
     def values(self, first: int, stop: int) -> torch.Tensor:
         """Elements from `first` to `stop` of the stretch, where they lie; decoded ones in separate memory."""
+        if self.on_disk is not None:
+            return self.on_disk.read(self.kind, first, stop)
         if self.decoded is None:
             return self.tensor[first:stop]
         moments, start, _ = self.decoded
@@ -124,7 +151,9 @@ def stretches(part: ChunkOptimizer) -> Iterator[Stretch]:
             continue
         for kind, value in state.items():
             if kind != "step" and isinstance(value, torch.Tensor) and value.shape == segment.weights.shape:
-                yield Stretch(kind, segment.name, tuple(slot.shape), start, _flat(value, kind, segment.name))
+                on_disk = _on_disk(part, {kind: value}, segment.start)
+                flat = value.detach() if on_disk is not None else _flat(value, kind, segment.name)
+                yield Stretch(kind, segment.name, tuple(slot.shape), start, flat, on_disk=on_disk)
 
 
 def _of_moments(
@@ -141,15 +170,32 @@ def _of_moments(
         ("exp_avg", moments.exp_avg, moments.exp_avg_scale),
         ("exp_avg_sq", moments.exp_avg_sq, moments.exp_avg_sq_scale),
     ):
+        on_disk = _on_disk(part, {kind: values}, first)
         if scales is None:
-            yield Stretch(kind, name, shape, start, values[first:stop])
+            yield Stretch(kind, name, shape, start, values[first:stop], on_disk=on_disk)
         elif not blocks_are_whole(part):
-            yield Stretch(kind, name, shape, start, values[first:stop], decoded=(moments, first, numel))
+            every = {each: getattr(moments, each) for each in (*ADAM_KINDS, *(k + SCALE_SUFFIX for k in ADAM_KINDS))}
+            on_disk = _on_disk(part, every, first)
+            yield Stretch(
+                kind, name, shape, start, values[first:stop], decoded=(moments, first, numel), on_disk=on_disk
+            )
         else:
             whole = torch.Size(shape).numel()
             blocks = slice(first // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
-            yield Stretch(kind, name, shape, start, values[first:stop], has_codes=True)
-            yield Stretch(kind + SCALE_SUFFIX, name, (-(-whole // BLOCK_NUMEL),), start // BLOCK_NUMEL, scales[blocks])
+            yield Stretch(kind, name, shape, start, values[first:stop], has_codes=True, on_disk=on_disk)
+            kind, shape, on_disk = (
+                kind + SCALE_SUFFIX,
+                (-(-whole // BLOCK_NUMEL),),
+                _on_disk(part, {kind + SCALE_SUFFIX: scales}, blocks.start),
+            )
+            yield Stretch(kind, name, shape, start // BLOCK_NUMEL, scales[blocks], on_disk=on_disk)
+
+
+def _on_disk(part: ChunkOptimizer, tensors: Mapping[str, torch.Tensor], start: int) -> OnDisk | None:
+    stored = part.chunk.stored
+    if stored is None:
+        return None
+    return OnDisk(stored, tuple(part.where_stored(kind, tensor.dtype) for kind, tensor in tensors.items()), start)
 
 
 def have_begun(part: ChunkOptimizer) -> bool:
@@ -204,7 +250,7 @@ def small_states(part: ChunkOptimizer) -> dict[str, SmallStates]:
 def load_states(part: ChunkOptimizer, saved: SavedStates) -> set[str]:
     """Have the states of a chunk's shard be those that are saved, and none where none are; notes on what is not exact.
 
-    Nothing else may read or step the chunk meanwhile.
+    Nothing else may read or step the chunk meanwhile, and it is at hand (`Chunk.at_hand`).
     """
     notes: set[str] = set()
     optimizer = part.optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import operator
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from elixir.chunk.chunk import Chunk
+from elixir.chunk.disk import StoredStates
 from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError
 from elixir.plan import Plan
@@ -21,7 +23,7 @@ from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.fused_adam import check_moments
 from elixir.wrapper.step.host_threads import set_host_threads
 from elixir.wrapper.step.in_backward import EarlySteps, clips_in_backward
-from elixir.wrapper.step.norm import KnownNorms, each_norm, norm_of_norms
+from elixir.wrapper.step.norm import total_norm
 from elixir.wrapper.step.updates import publish, update
 from elixir.wrapper.step.user_class import UserOptimizer
 
@@ -59,9 +61,8 @@ class Stepper:
         self.asked_for_norm = False
         """Whether somebody has asked for the norm, so that it is summed while gradients arrive: other bits than later.
         """
-        self._grad_norm: torch.Tensor | None = None
-        self._known = KnownNorms()
         self._told = False
+        self._left: list[tuple[StoredStates, ChunkOptimizer]] = []  # until others have taken over their states
         self._made_by: float | None = None  # the loss scale that the gradients there are were multiplied by
         self._used: set[str] = set()  # parameters that got a gradient on any rank
         self._position = {parameter: index for index, parameter in enumerate(engine.model.parameters())}
@@ -83,11 +84,6 @@ class Stepper:
     def clip_limit(self) -> float:
         """The limit to which the next `step` clips the norm of the gradients to; 0 for no clipping."""
         return self.clip_once or self.max_norm or 0.0
-
-    @property
-    def grad_norm(self) -> torch.Tensor | None:
-        """See `ElixirOptimizer.grad_norm`."""
-        return self._grad_norm
 
     @property
     def wants_norm(self) -> bool:
@@ -125,6 +121,8 @@ class Stepper:
         states: dict[str, dict[str, Any]] = {}
         for part in self.parts.values():
             states |= part.give_up_states()
+            if part.chunk.stored is not None:
+                self._left.append((part.chunk.stored, part))
         self.parts.clear()
         return states
 
@@ -132,8 +130,13 @@ class Stepper:
         """Go on from `states`, under the engine's plan of now; each is let go of when its chunk has taken it."""
         self._make_parts()
         for part in self.parts.values():
-            self._make_states(part)
-            part.take_states(states)
+            leaving = self._engine.leaving.get(part.chunk.index)
+            with contextlib.nullcontext() if leaving is None else leaving.at_hand(), part.chunk.at_hand(write=True):
+                self._make_states(part)
+                part.take_states(states)
+        for stored, part in self._left:
+            stored.forget(part)
+        self._left.clear()
 
     def begin_early(self, chunk: Chunk, home: Ticket) -> None:
         """Step a chunk in backward, once `home` says that its gradients have arrived."""
@@ -158,8 +161,7 @@ class Stepper:
         norm = self.norm() / self._gradient_scale()
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
-        self._grad_norm = norm.to(engine.device)
-        return self._grad_norm
+        return norm.to(engine.device)
 
     def step(self) -> bool:
         """One step everywhere; whether it was made, rather than left out after an overflow.
@@ -181,11 +183,8 @@ class Stepper:
         if limit:
             engine.phase.refuse_begun("clipping", "leave it out")  # of what was asked for after backward
         self.clip_once = 0.0
-        self._grad_norm = None
         if limit or loss_scale.used:
             norm = self.norm()
-            self._known.clear()
-            self._grad_norm = norm if made_by == 1.0 else norm / made_by
             waits = loss_scale.used or not all(part.follows_torch for part in self.parts.values())
             if waits:
                 norm = norm.cpu()  # the one number that a step waits for: the host's updates multiply by it
@@ -211,6 +210,7 @@ class Stepper:
                     part.forget_norms()
                 part.mark_changed(arrived, self._used)
             updates += [ticket for ticket in [publish(engine, part.chunk)] if ticket is not None]
+        engine.window.flush()
         engine.weights_changed(updates)
         engine.stepped(False)
         loss_scale.stepped(made_by)
@@ -219,17 +219,13 @@ class Stepper:
     def norm(self) -> torch.Tensor:
         """Norm of all gradients over all ranks, loss scale included; float32."""
         found = [
-            (segment.source, gradient, norm, None if part.passes_gradients else segment.source.grad)
+            (segment, gradient, norm)
             for part in self.parts.values()
             for (segment, gradient), norm in part.with_norms(part.gradients(self._used))
         ]
         # In the order of the model, so that one rank sums the norms as PyTorch would.
-        found.sort(key=lambda item: self._position[item[0]])
-        known = [self._known.of(source, held) if norm is None else norm for source, _, norm, held in found]
-        norms = each_norm([gradient for _, gradient, _, _ in found], self.host_threads, known)
-        for (source, _, _, held), norm in zip(found, norms, strict=True):
-            self._known.add(source, held, norm)
-        norm = norm_of_norms(norms)
+        found.sort(key=lambda item: self._position[item[0].source])
+        norm = total_norm([item[1] for item in found], self.host_threads, [item[2] for item in found])
         if self._engine.group.size == 1:
             return norm
         # Added in order of rank, so that all ranks have the same bits. Python's own sum compensates in some versions.
@@ -239,12 +235,17 @@ class Stepper:
     def _make_parts(self) -> None:
         for chunk in self._in_order():
             if chunk.plan.trainable:
-                self.parts[chunk.index] = ChunkOptimizer(self._engine, self.user, chunk)
+                with chunk.at_hand():
+                    self.parts[chunk.index] = ChunkOptimizer(self._engine, self.user, chunk)
 
     def _make_states(self, part: ChunkOptimizer) -> bool:
         """Made by the threads that step them, so that they lie next to these; see `ChunkOptimizer.make_states`."""
         made = [True]
-        if part.chunk.plan.state_home == "host":
+        if part.chunk.stored is not None:
+            with part.chunk.at_hand():
+                made.append(part.make_states())
+                part.stow()
+        elif part.chunk.plan.state_home == "host":
             # This thread may read or move the states next; and if they have no room, wrapping must raise.
             self._engine.lanes.host_adam.submit(lambda: made.append(part.make_states())).synchronize()
         return made[-1]
@@ -302,6 +303,7 @@ class Stepper:
 
         Raises:
             InputError: `unscaled` is true on any rank; then on all.
+            DiskError, RankError: states on a disk of this rank, or of another, are lost.
         """
         names = [slot.name for part in self.parts.values() for slot in part.chunk.slots]
         used: set[str] = set()
@@ -309,9 +311,9 @@ class Stepper:
             used |= gradient.arrived
         if self._engine.group.size > 1:
             mine = bytes([*(name in used for name in names), unscaled])
-            *found, unscaled = (
-                any(flags) for flags in zip(*self._engine.exchange("gradients used", mine), strict=True)
-            )
+            answers = self._engine.exchange("gradients used", (mine, self._engine.said_of_disk()))
+            self._engine.hear_of_disks([said for _, said in answers])
+            *found, unscaled = (any(flags) for flags in zip(*(flags for flags, _ in answers), strict=True))
             used = {name for name, flag in zip(names, found, strict=True) if flag}
         if unscaled:
             raise InputError(

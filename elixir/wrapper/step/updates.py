@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.host_buffers import STAGING
-from elixir.chunk.lanes import Ticket, known
+from elixir.chunk.host_buffers import STAGING, HostBuffer
+from elixir.chunk.lanes import Ticket, Work, known, over
 from elixir.errors import StepError
 from elixir.wrapper.build import few
 from elixir.wrapper.engine import Engine
@@ -30,13 +30,15 @@ def update(
     """Step one chunk once `behind` is done: on the host while what comes next runs, on the device in the order of
     compute."""
     chunk, lanes = part.chunk, engine.lanes
-    if chunk.plan.state_home != "host":
+    if chunk.plan.update_home != "host":
         for ticket in behind:
             ticket.wait()  # compute reads the gradients that it brings
         chunk.about_to_write()  # a checkpoint may still have to copy what this step replaces
         part.step(arrived, factor, hyperparameters, in_place=in_place)
         part.write_weights(arrived)
         return
+    if chunk.stored is not None and not arrived:
+        return  # nothing to step, and so nothing to move
     # `behind` brings the gradients. The step before writes masters and states, and if it failed, so must this. The
     # fetch before reads the shard of weights: a block would get some of them new.
     before = [*behind, *known(chunk.updated, chunk.fetched)]
@@ -46,10 +48,16 @@ def update(
         staged = stage.view(chunk.shard_numel, chunk.dtype)
         before += stage.tickets  # the weights that it held last may still be on their way to the device
     # As of now: a checkpoint that begins later saves what this step makes, and waits for it.
-    step = partial(_step, part, chunk.before_write, arrived, factor, hyperparameters, staged, in_place=in_place)
+    step: Work = partial(_step, part, chunk.before_write, arrived, factor, hyperparameters, staged, in_place=in_place)
+    write: Work = partial(part.write_weights, arrived, staged)
+    from_disk: tuple[HostBuffer, Ticket] | None = None
+    if chunk.stored is not None:
+        from_disk = buffer, read = engine.window.begin_step(chunk.stored)
+        step = partial(chunk.stored.step, buffer, read, step)
+        write = partial(chunk.stored.if_read, read, write)
+        before.append(over(read))  # the buffer that the step works in is being filled
     stepped = lanes.host_adam.submit(step, after=before)
     moved_bytes = chunk.shard_weights.nbytes if chunk.plan.weight_home == "device" and arrived else 0
-    write = partial(part.write_weights, arrived, staged)
     # New weights go to the device while the next chunk is stepped. The step fills the masters or the stage that they
     # come from.
     writes = lanes.refresh if moved_bytes else lanes.host_adam
@@ -57,6 +65,9 @@ def update(
     chunk.updated = writes.submit(write, after=[stepped], nbytes=moved_bytes)
     if stage is not None:
         stage.busy = chunk.updated
+    if chunk.stored is not None and from_disk is not None:
+        # Weights that are not staged come from the buffer with the masters.
+        engine.window.end_step(chunk.stored, from_disk[0], chunk.updated if staged is None else stepped)
     engine.refreshed_bytes += moved_bytes
 
 
@@ -84,7 +95,7 @@ def publish(engine: Engine, chunk: Chunk) -> Ticket | None:
     """Have the new weights of a resident chunk on every rank; when its next use may read them, where it must wait."""
     if chunk.whole is None:
         return None
-    after = known(chunk.updated) if chunk.plan.state_home == "host" else []
+    after = known(chunk.updated) if chunk.plan.update_home == "host" else []
     group, whole = engine.group, chunk.whole
     if group.size == 1:
         if after:

@@ -14,7 +14,7 @@ from torch import nn
 from elixir.errors import InputError
 from elixir.torch_private import tree_map
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.fused_adam import FusedAdam, Stretch, can_fuse
+from elixir.wrapper.step.fused_adam import FusedAdam, MakeZeros, Stretch, can_fuse
 
 _NAMES = frozenset("Adafactor LAMB Lamb LARS Muon Shampoo SOAP LBFGS SparseAdam NovoGrad".split())
 _SHAPE = (6, 4)
@@ -37,6 +37,8 @@ class UserOptimizer:
         self.given = given
         self._class = type(given)
         self._groups, self._engine = groups, engine
+        self.number = len(engine.steppers)
+        """Its place among the optimizers of the engine."""
         self.fusible = can_fuse(given)
         self.group_of = {parameter: index for index, group in enumerate(groups()) for parameter in group["params"]}
 
@@ -56,10 +58,12 @@ class UserOptimizer:
             groups.append({**options, "params": [segment.weights for segment in segments if segment.group == index]})
         return self._make(groups)
 
-    def fused_over(self, master: torch.Tensor, segments: Sequence[Stretch]) -> FusedAdam:
-        """An optimizer that steps a shard in one pass, with the groups' options."""
+    def fused_over(
+        self, master: torch.Tensor, segments: Sequence[Stretch], zeros: MakeZeros | None = None
+    ) -> FusedAdam:
+        """An optimizer that steps a shard in one pass, with the groups' options; `zeros` as of `FusedAdam`."""
         decoupled = issubclass(self._class, torch.optim.AdamW)
-        return FusedAdam(master, segments, self.hyperparameters(), decoupled, self._engine.plan.moments)
+        return FusedAdam(master, segments, self.hyperparameters(), decoupled, self._engine.plan.moments, zeros)
 
     def check_elementwise(self) -> None:
         """See `check_elementwise`, with the options of each group."""

@@ -57,8 +57,8 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
     names: dict[str, set[str]] = {}
     for index, part in stepper.parts.items():
         small |= small_states(part)
-        for name, kind, _, values in _segments(part):
-            mine.setdefault(index, {})[kind] = dtype_name(values.dtype)
+        for name, kind, dtype in _kinds(part):
+            mine.setdefault(index, {})[kind] = dtype_name(dtype)
             names.setdefault(name, set()).add(kind)
     answers = engine.exchange("optimizer states", (mine, names, small))
     state: dict[int, dict[str, Any]] = {}
@@ -71,12 +71,13 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
             having.setdefault(name, set()).update(kinds)
     for index, part in stepper.parts.items():
         kinds = {kind: dtype for found, _, _ in answers for kind, dtype in found.get(index, {}).items()}
-        for kind in sorted(kinds):
-            whole = _gathered(engine, part, kind, getattr(torch, kinds[kind]))
-            for slot in part.chunk.slots if wanted else ():
-                if kind in having.get(slot.name, ()):
-                    value = slot.part_of(whole).to("cpu", copy=True)
-                    state.setdefault(numbers[slot.name], {})[kind] = value
+        with part.chunk.at_hand():
+            for kind in sorted(kinds):
+                whole = _gathered(engine, part, kind, getattr(torch, kinds[kind]))
+                for slot in part.chunk.slots if wanted else ():
+                    if kind in having.get(slot.name, ()):
+                        value = slot.part_of(whole).to("cpu", copy=True)
+                        state.setdefault(numbers[slot.name], {})[kind] = value
     if not wanted:
         return {}
     return {
@@ -115,7 +116,8 @@ def load_whole_states(
     for part in stepper.parts.values():
         part.chunk.about_to_write()
         if source is not None:
-            load_states(part, source)
+            with part.chunk.at_hand(write=True):
+                load_states(part, source)
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         take_options(group, saved)
 
@@ -205,6 +207,21 @@ def _check_state(slot: Slot, state: Mapping[str, Any], *, needs_adam: bool) -> N
         )
 
 
+def _kinds(part: ChunkOptimizer) -> Iterator[tuple[str, str, torch.dtype]]:
+    """(parameter, kind, dtype of the values) of every state of a chunk's shard; looks at no values."""
+    optimizer = part.optimizer
+    if isinstance(optimizer, FusedAdam):
+        stepped = [segment.name for segment in part.segments if optimizer.steps_of(segment)]
+        yield from ((name, kind, torch.float32) for name in stepped for kind in ADAM_KINDS)
+        return
+    yield from ((each.name, each.kind, _wide(each.dtype)) for each in stretches(part))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    narrow = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+    return torch.float32 if narrow else dtype
+
+
 def _segments(part: ChunkOptimizer) -> Iterator[tuple[str, str, int, torch.Tensor]]:
     """(parameter, kind, first element in the shard, values in float32 or wider) of every state of a chunk's shard."""
     optimizer = part.optimizer
@@ -217,8 +234,7 @@ def _segments(part: ChunkOptimizer) -> Iterator[tuple[str, str, int, torch.Tenso
         return
     for each in stretches(part):
         values = each.values(0, each.numel)
-        narrow = values.is_floating_point() and values.itemsize < torch.float32.itemsize
-        yield each.name, each.kind, starts[each.name] + each.start, values.float() if narrow else values
+        yield each.name, each.kind, starts[each.name] + each.start, values.to(_wide(values.dtype))
 
 
 def _gathered(engine: Engine, part: ChunkOptimizer, kind: str, dtype: torch.dtype) -> torch.Tensor:

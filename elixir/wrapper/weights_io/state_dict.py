@@ -205,10 +205,13 @@ class ModelState:
             original(state, prefix, *rest)
         finally:
             self._uses.loading = False
-            for (chunk, slot), version, values in zip(own, before, memory, strict=True):
-                if slot.parameter._version != version:
-                    chunk.write(slot, values)
-                chunk.show(slot)
+            given = list(zip(own, before, memory, strict=True))
+            given.sort(key=lambda each: each[0][0].index)
+            with self._engine.window.keeping():  # masters of a chunk on a disk come into memory once
+                for (chunk, slot), version, values in given:
+                    if slot.parameter._version != version:
+                        chunk.write(slot, values)
+                    chunk.show(slot)
 
     def _refuse_shown(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Raise where values would be loaded into memory that `ElixirModule.gathered` shows and takes nothing from."""

@@ -73,7 +73,7 @@ def test_the_error_names_the_disk_and_what_it_would_save(stack: StepTrace, limit
         planned(stack, device, host // 3)
     (lever,) = (lever for lever in caught.value.levers if "disk" in lever.action)
     assert lever.saves_bytes > 0
-    assert "does not run it" in lever.action
+    assert "disk_folder" in lever.action
     assert "--disk-folder" not in lever.action
     with pytest.raises(PlanError) as unknown:
         plan_from_trace(stack, UNKNOWN, 1, device_memory=device, host_memory=host // 3)
@@ -97,8 +97,8 @@ def test_several_ranks_share_the_budgets_of_their_machine(stack: StepTrace) -> N
     plan = plan_from_trace(stack, FAST, 2, device_memory=1 << 40, host_memory=host, disk_memory="1GiB", placement="cpu")
     assert plan.uses_disk
     assert plan.predicted.host_peak_bytes <= host
-    on_disk = sum(c.numel for c in plan.chunks if c.state_home == "disk")
-    assert plan.predicted.disk_peak_bytes == on_disk * 12
+    on_disk = [c.numel // 2 * 12 for c in plan.chunks if c.state_home == "disk"]
+    assert plan.predicted.disk_peak_bytes == 2 * sum(-(-nbytes // 4096) * 4096 for nbytes in on_disk)
 
 
 def test_the_bound_holds_for_plans_with_a_disk(stack: StepTrace, limits: tuple[int, int]) -> None:
@@ -149,9 +149,11 @@ def placed(chunks: int) -> Placement:
     return Placement.everywhere(Home.HOST, chunks)
 
 
-@pytest.mark.parametrize(("lacking", "expected"), [(0, set()), (1, {3, 4, 5, 2}), (8 * NUMEL + 1, {1, 2, 3, 4, 5})])
+@pytest.mark.parametrize(
+    ("lacking", "expected"), [(0, set()), (1, {1, 2, 3, 4, 5}), (8 * NUMEL + 1, {0, 1, 2, 3, 4, 5})]
+)
 def test_the_last_to_be_used_go_first_and_no_more_than_are_needed(lacking: int, expected: set[int]) -> None:
-    """fp32 weights at home on the host: a chunk's 8 B an element leave, and a window of 24 comes: four chunks pay
+    """fp32 weights at home on the host: a chunk's 8 B an element leave, and a window of 36 comes: five chunks pay
     it."""
     whole = sum(model_of(6, None).host_parts(placed(6)).values())
     model = model_of(6, Spill(whole - lacking, 1 << 50))
@@ -161,7 +163,7 @@ def test_the_last_to_be_used_go_first_and_no_more_than_are_needed(lacking: int, 
 
 
 def test_what_the_last_one_made_needless_stays_on_the_host(stack: StepTrace, limits: tuple[int, int]) -> None:
-    """No chunk could leave the disk and the plan still fit, but for two that only the window would keep there."""
+    """No chunk could leave the disk and the plan still fit, but for three that only the window would keep there."""
     device, host = limits
     for share in (0.5, 0.7, 0.9):
         plan = planned(stack, device, int(share * host), disk_memory="1GiB")
@@ -170,7 +172,7 @@ def test_what_the_last_one_made_needless_stays_on_the_host(stack: StepTrace, lim
         back = [
             chunk.numel * (12 if chunk.dtype != "float32" or chunk.weight_home == "device" else 8) for chunk in on_disk
         ]
-        assert len(on_disk) <= 2 or min(back) > spare
+        assert len(on_disk) <= 3 or min(back) > spare
 
 
 def test_a_disk_smaller_than_its_budget_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,82 @@
+"""Plans with states on a disk, and disks that fail."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from elixir.errors import FileError
+from elixir.files import Files
+from elixir.plan import Plan
+
+KINDS = ((False, "host"), (True, "device"), (False, "device"))
+"""(resident, weight home) of chunks whose states live on a disk, in turn."""
+
+
+def on_disk(plan: Plan, every: int = 1) -> Plan:
+    """The packing of a plan, with the states of every so many-th trained chunk on a disk; others stay on the host."""
+    return with_states(plan, "disk", every)
+
+
+def in_memory(plan: Plan) -> Plan:
+    """`on_disk`, but with all states on the host: the same updates in memory."""
+    return with_states(plan, "host")
+
+
+def with_states(plan: Plan, home: str, every: int = 1) -> Plan:
+    """The packing of a plan with states at `home`, and weights in all homes that such a plan can have."""
+    chunks = []
+    for index, chunk in enumerate(plan.chunks):
+        resident, weights = KINDS[index % len(KINDS)]
+        states = (home if index % every == 0 else "host") if chunk.trainable else weights
+        chunks.append(replace(chunk, resident=resident, weight_home=weights, state_home=states))  # type: ignore[arg-type]
+    return replace(plan, chunks=tuple(chunks))
+
+
+class BrokenDisk(Files):
+    """Its transfers work until `break_it` is called, and fail from then on.
+
+    Args:
+        code: errno of the failures.
+        only: the operations that fail.
+        at: break at the so many-th of them; None: when told to.
+    """
+
+    def __init__(self, code: int, only: tuple[str, ...] = ("read", "write"), at: int | None = None) -> None:
+        self._code, self._only, self._at = code, only, at
+        self._lock = threading.Lock()
+        self.broken, self.count = False, 0
+
+    def break_it(self) -> None:
+        """Fail from now on."""
+        self.broken = True
+
+    def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
+        if operation in self._only:
+            with self._lock:
+                self.count += 1
+                self.broken |= self._at is not None and self.count >= self._at
+            if self.broken:
+                raise FileError(self._code, os.strerror(self._code), path, operation)
+        return super().call(operation, path, function, *args)
+
+
+class CountedDisk(Files):
+    """Counts the bytes that are moved, and moves them in pieces, as a file system may."""
+
+    def __init__(self, piece_bytes: int | None = None) -> None:
+        self.moved = {"read": 0, "write": 0}
+        self._piece = piece_bytes
+        self._lock = threading.Lock()
+
+    def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
+        if operation not in self.moved:
+            return super().call(operation, path, function, *args)
+        handle, view, offset = args
+        count = super().call(operation, path, function, handle, view[: self._piece], offset)
+        with self._lock:
+            self.moved[operation] += count
+        return count

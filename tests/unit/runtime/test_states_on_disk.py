@@ -1,0 +1,192 @@
+"""Optimizer states on a disk while a model trains: the bits of states in memory, and the bytes of the plan."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.chunk.lanes import Emulation
+from elixir.errors import DiskError, InputError
+from elixir.plan import Plan
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.options import Debug
+from tests.common.on_disk import BrokenDisk, CountedDisk, in_memory, on_disk
+from tests.common.parity import Case, Pair, case, make_plan
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2),
+    "plain": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("every", [1, 2])
+def test_same_bits_as_plain_pytorch(name: str, every: int, tmp_path: Path) -> None:
+    """Whatever makes its states when: before the first step, with it, in the constructor, or never."""
+    it = case("gpt2")
+    plan = on_disk(make_plan(it, "streamed"), every)
+    with Pair(it, plan, optimizer=OPTIMIZERS[name], disk_folder=tmp_path, max_norm=0.5) as pair:
+        for _ in range(2):
+            pair.train(2)
+            pair.assert_same_weights()  # between steps masters come into memory
+        assert list(tmp_path.iterdir()) == []
+
+
+def run(it: Case, plan: Plan, steps: int = 4, **options: Any) -> tuple[ElixirModule, ElixirOptimizer]:
+    module = ElixirModule(it.model, plan, **options)
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.module.parameters(), lr=1e-3), max_norm=1.0)
+    for _ in range(steps):
+        optimizer.backward(module(**it.inp).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return module, optimizer
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Nested dicts of tensors and numbers have the same bits."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for each, its in zip(one, other, strict=True):
+            assert_same(each, its)
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moments", "fused"),
+    [
+        (None, "float32", True),
+        ("bfloat16", "bfloat16", True),
+        ("bfloat16", "8bit", True),
+        ("bfloat16", "float32", False),
+    ],
+)
+def test_same_bits_and_states_as_in_memory_and_the_bytes_of_the_plan(
+    dtype: str | None, moments: str, fused: bool, tmp_path: Path
+) -> None:
+    plan = make_plan(case("llama"), "streamed", unified_dtype=dtype, moments=moments)
+    delays = Debug(poison=True, emulation=Emulation(delay_s=0.001, seed=3))
+    with_memory, its_optimizer = run(case("llama"), in_memory(plan), use_fused_kernels=fused, debug=delays)
+    disk = CountedDisk(piece_bytes=8192)
+    delays = Debug(poison=True, emulation=Emulation(delay_s=0.001, seed=3), files=disk)
+    module, optimizer = run(case("llama"), on_disk(plan), use_fused_kernels=fused, disk_folder=tmp_path, debug=delays)
+    report = module.last_report
+    assert report is not None
+    for name in ("disk_read", "disk_write", "disk_peak"):
+        assert report.observed[name] == report.predicted[name] > 0
+    assert report.observed["host_peak"] <= report.predicted["host_peak"]
+    module.settle()
+    disk.moved.update(read=0, write=0)
+    it = case("llama")
+    optimizer.backward(module(**it.inp).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    module.settle()
+    assert disk.moved == {"read": report.predicted["disk_read"], "write": report.predicted["disk_write"]}
+    its_optimizer.backward(with_memory(**it.inp).loss)
+    its_optimizer.step()
+    its_optimizer.zero_grad()
+    assert_same(module.state_dict(), with_memory.state_dict())
+    assert_same(optimizer.state_dict(), its_optimizer.state_dict())
+    module.close()
+    with_memory.close()
+
+
+def test_weights_that_are_written_reach_the_masters_on_the_disk(tmp_path: Path) -> None:
+    plan = make_plan(case("gpt2"), "streamed", unified_dtype="bfloat16")
+    module, optimizer = run(case("gpt2"), on_disk(plan), disk_folder=tmp_path)
+    twin, its_optimizer = run(case("gpt2"), in_memory(plan))
+    saved = {name: value.clone() for name, value in module.state_dict().items()}
+    states = optimizer.state_dict()
+    for each, its in ((module, optimizer), (twin, its_optimizer)):
+        with each.gathered(write=True):
+            for parameter in each.module.parameters():
+                parameter.data.mul_(1.5)
+        its.backward(each(**case("gpt2").inp).loss)
+        its.step()
+        its.zero_grad()
+    assert_same(module.state_dict(), twin.state_dict())
+    for each, its in ((module, optimizer), (twin, its_optimizer)):
+        each.load_state_dict(saved)
+        its.load_state_dict(states)
+    assert_same(dict(module.state_dict()), saved)
+    assert_same(optimizer.state_dict(), its_optimizer.state_dict())
+    module.close()
+    twin.close()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad"])
+def test_states_move_between_disk_and_memory(name: str, tmp_path: Path) -> None:
+    it = case("gpt2")
+    plan = make_plan(it, "streamed")
+    with Pair(it, on_disk(plan), optimizer=OPTIMIZERS[name], disk_folder=tmp_path) as pair:
+        for there in (on_disk(plan, 2), in_memory(plan), on_disk(plan), on_disk(plan)):
+            pair.train(2)
+            pair.module.rehome(there)
+            pair.assert_same_weights()
+        pair.train(2)
+        pair.assert_same_weights()
+        report = pair.module.last_report
+        assert report is not None
+        assert report.observed["disk_peak"] == report.predicted["disk_peak"]
+
+
+# --- what fails ----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_with_a_disk_asks_for_a_folder(tmp_path: Path) -> None:
+    it = case("gpt2")
+    plan = on_disk(make_plan(it, "streamed"))
+    with pytest.raises(InputError, match="disk_folder="):
+        ElixirModule(it.model, plan)
+    with pytest.raises(InputError, match="is no folder"):
+        ElixirModule(it.model, plan, disk_folder=tmp_path / "missing")
+
+
+def test_a_full_disk_is_told_before_training(tmp_path: Path) -> None:
+    it = case("gpt2")
+    plan = on_disk(make_plan(it, "streamed"))
+    full = BrokenDisk(errno.ENOSPC, ("allocate",), at=3)
+    with pytest.raises(DiskError, match="chunk 2") as caught:
+        ElixirModule(it.model, plan, disk_folder=tmp_path, debug=Debug(files=full))
+    assert caught.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+def test_a_disk_that_fails_stops_the_training_and_weights_can_be_saved(way: str, tmp_path: Path) -> None:
+    it = case("gpt2")
+    disk = BrokenDisk(errno.EIO, (way,))
+    plan = make_plan(it, "streamed")
+    module, optimizer = run(it, on_disk(plan), steps=2, disk_folder=tmp_path, debug=Debug(files=disk))
+    module.settle()
+    disk.break_it()
+
+    def train() -> None:
+        for _ in range(2):
+            optimizer.backward(module(**it.inp).loss)
+            optimizer.step()
+
+    with pytest.raises(DiskError, match="chunk") as caught:
+        train()
+    assert (caught.value.errno, caught.value.operation) == (errno.EIO, way)
+    for again in (module.settle, optimizer.step):
+        with pytest.raises(DiskError):
+            again()
+    state = module.state_dict()
+    assert all(bool(value.isfinite().all()) for value in state.values() if value.is_floating_point())
+    module.close()
+    assert all(not parameter.is_meta for parameter in it.model.parameters())
