@@ -283,7 +283,7 @@ def _mixtral_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def _decoder_config(shape: ModelShape) -> dict[str, Any]:
-    """Of a decoder of today, `ModelShape.config` included."""
+    """The config of a decoder of today, `ModelShape.config` included."""
     own: dict[str, Any] = {"tie_word_embeddings": shape.tied}
     if shape.family != "llama":
         own["rms_norm_eps"] = 1e-6
