@@ -8,7 +8,7 @@ Every class here checks its values: what exists can be run. An `InputError` name
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from elixir.artifact import Artifact, digest
@@ -26,6 +26,7 @@ from elixir.chunk_plan import (
 from elixir.errors import ArtifactError, InputError
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, check_adam, extent_bytes, moments_size
 from elixir.schedule import StepSchedule, required_chunks
+from elixir.step_trace import StepShape
 from elixir.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.units import format_bytes, format_seconds
 
@@ -153,6 +154,8 @@ class Plan(Artifact):
     `elixir.hardware.threads` gives."""
     device_name: str = ""
     """Name of the device it was made for, as its hardware profile has it."""
+    step: StepShape = field(default_factory=StepShape)
+    """The step that was traced for it: a micro-batch of one rank."""
 
     @property
     def uses_disk(self) -> bool:
@@ -299,6 +302,19 @@ class Plan(Artifact):
             },
         )
 
+    def _training(self) -> str:
+        """The training that is counted: the optimizer with its master weights, and the step."""
+        step = self.step
+        masters = any(chunk.trainable and itemsize_of(chunk.dtype) < MASTER_BYTES for chunk in self.chunks)
+        size = "" if step.samples is None else f", micro-batches of {step.samples}"
+        tokens = "" if step.seq is None else f" x {step.seq} tokens"
+        checkpoint = step.checkpoint not in (None, "none")
+        return (
+            f"{self.optimizer}{' with float32 master weights' if masters else ''}{size}{tokens}"
+            + (f", activation checkpointing {step.checkpoint}" if checkpoint else "")
+            + (", fused kernels" if step.fused_kernels else "")
+        )
+
     @property
     def fingerprint(self) -> str:
         """Identifies the plan: same digits, same plan."""
@@ -334,6 +350,7 @@ class Plan(Artifact):
         )
         early = sum(chunk.steps_in_backward for chunk in trainable)
         lines = {
+            "training": self._training(),
             "chunks": f"{len(self.chunks)}, {len(self.chunks) - streamed} resident on the device",
             "states": f"{host} of {len(trainable)} trainable chunks on the host"
             + (f", {disk} on the disk" if self.uses_disk else "")

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from elixir.artifact import Artifact
+from elixir.errors import InputError
+from elixir.optimizer_states import MASTER_BYTES, StateSize, state_size
+from elixir.units import dtype_bytes
 
 Phase = Literal["forward", "recompute", "backward"]
 """`recompute` is a checkpointed region that runs again inside backward."""
@@ -104,6 +107,27 @@ class Contributor:
     bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """The size of the step that was traced, and all that is needed to trace it again. Per rank and micro-batch."""
+
+    samples: int | None = None
+    """First dimension of the input ids, otherwise of the first tensor of the input; None without a tensor."""
+    tokens: int | None = None
+    """Elements of the input ids; None where the input has none."""
+    fused_kernels: bool = False
+    """Whether fused kernels ran, as with ``use_fused_kernels=True``."""
+    checkpoint: str | None = None
+    """Activation checkpointing, as `elixir.models.build` takes it, of a step that follows from it and the model's name.
+    None if the input or the step is a function of the user's, or the model was given as an object: such a step cannot
+    be traced again by name."""
+
+    @property
+    def seq(self) -> int | None:
+        """Tokens per sample."""
+        return None if self.tokens is None or not self.samples else self.tokens // self.samples
+
+
 @dataclass(frozen=True)
 class StepTrace(Artifact):
     """The needs of one training step; see the fields."""
@@ -154,8 +178,35 @@ class StepTrace(Artifact):
     assumptions: tuple[str, ...]
     """Assumptions of the trace, such as balanced expert routing."""
     trace_s: float = field(compare=False)
+    step: StepShape = field(default_factory=StepShape)
 
     @property
     def numel(self) -> int:
         """Number of parameter elements, tied ones counted once."""
         return sum(param.numel for param in self.parameters)
+
+    def state_bytes(self, states: StateSize) -> int:
+        """Optimizer states and master weights that a plan keeps of all that is trained, wherever they live.
+
+        Args:
+            states: of the optimizer (`elixir.optimizer_states.state_size`).
+        """
+        numel, total = dict[int, int](), 0
+        for param in self.parameters:
+            if param.trainable:
+                width = dtype_bytes(param.dtype)
+                numel[width] = numel.get(width, 0) + param.numel
+        for width, count in numel.items():
+            total += states.nbytes(count, width) + (count * MASTER_BYTES if width < MASTER_BYTES else 0)
+        return total
+
+    @property
+    def planned_peak_bytes(self) -> int | None:
+        """Peak of the step as Elixir trains, with everything on one device: float32 master weights and states of the
+        optimizer next to the highest total of forward and backward. None for an optimizer whose states are not known.
+        """
+        try:
+            states = state_size(self.optimizer.split(" ")[0])
+        except InputError:
+            return None
+        return self.backward_peak_bytes + self.state_bytes(states)

@@ -154,14 +154,17 @@ def _search_batch(args: argparse.Namespace, hardware: HardwareProfile, request: 
     def trace_of(batch: int, checkpoint: str) -> StepTrace:
         return step.traced(argparse.Namespace(**{**vars(args), "batch": batch, "checkpoint": checkpoint}), hardware)
 
-    return search_batches(
-        trace_of,
-        hardware,
-        request,
-        samples=args.batch or 1,
-        checkpoints=[args.checkpoint] if args.checkpoint else ["none", "non-reentrant"],
-        layers=0 if args.checkpoint else len(checkpointable_layers(build(args.model))),
-    )
+    layers = 0 if args.checkpoint else len(checkpointable_layers(build(args.model)))
+    with output.progress() as progress:
+        return search_batches(
+            trace_of,
+            hardware,
+            request,
+            samples=args.batch or 1,
+            checkpoints=[args.checkpoint] if args.checkpoint else ["none", "non-reentrant"],
+            layers=layers,
+            progress=progress,
+        )
 
 
 def _check_search_batch(args: argparse.Namespace, trace: StepTrace | None) -> None:
@@ -170,6 +173,8 @@ def _check_search_batch(args: argparse.Namespace, trace: StepTrace | None) -> No
         raise InputError(f"{args.model} is a trace, which has settled the batch; name the model for --search-batch")
     if args.inp:
         raise InputError("--inp settles the input; leave out --search-batch")
+    if args.accumulation is not None:
+        raise InputError("--search-batch cuts --batch into micro-batches itself; leave out --accumulation")
     if args.step_in_backward:
         raise InputError("--step-in-backward is for steps of one batch; leave out --search-batch")
 

@@ -22,7 +22,7 @@ LARGEST_ACCUMULATION = 1_000
 LONGEST_MESSAGE = 1_800
 """Characters of an error: a list of levers fits, a value of many digits does not."""
 STEP = "the training step"
-RETRACED = "the training step, without trace.json; as when the plan was made"
+RETRACED = "the training step, without trace.json (default of each: as the plan has it)"
 
 
 class Parser(argparse.ArgumentParser):
@@ -203,7 +203,14 @@ FLAGS: dict[str, Flag] = {
         "--activation-checkpointing says so, whether to recompute activations, and of how many layers"
     ),
     "--accumulation": _flag(
-        "batches per optimizer step (default: as it was planned for)", "N", partial(_count, most=LARGEST_ACCUMULATION)
+        "micro-batches per optimizer step, --batch samples each (default: 1)",
+        "N",
+        partial(_count, most=LARGEST_ACCUMULATION),
+    ),
+    "--accumulation@timeline": _flag(
+        "micro-batches per optimizer step (default: as it was planned for)",
+        "N",
+        partial(_count, most=LARGEST_ACCUMULATION),
     ),
     # Measuring.
     "--list": _switch("the presets (the default)"),
@@ -239,7 +246,7 @@ FLAGS: dict[str, Flag] = {
 """Every argument by its name, or by name and command where commands differ."""
 
 _BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --disk-memory"
-_SEARCH = "--moments --step-in-backward --no-clipping"
+_SEARCH = "--accumulation --moments --step-in-backward --no-clipping"
 _ASKED = "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --inp --step"
 _TRACED = f"{_ASKED} --optimizer-kernel"
 _AGAIN = {"": "plan trace --hardware --network", RETRACED: "--batch --seq --activation-checkpointing --fused-kernels"}
@@ -307,8 +314,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "sweep": ("elixir sweep opt-1.3b opt-13b --hardware a100,h200 --world-sizes 1,8 --batches 1,8",),
     "fit": ("elixir fit opt-13b --batch 4 --activation-checkpointing",),
-    "explain": ("elixir explain plan.json --batch 8 --activation-checkpointing",),
-    "timeline": ("elixir timeline plan.json trace.json --out step.png",),
+    "explain": ("elixir explain plan.json", "elixir explain plan.json trace.json --top 10"),
+    "timeline": ("elixir timeline plan.json --out step.png", "elixir timeline plan.json trace.json --out step.json"),
 }
 """Command -> calls that its help shows."""
 
@@ -357,5 +364,8 @@ def build_parser() -> Parser:
                 several = words.split("|")
                 place = group.add_mutually_exclusive_group() if len(several) > 1 else group
                 for word in several:
-                    place.add_argument(word, **(FLAGS.get(f"{word}@{name}") or FLAGS[word]))
+                    flag = FLAGS.get(f"{word}@{name}") or FLAGS[word]
+                    if title == RETRACED:
+                        flag = flag | {"help": flag["help"].partition(" (default")[0]}
+                    place.add_argument(word, **flag)
     return parser

@@ -212,38 +212,39 @@ def _hardware_of(plan: Plan, args: argparse.Namespace) -> HardwareProfile:
 
 
 def _retrace(plan: Plan, args: argparse.Namespace, hardware: HardwareProfile) -> StepTrace:
-    """The step of a plan for a named model, traced again. A plan file runs no code: other models need their trace."""
+    """The step of a plan for a named model, traced again as it was, but for the flags given.
+
+    A plan file runs no code: other models need their trace.
+    """
     from elixir.models import find
 
-    if find(plan.model_name) is None:
+    step = plan.step
+    if find(plan.model_name) is None or step.checkpoint is None:
+        why = "which is none of the models known by name"
+        if find(plan.model_name) is not None:
+            why = "with an input or a step that the plan does not hold"
         raise InputError(
-            f"{args.plan} is for {plan.model_name!r}, which is none of the models known by name; give the trace it was "
-            f"made from as well, which `elixir profile --out trace.json` saves"
+            f"{args.plan} is for {plan.model_name!r}, {why}; give the trace it was made from as well, which "
+            "`elixir profile --out trace.json` saves"
         )
     from elixir.models import build, default_step, input_to_trace
     from elixir.tracer import trace_step
     from elixir.units import parse_dtype
 
     dtype = None if plan.dtype == "as built" else parse_dtype(plan.dtype)
-    model = build(plan.model_name, dtype=dtype, checkpoint=args.checkpoint or "none")
-    inp = input_to_trace(model, batch=args.batch or 1, seq=args.seq)
-    trace = trace_step(
+    checkpoint = args.checkpoint or step.checkpoint
+    model = build(plan.model_name, dtype=dtype, checkpoint=checkpoint)
+    return trace_step(
         model,
-        inp,
+        input_to_trace(model, batch=args.batch or step.samples or 1, seq=args.seq or step.seq),
         default_step,
         dtype=dtype,
         hardware=hardware,
         optimizer=None,
         model_name=plan.model_name,
-        use_fused_kernels=bool(args.fused_kernels),
+        use_fused_kernels=step.fused_kernels if args.fused_kernels is None else args.fused_kernels,
+        checkpoint=checkpoint,
     )
-    if args.checkpoint is None and trace.model_fingerprint == plan.model_fingerprint:
-        recomputed = any(use.phase == "recompute" for use in plan.order)
-        if recomputed and not trace.checkpointed_modules:
-            raise InputError(
-                f"{args.plan} was planned with activation checkpointing; give --activation-checkpointing, or its trace"
-            )
-    return trace
 
 
 def _print_rows(rows: list[SweepRow] | tuple[SweepRow, ...], title: str) -> None:

@@ -34,6 +34,8 @@ def asked(args: argparse.Namespace, optimizer: str) -> SearchRequest:
     from elixir.search.request import OPTIONS, SearchRequest
 
     given = {name: value for name, value in vars(args).items() if name in OPTIONS}
+    if given.get("accumulation", 1) is None:
+        del given["accumulation"]
     return SearchRequest(**{"world_size": 1, "optimizer_type": optimizer, **given})
 
 
@@ -66,6 +68,7 @@ def traced(args: argparse.Namespace, hardware: HardwareProfile) -> StepTrace:
             optimizer_kernel=None if step["optimizer_kernel"] == "default" else step["optimizer_kernel"],
             model_name=shape.name if shape else args.model,
             use_fused_kernels=step["fused_kernels"],
+            checkpoint=None if step["inp"] or step["step"] else step["checkpoint"],
         )
 
 

@@ -12,7 +12,7 @@ from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
 from elixir.search.planner import plan_from_trace
-from elixir.search.request import SearchRequest, check_count
+from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.simulator import Rates, main_dtype
 from elixir.step_trace import StepTrace
 
@@ -62,6 +62,7 @@ def search_batches(
     checkpoints: Sequence[str] = ("none",),
     micro_batches: bool = True,
     layers: int = 0,
+    progress: Progress | None = None,
     **options: Any,
 ) -> BatchChoice:
     """The fastest plan for `samples` samples of a rank per optimizer step.
@@ -85,6 +86,7 @@ def search_batches(
         layers: how many can be checkpointed one by one
             (`elixir.models.activation_checkpointing.checkpointable_layers`), of which `trace_of` checkpoints the first
             12 where it is given ``"non-reentrant:12"``; 0: all or none.
+        progress: told before each way; of how many is the most that there can be.
         options: fields of `SearchRequest`, such as ``device_memory`` and ``host_memory``.
 
     Raises:
@@ -101,10 +103,20 @@ def search_batches(
             "search with "
             "micro_batches=False"
         )
-    trials = _Trials(trace_of, hardware, request, samples)
-    for batch, checkpoint in _ways(samples, checkpoints, micro_batches=micro_batches):
-        trials.step_s(batch, checkpoint)
     forms = [checkpoint for checkpoint in checkpoints if checkpoint != "none"]
+    ways = list(_ways(samples, checkpoints, micro_batches=micro_batches))
+    most = len(ways)
+    if layers and forms:
+        batches = len({batch for batch, _ in ways})
+        most += min(BATCHES_REFINED, batches) * min(2 * layers.bit_length(), layers + 1)
+
+    def before(way: str, done: int) -> None:
+        if progress is not None:
+            progress(way, done, max(most, done + 1))
+
+    trials = _Trials(trace_of, hardware, request, samples, before)
+    for batch, checkpoint in ways:
+        trials.step_s(batch, checkpoint)
     if layers and forms:
         for batch in trials.fastest_batches()[:BATCHES_REFINED]:
             trials.refine(batch, forms[0], layers)
@@ -114,8 +126,16 @@ def search_batches(
 class _Trials:
     """Ways that were tried."""
 
-    def __init__(self, trace_of: TraceOf, hardware: HardwareProfile, request: SearchRequest, samples: int) -> None:
+    def __init__(
+        self,
+        trace_of: TraceOf,
+        hardware: HardwareProfile,
+        request: SearchRequest,
+        samples: int,
+        before: Callable[[str, int], None],
+    ) -> None:
         self._trace_of, self._hardware, self._request, self._samples = trace_of, hardware, request, samples
+        self._before = before
         self._tried: dict[tuple[int, str], BatchOption] = {}
         self._best: tuple[float, Plan, BatchOption] | None = None
         self._nearest: PlanError | None = None
@@ -124,7 +144,9 @@ class _Trials:
         """Seconds of one way; infinite without a plan, or without one that could win."""
         key = (batch, checkpoint)
         if key not in self._tried:
-            self._tried[key] = self._try(BatchOption(batch, self._samples // batch, checkpoint))
+            count = self._samples // batch
+            self._before(f"{count} x {batch} samples, activation checkpointing {checkpoint}", len(self._tried))
+            self._tried[key] = self._try(BatchOption(batch, count, checkpoint))
         step_s = self._tried[key].step_s
         return math.inf if step_s is None else step_s
 

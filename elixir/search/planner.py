@@ -283,6 +283,7 @@ def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: st
         host_threads=_host_threads(space),
         start_up_s=best.need.host_bytes / (space.hardware.host_pin_bytes_per_s or math.inf),
         device_name=space.hardware.device_name,
+        step=trace.step,
     )
 
 

@@ -21,6 +21,8 @@ SearchName = Literal["optimal", "minimum_waste"]
 Size = str | int | None
 """Bytes, or text such as ``"80GiB"``."""
 Function = TypeVar("Function", bound=Callable[..., Any])
+Progress = Callable[[str, int, int], None]
+"""Called with what comes next, how much is done, and of how much."""
 
 MOST_RANKS = 1 << 20
 """More than any machine has; with more, the padding that makes shards equal would outgrow the models."""

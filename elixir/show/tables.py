@@ -11,7 +11,7 @@ from elixir.errors import InputTypeError
 from elixir.hardware import HardwareProfile, fit_unit
 from elixir.plan import ChunkPlan, Plan
 from elixir.show.style import part_label
-from elixir.step_trace import StepTrace
+from elixir.step_trace import StepShape, StepTrace
 from elixir.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def trace_record(trace: StepTrace) -> Record:
         "device": trace.device,
         "dtype": trace.dtype,
         "optimizer": trace.optimizer,
+        **_step_record(trace.step),
         "parameters": trace.numel,
         "param_bytes": trace.param_bytes,
         "grad_bytes": trace.grad_bytes,
@@ -39,6 +40,7 @@ def trace_record(trace: StepTrace) -> Record:
         "activation_peak_bytes": trace.activation_peak_bytes,
         "backward_peak_bytes": trace.backward_peak_bytes,
         "step_peak_bytes": trace.step_peak_bytes,
+        "planned_peak_bytes": trace.planned_peak_bytes,
         "peak_module": trace.peak_module,
         "peak_operator": trace.peak_operator,
         "accesses": len(trace.accesses),
@@ -49,6 +51,15 @@ def trace_record(trace: StepTrace) -> Record:
         "assumptions": list(trace.assumptions),
         "model_fingerprint": trace.model_fingerprint,
         "trace_s": trace.trace_s,
+    }
+
+
+def _step_record(step: StepShape) -> Record:
+    return {
+        "samples": step.samples,
+        "tokens": step.tokens,
+        "activation_checkpointing": step.checkpoint,
+        "fused_kernels": step.fused_kernels,
     }
 
 
@@ -65,6 +76,7 @@ def plan_record(plan: Plan) -> Record:
         "dtype": plan.dtype,
         "optimizer": plan.optimizer,
         "moments": plan.moments,
+        **_step_record(plan.step),
         "accumulation": plan.accumulation,
         "may_step_in_backward": plan.may_step_in_backward,
         "step_in_backward": plan.steps_in_backward,
@@ -198,6 +210,11 @@ def trace_summary(trace: StepTrace) -> str:
     """The needs of a step, in a few lines."""
     checkpointed = len(trace.checkpointed_modules)
     regions = f", {checkpointed} regions checkpointed" if checkpointed else ""
+    planned, as_planned = trace.planned_peak_bytes, tuple[str, ...]()
+    if planned is not None:
+        as_planned = (
+            f"  under a plan     {format_bytes(planned)} with float32 master weights and states, all on one device",
+        )
     return "\n".join(
         (
             f"{trace.model_name} on {trace.device}: {trace.dtype}, {trace.optimizer}{regions}",
@@ -205,7 +222,8 @@ def trace_summary(trace: StepTrace) -> str:
             f"  activation peak  {format_bytes(trace.activation_peak_bytes)}",
             f"  backward peak    {format_bytes(trace.backward_peak_bytes)} without optimizer states, "
             f"in {trace.peak_module or 'the model'} ({trace.peak_operator})",
-            f"  step peak        {format_bytes(trace.step_peak_bytes)} all told",
+            f"  step peak        {format_bytes(trace.step_peak_bytes)} in plain PyTorch, states in the weights' dtype",
+            *as_planned,
             f"  traced           {trace.operators:,} operators, {len(trace.accesses):,} uses of parameters, "
             f"in {trace.trace_s:.2f} s, no GPU",
         )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from elixir.step_trace import Access, Contributor, CurveSample, ParamInfo, StepTrace
+from elixir.step_trace import Access, Contributor, CurveSample, ParamInfo, StepShape, StepTrace
 from elixir.tracer.ledger import KINDS, Curve, Int64Array, Ledger, StorageRecord
 from elixir.tracer.meta_copy import Twin
 from elixir.tracer.optimizer_phase import OptimizerPhase
@@ -45,6 +45,7 @@ class Observed:
     assumptions: tuple[str, ...]
     unverified: Mapping[str, Iterable[Any]]
     """Unconfirmed assumption of the numbers -> the operators for which it was taken."""
+    step: StepShape
 
 
 def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float) -> StepTrace:
@@ -95,6 +96,7 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         unused_modules=_unused_modules(twin, order),
         assumptions=observed.assumptions + _unverified(observed.unverified, alive, backward_peak),
         trace_s=time.perf_counter() - started,
+        step=observed.step,
     )
 
 

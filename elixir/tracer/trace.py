@@ -18,7 +18,8 @@ from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.hardware import HardwareProfile
 from elixir.kernels.model import FusedKernels
 from elixir.models import fingerprint
-from elixir.step_trace import StepTrace
+from elixir.step_trace import StepShape, StepTrace
+from elixir.torch_private import tree_leaves
 from elixir.tracer.assemble import Observed, assemble
 from elixir.tracer.device import OptimizerKernel, Target, references_when_alone, routed, target_for, warnings_heard
 from elixir.tracer.ledger import Ledger
@@ -69,6 +70,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     routing: Routing | None = None,
     cache: bool = True,
     use_fused_kernels: bool | Mapping[str, str] = False,
+    checkpoint: str | None = None,
 ) -> StepTrace:
     """Trace one training step of `model` as `hardware` would run it. Needs no GPU and allocates no weights.
 
@@ -86,6 +88,8 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         routing: which experts tokens go to where that follows from weights; balanced by default.
         cache: remember shape propagation; the result is the same without, only later.
         use_fused_kernels: as `ElixirModule` will be given it: the memory of what runs then.
+        checkpoint: how `elixir.models.build` was asked to checkpoint activations, if model, input and step all follow
+            from a name; written down as `StepShape.checkpoint`.
 
     Raises:
         InputError, InputTypeError: an argument makes no sense, or the model has no parameters that can be planned.
@@ -134,6 +138,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             operators=operators,
             assumptions=_assumptions(twin, target, shadows, fused),
             unverified=target.unverified,
+            step=_shape_of(inp, bool(fused.counts), checkpoint),
         )
         return assemble(observed, ledger, order, started)
     finally:
@@ -174,6 +179,19 @@ def _run_step(
                 order.gradient_ready(parameter)  # set by step_fn itself, as with torch.autograd.grad
             record.kind = "gradients"
             record.complete_at = order.uses[order.grad_use[index]].log_position
+
+
+def _shape_of(inp: dict[Any, Any], fused_kernels: bool, checkpoint: str | None) -> StepShape:
+    ids = inp.get("input_ids") if isinstance(inp, Mapping) else None
+    tokens = ids.numel() if isinstance(ids, torch.Tensor) else None
+    first = ids if tokens is not None else next(iter(_tensors(inp)), None)
+    samples = None if first is None else len(first)
+    return StepShape(samples=samples, tokens=tokens, fused_kernels=fused_kernels, checkpoint=checkpoint)
+
+
+def _tensors(inp: Any) -> list[torch.Tensor]:
+    """Tensors of an input that have a first dimension, in order."""
+    return [leaf for leaf in tree_leaves(inp) if isinstance(leaf, torch.Tensor) and leaf.dim()]
 
 
 def _assumptions(twin: Twin, target: Target, shadows: Shadows, fused: FusedKernels) -> tuple[str, ...]:

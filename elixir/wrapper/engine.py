@@ -64,6 +64,10 @@ class AnyStepper(Protocol):
     def wants_norm(self) -> bool:
         """Whether the next step needs the norm of the gradients, as far as can be known during backward."""
 
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Global norm of the last step's gradients, before clipping; None if the step needed none."""
+
     def check_plan(self, plan: Plan) -> None:
         """Refuse a plan that this cannot step by."""
 

@@ -194,7 +194,7 @@ class ElixirModule(nn.Module):
         if engine.before_forward is not None:
             engine.before_forward()
         engine.forget_failed_backward()
-        begins = self._account.forward()
+        begins = self._account.forward(args, kwargs)
         buffers.before_forward()
         engine.forward_begins()
         try:

@@ -92,6 +92,13 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._stepper.max_norm = norm or 0.0
 
     @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Global norm of the gradients of the last `step`, or of `clip_grad_norm_` if that came later: before clipping,
+        loss scale taken out, over all ranks. None if the step needed no norm: without clipping, and not in float16.
+        """
+        return self._stepper.grad_norm
+
+    @property
     def host_threads(self) -> int:
         """How many threads of this rank step on the host."""
         return self._stepper.host_threads

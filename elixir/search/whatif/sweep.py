@@ -7,13 +7,13 @@ are pure: the same arguments give the same rows in every process, whatever machi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names
-from elixir.search.request import SearchRequest, check_count
+from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.whatif.trial import (
     HOST_PER_DEVICE_BYTE,
     SweepRow,
@@ -25,8 +25,6 @@ from elixir.search.whatif.trial import (
 
 __all__ = ["HOST_PER_DEVICE_BYTE", "Fit", "SweepRow", "TrainingStep", "doublings", "fit", "sweep"]
 
-Progress = Callable[[str, int, int], None]
-"""Called with what comes next, how much is done, and of how much."""
 ON_PAPER = SearchRequest(world_size=1, optimizer_type="AdamW")
 """The options for every machine, unless told otherwise."""
 

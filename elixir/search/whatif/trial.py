@@ -11,7 +11,7 @@ from torch import nn
 
 from elixir.errors import ElixirError, InputError, PlanError
 from elixir.hardware import HardwareProfile
-from elixir.optimizer_states import MASTER_BYTES, state_size
+from elixir.optimizer_states import state_size
 from elixir.plan import Plan
 from elixir.search.budgets import resolve_budgets
 from elixir.search.planner import plan_from_trace
@@ -19,7 +19,7 @@ from elixir.search.propose import Budgets
 from elixir.search.request import SearchRequest
 from elixir.search.simulator import Simulation, simulate_step
 from elixir.step_trace import StepTrace
-from elixir.units import dtype_bytes, dtype_name, parse_bytes, parse_dtype
+from elixir.units import dtype_name, parse_bytes, parse_dtype
 
 HOST_PER_DEVICE_BYTE = 2
 """Host memory of a machine that says nothing of it, per byte of device memory in use on it.
@@ -103,13 +103,8 @@ class SweepRow:
     states_on_disk_chunks: int | None = None
     disk_read_bytes: int | None = None
     disk_write_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Traced:
-    trace: StepTrace
-    samples: int
-    tokens: int | None
+    accumulation: int = 1
+    """Micro-batches of an optimizer step, `batch` samples each."""
 
 
 @dataclass
@@ -118,9 +113,9 @@ class Traces:
 
     step: TrainingStep
     _models: dict[str, nn.Module] = field(default_factory=dict)
-    _known: dict[tuple[object, ...], Traced | ElixirError] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], StepTrace | ElixirError] = field(default_factory=dict)
 
-    def get(self, model: str, batch: int, hardware: HardwareProfile) -> Traced:
+    def get(self, model: str, batch: int, hardware: HardwareProfile) -> StepTrace:
         key = (model, batch, hardware.device_kind, hardware.compute_capability)
         if key not in self._known:
             try:
@@ -132,7 +127,7 @@ class Traces:
             raise found
         return found
 
-    def _trace(self, model: str, batch: int, hardware: HardwareProfile) -> Traced:
+    def _trace(self, model: str, batch: int, hardware: HardwareProfile) -> StepTrace:
         # Late, because they load what planning from a trace does not need.
         from elixir.models import build, default_step, find, input_to_trace, refused_overflow
         from elixir.tracer.trace import trace_step
@@ -156,11 +151,9 @@ class Traces:
                 optimizer=None,  # its states and temporaries follow from the placement
                 use_fused_kernels=self.step.use_fused_kernels,
                 model_name=shape.name if shape else model,
+                checkpoint=None if self.step.inp or self.step.step_fn else self.step.checkpoint,
             )
-        ids = inp.get("input_ids")
-        tensors = [value for value in inp.values() if isinstance(value, torch.Tensor) and value.dim()]
-        samples = int(ids.shape[0]) if isinstance(ids, torch.Tensor) else int(tensors[0].shape[0]) if tensors else batch
-        return Traced(trace, samples, int(ids.numel()) if isinstance(ids, torch.Tensor) else None)
+        return trace
 
 
 def budgets_on_paper(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
@@ -183,6 +176,7 @@ def try_out(
         "machine": hardware.name,
         "world_size": world_size,
         "batch": batch,
+        "accumulation": request.accumulation,
         "seq": traces.step.seq,
         "dtype": "as built" if dtype is None else dtype_name(dtype),
         "device_budget_bytes": budgets.device_bytes,
@@ -191,10 +185,10 @@ def try_out(
     }
     try:
         _check_network(hardware, world_size)
-        traced = traces.get(model, batch, hardware)
-        known["model"], known["batch"] = traced.trace.model_name, traced.samples
-        known["seq"] = None if traced.tokens is None else traced.tokens // traced.samples
-        _check_room(traced.trace, hardware, request, budgets)
+        trace = traces.get(model, batch, hardware)
+        known["model"], known["batch"] = trace.model_name, trace.step.samples or batch
+        known["seq"] = trace.step.seq
+        _check_room(trace, hardware, request, budgets)
         found = replace(
             request,
             device_memory=budgets.device_bytes,
@@ -202,21 +196,21 @@ def try_out(
             device_reserve=None,
             host_reserve=None,
         )
-        plan = plan_from_trace(traced.trace, hardware, found)
-        step = simulate_step(plan, traced.trace, hardware)
+        plan = plan_from_trace(trace, hardware, found)
+        step = simulate_step(plan, trace, hardware)
     except ElixirError as error:
         return SweepRow(**known, fits=False, reason=str(error).splitlines()[0]), error
-    return SweepRow(**known, fits=True, reason="", **_measures(plan, step, traced)), None
+    return SweepRow(**known, fits=True, reason="", **_measures(plan, step, known["batch"])), None
 
 
-def _measures(plan: Plan, step: Simulation, traced: Traced) -> dict[str, Any]:
+def _measures(plan: Plan, step: Simulation, samples: int) -> dict[str, Any]:
     trainable = [chunk for chunk in plan.chunks if chunk.trainable]
     moved = plan.predicted.moved_bytes
     per_s = plan.world_size * plan.accumulation / step.step_s if step.step_s else None
     return {
         "step_s": step.step_s,
-        "samples_per_s": None if per_s is None else traced.samples * per_s,
-        "tokens_per_s": None if per_s is None or traced.tokens is None else traced.tokens * per_s,
+        "samples_per_s": None if per_s is None else samples * per_s,
+        "tokens_per_s": None if per_s is None or plan.step.tokens is None else plan.step.tokens * per_s,
         "device_peak_bytes": plan.predicted.device_peak_bytes,
         "host_peak_bytes": plan.predicted.host_peak_bytes,
         "bound_by": step.bound_by,
@@ -253,13 +247,8 @@ def _check_room(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
 
     Every weight, master weight and state lies somewhere once, and a rank's activations lie on its device.
     """
-    needed, trained = 0, dict[int, int]()
-    states, world_size = state_size(request.optimizer_type, request.moments), request.world_size
-    for param in trace.parameters:
-        width = dtype_bytes(param.dtype)
-        needed += param.numel * (width + (MASTER_BYTES if param.trainable and width < MASTER_BYTES else 0))
-        trained[width] = trained.get(width, 0) + param.numel * param.trainable
-    needed += sum(states.nbytes(numel, width) for width, numel in trained.items())
+    world_size = request.world_size
+    needed = trace.param_bytes + trace.state_bytes(state_size(request.optimizer_type, request.moments))
     machines = -(-world_size // hardware.ranks_per_host(world_size))
     there = world_size * budgets.device_bytes + machines * (budgets.host_bytes + budgets.disk_bytes)
     if needed > there:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -32,12 +34,13 @@ class StepAccount:
 
     def _start(self, held: tuple[int, ...] = ()) -> None:
         self._held = held  # chunks in the blocks when the step began
-        self._trained = self._evaluated = 0  # forwards of this step
+        self._trained = 0  # forwards of this step
+        self._tokens: int | None = 0  # that these were given
         self._engine.emptied = False  # of the blocks, since its last forward
         self._odd = ""  # why its loads follow from no plan
 
-    def forward(self) -> bool:
-        """A forward begins; whether a step begins with it."""
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """A forward with these arguments begins; whether a step begins with it."""
         engine = self._engine
         training = torch.is_grad_enabled()
         begins = training and not self._clock.running
@@ -57,6 +60,9 @@ class StepAccount:
             self._odd = "weights were shown or saved between two micro-batches, which empties the blocks"
         engine.emptied = False
         self._trained += training
+        if training:
+            tokens = _tokens(args, kwargs)
+            self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
         return begins
 
     def begin_anew(self) -> None:
@@ -84,7 +90,9 @@ class StepAccount:
         course = Course(Backwards.of(backwards), self._held, engine.group.rank, skipped, odd)
         if course not in self._known:
             self._known[course] = expected_of(engine.plan, engine.schedule, course)
-        self.last_report = make_report(engine, self._known[course], engine.cache.take_counts(), self._clock.stop())
+        self.last_report = make_report(
+            engine, self._known[course], engine.cache.take_counts(), self._clock.stop(), self._tokens
+        )
         self._start()
         surprises = {} if skipped else self.last_report.surprises()
         if surprises and not self._warned:
@@ -94,3 +102,11 @@ class StepAccount:
                 "" if count == planned else f"; it had {count} micro-batches, planned were {planned}: see accumulation="
             )
             logger.warning("this step differs from its plan: %s%s", differences(surprises), other)
+
+
+def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """How many token ids a forward is given; None where it is given none."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.is_complex():
+        return None
+    return ids.numel()

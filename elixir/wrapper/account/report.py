@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+
+import torch
 
 from elixir.chunk.host_buffers import staging_kind, summands_kind, window_kind
 from elixir.chunk.rcache import CacheCounts
@@ -79,6 +81,12 @@ class StepReport:
     """None where the step had other than the planned number of micro-batches."""
     micro_batches: int = 1
     """Backwards of the step."""
+    tokens: int | None = None
+    """Token ids that this rank's forwards of the step were given, as ``input_ids`` or first argument; None if any had
+    none."""
+    grad_norm: torch.Tensor | None = field(default=None, compare=False)
+    """See `ElixirOptimizer.grad_norm`; None where several optimizers step the module."""
+    world_size: int = 1
     not_compared: str = ""
     """Why nothing can be predicted for what this step loaded and moved; empty for most.
 
@@ -89,6 +97,33 @@ class StepReport:
     def step_s(self) -> float | None:
         """Seconds of `span`; on CUDA, asking waits for the device."""
         return None if self.span is None else self.span.seconds()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all ranks together, if each had as many as this one; waits as `step_s` does."""
+        return None if not self.tokens or not self.step_s else self.world_size * self.tokens / self.step_s
+
+    def to_dict(self) -> dict[str, float]:
+        """Flat numbers by name, for loggers: names end in their unit, and predictions begin with ``predicted_``.
+
+        What is not known is left out. On CUDA this waits for the device.
+        """
+        numbers: dict[str, float] = {}
+        for prefix, found in (("", self.observed), ("predicted_", self.predicted)):
+            for name, value in found.items():
+                numbers[f"{prefix}{name}" if name in ("loads", "hits") else f"{prefix}{name}_bytes"] = value
+        numbers |= {"demand_loads": self.demand_loads, "deviations": self.deviations}
+        numbers |= {"micro_batches": self.micro_batches, "refreshed_bytes": self.refreshed_bytes}
+        numbers |= {f"waited_for_{lane}_s": seconds for lane, seconds in self.waited_s.items()}
+        numbers |= {f"busy_{lane}_s": seconds for lane, seconds in self.busy_s.items()}
+        known = {
+            "step_s": self.step_s,
+            "predicted_step_s": self.predicted_step_s,
+            "tokens": self.tokens,
+            "tokens_per_s": self.tokens_per_s,
+            "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
+        }
+        return numbers | {name: value for name, value in known.items() if value is not None}
 
     def surprises(self) -> dict[str, tuple[int, int]]:
         """(observed, predicted) of what differs by more than `TOLERANCE`, and of memory beyond the plan's peak.
@@ -168,7 +203,9 @@ def expected_of(plan: Plan, schedule: StepSchedule, course: Course) -> Expected:
     return Expected(counts, count, "")
 
 
-def make_report(engine: Engine, expected: Expected, counts: CacheCounts, span: Span | None) -> StepReport:
+def make_report(
+    engine: Engine, expected: Expected, counts: CacheCounts, span: Span | None, tokens: int | None
+) -> StepReport:
     """The report of the step that is just over; the engine's counts start anew.
 
     Args:
@@ -176,6 +213,7 @@ def make_report(engine: Engine, expected: Expected, counts: CacheCounts, span: S
         expected: what the step should have loaded and moved.
         counts: of the cache.
         span: when the step began and ended.
+        tokens: that its forwards were given.
     """
     plan, arena, lanes, moved = engine.plan, engine.arena, engine.lanes, engine.gradients.moved
     predicted, parts = plan.predicted, plan.predicted.device_parts
@@ -213,6 +251,9 @@ def make_report(engine: Engine, expected: Expected, counts: CacheCounts, span: S
         predicted_step_s=predicted.seconds["total"] if as_planned else None,
         micro_batches=expected.micro_batches,
         not_compared=expected.not_compared,
+        tokens=tokens,
+        grad_norm=engine.steppers[0].grad_norm if len(engine.steppers) == 1 else None,
+        world_size=plan.world_size,
     )
     engine.gradients.forget_counts()
     engine.refreshed_bytes = engine.regathered_bytes = 0

@@ -186,6 +186,11 @@ class ChunkOptimizer:
         """The arrival of the gradients at their home; none where they are autograd's own."""
         return [] if self._shard is None else self._shard.tickets
 
+    @property
+    def passes_gradients(self) -> bool:
+        """Whether gradients lie in a separate shard at the home of the states, and not with autograd."""
+        return self._shard is not None
+
     def with_norms(self, arrived: Arrived) -> list[tuple[tuple[Segment, torch.Tensor], torch.Tensor | None]]:
         """Each gradient with its norm, where that was summed on the way; compute and this thread may read what this
         gives.

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 from elixir.chunk.norms import norms_of
 
 
-def total_norm(
+def each_norm(
     gradients: Sequence[torch.Tensor], threads: int, known: Sequence[torch.Tensor | None] | None = None
-) -> torch.Tensor:
-    """The 2-norm of all elements of all `gradients`, in float32; of none it is 0.
-
-    It is where the gradients are, or their norms, which nobody waits for; on the CPU where they are on several devices.
-    In float32 it has the bits of `torch.nn.utils.get_total_norm`.
+) -> list[torch.Tensor]:
+    """The 2-norm of each of the `gradients`, in float32: where it is, or where its norm is known to be.
 
     Args:
         gradients: flat, of any floating dtype and device.
@@ -24,25 +23,60 @@ def total_norm(
         known: the norm of each gradient that has been summed already, float32, on any device; such are not read.
     """
     norms: list[torch.Tensor | None] = [None] * len(gradients) if known is None else list(known)
-    if not gradients:
-        return torch.zeros(())
     unread = [index for index, norm in enumerate(norms) if norm is None]
     with _at_least(threads if any(gradients[index].device.type == "cpu" for index in unread) else 0):
         for device in dict.fromkeys(gradients[index].device for index in unread):
             places = [index for index in unread if gradients[index].device == device]
             for index, norm in zip(places, norms_of([gradients[index] for index in places]), strict=True):
                 norms[index] = norm
-    found = [norm for norm in norms if norm is not None]
-    devices = list(dict.fromkeys(norm.device for norm in found))
+    return [norm for norm in norms if norm is not None]
+
+
+def total_norm(gradients: Sequence[torch.Tensor], threads: int) -> torch.Tensor:
+    """The 2-norm of all elements of all `gradients`; see `each_norm` and `norm_of_norms`."""
+    return norm_of_norms(each_norm(gradients, threads))
+
+
+def norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of tensors with these `norms`, in float32; of none it is 0.
+
+    It is where the norms are, which nobody waits for; on the CPU where they are on several devices. In float32 it has
+    the bits of `torch.nn.utils.get_total_norm`.
+    """
+    if not norms:
+        return torch.zeros(())
+    devices = list(dict.fromkeys(norm.device for norm in norms))
     if len(devices) > 1:
-        together = torch.empty(len(found), device="cpu")
+        together = torch.empty(len(norms), device="cpu")
         for device in devices:  # each is waited for once
-            places = [index for index, norm in enumerate(found) if norm.device == device]
-            together[places] = torch.stack([found[index] for index in places]).cpu()
+            places = [index for index, norm in enumerate(norms) if norm.device == device]
+            together[places] = torch.stack([norms[index] for index in places]).cpu()
     else:
-        together = torch.stack(found)
+        together = torch.stack(list(norms))
     total: torch.Tensor = torch.linalg.vector_norm(together)
     return total
+
+
+class KnownNorms:
+    """Norms of gradients that autograd holds, for as long as these are the tensors that they were, unwritten since."""
+
+    def __init__(self) -> None:
+        self._known: dict[nn.Parameter, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor | None, norm: torch.Tensor) -> None:
+        """Keep the norm of the gradient of `parameter`; nothing is kept of one that autograd does not hold."""
+        if gradient is not None:
+            self._known[parameter] = (weakref.ref(gradient), gradient._version, norm)
+
+    def of(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The norm of the gradient that `parameter` has now; None if that one was not measured, or was written to."""
+        measured, version, norm = self._known.get(parameter, (None, 0, None))
+        same = measured is not None and gradient is not None and measured() is gradient and gradient._version == version
+        return norm if same else None
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.fused_adam import check_moments
 from elixir.wrapper.step.host_threads import set_host_threads
 from elixir.wrapper.step.in_backward import EarlySteps, clips_in_backward
-from elixir.wrapper.step.norm import total_norm
+from elixir.wrapper.step.norm import KnownNorms, each_norm, norm_of_norms
 from elixir.wrapper.step.updates import publish, update
 from elixir.wrapper.step.user_class import UserOptimizer
 
@@ -61,6 +61,8 @@ class Stepper:
         self.asked_for_norm = False
         """Whether somebody has asked for the norm, so that it is summed while gradients arrive: other bits than later.
         """
+        self._grad_norm: torch.Tensor | None = None
+        self._known = KnownNorms()
         self._told = False
         self._left: list[tuple[StoredStates, ChunkOptimizer]] = []  # until others have taken over their states
         self._made_by: float | None = None  # the loss scale that the gradients there are were multiplied by
@@ -84,6 +86,11 @@ class Stepper:
     def clip_limit(self) -> float:
         """The limit to which the next `step` clips the norm of the gradients to; 0 for no clipping."""
         return self.clip_once or self.max_norm or 0.0
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """See `ElixirOptimizer.grad_norm`."""
+        return self._grad_norm
 
     @property
     def wants_norm(self) -> bool:
@@ -161,7 +168,8 @@ class Stepper:
         norm = self.norm() / self._gradient_scale()
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
-        return norm.to(engine.device)
+        self._grad_norm = norm.to(engine.device)
+        return self._grad_norm
 
     def step(self) -> bool:
         """One step everywhere; whether it was made, rather than left out after an overflow.
@@ -183,8 +191,11 @@ class Stepper:
         if limit:
             engine.phase.refuse_begun("clipping", "leave it out")  # of what was asked for after backward
         self.clip_once = 0.0
+        self._grad_norm = None
         if limit or loss_scale.used:
             norm = self.norm()
+            self._known.clear()
+            self._grad_norm = norm if made_by == 1.0 else norm / made_by
             waits = loss_scale.used or not all(part.follows_torch for part in self.parts.values())
             if waits:
                 norm = norm.cpu()  # the one number that a step waits for: the host's updates multiply by it
@@ -219,13 +230,17 @@ class Stepper:
     def norm(self) -> torch.Tensor:
         """Norm of all gradients over all ranks, loss scale included; float32."""
         found = [
-            (segment, gradient, norm)
+            (segment.source, gradient, norm, None if part.passes_gradients else segment.source.grad)
             for part in self.parts.values()
             for (segment, gradient), norm in part.with_norms(part.gradients(self._used))
         ]
         # In the order of the model, so that one rank sums the norms as PyTorch would.
-        found.sort(key=lambda item: self._position[item[0].source])
-        norm = total_norm([item[1] for item in found], self.host_threads, [item[2] for item in found])
+        found.sort(key=lambda item: self._position[item[0]])
+        known = [self._known.of(source, held) if norm is None else norm for source, _, norm, held in found]
+        norms = each_norm([gradient for _, gradient, _, _ in found], self.host_threads, known)
+        for (source, _, _, held), norm in zip(found, norms, strict=True):
+            self._known.add(source, held, norm)
+        norm = norm_of_norms(norms)
         if self._engine.group.size == 1:
             return norm
         # Added in order of rank, so that all ranks have the same bits. Python's own sum compensates in some versions.

@@ -151,14 +151,15 @@ def test_mistakes_get_one_line(
 # ------------------------------------------------------------------------------------------------- explain, timeline
 
 
-def test_explain_from_the_trace_and_from_the_name_say_the_same(
+def test_a_plan_remembers_its_step_so_that_explain_needs_nothing_else(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = str(folder / "plan.json")
     with_trace = run(capsys, "explain", plan, str(folder / "trace.json"), "--json", "--no-levers")
-    by_name = run(capsys, "explain", plan, "--batch", "2", "--seq", "64", "--json", "--no-levers")
-    assert with_trace[0] == by_name[0] == 0
-    assert json.loads(with_trace[1]) == json.loads(by_name[1])
+    by_flags = run(capsys, "explain", plan, "--batch", "2", "--seq", "64", "--json", "--no-levers")
+    by_plan = run(capsys, "explain", plan, "--json", "--no-levers")
+    assert with_trace[0] == by_flags[0] == by_plan[0] == 0
+    assert json.loads(with_trace[1]) == json.loads(by_flags[1]) == json.loads(by_plan[1])
     record = json.loads(with_trace[1])
     planned = Plan.load(plan)
     assert len(record["chunks"]) == len(planned.chunks)
@@ -223,6 +224,54 @@ def test_wrong_files_and_steps_get_one_line(folder: Path, tmp_path: Path, capsys
     assert "--out" in fails(capsys, "timeline", plan, trace)
     assert "cannot be read" in fails(capsys, "timeline", str(tmp_path / "no.json"), "--out", str(tmp_path / "t.png"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_remembers_checkpointing_and_fused_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = str(tmp_path / "plan.json")
+    words = f"{PLAN} --activation-checkpointing non-reentrant:5 --fused-kernels --accumulation 3 --out {plan}".split()
+    assert run(capsys, *words)[0] == 0
+    found = Plan.load(plan)
+    assert found.accumulation == 3
+    assert (found.step.samples, found.step.tokens, found.step.seq) == (2, 128, 64)
+    assert (found.step.checkpoint, found.step.fused_kernels) == ("non-reentrant:5", True)
+    status, out, _ = run(capsys, "explain", plan, "--json", "--no-levers")
+    assert status == 0
+    assert json.loads(out)["plan"] == found.fingerprint
+
+
+@pytest.mark.parametrize("command", ["sweep", "fit"])
+def test_questions_can_be_asked_of_several_micro_batches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [command, "opt-125m", "--seq", "64", "--hardware", "t4", "--host-memory", "64GiB", "--json"]
+    one, four = (json.loads(run(capsys, *argv, *more)[1])["rows"][0] for more in ((), ("--accumulation", "4")))
+    assert (one["accumulation"], four["accumulation"]) == (1, 4)
+    assert one["step_s"] < four["step_s"] < 4 * one["step_s"]  # the optimizer steps once
+    assert four["tokens_per_s"] == pytest.approx(4 * 64 / four["step_s"])
+    assert "at most 1,000" in fails(capsys, *argv, "--accumulation", "1001")
+
+
+def test_a_step_of_the_users_is_not_taken_for_the_default_one(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = Plan.load(folder / "plan.json")
+    dataclasses.replace(plan, step=dataclasses.replace(plan.step, checkpoint=None)).save(tmp_path / "plan.json")
+    assert "give the trace" in fails(capsys, "explain", str(tmp_path / "plan.json"))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_profile_and_plan_count_the_same_training(
+    dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = f"opt-125m --batch 2 --seq 64 --dtype {dtype} --json".split()
+    profiled = json.loads(run(capsys, "profile", *step, "--device", "h200")[1])
+    planned = json.loads(run(capsys, "plan", *step, "--hardware", "h200", "--host-memory", "64GiB")[1])
+    assert all(chunk["resident"] for chunk in planned["chunks"])
+    # Chunks pad parameters; what else there is must be the same bytes.
+    padding = sum(chunk["numel"] for chunk in planned["chunks"]) - profiled["parameters"]
+    width = {"bf16": 2 + 4 + 8, "fp32": 4 + 8}[dtype]
+    apart = planned["predicted"]["device_peak_bytes"] - profiled["planned_peak_bytes"]
+    assert abs(apart) <= padding * width + (1 << 20)
+    if dtype == "bf16":
+        assert profiled["planned_peak_bytes"] > profiled["step_peak_bytes"] + 7 * profiled["parameters"]
 
 
 def test_a_plan_of_no_named_model_asks_for_its_trace(

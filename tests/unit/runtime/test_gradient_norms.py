@@ -95,6 +95,36 @@ def test_whoever_asks_for_the_norm_is_expected_to_ask_again(pair: Pair, reads: R
     pair.assert_same_weights()
 
 
+def test_gradients_that_stay_are_read_once_for_one_norm(reads: Reads) -> None:
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "resident")) as pair:
+        count = len(list(pair.plain.parameters()))
+        for changed in (False, True):
+            pair.backward()
+            norm = pair.optimizer.clip_grad_norm_(0.05)
+            assert torch.equal(norm, torch.nn.utils.get_total_norm(p.grad for p in pair.plain.parameters()))
+            assert reads.take() == count
+            if changed:
+                for model in (pair.module, pair.plain):
+                    next(model.parameters()).grad.mul_(3.0)  # type: ignore[union-attr]
+            limit = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)
+            pair.optimizer.step()
+            pair.plain_optimizer.step()
+            assert reads.take() == changed
+            assert pair.optimizer.grad_norm is not None
+            assert torch.equal(pair.optimizer.grad_norm, limit)
+            report = pair.module.last_report
+            assert report is not None
+            assert report.to_dict()["grad_norm"] == float(limit)
+            pair.optimizer.zero_grad()
+            pair.plain_optimizer.zero_grad()
+        pair.assert_same_weights()
+        pair.backward()
+        pair.optimizer.step()
+        assert pair.optimizer.grad_norm is None
+        assert reads.take() == 0
+
+
 def test_of_accumulated_gradients_the_last_sum_counts(reads: Reads) -> None:
     it = case("opt", layers=1)
     with Pair(it, replace(make_plan(it, "streamed"), accumulation=2), max_norm=0.05) as pair:

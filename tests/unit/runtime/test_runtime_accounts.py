@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.account import clock
 from elixir.wrapper.engine import engine_of
 from tests.common import gpu
-from tests.common.parity import Case, Pair, case, hf_loss, make_plan
+from tests.common.parity import Case, Pair, case, hf_loss, make_plan, square_loss
 from tests.common.tiny_models import FAMILIES
 
 
@@ -111,6 +112,36 @@ def test_states_are_as_wide_as_those_that_torch_makes(dtype: torch.dtype, share:
     assert report.predicted["host_peak"] == host
     assert report.observed["device_peak"] <= report.predicted["device_peak"]
     module.close()
+
+
+def test_a_report_is_flat_numbers_with_tokens_per_second() -> None:
+    it = case("opt")
+    with Pair(it, make_plan(it, "streamed"), max_norm=0.05) as pair:
+        pair.backward()
+        pair.backward()
+        pair.step()
+        report = pair.module.last_report
+        assert report is not None
+        found = report.to_dict()
+        assert json.loads(json.dumps(found)) == found
+        assert all(isinstance(value, (int, float)) for value in found.values())
+        tokens = 2 * it.inp["input_ids"].numel()
+        assert (found["tokens"], found["micro_batches"]) == (tokens, 2)
+        assert found["tokens_per_s"] == pytest.approx(tokens / found["step_s"])
+        assert found["loads"] == report.observed["loads"]
+        assert found["predicted_host_to_device_bytes"] == report.predicted["host_to_device"]
+        assert found["grad_norm"] > 0
+        assert "predicted_step_s" not in found  # of two micro-batches nothing was predicted
+
+
+def test_a_step_on_other_than_token_ids_has_no_tokens() -> None:
+    it = Case(nn.Linear(4, 4), {"input": torch.randn(2, 4)}, square_loss)
+    with Pair(it, make_plan(it, "resident")) as pair:
+        pair.train(1)
+        report = pair.module.last_report
+        assert report is not None
+        assert report.tokens is report.tokens_per_s is None
+        assert "grad_norm" not in report.to_dict()
 
 
 def test_evaluation_in_between_leaves_the_next_step_as_predicted() -> None:

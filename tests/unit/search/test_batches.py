@@ -141,8 +141,20 @@ def test_the_fastest_way_is_chosen_and_all_are_told() -> None:
 
 def test_with_room_for_everything_one_batch_without_checkpointing_is_best() -> None:
     options: dict[str, Any] = {"device_memory": PLENTY, "host_memory": PLENTY}
-    choice = search_batches(trace_of, HARDWARE, 1, samples=4, checkpoints=["non-reentrant", "none"], **options)
+    told: list[tuple[str, int, int]] = []
+    choice = search_batches(
+        trace_of,
+        HARDWARE,
+        1,
+        samples=4,
+        checkpoints=["non-reentrant", "none"],
+        progress=lambda *s: told.append(s),
+        **options,
+    )
     assert (choice.option.batch, choice.option.checkpoint) == (4, "none")
+    assert [(way.split(",")[0], done, count) for way, done, count in told] == [
+        (f"{option.accumulation} x {option.batch} samples", done, 6) for done, option in enumerate(choice.options)
+    ]
     only = search_batches(trace_of, HARDWARE, 1, samples=4, micro_batches=False, **options)
     assert [option.batch for option in only.options] == [4]
     odd = search_batches(trace_of, HARDWARE, 1, samples=6, **options)
@@ -237,6 +249,7 @@ def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
     for way in ways:
         with contextlib.suppress(PlanError):
             times[way] = plan_from_trace(shallow(8, way), HARDWARE, 1, **memory).predicted.seconds["total"]
+    told: list[tuple[int, int]] = []
     choice = search_batches(
         shallow,
         HARDWARE,
@@ -245,8 +258,11 @@ def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
         checkpoints=["none", "non-reentrant"],
         layers=LAYERS,
         micro_batches=False,
+        progress=lambda _, done, count: told.append((done, count)),
         **memory,
     )
+    assert [done for done, _ in told] == list(range(len(choice.options)))
+    assert all(done < count <= len(choice.options) + LAYERS + 1 for done, count in told)
     assert choice.option.step_s == min(times.values())
     assert choice.option.checkpoint == min(times, key=lambda way: times[way])
     if share in (0.3, 0.6):
