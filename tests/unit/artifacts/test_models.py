@@ -18,7 +18,7 @@ from elixir.models import build, default_input, default_step, describe, fingerpr
 from tests.common.tiny_models import FAMILIES, tiny, tiny_shape
 
 # Elements of the released checkpoints with their training head, tied ones once: Hugging Face's checkpoint metadata
-# for OPT, GPT-2, Llama, Mixtral, BERT and T5; torchvision's `num_params` for ViT.
+# for all language models; torchvision's `num_params` for ViT.
 PUBLISHED = {
     "opt-125m": 125_239_296,
     "opt-350m": 331_196_416,
@@ -42,10 +42,48 @@ PUBLISHED = {
     "vit-base": 86_567_656,
     "vit-large": 304_326_632,
     "mixtral-8x7b": 46_702_792_704,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.3-70b": 70_553_706_496,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "phi-2": 2_779_683_840,
+    "phi-3-mini": 3_821_079_552,
+    "phi-3-medium": 13_960_238_080,
+    "phi-4": 14_659_507_200,
+    "deepseek-v2-lite": 15_706_484_224,
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
 }
 # Only a rounded size is published for the rest; the name says it, in billions.
 NOMINAL = {
     "opt-13b": 13, "opt-30b": 30, "opt-66b": 66, "opt-175b": 174.6,
+    "gemma-3-4b": 3.88, "gemma-3-12b": 11.77, "gemma-3-27b": 27.01, "olmo-2-7b": 7.3,
     "gpt2-4b": 4, "gpt2-10b": 10, "gpt2-15b": 15, "gpt2-20b": 20, "gpt2-30b": 30,
 }  # fmt: skip
 
@@ -96,6 +134,23 @@ def test_opt_350m_projects_its_embeddings_and_norms_after_the_blocks() -> None:
 
 def test_names_are_found_whatever_their_case() -> None:
     assert describe("OPT-175B") == describe("opt-175b")
+
+
+def test_names_of_hugging_face_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert describe("Qwen/Qwen2.5-7B").name == "qwen2.5-7b"
+    assert build("meta-llama/Llama-3.2-1B").config.tie_word_embeddings
+    (tmp_path / "Qwen" / "Qwen2.5-7B").mkdir(parents=True)
+    with pytest.raises(InputError, match="config.json"):
+        build("Qwen/Qwen2.5-7B")
+
+
+def test_a_shape_of_today_keeps_what_its_config_says() -> None:
+    config = build("gemma-2-27b").config
+    assert (config.query_pre_attn_scalar, config.sliding_window, config.head_dim) == (144, 4096, 128)
+    rope = build("llama-3.1-8b").config.rope_parameters if hasattr(config, "rope_parameters") else {}
+    assert not rope or (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("llama3", 8.0, 500000.0)
+    assert build("deepseek-v2-lite").config.kv_lora_rank == 512
 
 
 def test_dtype_is_restored_after_a_build() -> None:
