@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import statistics
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -22,13 +24,14 @@ from elixir.hardware import HardwareProfile, check_host_threads
 from elixir.optimizer_states import family_of, moments_of
 from elixir.plan import Plan
 from elixir.search.replan import Observation, correct
-from elixir.search.request import Function, SearchRequest, check_options, options_of, takes
+from elixir.search.request import Function, SearchRequest, bound, check_options, options_of, takes
 from elixir.search.searches import Traced, profile_for
 from elixir.step_trace import StepTrace
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account import StepReport
 from elixir.wrapper.build import compute_device
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.module import refuse_wrapped
 from elixir.wrapper.step import clips_in_backward
 
 logger = logging.getLogger(__name__)
@@ -40,8 +43,8 @@ MOST_REFUSALS = 5
 """Steps after which chunks are left where they are, since gradients have been there whenever a forward began."""
 
 
-_SETTLED = ("world_size", "optimizer_type", "clipping")
-"""Options of a search that the process group, the optimizer and `max_norm` settle."""
+_SETTLED = ("world_size", "optimizer_type")
+"""Options of a search that the process group and the optimizer settle."""
 _OPTIONS = options_of(SearchRequest, without=_SETTLED)
 _OPTIONS["moments"] = _OPTIONS["moments"].replace(default=None)
 _MODULE_OPTIONS = {
@@ -51,6 +54,11 @@ _MODULE_OPTIONS = {
 }
 
 
+def option_names() -> frozenset[str]:
+    """Names of all arguments of `wrap` but the model and its optimizer."""
+    return frozenset(inspect.signature(wrap).parameters) - {"model", "optimizer"}
+
+
 def _with_options(function: Function) -> Function:
     """`help` and `inspect.signature` show all options instead of ``**options``."""
     own = list(inspect.signature(function).parameters.values())[:-1]
@@ -58,11 +66,24 @@ def _with_options(function: Function) -> Function:
     return takes([*own, *(parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in more.values())])(function)
 
 
+@overload
+def wrap(
+    model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+) -> tuple[ElixirModule, ElixirOptimizer]: ...
+
+
+@overload
+def wrap(
+    model: nn.Module, optimizer: Sequence[torch.optim.Optimizer], **options: Any
+) -> tuple[ElixirModule, list[ElixirOptimizer]]: ...
+
+
 @_with_options
 def wrap(  # noqa: PLR0913 - a public entry point
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
+    plan: Plan | str | os.PathLike[str] | None = None,
     inp: Mapping[str, Any] | None = None,
     step_fn: Callable[[nn.Module, Any], Any] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -73,14 +94,16 @@ def wrap(  # noqa: PLR0913 - a public entry point
     host_threads: int | None = None,
     replan: bool = True,
     **options: Any,
-) -> tuple[ElixirModule, ElixirOptimizer]:
+) -> tuple[ElixirModule, Any]:
     """Trace, search and wrap; the numbers are those of plain PyTorch, whatever is planned.
 
     >>> model, optimizer = elixir.wrap(model, optimizer, inp=batch)  # doctest: +SKIP
 
     Args:
         model: what is trained; real, or on meta, to be filled chunk by chunk.
-        optimizer: over the model's parameters, not stepped yet.
+        optimizer: over the model's parameters, not stepped yet; or several, of one family, which share them.
+        plan: one that was made before, or its file; nothing is traced and searched then, and options of a search are
+            refused.
         inp: one rank's batch, as a dict; None takes a documented default (Hugging Face models only).
         step_fn: ``step_fn(model, inp)`` runs forward, loss and backward; None takes ``model(**inp).loss``.
         group: process group; None means the default one, or a single rank without one.
@@ -92,58 +115,135 @@ def wrap(  # noqa: PLR0913 - a public entry point
         replan: compare the first steps with the plan, and move chunks once if a better one is found.
         options: fields of `elixir.search.request.SearchRequest`, such as ``device_memory`` or ``accumulation``, and
             further arguments of `ElixirModule`, such as ``weights``. ``moments=None`` keeps them as a `HybridAdam`
-            says, otherwise in float32.
+            says, otherwise in float32. ``clipping=None`` plans with clipping if `max_norm` is given.
+
+    Returns:
+        The wrapped model, and the wrapped optimizer; a list of them where several were given.
 
     Raises:
         PlanError: nothing fits; says what is needed and what would help.
         TraceError, InputError, InputTypeError: see `trace_step`, `SearchRequest`, `ElixirModule`, `ElixirOptimizer`.
         RankError: another rank could not plan.
     """
-    check_options("argument of wrap", options, {*_OPTIONS, *_MODULE_OPTIONS})
+    check_host_threads(host_threads)
+    how = {"unified_dtype": dtype, "inp": inp, "step_fn": step_fn, "hardware": hardware}
+    question = _Question.of(model, optimizer, plan, how, {**options, "max_norm": max_norm})
+    made, trace = question.answered(group)
+    for_module = {name: value for name, value in options.items() if name in _MODULE_OPTIONS}
+    if question.profile.device_kind == "cpu":
+        for_module.setdefault("device", "cpu")
+    module = ElixirModule(model, made, group, dtype=None if plan is None else dtype, **for_module)
+    wrapped = [
+        ElixirOptimizer(module, each, initial_scale=initial_scale, max_norm=max_norm, host_threads=host_threads)
+        for each in question.optimizers
+    ]
+    if replan and plan is None and made.placement == "auto":
+        engine_of(module).before_forward = _Replanning(module, trace, question.profile)
+    return module, (wrapped[0] if isinstance(optimizer, torch.optim.Optimizer) else wrapped)
+
+
+def dry_run(
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], **arguments: Any
+) -> Plan:
+    """The plan that `wrap` would run with the same arguments; nothing is wrapped, moved or allocated.
+
+    Raises:
+        PlanError and others: as `wrap`.
+    """
+    given = bound(wrap, (model, optimizer), arguments)
+    how = {"unified_dtype": given["dtype"], **{name: given[name] for name in ("inp", "step_fn", "hardware")}}
+    options = {name: arguments[name] for name in ("max_norm", *_OPTIONS, *_MODULE_OPTIONS) if name in arguments}
+    return _Question.of(model, optimizer, given["plan"], how, options).answered(given["group"])[0]
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A model, its optimizers, and everything that was asked of the plan for them."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    plan: Plan | str | os.PathLike[str] | None
+    profile: HardwareProfile
+    how: Traced
+    asked: dict[str, Any]
+    """Options of the search."""
+    clipping: bool
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        plan: Plan | str | os.PathLike[str] | None,
+        how: dict[str, Any],
+        options: Mapping[str, Any],
+    ) -> _Question:
+        """Check the arguments of `wrap`."""
+        check_options("argument of wrap", options, {"max_norm", *_OPTIONS, *_MODULE_OPTIONS})
+        optimizers = _checked(model, optimizer)
+        asked = {name: options[name] for name in _OPTIONS if name in options}
+        clipping = asked.pop("clipping", None)
+        clips = bool(options.get("max_norm")) if clipping is None else clipping
+        if asked.get("step_in_backward") and clips:
+            raise clips_in_backward()
+        needless = [*asked, *(name for name in ("inp", "step_fn") if how[name] is not None)]
+        if plan is not None and needless:
+            raise InputError(
+                f"a plan that is given was made with its options; leave out {', '.join(needless)}, or leave out plan="
+            )
+        if how["hardware"] is None and compute_device(options.get("device")).type == "cpu":
+            how["hardware"] = "cpu"  # this is a run, so what is planned for is where it runs
+        traced = Traced(**how, use_fused_kernels=options.get("use_fused_kernels", False))
+        return cls(model, optimizers, plan, profile_for(how["hardware"]), traced, asked, clips)
+
+    def answered(self, group: dist.ProcessGroup | None) -> tuple[Plan, StepTrace | None]:
+        """Rank 0's plan on every rank, and the trace on rank 0."""
+        planning = Group(group)
+        try:
+            return _planned(planning, self._make_plan)
+        finally:
+            planning.close()
+
+    def _make_plan(self, world_size: int) -> tuple[Plan, StepTrace | None]:
+        if self.plan is not None:
+            return (self.plan if isinstance(self.plan, Plan) else Plan.load(self.plan)), None
+        families = {family_of(each) for each in self.optimizers}
+        kinds = {moments_of(each, self.asked.get("moments")) for each in self.optimizers}
+        if len(families) > 1 or len(kinds) > 1:
+            raise InputError(
+                f"one plan counts the states of one family of optimizers, found {sorted(families)} with moments in "
+                f"{sorted(kinds)}; use one class for all parameters"
+            )
+        settled = {"optimizer_type": families.pop(), "moments": kinds.pop(), "clipping": self.clipping}
+        return self.how.plan(
+            self.model, self.profile, SearchRequest(**{**self.asked, **settled, "world_size": world_size})
+        )
+
+
+def _checked(
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    """The optimizers, once they and the model can be wrapped."""
     if not isinstance(model, nn.Module) or isinstance(model, ElixirModule):
         raise InputTypeError(f"model must be a plain nn.Module, got {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    refuse_wrapped(model)
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    if not isinstance(optimizers, Sequence) or not optimizers:
         raise InputTypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
     own = set(model.parameters())
-    foreign = sum(parameter not in own for group in optimizer.param_groups for parameter in group["params"])
-    if foreign:
-        raise InputError(
-            f"{foreign} parameters of the optimizer are not the model's; make it over model.parameters() of this very "
-            "model"
-        )
-    check_host_threads(host_threads)
-    if options.get("step_in_backward") and max_norm:
-        raise clips_in_backward()
-    if hardware is None and compute_device(options.get("device")).type == "cpu":
-        hardware = "cpu"  # this is a run, so what is planned for is where it runs
-    profile = profile_for(hardware)
-    fused = options.get("use_fused_kernels", False)
-    how = Traced(unified_dtype=dtype, inp=inp, step_fn=step_fn, hardware=hardware, use_fused_kernels=fused)
-    asked = {name: options[name] for name in _OPTIONS if name in options}
-
-    def make_plan(world_size: int) -> tuple[Plan, StepTrace]:
-        family, moments = family_of(optimizer), moments_of(optimizer, asked.get("moments"))
-        settled = {"optimizer_type": family, "moments": moments, "clipping": bool(max_norm)}
-        return how.plan(model, profile, SearchRequest(**{**asked, **settled, "world_size": world_size}))
-
-    planning = Group(group)
-    try:
-        plan, trace = _planned(planning, make_plan)
-    finally:
-        planning.close()
-    for_module = {name: value for name, value in options.items() if name in _MODULE_OPTIONS}
-    if profile.device_kind == "cpu":
-        for_module.setdefault("device", "cpu")
-    module = ElixirModule(model, plan, group, **for_module)
-    wrapped = ElixirOptimizer(
-        module, optimizer, initial_scale=initial_scale, max_norm=max_norm, host_threads=host_threads
-    )
-    if replan and plan.placement == "auto":
-        engine_of(module).before_forward = _Replanning(module, trace, profile)
-    return module, wrapped
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise InputTypeError(f"optimizer must be a torch optimizer, got {type(each).__name__}")
+        foreign = sum(parameter not in own for group in each.param_groups for parameter in group["params"])
+        if foreign:
+            raise InputError(
+                f"{foreign} parameters of the optimizer are not the model's; make it over model.parameters() of this "
+                "very model"
+            )
+    return list(optimizers)
 
 
-def _planned(group: Group, make_plan: Callable[[int], tuple[Plan, StepTrace]]) -> tuple[Plan, StepTrace | None]:
+def _planned(group: Group, make_plan: Callable[[int], tuple[Plan, StepTrace | None]]) -> tuple[Plan, StepTrace | None]:
     """Rank 0's plan on every rank; the trace stays on rank 0, the only one that may plan again."""
     trace: StepTrace | None = None
     answer: tuple[str | None, str | None] = (None, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,8 @@ class ElixirModule(nn.Module):
             "plain"}``.
         weights: values instead of the model's own: a state dict, safetensors (a file, several, a folder), or the
             folder of a checkpoint. What is on meta and gets none is initialised by its own modules.
+        strict: refuse `weights` that lack some of the model's names or have others; otherwise those that are lacking
+            come from the model itself, and others are left out. Both are logged.
         device: where compute runs; the current CUDA device by default, else the CPU.
         disk_folder: on the disk that takes optimizer states, where the plan puts some there; several folders are on
             several disks, over which states are striped. Nothing stays there when the process ends.
@@ -106,6 +108,7 @@ class ElixirModule(nn.Module):
         use_fused_kernels: bool | Mapping[str, str] = False,
         *,
         weights: Weights | None = None,
+        strict: bool = True,
         device: torch.device | str | None = None,
         disk_folder: PathLike | Sequence[PathLike] | None = None,
         debug: Debug | None = None,
@@ -113,19 +116,7 @@ class ElixirModule(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module) or isinstance(module, ElixirModule):
             raise InputTypeError(f"module must be a plain nn.Module, got {type(module).__name__}")
-        if isinstance(getattr(module._apply, "__self__", None), ElixirModule):
-            raise InputError(
-                f"this {type(module).__name__} is run by an ElixirModule already; use that one, close() it first, or "
-                "build the "
-                "model anew"
-            )
-        shared = [name for name, part in module.named_modules() if in_use(part)]
-        if shared:
-            raise InputError(
-                f"modules of this {type(module).__name__} are run by another ElixirModule already ({few(shared)}), "
-                "whose plan "
-                "has their weights; close() that one first"
-            )
+        refuse_wrapped(module)
         dtype = None if dtype is None else parse_dtype(dtype)
         debug = debug or Debug()
         self._origins = Origins(module)
@@ -149,7 +140,7 @@ class ElixirModule(nn.Module):
         )
         self._fused = FusedKernels(module, use_fused_kernels, where.type)
         try:
-            engine = Engine(module, plan, ranks, where, options, partial(build_chunks, weights=weights))
+            engine = Engine(module, plan, ranks, where, options, partial(build_chunks, weights=weights, strict=strict))
         except BaseException:
             self._fused.remove()
             raise
@@ -161,7 +152,9 @@ class ElixirModule(nn.Module):
         self._account = StepAccount(engine)
         engine.stepped = self._account.step_over
         place_buffers(module, where, self._cast if follow else None)
-        module._apply = self._apply  # type: ignore[method-assign]
+        module._apply = self._apply_inside  # type: ignore[method-assign]
+        # torch's own reads gradients, which lie elsewhere.
+        module.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self.module = module
 
     @property
@@ -327,7 +320,14 @@ class ElixirModule(nn.Module):
             raise InputError(f"clip_grad_norm_ needs one ElixirOptimizer, this module has {len(steppers)}")
         return steppers[0].clip_grad_norm_(max_norm, error_if_nonfinite)
 
-    def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self,
+        *args: Any,
+        rank0_only: bool = False,
+        only: Callable[[str, nn.Parameter], bool] | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
         """The model's state dict on the CPU: full weights under the model's own names, in float32 or wider.
 
         Weights of low precision are given as their master weights. One chunk is gathered at a time; with several ranks
@@ -335,9 +335,13 @@ class ElixirModule(nn.Module):
 
         Args:
             rank0_only: the other ranks get an empty dict, and need no memory for it.
+            only: ``only(name, parameter)`` says which parameters are wanted, the same on all ranks; buffers always
+                are. ``lambda name, parameter: parameter.requires_grad`` takes what is trained, and gathers no more.
+            dtype: weights are given in it instead.
         """
         self._engine.refuse_unusable()
-        return self._state.full(*args, wanted=not rank0_only or self._engine.group.rank == 0, **kwargs)
+        wanted = not rank0_only or self._engine.group.rank == 0
+        return self._state.full(*args, wanted=wanted, only=only, dtype=dtype, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load weights and buffers into their homes; master weights take what is given unrounded.
@@ -362,11 +366,26 @@ class ElixirModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._engine.phase.refuse_closed()
-        raise InputError(
-            "the plan says where an ElixirModule lives and in which dtype: leave out to(), cuda(), half() and the "
-            "like, "
-            "and plan with unified_dtype= for another dtype"
-        )
+        if not self._changes_nothing(fn):
+            raise InputError(
+                "the plan says where an ElixirModule lives and in which dtype: leave out to(), cuda(), half() and the "
+                "like, and plan with unified_dtype= for another dtype"
+            )
+        return self
+
+    def _apply_inside(self, fn: Any, recurse: bool = True) -> Any:
+        self._apply(fn, recurse)
+        return self.module
+
+    def _changes_nothing(self, fn: Any) -> bool:
+        """Whether `fn` leaves tensors like the model's as they are: `to()` the device and dtype that they have."""
+        like = {(chunk.dtype, self.device) for chunk in self._engine.chunks}
+        like |= {(buffer.dtype, buffer.device) for buffer in self.module.buffers()}
+        for dtype, device in like:
+            probe = torch.zeros(2, 2, 2, 2, dtype=dtype, device=device)  # four dimensions: a memory format would show
+            if fn(probe) is not probe or probe._version or probe.is_shared() != (device.type == "cuda"):
+                return False
+        return True
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
@@ -408,7 +427,7 @@ class ElixirModule(nn.Module):
         finally:
             self._state.remove()
             engine.stop()
-            del self.module._apply
+            del self.module._apply, self.module.zero_grad
             self._fused.remove()
         if unsaved is not None:
             raise unsaved
@@ -421,6 +440,21 @@ def _folders(given: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
     if not all(isinstance(folder, (str, os.PathLike)) for folder in each):
         raise InputTypeError(f"disk_folder must be a folder or a list of folders, got {given!r}")
     return tuple(os.path.abspath(folder) for folder in each)
+
+
+def refuse_wrapped(module: nn.Module) -> None:
+    """Raise `InputError` where an ElixirModule runs this model already, or modules of it."""
+    if isinstance(getattr(module._apply, "__self__", None), ElixirModule):
+        raise InputError(
+            f"this {type(module).__name__} is run by an ElixirModule already; use that one, close() it first, or "
+            "build the model anew"
+        )
+    shared = [name for name, part in module.named_modules() if in_use(part)]
+    if shared:
+        raise InputError(
+            f"modules of this {type(module).__name__} are run by another ElixirModule already ({few(shared)}), "
+            "whose plan has their weights; close() that one first"
+        )
 
 
 def _as_float32(item: Any) -> Any:

@@ -64,6 +64,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         asked_threads = check_host_threads(host_threads)
         scale = LossScale(module.plan.dtype == "float16", initial_scale, growth_interval)
         self._ready = False
+        self._skipped = False
         self.module = module
         self._engine = engine = engine_of(module)
         self._given = optimizer
@@ -81,6 +82,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def loss_scale(self) -> float:
         """The scale by which the next `backward` multiplies its loss."""
         return self._engine.loss_scale.value
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last `step` was left out because float16 gradients overflowed, on all ranks alike."""
+        return self._skipped
 
     @property
     def max_norm(self) -> float:
@@ -152,8 +158,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _has_used_gradients(self) -> None:
         self._engine.unstepped = [each for each in self._engine.unstepped if each is not self._stepper]
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """`loss.backward()`, with the loss scaled where the weights are float16.
+
+        Args:
+            loss: as the model's outputs give it.
+            kwargs: of `torch.Tensor.backward`, such as ``retain_graph``.
 
         Raises:
             InputTypeError: `loss` is no tensor.
@@ -167,7 +177,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         scale = self._engine.loss_scale
         for stepper in self._engine.steppers:  # they share the gradients
             stepper.gradients_scaled(scale.value)
-        (loss * scale.value if scale.used else loss).backward()
+        (loss * scale.value if scale.used else loss).backward(**kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; or have zeros in their place, with which `step` then steps.
@@ -214,7 +224,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         try:
-            if self._stepper.step():
+            self._skipped = not self._stepper.step()
+            if not self._skipped:
                 # A scheduler that was built over the optimizer given reads there whether it is called after a step.
                 self._given._opt_called = True  # type: ignore[attr-defined]
             self._has_used_gradients()

@@ -23,7 +23,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By bytes of an element; what is wider is read as several int64."""
 
 
-def agree_on_values(group: Group, model: nn.Module, given: Weights | None) -> None:
+def agree_on_values(group: Group, model: nn.Module, given: Weights | None, *, strict: bool = True) -> None:
     """Give every rank the parameters and buffers of rank 0, where they are not the same already.
 
     What is on meta is made later, from rank 0's generator. A state dict in `given` is compared and left alone; of files
@@ -33,6 +33,7 @@ def agree_on_values(group: Group, model: nn.Module, given: Weights | None) -> No
         group: of the ranks that share the model.
         model: as the caller built it; what differs is overwritten in place on all ranks but 0.
         given: values that will take the place of the model's own parameters.
+        strict: whether of all of them.
 
     Raises:
         InputError: something has values on one rank and is on meta on another; or `given` is not the same on all ranks.
@@ -46,7 +47,7 @@ def agree_on_values(group: Group, model: nn.Module, given: Weights | None) -> No
             raise InputError(
                 f"the weights given are not the same on all ranks ({few(different)}); load the same ones everywhere"
             )
-    own = dict(_own_tensors(model, with_parameters=given is None))
+    own = dict(_own_tensors(model, with_parameters=given is None or not strict))
     lacking, different = _compare(group, "values", own.items())
     if lacking:
         raise InputError(

@@ -26,7 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 def build_chunks(
-    model: nn.Module, plan: Plan, arena: Arena, group: Group, window: StateWindow, weights: Weights | None = None
+    model: nn.Module,
+    plan: Plan,
+    arena: Arena,
+    group: Group,
+    window: StateWindow,
+    weights: Weights | None = None,
+    *,
+    strict: bool = True,
 ) -> list[Chunk]:
     """Chunks with the model's weights at their homes; the model's parameters no longer own memory.
 
@@ -38,13 +45,13 @@ def build_chunks(
         arena: makes the memory.
         group: over which chunks are sharded.
         window: takes masters that live on a disk.
-        weights: see `WeightSource`.
+        weights, strict: see `WeightSource`.
 
     Raises:
         InputError: a weight is on meta and comes from nowhere, or see `agree_on_values`.
         RankError: another rank could not be built.
     """
-    agree_on_values(group, model, weights)
+    agree_on_values(group, model, weights, strict=strict)
     by_name = dict(model.named_parameters(remove_duplicate=False))
     chunks: list[Chunk] = []
     problem: Exception | None = None
@@ -53,7 +60,7 @@ def build_chunks(
         drawn = int(torch.empty((), dtype=torch.int64).random_())  # as building on the CPU, it moves the generator on
     seed = group.exchange("seed", drawn)[0]
     try:
-        source = WeightSource(model, weights, seed=seed)
+        source = WeightSource(model, weights, seed=seed, strict=strict)
         for index, chunk_plan in enumerate(plan.chunks):
             parameters = [by_name[slot.name] for slot in chunk_plan.parameters]
             chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)

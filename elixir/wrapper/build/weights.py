@@ -6,6 +6,7 @@ rank.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from elixir.checkpoint_format import INDEX_NAME, open_checkpoint
 from elixir.errors import InputError, InputTypeError
 from elixir.torch_private import swap_tensors
 from elixir.wrapper.build.initialise import OwnInitialisation
+
+logger = logging.getLogger(__name__)
 
 Weights = Mapping[str, torch.Tensor] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A state dict; safetensors: a file, several, or a folder as Hugging Face writes it; or the folder of a checkpoint."""
@@ -34,18 +37,19 @@ class WeightSource:
         given: values that take the place of the model's own; None for its own. What is on meta and has no value is
             initialised as its modules do (`OwnInitialisation`).
         seed: of that initialisation.
+        strict: refuse `given` where it lacks weights of the model or has others; otherwise take what fits.
 
     Raises:
-        InputError: `given` lacks weights of the model, has others, or is no safetensors.
+        InputError: `given` lacks weights of the model or has others, with `strict`; or is no safetensors.
     """
 
-    def __init__(self, model: nn.Module, given: Weights | None = None, *, seed: int = 0) -> None:
+    def __init__(self, model: nn.Module, given: Weights | None = None, *, seed: int = 0, strict: bool = True) -> None:
         self._model = model
         self._names = _names(model)
         self._given: Mapping[str, torch.Tensor] | None = None
         if given is not None:
             self._given = given if isinstance(given, Mapping) else _of_files(given)
-            self._check_names(self._given)
+            self._check_names(self._given, strict)
         self._own = OwnInitialisation(model, seed)
 
     def parameter(self, name: str) -> torch.Tensor:
@@ -55,9 +59,10 @@ class WeightSource:
             InputError: it is on meta, and nothing says what it should be; or the shape is another.
         """
         parameter = self._model.get_parameter(name)
-        if self._given is not None:
-            alias = next(alias for alias in self._names[parameter] if alias in self._given)
-            return _shaped(self._given[alias], parameter, alias)
+        given = self._given or {}
+        alias = next((alias for alias in self._names[parameter] if alias in given), None)
+        if alias is not None:
+            return _shaped(given[alias], parameter, alias)
         return self._own.parameter(name) if parameter.is_meta else parameter.data
 
     def fill_buffers(self) -> None:
@@ -70,7 +75,7 @@ class WeightSource:
                     module._buffers[name] = _shaped(given[full], buffer, full).to(buffer.dtype, copy=True)
         self._own.fill_buffers()
 
-    def _check_names(self, given: Mapping[str, torch.Tensor]) -> None:
+    def _check_names(self, given: Mapping[str, torch.Tensor], strict: bool) -> None:
         persistent = [
             f"{prefix}.{name}" if prefix else name
             for prefix, module in self._model.named_modules(remove_duplicate=False)
@@ -81,11 +86,15 @@ class WeightSource:
         missing += [name for name in persistent if name not in given]
         known = {name for names in self._names.values() for name in names} | set(persistent)
         unexpected = [name for name in given if name not in known]
-        if missing or unexpected:
+        if not (missing or unexpected):
+            return
+        found = f"missing {few(missing)}, unexpected {few(unexpected)}"
+        if strict or not known & set(given):
             raise InputError(
-                f"the weights given are not those of {type(self._model).__name__}: missing {few(missing)}, unexpected "
-                f"{few(unexpected)}; rename or complete them"
+                f"the weights given are not those of {type(self._model).__name__}: {found}; rename or complete them, "
+                "or give strict=False to leave those that are missing to the model's own modules"
             )
+        logger.warning("the weights given are not all of %s: %s", type(self._model).__name__, found)
 
 
 def _of_files(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Mapping[str, torch.Tensor]:

@@ -83,6 +83,8 @@ class ModelState:
         self._tracked = frozenset(chunk.index for chunk in engine.tracked)
         self._full: bool | None = None
         """While the wrapper's own state dict is made: whether this rank wants it."""
+        self._only: Callable[[str, nn.Parameter], bool] | None = None
+        self._dtype: torch.dtype | None = None
         self._given: dict[nn.Parameter, torch.Tensor] = {}
         """Values in the state dict that is being made: names of one tied parameter share one tensor, as they always do.
         """
@@ -109,17 +111,26 @@ class ModelState:
         while self._replaced:
             self._replaced.pop().remove()
 
-    def full(self, *args: Any, wanted: bool = True, **kwargs: Any) -> dict[str, Any]:
+    def full(
+        self,
+        *args: Any,
+        wanted: bool = True,
+        only: Callable[[str, nn.Parameter], bool] | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
         """The model's state dict on the CPU, in separate memory, weights in float32 or wider.
 
         Args:
             wanted: False takes part in gathering and keeps nothing.
+            only: says of a name and its parameter whether it is wanted on any rank.
+            dtype: of floating weights, instead.
         """
-        self._full = wanted
+        self._full, self._only, self._dtype = wanted, only, dtype
         try:
             state = self._model.state_dict(*args, **kwargs)
         finally:
-            self._full = None
+            self._full = self._only = self._dtype = None
         return state if wanted else {}
 
     def _together(self, original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -154,9 +165,13 @@ class ModelState:
             chunk, slot = self._slots[parameter]
             if self._full is None and (keep_vars or chunk.index not in self._tracked):
                 continue
+            if self._only is not None and not self._only(key, parameter):
+                del destination[key]
+                continue
             if parameter not in self._given:
                 part = slot.part_of(self._whole_of(chunk)).detach()
-                dtype = part.dtype if self._full is None else torch.promote_types(part.dtype, torch.float32)
+                wide = part.dtype if self._full is None else torch.promote_types(part.dtype, torch.float32)
+                dtype = self._dtype or wide
                 keeps = self._full is not False
                 self._given[parameter] = part.to("cpu", dtype, copy=True) if keeps else torch.empty(0)
             destination[key] = self._given[parameter]
