@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from elixir.models.casting import casts_buffers, refuse_unplannable
     from elixir.models.loading import build, build_shape
     from elixir.models.model_fingerprint import fingerprint
+    from elixir.models.samples import generators_untouched, planning_batch
     from elixir.models.shapes import ModelShape, describe, find, model_names
     from elixir.models.step import default_input, default_step, input_to_trace, refused_overflow
 
@@ -25,9 +26,11 @@ __all__ = [
     "describe",
     "find",
     "fingerprint",
+    "generators_untouched",
     "input_to_trace",
     "model_names",
     "parse_checkpoint",
+    "planning_batch",
     "refuse_unplannable",
     "refused_overflow",
 ]
@@ -44,9 +47,11 @@ _MODULES = {
     "describe": "elixir.models.shapes",
     "find": "elixir.models.shapes",
     "fingerprint": "elixir.models.model_fingerprint",
+    "generators_untouched": "elixir.models.samples",
     "input_to_trace": "elixir.models.step",
     "model_names": "elixir.models.shapes",
     "parse_checkpoint": "elixir.models.activation_checkpointing",
+    "planning_batch": "elixir.models.samples",
     "refuse_unplannable": "elixir.models.casting",
     "refused_overflow": "elixir.models.step",
 }

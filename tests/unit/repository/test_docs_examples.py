@@ -56,6 +56,7 @@ def namespace() -> dict[str, Any]:
         "model": model,
         "batch": batch,
         "data": [batch, batch],
+        "dataset": [{name: value[0] for name, value in batch.items()}] * 16,
         "train_step": default_step,
         "hardware": preset("cpu"),
         "trace": trace,

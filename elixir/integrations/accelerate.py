@@ -1,0 +1,310 @@
+"""`ElixirAccelerator`: an Accelerator whose model runs under a plan.
+
+    accelerator = ElixirAccelerator(gradient_accumulation_steps=4, elixir={"device_memory": "20GiB"})
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+Accelerate has no registry of backends: `Accelerator.distributed_type` is a closed enumeration. So this is a subclass.
+`transformers.Trainer` makes its Accelerator itself; `ElixirAccelerator.adopt` turns that instance into one of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elixir.api import dry_run, wrap
+from elixir.errors import InputError
+from elixir.integrations.options import Options, as_inp, read_options
+from elixir.integrations.run import Run
+from elixir.models import default_step, planning_batch
+from elixir.plan import Plan
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+
+try:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
+except ImportError as error:
+    raise ImportError("this needs the package accelerate: pip install 'elixir[hf]'") from error
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
+"""Mixed precision -> the plan's dtype."""
+
+SETTLED = {
+    "accumulation": "gradient_accumulation_steps=",
+    "dtype": "mixed_precision=",
+    "device": "the Accelerator",
+    "group": "the default process group",
+    "max_norm": "accelerator.clip_grad_norm_(...)",
+}
+"""Arguments of `elixir.wrap` that an Accelerator settles -> the setting that does."""
+
+_OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+
+
+class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """An `ElixirOptimizer` as accelerate prepares optimizers: it steps at the end of an accumulation only."""
+
+    def __init__(self, optimizer: ElixirOptimizer) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+        self._is_accelerate_prepared = True
+        self.elixir_saved_apart = False
+        """Whether `state_dict` leaves out states, which `ElixirAccelerator.save_state` saves chunk by chunk."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because float16 gradients overflowed."""
+        skipped: bool = self.optimizer.step_was_skipped
+        return skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states, whole, on rank 0; all ranks call this."""
+        return {} if self.elixir_saved_apart else self.optimizer.state_dict(rank0_only=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from states of torch's layout, the same on all ranks."""
+        if not self.elixir_saved_apart:
+            self.optimizer.load_state_dict(state_dict)
+
+
+class ElixirAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator that plans and wraps in `prepare`, from the model, its optimizers and the training DataLoader.
+
+    Mixed precision becomes the plan's dtype, with float32 master weights: there is no autocast, and no GradScaler.
+    Micro-batches of an accumulation are reduced one by one, into shards.
+
+    Args:
+        args, kwargs: of `accelerate.Accelerator`.
+        elixir: arguments of `elixir.wrap`, such as ``{"device_memory": "20GiB"}``; JSON, or the path of a JSON file.
+            ``step_fn(model, batch)`` runs forward, loss and backward; by default ``model(**batch).loss.backward()``.
+
+    Raises:
+        InputError: an option repeats a setting of the Accelerator; or DeepSpeed, FSDP, Megatron, fp8, torch.compile or
+            another kind of parallelism is configured.
+    """
+
+    elixir: Run | None = None
+    """The wrapped model and its optimizers; None before `prepare`."""
+
+    def __init__(self, *args: Any, elixir: Options = None, **kwargs: Any) -> None:
+        options = read_options(elixir, SETTLED)
+        super().__init__(*args, **kwargs)
+        self._elixir_adopted(options)
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, options: dict[str, Any]) -> ElixirAccelerator:
+        """Turn an Accelerator that somebody else has made into one of these, in place."""
+        accelerator.__class__ = cls
+        accelerator._elixir_adopted(options)
+        return accelerator  # type: ignore[no-any-return]
+
+    def _elixir_adopted(self, options: dict[str, Any]) -> None:
+        self._elixir_options = options
+        self._elixir_tracing = False
+        self._elixir_prepared: list[PreparedOptimizer] = []
+        self._elixir_refuse_others()
+        if self.mixed_precision != "no":
+            logger.info(
+                "mixed precision %s: weights are in it, with float32 masters; no autocast", self.mixed_precision
+            )
+        # Only of this instance: the state that all Accelerators of a process share stays as it is.
+        self.native_amp, self.scaler = False, None
+
+    def _elixir_refuse_others(self) -> None:
+        kind = self.distributed_type
+        if kind in {getattr(DistributedType, name, None) for name in _OTHERS}:
+            raise InputError(
+                f"{kind.value} is configured (by a plugin, or by `accelerate config`), but Elixir places and shards "
+                "the model itself; remove one of the two"
+            )
+        if getattr(self, "parallelism_config", None) is not None and self.parallelism_config.total_size > 1:
+            raise InputError("Elixir trains data-parallel ranks only; leave parallelism_config out")
+        if self.mixed_precision not in DTYPES:
+            raise InputError(
+                f"mixed_precision={self.mixed_precision!r} is not known here; choose one of {list(DTYPES)}"
+            )
+        plugin = getattr(self.state, "dynamo_plugin", None)
+        if plugin is not None and str(getattr(plugin.backend, "value", plugin.backend)).upper() != "NO":
+            raise InputError("torch.compile is configured, but cannot run with weights that are streamed; leave it out")
+
+    def wrap(self, model: torch.nn.Module, optimizers: Any, **more: Any) -> Run:
+        """Plan, and wrap a plain model and its optimizers.
+
+        Args:
+            model: plain.
+            optimizers: one, or a list.
+            more: arguments of `elixir.wrap` on top of the options; here ``inp`` is a batch of any kind, or
+                a function that gives it, and ``step_fn(model, batch)`` gets it.
+        """
+        module, made = wrap(model, optimizers, **self._elixir_arguments(**more))
+        self.elixir = Run(module, made if isinstance(made, list) else [made], is_main=self.is_main_process)
+        return self.elixir
+
+    def dry_run(self, model: torch.nn.Module, optimizers: Any, **more: Any) -> Plan:
+        """The plan that `wrap` would make with these arguments; nothing is wrapped."""
+        return dry_run(model, optimizers, **self._elixir_arguments(**more))
+
+    def plan(self, *args: Any) -> Plan:
+        """The plan that ``prepare(*args)`` would make; nothing is prepared."""
+        model, optimizers, inp = self._elixir_found(args)
+        return self.dry_run(model, optimizers, inp=inp)
+
+    def _elixir_arguments(self, **more: Any) -> dict[str, Any]:
+        options = {"device": self.device, "dtype": DTYPES[self.mixed_precision], **more, **self._elixir_options}
+        if "plan" in options:
+            return {name: value for name, value in options.items() if name not in ("accumulation", "inp", "step_fn")}
+        options.setdefault("accumulation", self.gradient_accumulation_steps)
+        options.setdefault("clipping", not options.get("step_in_backward", False))
+        inp = options["inp"]() if callable(options.get("inp")) else options.get("inp")
+        options["inp"], traced = as_inp(inp, options.get("step_fn", default_step))
+
+        def step(twin: Any, batch: Any) -> None:
+            self._elixir_tracing = True
+            try:
+                traced(twin, batch)
+            finally:
+                self._elixir_tracing = False
+
+        return {**options, "step_fn": step}
+
+    def _elixir_found(self, args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """The model, its optimizer or optimizers, and the batch to plan for, among what is prepared."""
+        models = [each for each in args if isinstance(each, torch.nn.Module)]
+        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        if len(models) != 1 or not optimizers or self.elixir is not None:
+            raise InputError(
+                f"an ElixirAccelerator wraps one model together with its optimizers, found {len(models)} and "
+                f"{len(optimizers)}, {'after' if self.elixir is not None else 'without'} another one; make one for each"
+            )
+
+        def batch() -> Any:
+            for each in args:
+                if isinstance(each, torch.utils.data.DataLoader):
+                    return planning_batch(each)
+            raise InputError(
+                "a batch is what is planned for: give prepare() the training DataLoader together with model and "
+                'optimizer, or elixir={"inp": batch}'
+            )
+
+        return models[0], optimizers if len(optimizers) > 1 else optimizers[0], batch
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """As of Accelerator; a model with optimizers is planned for and wrapped first."""
+        ready = (ElixirOptimizer, AcceleratedOptimizer)
+        if any(isinstance(each, torch.optim.Optimizer) and not isinstance(each, ready) for each in args):
+            model, optimizers, inp = self._elixir_found(args)
+            run = self.wrap(model, optimizers, inp=inp)
+            plain = [model, *(optimizers if isinstance(optimizers, list) else [optimizers])]
+            made = dict(zip(map(id, plain), [run.module, *run.optimizers], strict=True))
+            args = tuple(made.get(id(each), each) for each in args)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """As of Accelerator; a wrapped model is not moved, and reduces its gradients itself."""
+        if isinstance(model, ElixirModule):
+            vars(model)["_is_accelerate_prepared"] = True
+        return super().prepare_model(model, *args, **kwargs)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        """As of Accelerator; see `PreparedOptimizer`."""
+        if not isinstance(optimizer, ElixirOptimizer):
+            return super().prepare_optimizer(optimizer, device_placement)
+        prepared = PreparedOptimizer(optimizer)
+        self._elixir_prepared.append(prepared)
+        return super().prepare_optimizer(prepared, device_placement)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As of Accelerator; with float16 the loss is scaled."""
+        if self.elixir is None:
+            super().backward(loss, **kwargs)
+        else:
+            self.elixir.optimizers[0].backward(loss / self.gradient_accumulation_steps, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """As of Accelerator; a wrapped model reduces each micro-batch into shards, since the plan counts no more."""
+        with contextlib.nullcontext() if isinstance(model, ElixirModule) else super().no_sync(model):
+            yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """The norm of all gradients; the next step clips to `max_norm`.
+
+        None where the plan steps during backward and nothing is to be clipped (`max_norm` is infinite).
+        """
+        run = self.elixir
+        if run is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if run.module.plan.steps_in_backward and max_norm == float("inf"):
+            return None
+        return run.module.clip_grad_norm_(max_norm, float(norm_type))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Refused for a wrapped model: gradients are sharded, and clipped by their norm only."""
+        if self.elixir is not None:
+            raise InputError("gradients are sharded and can be clipped by their norm only: use clip_grad_norm_()")
+        super().clip_grad_value_(parameters, clip_value)
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The plain model; it runs under the plan nevertheless."""
+        return model.module if isinstance(model, ElixirModule) else super().unwrap_model(model, *args, **kwargs)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Full weights in float32 on rank 0, an empty dict on the others; all ranks call this."""
+        if self.elixir is not None and model in (self.elixir.module, self.elixir.module.module):
+            return self.elixir.module.state_dict(rank0_only=True)
+        return super().get_state_dict(model, unwrap)
+
+    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As of Accelerator; states go chunk by chunk into the folder ``elixir``, for any number of ranks."""
+        self._elixir_save_apart(self.elixir is not None)
+        try:
+            location = super().save_state(output_dir, *args, **kwargs)
+        finally:
+            self._elixir_save_apart(False)
+        if self.elixir is not None:
+            self.elixir.save(location)
+            self.elixir.save_plan(Path(location).parent)
+        return location
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        """As of Accelerator, from a folder of this or of a plain Accelerator."""
+
+        def hook(models: list[Any], folder: str) -> None:
+            if self.elixir is not None and self.elixir.load(folder):
+                models.remove(self.elixir.module)
+                self._elixir_save_apart(True)
+
+        handle = self.register_load_state_pre_hook(hook)
+        try:
+            super().load_state(input_dir, *args, **kwargs)
+        finally:
+            handle.remove()
+            self._elixir_save_apart(False)
+
+    def _elixir_save_apart(self, apart: bool) -> None:
+        for prepared in self._elixir_prepared:
+            prepared.elixir_saved_apart = apart
+
+    def gather(self, tensor: Any) -> Any:
+        """As of Accelerator; refused while a step is traced, which rank 0 does alone."""
+        self._elixir_refuse_traced("gather()")
+        return super().gather(tensor)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As of Accelerator; refused while a step is traced, which rank 0 does alone."""
+        self._elixir_refuse_traced("reduce()")
+        return super().reduce(tensor, *args, **kwargs)
+
+    def _elixir_refuse_traced(self, what: str) -> None:
+        if self._elixir_tracing and self.use_distributed:
+            raise InputError(
+                f"the step calls {what} of the Accelerator, for which rank 0, which alone traces, would wait for ever; "
+                "leave it out of the loss, or give a step_fn without it"
+            )

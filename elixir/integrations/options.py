@@ -1,0 +1,57 @@
+"""Options of an integration: arguments of `elixir.wrap`, read from where users keep them, and completed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from elixir.api import option_names
+from elixir.errors import InputError, InputTypeError, shortened
+from elixir.search.request import check_options
+
+Options = Mapping[str, Any] | str | os.PathLike[str] | None
+"""Arguments of `elixir.wrap`: as a dict, as JSON, or as the path of a JSON file."""
+
+
+def read_options(given: Options, settled: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of `elixir.wrap` that a user has given to an integration.
+
+    Args:
+        given: see `Options`.
+        settled: arguments that the framework settles, with the setting that does.
+
+    Raises:
+        InputTypeError: an option is unknown; the error names the nearest.
+        InputError: the framework has a setting for an option, or the JSON cannot be read.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        text = os.fspath(given)
+        try:
+            found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"elixir={shortened(text)} is neither JSON nor the file of one ({error}); give options such as "
+                '{"device_memory": "20GiB"}'
+            ) from None
+    else:
+        found = {} if given is None else given
+    if not isinstance(found, Mapping):
+        raise InputTypeError(f"elixir must hold options by name, got {type(found).__name__}")
+    for name in found:
+        if name in settled:
+            raise InputError(f"elixir must not say {name}, which comes from {settled[name]}; leave it out")
+    check_options("option of elixir", found, option_names())
+    return dict(found)
+
+
+def as_inp(batch: Any, step_fn: Callable[[Any, Any], Any]) -> tuple[dict[str, Any], Callable[[Any, Any], Any]]:
+    """`inp` and `step_fn` for `elixir.wrap`, of a batch of any kind and a function of the model and such a batch."""
+    return {"batch": _plain(batch)}, lambda model, inp: step_fn(model, inp["batch"])
+
+
+def _plain(batch: Any) -> Any:
+    """Dicts for other mappings, such as a tokenizer's, in which a trace would find no tensors."""
+    return {name: _plain(value) for name, value in batch.items()} if isinstance(batch, Mapping) else batch

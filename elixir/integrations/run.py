@@ -1,0 +1,86 @@
+"""`Run`: a model under a plan as a framework trains it: its states saved and loaded, and numbers for its logger."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import elixir
+from elixir.errors import InputError
+from elixir.plan import Plan
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+
+logger = logging.getLogger(__name__)
+
+STATES = "elixir"
+"""Folder inside of a framework's checkpoint for optimizer states and master weights, which all ranks write."""
+PLAN = "elixir_plan.json"
+
+
+class Planned(Exception):
+    """Raised to leave a framework once the plan is made."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(str(plan))
+        self.plan = plan
+
+
+class Run:
+    """A wrapped model with its optimizers, as a framework trains it.
+
+    Args:
+        module: the model.
+        optimizers: of it.
+        is_main: whether this rank logs and writes what all share.
+    """
+
+    def __init__(self, module: ElixirModule, optimizers: Sequence[ElixirOptimizer], *, is_main: bool) -> None:
+        self.module, self.optimizers, self.is_main = module, list(optimizers), is_main
+        if is_main:
+            logger.info("%s", module.plan)
+
+    def save(self, folder: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Save weights, states and the loss scale under `folder`, for any number of ranks. All ranks call this.
+
+        Args:
+            folder: the framework's checkpoint.
+            frozen: with parameters that are not trained.
+        """
+        elixir.save_checkpoint(Path(folder) / STATES, self._state(), wait=True, frozen=frozen)
+
+    def load(self, folder: str | os.PathLike[str]) -> bool:
+        """Load what `save` wrote; whether there is any. Random numbers are the framework's. All ranks call this."""
+        if not (Path(folder) / STATES).is_dir():
+            return False
+        loaded = elixir.load_checkpoint(Path(folder) / STATES, self._state(), rng=False)
+        for note in loaded.notes if self.is_main else ():
+            logger.warning("%s: %s", folder, note)
+        return True
+
+    def save_plan(self, folder: str | os.PathLike[str]) -> None:
+        """Write the plan of now into `folder`, on one rank."""
+        if self.is_main:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.module.plan.save(Path(folder) / PLAN)
+
+    def numbers(self) -> dict[str, float]:
+        """The last step's report for a logger, each name under ``elixir/``; predictions are in the plan."""
+        report = self.module.last_report
+        found = {} if report is None else report.to_dict()
+        return {
+            f"elixir/{name}": value for name, value in found.items() if not name.startswith(("predicted_", "busy_"))
+        }
+
+    def _state(self) -> dict[str, Any]:
+        several = len(self.optimizers) > 1
+        named = {f"optimizer_{number}" if several else "optimizer": each for number, each in enumerate(self.optimizers)}
+        return {"model": self.module, **named}
+
+
+def refuse_meta(model: Any, what: str) -> None:
+    """Raise `InputError` where `model` has weights on meta, of which `what` needs the values."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError(f"{what} needs the weights of {type(model).__name__}, which is on meta until train() wraps it")

@@ -1,0 +1,266 @@
+"""`ElixirTrainer`: transformers' Trainer under a plan. `with_elixir` does it to any class derived from Trainer.
+
+    trainer = ElixirTrainer(model, args, train_dataset=data, elixir={"device_memory": "20GiB"})
+    print(trainer.plan())
+    trainer.train()
+
+A mixin: `_wrap_model`, where Trainer would wrap for DDP, plans and wraps. By then the optimizer is made. As with DDP,
+``trainer.model`` stays the plain model and ``trainer.model_wrapped`` is ours: callbacks, PEFT and ``generate`` see what
+they know.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elixir.errors import InputError
+from elixir.integrations.accelerate import SETTLED as OF_ACCELERATOR
+from elixir.integrations.accelerate import ElixirAccelerator, logger
+from elixir.integrations.options import Options, read_options
+from elixir.integrations.run import Planned, Run, refuse_meta
+from elixir.models import generators_untouched, planning_batch
+from elixir.plan import Plan
+
+try:
+    from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+except ImportError as error:
+    raise ImportError("this needs the package transformers: pip install 'elixir[hf]'") from error
+
+SETTLED = OF_ACCELERATOR | {
+    "accumulation": "gradient_accumulation_steps",
+    "dtype": "bf16 or fp16",
+    "device": "TrainingArguments",
+    "max_norm": "max_grad_norm",
+    "clipping": "max_grad_norm",
+    "step_fn": "Trainer.compute_loss",
+}
+"""Arguments of `elixir.wrap` that a Trainer settles -> the training argument that does."""
+
+
+@dataclass
+class ElixirTrainingArguments(TrainingArguments):  # type: ignore[misc]
+    """`transformers.TrainingArguments` with `elixir`, so that a script takes ``--elixir options.json``."""
+
+    # HfArgumentParser takes no dict[str, Any].
+    elixir: dict | str | None = field(  # type: ignore[type-arg]
+        default=None,
+        metadata={"help": 'Arguments of elixir.wrap: JSON such as \'{"device_memory": "20GiB"}\', or a JSON file.'},
+    )
+
+    def __post_init__(self) -> None:
+        self.elixir = read_options(self.elixir, SETTLED)
+        super().__post_init__()
+
+
+_Base: Any = Trainer if TYPE_CHECKING else object
+
+
+class ElixirMixin(_Base):  # type: ignore[misc]
+    """Comes before a Trainer among the bases of a class.
+
+    Args:
+        args, kwargs: of the Trainer.
+        elixir: arguments of `elixir.wrap`, on top of those in `ElixirTrainingArguments`. ``inp`` is the batch to plan
+            for; otherwise it is made of the longest samples of the training data.
+
+    Raises:
+        InputError: an option repeats a training argument, or something is configured that cannot run under a plan.
+    """
+
+    elixir: Run | None = None
+    """The wrapped model and its optimizer; None before `train`."""
+    optimizer: Any
+
+    def __init__(self, *args: Any, elixir: Options = None, **kwargs: Any) -> None:
+        self._elixir_options = read_options(elixir, SETTLED)
+        self._elixir_loader: Any = None
+        self._elixir_weights: Path | None = None
+        self._elixir_only_plan = False
+        super().__init__(*args, **kwargs)
+
+    def plan(self) -> Plan:
+        """The plan that `train` would run, found by preparing for it up to there; nothing is loaded or trained.
+
+        Raises:
+            PlanError: nothing fits; says what is needed and what would help.
+        """
+        if self.elixir is not None:
+            return self.elixir.module.plan
+        self._elixir_only_plan = True
+        try:
+            with generators_untouched():
+                self.train()
+        except Planned as made:
+            return made.plan
+        finally:
+            self._elixir_only_plan, self.is_in_train = False, False
+            if getattr(self, "neftune_noise_alpha", None) is not None:
+                self.neftune_hook_handle.remove()
+        raise InputError("train() ended before it came to a plan")
+
+    # --- Where the model lives ----------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As of Trainer; the Accelerator becomes an `ElixirAccelerator`."""
+        super().create_accelerator_and_postprocess()
+        options = {**(getattr(self.args, "elixir", None) or {}), **self._elixir_options}
+        self._elixir_refuse(options)
+        ElixirAccelerator.adopt(self.accelerator, options)
+        if self.args.n_gpu > 1:
+            logger.warning("%d GPUs are visible, one is used: start one process for each, by torchrun", self.args.n_gpu)
+            self.args._n_gpu = 1
+
+    def _elixir_refuse(self, options: dict[str, Any]) -> None:
+        args = self.args
+        dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+        refused = {
+            "torch_compile cannot run with weights that are streamed; leave it out": args.torch_compile,
+            "auto_find_batch_size would try batches that are not planned for; ask `elixir fit`, or trainer.plan()": (
+                args.auto_find_batch_size
+            ),
+            "bf16_full_eval and fp16_full_eval: evaluation runs in the plan's dtype; set bf16 or fp16 instead": (
+                (args.bf16_full_eval and dtype != "bf16") or (args.fp16_full_eval and dtype != "fp16")
+            ),
+            f"optim={str(args.optim)!r} keeps states by itself; use optim='adamw_torch' with elixir={{'moments': "
+            "'8bit'}": any(word in str(args.optim) for word in ("8bit", "paged")),
+            "step_in_backward updates weights before the norm is known; set max_grad_norm=0": (
+                options.get("step_in_backward") and args.max_grad_norm > 0
+            ),
+        }
+        for sentence, found in refused.items():
+            if found:
+                raise InputError(sentence)
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Nothing: the plan says where weights go, and a model that is too big, or on meta, must not be moved."""
+
+    def get_train_dataloader(self) -> Any:
+        """As of Trainer."""
+        self._elixir_loader = super().get_train_dataloader()
+        return self._elixir_loader
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if self.elixir is not None and self.elixir.module.module is self.model:
+            return self.elixir.module
+        if not training:
+            refuse_meta(model, "evaluation before training")
+            return super()._wrap_model(model, training=False)
+        if self.elixir is not None:
+            self.elixir.module.close()  # a new model has come from model_init
+        more: dict[str, Any] = {
+            "accumulation": self.args.gradient_accumulation_steps,
+            "inp": lambda: planning_batch(self._elixir_loader, batch_size=self.args.train_batch_size),
+            "step_fn": self._elixir_step,
+            **({"max_norm": self.args.max_grad_norm} if self.args.max_grad_norm > 0 else {}),
+            **({"weights": self._elixir_weights} if self._elixir_weights is not None else {}),
+        }
+        self.model.train()
+        if self._elixir_only_plan:
+            raise Planned(self.accelerator.dry_run(self.model, self.optimizer, **more))
+        self.elixir = self.accelerator.wrap(self.model, self.optimizer, **more)
+        self.optimizer = self.elixir.optimizers[0]
+        return self.elixir.module
+
+    def _elixir_step(self, model: Any, batch: Any) -> None:
+        """The step that is traced, as `training_step` runs it."""
+        labels = batch.get("labels")
+        # Counted without Trainer's collective: rank 0 traces alone.
+        items = labels.ne(-100).sum() if isinstance(labels, torch.Tensor) else None
+        self.compute_loss(model, dict(batch), num_items_in_batch=items).backward()
+
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        return False
+
+    # --- Weights and states -------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        # All ranks come here, and Trainer's own leaves at once on those that do not save: so this gathers.
+        if state_dict is None and self.elixir is not None:
+            only = self._elixir_adapters if hasattr(self.model, "peft_config") else None
+            rank0_only = not self.args.save_on_each_node
+            state_dict = self.elixir.module.state_dict(rank0_only=rank0_only, only=only)
+            self.elixir.save_plan(self.args.output_dir)
+        super()._save(output_dir, state_dict=state_dict)
+
+    def _elixir_adapters(self, name: str, parameter: torch.nn.Parameter) -> bool:
+        """Whether PEFT may save a parameter: one that is trained, or an embedding, which it saves if it was resized."""
+        around = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        embeddings = [each for part in around if part is not None for each in part.parameters()]
+        return parameter.requires_grad or any(each is parameter for each in embeddings)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.elixir is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        self.elixir.save(output_dir, frozen=False)  # what is frozen is in the model's file, or in its base's
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.elixir is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self._elixir_weights = None
+        whole = os.path.join(checkpoint, "optimizer.pt")
+        if not self.elixir.load(checkpoint):
+            if os.path.isfile(whole):  # a plain Trainer's
+                self.elixir.optimizers[0].load_state_dict(torch.load(whole, map_location="cpu", weights_only=True))
+            else:
+                logger.warning("%s has no optimizer states, so they begin anew", checkpoint)
+        scheduler = os.path.join(checkpoint, "scheduler.pt")
+        if os.path.isfile(scheduler):
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        into = self.model if model is None else model
+        if self.elixir is not None or not any(parameter.is_meta for parameter in into.parameters()):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        if hasattr(into, "peft_config"):
+            raise InputError("adapters cannot be resumed over a base on meta; load the base with from_pretrained()")
+        # What is loaded into meta parameters would be lost without a word; wrapping reads it chunk by chunk.
+        self._elixir_weights = Path(resume_from_checkpoint)
+
+    # --- The log ------------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As of Trainer; what is logged of training gets the report of the last step, under ``elixir/``."""
+        if self.elixir is not None and "loss" in logs:
+            logs |= self.elixir.numbers()
+        super().log(logs, *args, **kwargs)
+
+
+class ElixirTrainer(ElixirMixin, Trainer):  # type: ignore[misc]
+    """transformers.Trainer under a plan; see `ElixirMixin`."""
+
+
+class ElixirSeq2SeqTrainer(ElixirMixin, Seq2SeqTrainer):  # type: ignore[misc]
+    """transformers.Seq2SeqTrainer under a plan; generation goes on until all ranks have ended."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As of Seq2SeqTrainer."""
+        return super().evaluate(*args, **self._elixir_synced(kwargs))
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of Seq2SeqTrainer."""
+        return super().predict(*args, **self._elixir_synced(kwargs))
+
+    def _elixir_synced(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {"synced_gpus": True, **kwargs} if self.args.world_size > 1 else kwargs
+
+
+def with_elixir(trainer: type) -> type:
+    """A class derived from Trainer, such as TRL's ``SFTTrainer``, that trains under a plan and takes ``elixir=``.
+
+    Raises:
+        InputError: it is no class derived from Trainer.
+    """
+    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+        raise InputError(f"with_elixir() takes a class derived from transformers.Trainer, got {trainer!r}")
+    base = ElixirSeq2SeqTrainer if issubclass(trainer, Seq2SeqTrainer) else ElixirMixin
+    return type(f"Elixir{trainer.__name__}", (base, trainer), {"__doc__": trainer.__doc__})

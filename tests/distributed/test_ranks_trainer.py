@@ -1,0 +1,63 @@
+"""transformers.Trainer on two ranks under a plan, compared with DDP: numbers, files, resuming on fewer ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.common.spawn import run_ranks
+
+ROOMY = {"device_memory": "64MiB", "host_memory": "64MiB"}
+PLANS = {"on the host": {**ROOMY, "placement": "cpu"}, "resident": {**ROOMY, "placement": "cuda"}}
+TOLERANCE = 1e-6
+
+
+def as_launched(rank: int, world_size: int) -> None:
+    """The environment that torchrun gives; the group is there already."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def trained(rank: int, world_size: int, folder: Path, elixir: dict[str, Any] | None, more: dict[str, Any]) -> Any:
+    as_launched(rank, world_size)
+    from elixir.integrations.transformers import ElixirTrainer
+    from tests.common.trainers import PLAIN, train
+
+    given = {} if elixir is None else {"elixir": elixir}
+    done = train(PLAIN if elixir is None else ElixirTrainer, folder, **given, **more)
+    if elixir is not None:
+        done.trainer.elixir.module.close()
+    return done.history
+
+
+def close(one: Path, other: Path, name: str) -> bool:
+    first, second = load_file(one / name), load_file(other / name)
+    return first.keys() == second.keys() and all(
+        torch.allclose(first[key], second[key], rtol=0, atol=TOLERANCE) for key in first
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_two_ranks_train_as_ddp_does(name: str, lora: bool, tmp_path: Path) -> None:
+    more = {"lora": lora, "samples": 14, "gradient_checkpointing": not lora}
+    plain = run_ranks(2, trained, tmp_path / "plain", None, more, wait_s=600.0)[0]
+    ours = run_ranks(2, trained, tmp_path / "ours", PLANS[name], more, wait_s=600.0)[0]
+    assert [entry.keys() for entry in plain] == [entry.keys() for entry in ours]
+    for one, other in zip(plain, ours, strict=True):
+        assert other == pytest.approx(one, rel=0, abs=TOLERANCE)
+    file = "adapter_model.safetensors" if lora else "model.safetensors"
+    assert close(tmp_path / "plain" / "final", tmp_path / "ours" / "final", file)
+    checkpoint = str(tmp_path / "ours" / "checkpoint-2")
+    resumed = run_ranks(2, trained, tmp_path / "ours", PLANS[name], {**more, "resume": checkpoint}, wait_s=600.0)[0]
+    assert resumed == ours
+    fewer = run_ranks(1, trained, tmp_path / "fewer", PLANS[name], {**more, "resume": checkpoint}, wait_s=600.0)[0]
+    assert all(torch.tensor(entry.get("loss", 0.0)).isfinite() for entry in fewer)

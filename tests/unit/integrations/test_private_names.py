@@ -1,0 +1,85 @@
+"""The private names of frameworks on which the integrations lean: all are listed, few, and there."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from elixir.integrations import PRIVATE_NAMES
+
+FOLDER = Path(__file__).parents[3] / "elixir" / "integrations"
+MOST = {"transformers": 8, "accelerate": 4, "lightning": 5}
+MOST_LINES = 700
+WHERE = {
+    "transformers": ("transformers/trainer.py", "transformers/training_args.py", "transformers/trainer_seq2seq.py"),
+    "accelerate": ("accelerate/accelerator.py", "accelerate/optimizer.py"),
+    "lightning": ("lightning/pytorch",),
+}
+"""Framework -> where its sources say the names."""
+
+
+def private_names(path: Path) -> set[str]:
+    """Names with one underscore at the front that a source defines or uses as attributes, and text that looks so."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return {name for name in found if re.fullmatch(r"_[a-z]\w*", name)}
+
+
+def words_of(framework: str) -> set[str]:
+    """Every word of the framework's sources."""
+    spec = importlib.util.find_spec(framework)
+    assert spec is not None
+    assert spec.origin is not None
+    root = Path(spec.origin).parents[1]
+    words: set[str] = set()
+    for name in WHERE[framework]:
+        path = root / name
+        for source in [path] if path.is_file() else path.rglob("*.py"):
+            words |= set(re.findall(r"\b_[a-z]\w*", source.read_text(encoding="utf-8")))
+    return words
+
+
+@pytest.mark.parametrize("framework", PRIVATE_NAMES)
+def test_names_are_few_and_there(framework: str) -> None:
+    names = set(PRIVATE_NAMES[framework])
+    assert len(names) <= MOST[framework]
+    assert names - words_of(framework) == set()
+
+
+@pytest.mark.parametrize("framework", PRIVATE_NAMES)
+def test_names_are_listed(framework: str) -> None:
+    path = FOLDER / f"{framework}.py"
+    if path.exists():
+        listed = {name for names in PRIVATE_NAMES.values() for name in names}
+        assert (private_names(path) & words_of(framework)) - listed == set()
+
+
+def code_lines(path: Path) -> int:
+    """Lines with code on them: no blank ones, comments or docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    texts = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    with path.open("rb") as source:
+        empty = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
+        tokens = [token for token in tokenize.tokenize(source.readline) if token.type not in empty]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines - texts)
+
+
+def test_the_integrations_are_small() -> None:
+    assert sum(map(code_lines, FOLDER.glob("*.py"))) < MOST_LINES

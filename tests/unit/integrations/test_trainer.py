@@ -1,0 +1,251 @@
+"""transformers.Trainer under a plan logs, predicts, saves and resumes as without one, to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import HfArgumentParser, LlamaForCausalLM, Trainer
+
+from elixir.errors import InputError, InputTypeError, PlanError, TraceError
+from elixir.integrations.transformers import ElixirTrainer, ElixirTrainingArguments, with_elixir
+from elixir.plan import Plan
+from tests.common.trainers import PLAIN, Trained, arguments, llama, logged, make, rows, train
+
+ROOMY = {"device_memory": "64MiB", "host_memory": "64MiB"}
+ON_HOST = {**ROOMY, "placement": "cpu"}
+PLANS = {
+    "resident": {**ROOMY, "placement": "cuda"},
+    "on the host": ON_HOST,
+    "tight": {**ROOMY, "device_memory": "90KiB"},
+}
+SHORT = {
+    "num_train_epochs": 1,
+    "samples": 5,
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "load_best_model_at_end": False,
+}
+
+
+def same(one: Path, other: Path, name: str = "model.safetensors") -> bool:
+    """Whether two saved files have the same bits."""
+    first, second = load_file(one / name), load_file(other / name)
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def drawn_next() -> list[Any]:
+    """States of the global generators, in short."""
+    return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]  # noqa: NPY002
+
+
+def assert_same(plain: Trained, ours: Trained) -> None:
+    assert ours.history == plain.history
+    assert np.array_equal(ours.predictions, plain.predictions)
+
+
+def test_logs_predicts_and_saves_what_trainer_does(tmp_path: Path) -> None:
+    plain = train(PLAIN, tmp_path / "plain", samples=5, num_train_epochs=1)
+    ours = train(ElixirTrainer, tmp_path / "ours", samples=5, num_train_epochs=1, elixir=ON_HOST)
+    assert_same(plain, ours)
+    assert same(tmp_path / "plain" / "final", tmp_path / "ours" / "final")
+    first = ours.trainer.state.log_history[0]
+    assert first["elixir/tokens_per_s"] > 0
+    assert first["elixir/micro_batches"] == 2
+    assert Plan.load(tmp_path / "ours" / "elixir_plan.json").placement == "cpu"
+    assert all(chunk.state_home == "host" for chunk in ours.trainer.elixir.module.plan.chunks)
+    ours.trainer.elixir.module.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+def test_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"gradient_checkpointing": True} if name == "tight" else {}
+    plain = train(PLAIN, tmp_path / "plain", **more)
+    ours = train(ElixirTrainer, tmp_path / "ours", elixir=PLANS[name], **more)
+    if name == "tight":
+        assert any(not chunk.resident for chunk in ours.trainer.elixir.module.plan.chunks)
+    assert_same(plain, ours)
+    again = llama()
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "ours" / "final")
+    again.load_state_dict(load_file(tmp_path / "plain" / "final" / "model.safetensors"), strict=False)
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), again.parameters(), strict=True))
+    for part in ("plain", "ours"):
+        shutil.copytree(tmp_path / part / "checkpoint-2", tmp_path / f"from-{part}" / "checkpoint-2")
+        checkpoint = str(tmp_path / f"from-{part}" / "checkpoint-2")
+        # Also from a plain Trainer's, whose optimizer states are in one file.
+        resumed = train(ElixirTrainer, tmp_path / f"from-{part}", elixir=PLANS[name], resume=checkpoint, **more)
+        assert resumed.history == plain.history
+        assert same(tmp_path / "plain" / "final", tmp_path / f"from-{part}" / "final")
+
+
+@pytest.mark.slow
+def test_a_model_on_meta_is_resumed_with_its_weights(tmp_path: Path) -> None:
+    ours = train(ElixirTrainer, tmp_path / "ours", elixir=ON_HOST)
+    with torch.device("meta"):
+        model = llama()
+    checkpoint = str(tmp_path / "ours" / "checkpoint-2")
+    resumed = train(ElixirTrainer, tmp_path / "again", model=model, elixir=ON_HOST, resume=checkpoint)
+    assert resumed.history[2:] == ours.history[2:]
+
+
+@pytest.mark.slow
+def test_adapters_are_saved_and_equal(tmp_path: Path) -> None:
+    plain = train(PLAIN, tmp_path / "plain", lora=True)
+    ours = train(ElixirTrainer, tmp_path / "ours", lora=True, elixir=ON_HOST)
+    assert_same(plain, ours)
+    assert same(tmp_path / "plain" / "final", tmp_path / "ours" / "final", "adapter_model.safetensors")
+    trained = load_file(tmp_path / "ours" / "final" / "adapter_model.safetensors")
+    assert all(value.abs().sum() > 0 for value in trained.values())
+    checkpoint = str(tmp_path / "ours" / "checkpoint-2")
+    resumed = train(ElixirTrainer, tmp_path / "ours", lora=True, elixir=ON_HOST, resume=checkpoint)
+    assert resumed.history == plain.history
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [{"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0}, {"max_grad_norm": 0.0}], ids=str
+)
+def test_other_losses_are_traced_as_they_are(more: dict[str, Any], tmp_path: Path) -> None:
+    plain = train(PLAIN, tmp_path / "plain", **SHORT, **more)
+    trainer = make(ElixirTrainer, tmp_path / "ours", elixir=ON_HOST, **SHORT, **more)
+    before = drawn_next()
+    trainer.plan()  # draws nothing, and leaves nothing that changes training
+    assert drawn_next() == before
+    trainer.train()
+    assert logged(trainer) == [entry for entry in plain.history if "test_loss" not in entry]
+
+
+class OwnLoss:
+    """A Trainer's own loss."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.loss + 1e-3 * outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class PlainOwn(OwnLoss, Trainer):
+    pass
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(rows(10, 0))
+
+
+@pytest.mark.slow
+def test_a_derived_trainer_over_a_stream(tmp_path: Path) -> None:
+    more = {**SHORT, "max_steps": 3, "train_dataset": Stream()}
+    runs = [
+        train(PlainOwn, tmp_path / "plain", **more),
+        train(with_elixir(PlainOwn), tmp_path / "ours", elixir=ON_HOST, **more),
+        train(PlainOwn, tmp_path / "after", **more),  # nothing global has changed
+    ]
+    assert_same(runs[0], runs[1])
+    assert_same(runs[0], runs[2])
+
+
+@pytest.mark.slow
+def test_bfloat16_is_the_dtype_of_the_plan(tmp_path: Path) -> None:
+    plain = train(PLAIN, tmp_path / "plain", **SHORT, bf16=True)
+    ours = train(ElixirTrainer, tmp_path / "ours", elixir=ON_HOST, **SHORT, bf16=True)
+    assert ours.trainer.elixir.module.plan.dtype == "bfloat16"
+    assert ours.history[0]["loss"] == pytest.approx(plain.history[0]["loss"], abs=0.02)
+    assert {value.dtype for value in load_file(tmp_path / "ours" / "final" / "model.safetensors").values()} == {
+        torch.float32
+    }
+
+
+@pytest.mark.slow
+def test_a_step_that_overflows_moves_no_schedule(tmp_path: Path) -> None:
+    ours = train(
+        ElixirTrainer, tmp_path, elixir={**ON_HOST, "initial_scale": 2.0**40}, **SHORT, fp16=True, warmup_steps=0
+    )
+    rates = [entry["learning_rate"] for entry in ours.history if "learning_rate" in entry]
+    assert ours.trainer.elixir.optimizers[0].loss_scale < 2.0**40
+    assert len(set(rates)) == 1
+
+
+@pytest.mark.slow
+def test_a_second_run_and_a_new_model_are_wrapped(tmp_path: Path) -> None:
+    trainer = make(ElixirTrainer, tmp_path, elixir=ON_HOST, **SHORT)
+    assert trainer.evaluate()["eval_loss"] > 0  # before training: the plain model
+    trainer.train()
+    first = trainer.elixir
+    trainer.train()
+    assert trainer.elixir is first
+    again = make(ElixirTrainer, tmp_path / "again", elixir=ON_HOST, **SHORT)
+    again.model_init = lambda: llama()
+    again.train()
+    before = again.elixir.module
+    again.train()
+    assert again.elixir.module is not before
+
+
+def test_a_dry_run_plans_and_says_what_would_fit(tmp_path: Path) -> None:
+    trainer = make(ElixirTrainer, tmp_path, elixir=ON_HOST, **SHORT)
+    plan = trainer.plan()
+    assert (plan.placement, plan.accumulation, trainer.elixir) == ("cpu", 2, None)
+    assert not tmp_path.joinpath("elixir_plan.json").exists()
+    with pytest.raises(PlanError, match="KiB"):
+        make(ElixirTrainer, tmp_path, elixir={"device_memory": "4KiB", "host_memory": "64MiB"}, **SHORT).plan()
+    with torch.device("meta"):
+        model = llama()
+    assert make(ElixirTrainer, tmp_path, model=model, elixir=ON_HOST, **SHORT).plan() == plan
+
+
+@pytest.mark.parametrize(
+    ("elixir", "more", "says"),
+    [
+        ({"accumulation": 4}, {}, "comes from gradient_accumulation_steps"),
+        ({"dtype": "bf16"}, {}, "comes from bf16 or fp16"),
+        ({"device_memroy": "1GiB"}, {}, "did you mean device_memory"),
+        ("nowhere.json", {}, "neither JSON nor the file"),
+        ({}, {"torch_compile": True}, "torch_compile cannot run"),
+        ({}, {"auto_find_batch_size": True}, "elixir fit"),
+        ({}, {"bf16_full_eval": True}, "the plan's dtype"),
+        ({"step_in_backward": True}, {}, "max_grad_norm=0"),
+    ],
+    ids=str,
+)
+def test_refuses_before_planning(elixir: Any, more: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises((InputError, InputTypeError), match=says):
+        make(ElixirTrainer, tmp_path, elixir=elixir, **SHORT, **more)
+
+
+def test_options_come_from_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "elixir.json"
+    file.write_text(json.dumps(ON_HOST))
+    parser = HfArgumentParser(ElixirTrainingArguments)
+    for given in (str(file), json.dumps(ON_HOST)):
+        (found,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--elixir", given, "--use_cpu"])
+        assert found.elixir == ON_HOST
+    args = arguments(tmp_path, ElixirTrainingArguments, elixir=ON_HOST)
+    assert make(ElixirTrainer, tmp_path, args=args, elixir={"replan": False}).accelerator._elixir_options == {
+        **ON_HOST,
+        "replan": False,
+    }
+    with pytest.raises(InputError, match="derived from"):
+        with_elixir(dict)
+
+
+class Gathering(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
+        return self.accelerator.gather(model(**inputs).loss).mean()
+
+
+def test_the_first_step_may_not_wait_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(with_elixir(Gathering), tmp_path, elixir=ON_HOST, **SHORT)
+    monkeypatch.setattr(type(trainer.accelerator), "use_distributed", True)
+    with pytest.raises((InputError, TraceError), match=r"gather\(\) of the Accelerator"):
+        trainer.plan()
