@@ -1,7 +1,10 @@
 """How many classes of transformers can be traced, and trained under a streamed plan with the bits of plain PyTorch.
 
     python benchmark/transformers_classes.py --list              tries all classes of the tasks below in plain PyTorch
-    python benchmark/transformers_classes.py [--only bert opt]   judges those on the list, and appends a row for each
+    python benchmark/transformers_classes.py [--only bert opt] [--resume]
+                                                         judges those on the list, and appends a row for each
+
+Both go on where they were stopped: the list with ``--list``, the rows with ``--resume``.
 
 A class is built with a tiny config of two to four layers. It is on the list if plain PyTorch trains it twice with the
 same bits; all others are listed with the reason. Judging it asks four things:
@@ -18,6 +21,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import csv
+import itertools
 import json
 import multiprocessing
 import sys
@@ -43,6 +48,7 @@ from elixir.tracer import RecordedRouting, RoutingRecorder, trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 
 LIST = Path(__file__).parent / "results" / "transformers_classes.json"
+ROWS = LIST.with_suffix(".csv")
 TASKS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -53,10 +59,18 @@ TASKS = {
 }
 """Task -> the table of transformers that names its classes."""
 
+COLUMNS = (
+    "class", "task", "traced", "identical", "refused", "predicted_bytes", "observed_bytes", "difference_percent", "notes",
+    "plain_bf16", "traced_h200_bf16", "refused_h200_bf16", "error",
+)  # fmt: skip
+"""Columns of a row, before the conditions under which it was made."""
 STEPS, BATCH, LENGTH, VOCABULARY = 3, 2, 16, 128
 MOST_NUMEL = 5_000_000
 SECONDS = 120
 """A class that takes longer is given up."""
+NOT_TRIED = "not tried for lack of time"
+AGAIN = (NOT_TRIED, f"took more than {SECONDS} s")
+"""Reasons of classes that the next run tries again: the machine was busy."""
 
 _SIZES: dict[str, int] = {
     **dict.fromkeys(["hidden_size", "d_model", "n_embd", "dim", "embed_dim", "model_dim", "embedding_size"], 64),
@@ -209,7 +223,7 @@ def judge(task: str, kind: str, name: str) -> Row:
     """One row."""
     model, inp = build(task, kind, name)
     twin = copy.deepcopy(model)
-    row: Row = {"class": name, "task": task, "traced": False, "identical": False, "refused": "", **conditions()}
+    row: Row = {"traced": False, "identical": False, "refused": ""}
     try:
         with quiet_profiler():
             observed = observe_step(model, inp, step).peak_bytes
@@ -294,27 +308,57 @@ def listed() -> list[tuple[str, str, str]]:
 
 
 def make_list(limit_s: float) -> None:
-    """Try every class in plain PyTorch, and write down which train and why the others do not."""
-    started, classes, skipped = time.monotonic(), [], {}
-    for task, kind, name in candidates():
+    """Try every class in plain PyTorch, and write down which train and why the others do not.
+
+    Goes on where an earlier run with the same transformers ended, and turns from task to task, so that a list that was
+    cut short has classes of all of them. The list is written after each class.
+    """
+    classes: list[list[str]] = []
+    skipped: dict[str, str] = {}
+    known = json.loads(LIST.read_text(encoding="utf-8")) if LIST.exists() else {}
+    if known.get("transformers") == transformers.__version__:
+        classes = known["classes"]
+        skipped = {name: why for name, why in known["skipped"].items() if why not in AGAIN}
+    order = list(TASKS)
+    settled = {entry[2] for entry in classes} | set(skipped)
+    by_task = [[entry for entry in candidates() if entry[0] == task and entry[2] not in settled] for task in order]
+    left = [entry for turn in itertools.zip_longest(*by_task) for entry in turn if entry is not None]
+    started = time.monotonic()
+    for index, (task, kind, name) in enumerate(left):
         late = time.monotonic() - started > limit_s
-        found: Row = {"error": "not tried for lack of time"} if late else apart(plain, task, kind, name)
+        found: Row = {"error": NOT_TRIED} if late else apart(plain, task, kind, name)
         if "error" in found:
             skipped[name] = found["error"]
         else:
             classes.append([task, kind, name])
-        print(f"{len(classes):4} {name}: {found.get('error', 'trains')}", flush=True)
-    lists = {"transformers": transformers.__version__, "classes": classes, "skipped": skipped}
-    LIST.write_text(json.dumps(lists, indent=1) + "\n", encoding="utf-8")
+        if not late or index == len(left) - 1:
+            classes.sort(key=lambda entry: (order.index(entry[0]), entry[1]))
+            lists = {
+                "transformers": transformers.__version__,
+                "classes": classes,
+                "skipped": dict(sorted(skipped.items())),
+            }
+            LIST.write_text(json.dumps(lists, indent=1) + "\n", encoding="utf-8")
+            print(f"{len(classes):4} {name}: {found.get('error', 'trains')}", flush=True)
+
+
+def judged() -> set[str]:
+    """Classes that have a row by this version of transformers."""
+    if not ROWS.exists():
+        return set()
+    with ROWS.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file)
+        return {row["class"] for row in rows if row["transformers"] == transformers.__version__ and not row["error"]}
 
 
 def main() -> int:
     """The whole benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="make the list anew")
+    parser.add_argument("--list", action="store_true", help="make the list, or go on with it")
     parser.add_argument(
         "--limit", type=float, default=3600, help="seconds after which no further class is tried for the list"
     )
+    parser.add_argument("--resume", action="store_true", help="leave out classes that have a row")
     parser.add_argument("--only", nargs="+", help="model types")
     parser.add_argument("--no-record", action="store_true")
     args = parser.parse_args()
@@ -322,25 +366,20 @@ def main() -> int:
     if args.list:
         make_list(args.limit)
         return 0
-    rows = []
+    rows, done = [], judged() if args.resume else set()
     for task, kind, name in listed():
-        if args.only is None or kind in args.only:
-            row = apart(judge, task, kind, name)
-            rows.append({"class": name, "task": task} | row)
-            said = (
-                row.get("error")
-                or row["refused"]
-                or f"{row['difference_percent']:+.3f} %, same bits: {row['identical']}"
-            )
-            print(
-                f"{name}: {said}; H200 bf16: {row.get('traced_h200_bf16')} {row.get('refused_h200_bf16', '')}",
-                flush=True,
-            )
-    if not args.no_record:
-        append_rows("transformers_classes", rows)
+        if name in done or not (args.only is None or kind in args.only):
+            continue
+        row = dict.fromkeys(COLUMNS) | {"class": name, "task": task, **conditions()} | apart(judge, task, kind, name)
+        row["transformers"] = transformers.__version__
+        rows.append(row)
+        said = row["error"] or row["refused"] or f"{row['difference_percent']:+.3f} %, same bits: {row['identical']}"
+        print(f"{name}: {said}; H200 bf16: {row['traced_h200_bf16']} {row['refused_h200_bf16'] or ''}", flush=True)
+        if not args.no_record:
+            append_rows("transformers_classes", [row])
     for what in ("traced", "identical"):
-        print(f"{what}: {sum(bool(row.get(what)) for row in rows)} of {len(rows)}")
-    half = [row for row in rows if row.get("plain_bf16")]
+        print(f"{what}: {sum(bool(row[what]) for row in rows)} of {len(rows)}")
+    half = [row for row in rows if row["plain_bf16"]]
     print(f"traced for an H200 in bf16: {sum(bool(row['traced_h200_bf16']) for row in half)} of {len(half)}")
     return 0
 

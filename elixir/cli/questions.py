@@ -144,7 +144,7 @@ def run_timeline(args: argparse.Namespace) -> int:
 
     simulated = simulate_step(plan, trace, hardware, accumulation=args.accumulation)
     if chrome:
-        save_chrome_trace(simulated, args.out)
+        save_chrome_trace(simulated, args.out, plan, trace)
     else:
         plot_timeline(simulated, args.out, title=f"{plan.model_name} on {plan.world_size} x {hardware.name}")
     record: dict[str, Any] = {

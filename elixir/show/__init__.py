@@ -12,11 +12,12 @@ from elixir.show.explanation import (
     summary_text,
 )
 from elixir.show.memory_curve import plot_activations, plot_memory
+from elixir.show.perfetto import chrome_trace, save_chrome_trace
 from elixir.show.plan_map import HOME_COLOURS, order_of_use, plot_plan
 from elixir.show.style import FORMATS, gib, picture_format, render, save, shorten
 from elixir.show.sweep import plot_sweep, reasons, sweep_table, to_frame
 from elixir.show.tables import plan_record, record_of, show_value
-from elixir.show.timeline import chrome_trace, plot_timeline, save_chrome_trace
+from elixir.show.timeline import plot_timeline
 
 __all__ = [
     "FORMATS",

@@ -1,14 +1,11 @@
-"""A simulated step over time: as a picture with one lane per resource, and as a Chrome trace for Perfetto."""
+"""A simulated step over time, as a picture with one lane per resource."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from elixir.artifact import write_atomically
 from elixir.errors import InputError, InputTypeError
 from elixir.search.simulator import RESOURCES, Simulation, Span
 from elixir.show.style import (
@@ -56,13 +53,12 @@ _COLOURS = {
     "write": DARK,
 }
 """By name of a span; no two in one lane are alike to the colour-blind."""
-_LANE_ORDER = ("compute", "host_to_device", "network", "device_to_host", "host_adam", "refresh", "disk")
+LANE_ORDER = ("compute", "host_to_device", "network", "device_to_host", "host_adam", "refresh", "disk")
 """From the top: a chunk's way through a step."""
 _LANE_IN, _BAR = 0.34, 0.72
 """Height of a lane in inches, and the share of it that its bars fill."""
 _WIDE = 0.005
 """Share of the picture from which on a bar has room for a white edge, which tells it from its neighbours."""
-_MICROSECONDS = 1e6
 
 
 def plot_timeline(
@@ -78,8 +74,8 @@ def plot_timeline(
     Raises:
         InputError: nothing happens in the step, or `path` names no picture format.
     """
-    _check(simulation)
-    lanes = [name for name in _LANE_ORDER if any(span.resource == name for span in simulation.timeline)]
+    check_simulation(simulation)
+    lanes = [name for name in LANE_ORDER if any(span.resource == name for span in simulation.timeline)]
     unit_s, unit = (1.0, "s") if simulation.step_s >= 1 else (1e-3, "ms") if simulation.step_s >= 1e-3 else (1e-6, "µs")
     figure = new_figure(0.95 + _LANE_IN * len(lanes))
     axes = figure.add_subplot()
@@ -106,53 +102,8 @@ def plot_timeline(
     return finish(figure, path)
 
 
-def chrome_trace(simulation: Simulation) -> dict[str, Any]:
-    """The step in Chrome's trace event format ("JSON object format"), which Perfetto and chrome://tracing open.
-
-    Every resource is a thread; times are in microseconds, as the format wants.
-
-    Raises:
-        InputError: nothing happens in the step.
-    """
-    _check(simulation)
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "one rank, simulated"}}
-    ]
-    thread = {name: number for number, name in enumerate(_LANE_ORDER)}
-    for name, number in thread.items():
-        events.append(
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": RESOURCE_LABELS[name]}}
-        )
-        events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": number, "args": {"sort_index": number}})
-    for span in simulation.timeline:
-        events.append(
-            {
-                "ph": "X",
-                "name": span.name if span.chunk is None else f"{span.name} chunk {span.chunk}",
-                "cat": span.name,
-                "ts": span.start_s * _MICROSECONDS,
-                "dur": (span.end_s - span.start_s) * _MICROSECONDS,
-                "pid": 0,
-                "tid": thread[span.resource],
-                "args": {} if span.chunk is None else {"chunk": span.chunk},
-            }
-        )
-    return {"displayTimeUnit": "ms", "traceEvents": events}
-
-
-def save_chrome_trace(simulation: Simulation, path: str | os.PathLike[str]) -> Path:
-    """Write `chrome_trace` to `path`, atomically.
-
-    Raises:
-        InputError: nothing happens in the step, or `path` does not end in .json.
-    """
-    if not os.fspath(path).lower().endswith(".json"):
-        raise InputError(f"{os.fspath(path)!r} must end in .json, which is what a Chrome trace is")
-    text = json.dumps(chrome_trace(simulation), allow_nan=False, separators=(",", ":"))
-    return write_atomically(path, text.encode())
-
-
-def _check(simulation: Simulation) -> None:
+def check_simulation(simulation: Simulation) -> None:
+    """Refuse what is no simulation, or one in which nothing happens."""
     if not isinstance(simulation, Simulation):
         raise InputTypeError(f"simulation must be what simulate_step gives, got {type(simulation).__name__}")
     if not simulation.timeline:

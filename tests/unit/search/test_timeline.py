@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from elixir.errors import InputError, InputTypeError
+from elixir.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.simulator import RESOURCES, Simulation, Span, simulate_step
 from elixir.show import chrome_trace, plot_timeline, render, save_chrome_trace
+from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.samples import make_hardware
 from tests.common.synthetic_trace import StackShape, stack_trace
@@ -21,15 +23,21 @@ HARDWARE = replace(make_hardware(), host_memory_bytes=512 * GIB, disk_read_bytes
 
 
 @pytest.fixture(scope="module")
-def simulation() -> Simulation:
+def simulated() -> tuple[Simulation, Plan, StepTrace]:
     """A step of two ranks in which every resource works: the states of one chunk live on a disk."""
     trace = stack_trace(StackShape(hidden=256, layers=3, ffn=1024, vocab=2048, positions=256), batch=2, seq=256)
     plan = plan_from_trace(trace, HARDWARE, 2, device_memory=1 << 40, placement="cpu")
     refreshed = replace(plan.chunks[-1], resident=True, weight_home="device")
     on_disk = replace(plan.chunks[0], state_home="disk")
-    made = simulate_step(replace(plan, chunks=(on_disk, *plan.chunks[1:-1], refreshed)), trace, HARDWARE)
+    plan = replace(plan, chunks=(on_disk, *plan.chunks[1:-1], refreshed))
+    made = simulate_step(plan, trace, HARDWARE)
     assert all(made.busy_s[name] > 0 for name in RESOURCES)
-    return made
+    return made, plan, trace
+
+
+@pytest.fixture(scope="module")
+def simulation(simulated: tuple[Simulation, Plan, StepTrace]) -> Simulation:
+    return simulated[0]
 
 
 def test_a_chrome_trace_has_every_span_once_on_its_resource(simulation: Simulation, tmp_path: Path) -> None:
@@ -45,6 +53,54 @@ def test_a_chrome_trace_has_every_span_once_on_its_resource(simulation: Simulati
     }
     assert sorted(busy.values()) == pytest.approx(sorted(simulation.busy_s.values()))
     assert max(event["ts"] + event["dur"] for event in spans) / 1e6 == pytest.approx(simulation.step_s)
+
+
+def test_a_plan_adds_names_bytes_waits_and_arrows(simulated: tuple[Simulation, Plan, StepTrace]) -> None:
+    simulation, plan, trace = simulated
+    events = chrome_trace(simulation, plan, trace)["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    of_chunks = [event for event in slices if "chunk" in event["args"] and event["cat"] != "wait"]
+    for event in of_chunks:
+        chunk = plan.chunks[event["args"]["chunk"]]
+        assert event["args"]["parameters"][0] == chunk.parameters[0].name
+        assert event["args"]["bytes"] in (chunk.weight_bytes, chunk.weight_bytes // plan.world_size)
+    # Compute and its waits fill the step from its beginning to the last of it.
+    threads = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    waits = [event for event in slices if event["tid"] == threads["compute waits for"]]
+    work = [event for event in slices if event["tid"] == threads["compute"]]
+    assert waits
+    assert all(":" in event["name"] for event in waits)
+    assert math.fsum(event["dur"] for event in [*waits, *work]) / 1e6 == pytest.approx(simulation.step_s)
+    assert math.fsum(event["dur"] for event in waits) / 1e6 == pytest.approx(sum(simulation.waited_s.values()))
+    # An arrow begins inside of one slice and ends at the beginning of another one of the same chunk.
+    begins = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert begins
+    assert begins.keys() == ends.keys()
+    starts = {(event["tid"], event["ts"], event["args"].get("chunk")) for event in slices}
+    for number, end in ends.items():
+        begin, chunk = begins[number], int(end["name"].split()[1])
+        assert (end["tid"], end["ts"], chunk) in starts
+        assert begin["ts"] <= end["ts"]
+        assert any(
+            event["tid"] == begin["tid"]
+            and event["args"].get("chunk") == chunk
+            and event["ts"] <= begin["ts"] <= event["ts"] + event["dur"] + 1e-6
+            for event in slices
+        )
+
+
+def test_a_counter_shows_device_memory_up_to_the_peak(simulated: tuple[Simulation, Plan, StepTrace]) -> None:
+    simulation, plan, trace = simulated
+    counted = [event for event in chrome_trace(simulation, plan, trace)["traceEvents"] if event["ph"] == "C"]
+    totals = [sum(event["args"].values()) for event in counted]
+    compute = [span for span in simulation.timeline if span.resource == RESOURCES[0]]
+    assert [event["ts"] for event in counted] == [span.start_s * 1e6 for span in compute]
+    assert max(totals) <= plan.predicted.device_peak_bytes
+    live = [event["args"]["activations"] for event in counted]
+    forward = [amount for amount, span in zip(live, compute, strict=True) if span.name == "forward"]
+    assert forward == sorted(forward)  # a stack keeps what backward needs
+    assert max(live) >= 0.9 * max(access.live_bytes for access in trace.accesses)
 
 
 def test_the_picture_has_a_lane_per_resource_and_says_its_units(simulation: Simulation, tmp_path: Path) -> None:

@@ -1,0 +1,184 @@
+"""A simulated step in Chrome's trace event format, for Perfetto: who works on what, who waits for whom, and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from elixir.artifact import write_atomically
+from elixir.errors import InputError
+from elixir.plan import Plan
+from elixir.search.problem import workload_of
+from elixir.search.simulator import RESOURCES, Simulation, Span
+from elixir.show.style import RESOURCE_LABELS
+from elixir.show.timeline import LANE_ORDER, check_simulation
+from elixir.step_trace import StepTrace
+
+_MICROSECONDS = 1e6
+_WAITS = len(LANE_ORDER)
+"""Thread of the waits of compute, below the lanes."""
+_NAMES_SHOWN = 8
+"""Parameters of a chunk that an event names."""
+Event = dict[str, Any]
+
+
+def chrome_trace(simulation: Simulation, plan: Plan | None = None, trace: StepTrace | None = None) -> dict[str, Any]:
+    """The step in Chrome's trace event format ("JSON object format"), which Perfetto and chrome://tracing open.
+
+    Every resource is a thread; times are in microseconds, as the format wants.
+
+    Args:
+        simulation: of `simulate_step`.
+        plan: that was simulated: events name parameters and bytes of their chunk, arrows lead from each piece of work
+            on a chunk to the next, and a thread shows for which lane compute waits.
+        trace: that the plan was made from: a counter shows device memory.
+
+    Raises:
+        InputError: nothing happens in the step, or plan and trace do not go together.
+    """
+    check_simulation(simulation)
+    events: list[Event] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "one rank, simulated"}}]
+    for number, name in enumerate(LANE_ORDER):
+        events += _thread(number, RESOURCE_LABELS[name])
+    for span in simulation.timeline:
+        about = {} if span.chunk is None else {"chunk": span.chunk}
+        if plan is not None and span.chunk is not None:
+            about |= _about(plan, span)
+        name = span.name if span.chunk is None else f"{span.name} chunk {span.chunk}"
+        events.append(_slice(name, span.name, span.start_s, span.end_s, LANE_ORDER.index(span.resource), about))
+    if plan is not None:
+        events += [*_thread(_WAITS, "compute waits for"), *_waits(simulation), *_flows(simulation)]
+        if trace is not None:
+            events += _memory(simulation, plan, trace)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def save_chrome_trace(
+    simulation: Simulation,
+    path: str | os.PathLike[str],
+    plan: Plan | None = None,
+    trace: StepTrace | None = None,
+) -> Path:
+    """Write `chrome_trace` to `path`, atomically.
+
+    Raises:
+        InputError: as `chrome_trace`, or `path` does not end in .json.
+    """
+    if not os.fspath(path).lower().endswith(".json"):
+        raise InputError(f"{os.fspath(path)!r} must end in .json, which is what a Chrome trace is")
+    text = json.dumps(chrome_trace(simulation, plan, trace), allow_nan=False, separators=(",", ":"))
+    return write_atomically(path, text.encode())
+
+
+def _thread(number: int, name: str) -> list[Event]:
+    return [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": name}},
+        {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": number, "args": {"sort_index": number}},
+    ]
+
+
+def _slice(name: str, kind: str, start_s: float, end_s: float, thread: int, about: dict[str, Any]) -> Event:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": kind,
+        "ts": start_s * _MICROSECONDS,
+        "dur": (end_s - start_s) * _MICROSECONDS,
+        "pid": 0,
+        "tid": thread,
+        "args": about,
+    }
+
+
+def _about(plan: Plan, span: Span) -> dict[str, Any]:
+    chunk = plan.chunks[span.chunk or 0]
+    names = [slot.name for slot in chunk.parameters]
+    more = [f"and {len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
+    whole = span.name in ("gather", "reduce") or span.resource == RESOURCES[0]
+    return {
+        "parameters": [*names[:_NAMES_SHOWN], *more],
+        "bytes": chunk.weight_bytes if whole else chunk.weight_bytes // plan.world_size,
+        "weights": "device, resident" if chunk.resident else chunk.weight_home,
+        "states": chunk.state_home,
+    }
+
+
+def _waits(simulation: Simulation) -> Iterator[Event]:
+    """Gaps in compute, each with the work that ends with it."""
+    compute = [span for span in simulation.timeline if span.resource == RESOURCES[0]]
+    others = {span.end_s: span for span in simulation.timeline if span.resource != RESOURCES[0]}
+    ends = [0.0, *(span.end_s for span in compute)]
+    starts = [*(span.start_s for span in compute), simulation.step_s]
+    for begin_s, end_s in zip(ends, starts, strict=True):
+        if end_s > begin_s:
+            cause = others.get(end_s)
+            about = {} if cause is None or cause.chunk is None else {"chunk": cause.chunk}
+            name = "wait" if cause is None else f"{cause.name}: {RESOURCE_LABELS[cause.resource]}"
+            yield _slice(name, "wait", begin_s, end_s, _WAITS, about)
+
+
+def _flows(simulation: Simulation) -> Iterator[Event]:
+    """Arrows from each piece of work on a chunk to the next one of another lane."""
+    last: dict[int, Span] = {}
+    number = 0
+    for span in sorted(simulation.timeline, key=lambda span: (span.start_s, span.end_s)):
+        if span.chunk is None:
+            continue
+        before = last.get(span.chunk)
+        last[span.chunk] = span
+        if before is None or before.resource == span.resource:
+            continue
+        number += 1
+        for phase, at_s, there in (("s", min(before.end_s, span.start_s), before), ("f", span.start_s, span)):
+            yield {
+                "ph": phase,
+                "id": number,
+                "name": f"chunk {span.chunk}",
+                "cat": "chunk",
+                "ts": at_s * _MICROSECONDS,
+                "pid": 0,
+                "tid": LANE_ORDER.index(there.resource),
+                **({"bp": "e"} if phase == "f" else {}),
+            }
+
+
+def _memory(simulation: Simulation, plan: Plan, trace: StepTrace) -> Iterator[Event]:
+    """Device bytes whenever compute comes to another access; all but activations at their predicted peak."""
+    live = _live_bytes(plan, trace)
+    activations = plan.predicted.device_parts.get("activations", 0)
+    rest = plan.predicted.device_peak_bytes - activations
+    place = 0
+    for span in simulation.timeline:
+        if span.resource != RESOURCES[0]:
+            continue
+        found = None
+        if span.name in ("forward", "recompute", "backward"):
+            following = range(place, place + len(live))  # with several micro-batches, round and round
+            found = next((at for at in following if _is(plan, at % len(live), span)), None)
+        amount = 0 if found is None else live[found % len(live)]
+        place = place if found is None else found
+        yield {
+            "ph": "C",
+            "name": "device memory",
+            "ts": span.start_s * _MICROSECONDS,
+            "pid": 0,
+            "args": {"weights, states and buffers": rest, "activations": min(amount, activations)},
+        }
+
+
+def _is(plan: Plan, entry: int, span: Span) -> bool:
+    use = plan.order[entry]
+    return use.phase == span.name and use.chunks[0] == span.chunk
+
+
+def _live_bytes(plan: Plan, trace: StepTrace) -> list[int]:
+    """Highest live bytes of the accesses of each entry of the plan's order."""
+    entries, live, entry, use = workload_of(plan, trace).entry_of, [0] * len(plan.order), 0, 0
+    for access in trace.accesses:
+        if access.parameters:
+            entry, use = entries[use], use + 1
+        live[entry] = max(live[entry], access.live_bytes)
+    return live
