@@ -93,7 +93,7 @@ def rank(index: int, folder: str, mix: str, world_size: int, steps: int) -> None
 
 
 def _predicted(plan: Plan) -> tuple[int, int]:
-    return plan.predicted.host_peak_bytes, plan.predicted.device_peak_bytes
+    return plan.predicted.host_step_bytes, plan.predicted.device_peak_bytes
 
 
 def work(mix: str, world_size: int, steps: int) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class OriginalRule:
         self.trace = trace
         self.setting = setting
         self.depth = 1 if setting.overlap else 0
-        table = ParamTable(trace, setting.world_size)
+        table = ParamTable(trace, setting.world_size, setting.moments)
         unit = table.unit_bytes
         smallest = max(table.largest_bytes, -(-SMALLEST_BYTES // unit) * unit)
         facts = StepFacts(trace)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Literal
 
 from elixir.errors import InputError
-from elixir.optimizer_states import MASTER_BYTES
+from elixir.optimizer_states import BLOCK_NUMEL, MASTER_BYTES, MomentKind, StateSize, master_bytes
 from elixir.units import dtype_bytes
 
 Memory = Literal["device", "host"]
@@ -16,6 +17,20 @@ Phase = Literal["forward", "recompute", "backward"]
 
 PARAM_ALIGNMENT_BYTES = 512
 """Parameters start at multiples of this inside a chunk: other offsets change the bits some kernels give."""
+
+
+def alignment_bytes(moments: MomentKind, trained: Iterable[str]) -> int:
+    """Bytes at whose multiples the parameters and shards of a plan begin.
+
+    Moments of 8 bits are kept in blocks of `BLOCK_NUMEL` elements. No block is shared by two parameters or by two
+    ranks, so its codes and scale mean the same on any ranks and in chunks of any size.
+
+    Args:
+        moments: how the plan keeps Adam's moments.
+        trained: dtypes of the parameters that are trained.
+    """
+    widest = max(map(itemsize_of, trained), default=1)
+    return max(PARAM_ALIGNMENT_BYTES, BLOCK_NUMEL * widest) if moments == "8bit" else PARAM_ALIGNMENT_BYTES
 
 
 class Home(Enum):
@@ -119,14 +134,10 @@ class ChunkPlan:
 
     def __post_init__(self) -> None:
         check_at_least(1, "numel", self.numel)
-        itemsize, end = itemsize_of(self.dtype), 0
+        itemsize_of(self.dtype)
+        end = 0
         for index, slot in enumerate(self.parameters):
             field = f"parameters[{index}].offset"
-            if slot.offset * itemsize % PARAM_ALIGNMENT_BYTES:
-                raise InputError(
-                    f"field '{field}': {slot.name!r} starts at byte {slot.offset * itemsize} of its chunk, which is no "
-                    f"multiple of {PARAM_ALIGNMENT_BYTES}"
-                )
             if slot.offset < end:
                 raise InputError(f"field '{field}': {slot.name!r} starts at {slot.offset}, inside what ends at {end}")
             end = slot.offset + slot.numel
@@ -174,6 +185,11 @@ class ChunkPlan:
     def weight_bytes(self) -> int:
         """Bytes of the gathered weights."""
         return self.numel * dtype_bytes(self.dtype)
+
+    def saved_bytes(self, world_size: int, states: StateSize) -> int:
+        """Bytes of one rank's part in a checkpoint: its masters and states; of a frozen chunk, its weights."""
+        numel, itemsize = self.numel // world_size, dtype_bytes(self.dtype)
+        return numel * master_bytes(itemsize) + states.nbytes(numel, itemsize) if self.trainable else numel * itemsize
 
     def has_parameters_on(self, rank: int, world_size: int) -> bool:
         """Whether the shard of `rank` holds a part of any parameter; the last ranks' may be padding alone."""

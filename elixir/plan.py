@@ -20,6 +20,7 @@ from elixir.chunk_plan import (
     Memory,
     ParamSlot,
     Phase,
+    alignment_bytes,
     check_at_least,
     itemsize_of,
 )
@@ -43,6 +44,8 @@ __all__ = [
 ]
 
 DISK_LINKS = ("disk_read", "disk_write")
+CHECKPOINT_PART = "checkpoint"
+"""Its name in `PlanPrediction.host_parts`."""
 LINKS = ("host_to_device", "device_to_host", "network", *DISK_LINKS)
 
 
@@ -72,6 +75,16 @@ class PlanPrediction:
     disk_peak_bytes: int = 0
     """Master weights and optimizer states on the disk of one machine, of all its ranks together."""
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The part of the host peak for copies while a checkpoint is written, without which the plan runs as well."""
+        return self.host_parts.get(CHECKPOINT_PART, 0)
+
+    @property
+    def host_step_bytes(self) -> int:
+        """The host peak while no checkpoint is written."""
+        return self.host_peak_bytes - self.checkpoint_bytes
+
     def __post_init__(self) -> None:
         for name, parts, peak in (
             ("device_parts", self.device_parts, self.device_peak_bytes),
@@ -98,7 +111,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 10
+    schema_version: ClassVar[int] = 11
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
     model_name: str
@@ -126,6 +139,9 @@ class Plan(Artifact):
     """Blocks of `block_bytes` that gradients on their way to the host, or to their reduction, are gathered in."""
     chunks: tuple[ChunkPlan, ...]
     order: tuple[ChunkUse, ...]
+    alignment_bytes: int
+    """Parameters begin inside their chunks, and shards begin and end, at multiples of this; see
+    `elixir.chunk_plan.alignment_bytes`."""
     device_budget_bytes: int
     host_budget_bytes: int
     predicted: PlanPrediction
@@ -198,6 +214,7 @@ class Plan(Artifact):
         if self.may_step_in_backward:
             check_step_in_backward(self.dtype, self.accumulation)
         self._check_chunks()
+        self._check_alignment()
         self._check_order()
 
     def _check_moments(self) -> None:
@@ -213,6 +230,28 @@ class Plan(Artifact):
                     f"field 'chunks[{index}].dtype': moments in {self.moments} go with float32 master weights, found "
                     f"{chunk.dtype}; plan with moments='float32'"
                 )
+
+    def _check_alignment(self) -> None:
+        unit = alignment_bytes(self.moments, {chunk.dtype for chunk in self.chunks if chunk.trainable})
+        if self.alignment_bytes < 1 or self.alignment_bytes % unit:
+            raise InputError(
+                f"field 'alignment_bytes' must be a multiple of {unit} with moments in {self.moments}, found "
+                f"{self.alignment_bytes}"
+            )
+        for index, chunk in enumerate(self.chunks):
+            shard_bytes = chunk.weight_bytes // self.world_size
+            if shard_bytes % self.alignment_bytes:
+                raise InputError(
+                    f"field 'chunks[{index}].numel': shards of {shard_bytes} bytes do not end at a multiple of "
+                    f"{self.alignment_bytes}"
+                )
+            for number, slot in enumerate(chunk.parameters):
+                at = slot.offset * itemsize_of(chunk.dtype)
+                if at % self.alignment_bytes:
+                    raise InputError(
+                        f"field 'chunks[{index}].parameters[{number}].offset': {slot.name!r} starts at byte {at} of "
+                        f"its chunk, which is no multiple of {self.alignment_bytes}"
+                    )
 
     def _check_chunks(self) -> None:
         seen: dict[str, int] = {}

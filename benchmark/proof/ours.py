@@ -204,7 +204,7 @@ def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None
         "planned_device_bytes": device_bytes,
         "planned_host_bytes": host_bytes,
         "predicted_device_bytes": predicted.device_peak_bytes,
-        "predicted_host_bytes": predicted.host_peak_bytes,
+        "predicted_host_bytes": predicted.host_step_bytes,
         "predicted_moved_bytes": predicted.moved_bytes,
         "host_state_chunks": sum(c.trainable and c.state_home == "host" for c in choice.plan.chunks),
         "chunks": len(choice.plan.chunks),

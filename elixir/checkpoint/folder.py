@@ -66,7 +66,7 @@ class Checkpoints:
         )
         self._saving = Saves.of(user.states).start(user, options)
         if self._wait:
-            self._saving.wait()
+            self._saving.wait()  # the caller asked for a checkpoint that is whole
         return self._saving
 
     def load(self, state: MutableMapping[str, Any], step: int | None = None, *, strict: bool = True) -> Loaded | None:

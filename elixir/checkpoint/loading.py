@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from elixir.checkpoint.islands import known_ids, newest_of_all
 from elixir.checkpoint.result import Loaded
 from elixir.checkpoint.saving import Saves
+from elixir.checkpoint.shared_folder import known_ids, newest_of_all
 from elixir.checkpoint.user_state import UserState, restore, restore_rng
 from elixir.checkpoint_format import Index, SavedCheckpoint, SavedTensor, SliceReader, read_index
 from elixir.checkpoint_format.tensors import SPAN_BYTES
@@ -390,7 +390,7 @@ class StoredStates:
 
     def _are_scales(self, kind: str, name: str) -> bool:
         codes = self._saved.index.tensors.get(f"{kind.removesuffix(SCALE_SUFFIX)}/{name}")
-        return kind.endswith(SCALE_SUFFIX) and codes is not None and codes.blocks is not None
+        return kind.endswith(SCALE_SUFFIX) and codes is not None and codes.block_numel is not None
 
     def kinds(self, name: str) -> Collection[str]:
         """See `SavedStates`."""
@@ -400,10 +400,9 @@ class StoredStates:
         """See `SavedStates`."""
         return self._tensor(kind, name).torch_dtype
 
-    def whole_blocks(self, kind: str, name: str) -> bool:
+    def has_codes(self, kind: str, name: str) -> bool:
         """See `SavedStates`."""
-        blocks = self._tensor(kind, name).blocks
-        return blocks is not None and blocks.phase == 0
+        return self._tensor(kind, name).block_numel is not None
 
     def small(self, name: str) -> SmallStates:
         """See `SavedStates`."""
@@ -423,13 +422,8 @@ class StoredStates:
             self._saved.read_into(key, start, out)
             return
         for first, stop in _ranges(saved, start, start + out.numel()):
-            values = self._saved.read(key, first, stop) if same else self._decoded(key, saved, first, stop)
-            out[first - start : stop - start].copy_(values)
-
-    def _decoded(self, key: str, saved: SavedTensor, first: int, stop: int) -> torch.Tensor:
-        return (
-            self._saved.read(key, first, stop) if saved.blocks is None else self._saved.read_float32(key, first, stop)
-        )
+            read = self._saved.read if same or saved.block_numel is None else self._saved.read_float32
+            out[first - start : stop - start].copy_(read(key, first, stop))
 
     def fill_weights(self, name: str, start: int, out: torch.Tensor) -> set[str]:
         """Fill a stretch of a parameter's weights, or their masters; a note where they are rounded."""

@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 
-from elixir.checkpoint.islands import Island
-from elixir.checkpoint.meeting import Meeting
+from elixir.checkpoint.heartbeat import HeartbeatGroup
 from elixir.checkpoint.pool import ALIGNMENT_BYTES, SnapshotPool
 from elixir.checkpoint.result import Loaded
+from elixir.checkpoint.shared_folder import SharedFolder
 from elixir.checkpoint.snapshot import LiveTensor, Snapshot
 from elixir.checkpoint.user_state import UserState, encoded, rng_state
 from elixir.checkpoint_format import (
     Index,
     SavedGroup,
-    ScaleBlocks,
     Slice,
     SliceWriter,
     WrittenFile,
@@ -98,7 +97,7 @@ def save_checkpoint(
     user = UserState.of(state)
     saving = Saves.of(user.states).start(user, SaveOptions(Path(os.fspath(folder)), step, frozen, files))
     if wait:
-        saving.wait()
+        saving.wait()  # the caller asked for a checkpoint that is whole
     return saving
 
 
@@ -115,7 +114,7 @@ class SaveOptions:
     retains: bool = False
     """Whether the folder around this one is of one run, so that what is no longer wanted there goes."""
     pool_bytes: int | None = None
-    """Limit of memory for copies; None: see `TrainingStates.pool_limit_bytes`. For tests."""
+    """Limit of memory for copies; None: see `TrainingStates.pool_bytes`. For tests."""
 
 
 class _ChunkReader:
@@ -132,10 +131,6 @@ class _ChunkReader:
         exposed = chunk.masters is None and chunk.whole is not None
         self._versions = [(slot.parameter, slot.parameter._version, slot.name) for slot in chunk.slots if exposed]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.layout.values())
-
     def slices(self) -> list[Slice]:
         return [
             Slice(
@@ -144,13 +139,13 @@ class _ChunkReader:
                 each.dtype,
                 each.start,
                 each.numel,
-                ScaleBlocks(BLOCK_NUMEL, 0) if each.has_codes else None,
+                BLOCK_NUMEL if each.has_codes else None,
             )
             for key, each in self.layout.items()
         ]
 
     def wait(self) -> None:
-        self.chunk_states.wait()
+        self.chunk_states.wait()  # the step before the save still writes the masters and states to be read
 
     def read(self) -> dict[str, LiveTensor]:
         found: dict[str, LiveTensor] = {_key(each.kind, each.name): each for each in self.chunk_states.stretches()}
@@ -291,8 +286,7 @@ class Saves:
             raise InputError(f"ranks save different things: rank 0 {answers[0][:-1]}, rank {rank} {theirs[:-1]}")
         if captured is None:
             raise StateError("nothing was captured")
-        largest = max((reader.nbytes for reader in captured.readers), default=0)
-        limit = states.pool_limit_bytes(largest) if options.pool_bytes is None else options.pool_bytes
+        limit = states.pool_bytes if options.pool_bytes is None else options.pool_bytes
         limit -= limit % ALIGNMENT_BYTES
         if self._pool is None or self._pool.limit_bytes != limit:
             if self._pool is not None and self._pool.is_made:
@@ -359,7 +353,7 @@ class Saving:
 
     def end(self) -> CheckpointError | None:
         """Wait until it is over; what went wrong, if nobody has been told."""
-        self._ended.wait()
+        self._ended.wait()  # the caller saves again, loads or closes: one save at a time reads the chunks
         error, self._told = None if self._told else self._error, True
         return error
 
@@ -368,9 +362,9 @@ class Saving:
 
     def _run(self) -> None:
         started = time.perf_counter()
-        meeting = Meeting(self._group)
+        ranks = HeartbeatGroup(self._group)
         try:
-            self._result = self._save(meeting)
+            self._result = self._save(ranks)
             logger.info(
                 "%s: %s of this rank written in %.1f s, for which updates waited %.2f s",
                 self._options.folder,
@@ -380,7 +374,7 @@ class Saving:
             )
         except BaseException as error:  # raised where the save is waited for
             self.snapshot.over()  # training goes on before the ranks have come together
-            failed = meeting.fail(error)
+            failed = ranks.fail(error)
             failed.__cause__ = None if failed is error else error
             self._error = failed
             logger.error("%s was not saved: %s", self._options.folder, failed)
@@ -391,24 +385,24 @@ class Saving:
             del self._captured.own_tensors, self._captured.shared_tensors
             self._ended.set()
 
-    def _save(self, meeting: Meeting) -> Loaded:
+    def _save(self, ranks: HeartbeatGroup) -> Loaded:
         options, captured, group, files = self._options, self._captured, self._group, self._options.files
-        island = Island.found(options.folder, self._id, group.rank, meeting, files)
-        before = island.clean_up(meeting)
+        folder = SharedFolder.found(options.folder, self._id, group.rank, ranks, files)
+        before = folder.clean_up(ranks)
         shared = captured.shared_tensors
-        if island.count > 1:
-            shared = meeting.meet(shared if group.rank == 0 else None)[0]
-        shared_slices = whole_slices(shared) if island.leads else []
-        island.check_space(_file_bytes(self._slices) + _file_bytes(shared_slices), meeting)
+        if folder.count > 1:
+            shared = ranks.exchange(shared if group.rank == 0 else None)[0]
+        shared_slices = whole_slices(shared) if folder.leads else []
+        folder.check_space(_file_bytes(self._slices) + _file_bytes(shared_slices), ranks)
         try:
             mine = self._write(
-                rank_file(self._id, group.rank, group.size), self._slices, captured.own_tensors, meeting, True
+                rank_file(self._id, group.rank, group.size), self._slices, captured.own_tensors, ranks, True
             )
             common = None
             if shared_slices:
-                common = self._write(shared_file(self._id), shared_slices, shared, meeting, False)
-            sequence = island.next_sequence(meeting)
-            parts: list[_RankPart] = meeting.meet(
+                common = self._write(shared_file(self._id), shared_slices, shared, ranks, False)
+            sequence = folder.next_sequence(ranks)
+            parts: list[_RankPart] = ranks.exchange(
                 _RankPart(
                     mine,
                     common,
@@ -419,26 +413,26 @@ class Saving:
                 )
             )
             index = _index(self._id, sequence, parts, options, self._user.states)
-            island.commit(index, before, meeting)
+            folder.commit(index, before, ranks)
         except BaseException:
-            island.abandon(self._id)
+            folder.abandon(self._id)
             raise
         if options.retains:
-            island.retain(options.keep, meeting)
-        meeting.meet()  # an error of any leader is an error of all
+            folder.retain(options.keep, ranks)
+        ranks.exchange()  # an error of any leader is an error of all
         return Loaded(options.folder, options.step, sequence, group.size)
 
     def _write(
-        self, name: str, slices: list[Slice], tensors: Mapping[str, torch.Tensor], meeting: Meeting, states: bool
+        self, name: str, slices: list[Slice], tensors: Mapping[str, torch.Tensor], ranks: HeartbeatGroup, states: bool
     ) -> WrittenFile:
         """Write one file: the states of the chunks, if it is theirs, and `tensors`, which are held in memory."""
         writer = SliceWriter(self._options.folder / name, slices, files=self._options.files)
         try:
             if states:
-                self.snapshot.write(writer.write_span, meeting.pulse)
+                self.snapshot.write(writer.write_span, ranks.heartbeat)
             for key, tensor in tensors.items():
                 writer.write_tensor(key, tensor)
-                meeting.pulse()
+                ranks.heartbeat()
             return writer.finish()
         except BaseException:
             writer.abandon()

@@ -119,7 +119,7 @@ class _Part:
         """The data to write, taken down once: by the writer, or by the first update after the snapshot."""
         with self.lock:
             if self.rest is None:
-                self.states.wait()
+                self.states.wait()  # an update from before the snapshot still writes the memory that is read
                 self.rest = [_Rest(key, live, 0) for key, live in self.states.read().items() if live.nbytes]
             return self.rest
 
@@ -173,6 +173,7 @@ class Snapshot:
                 else:
                     self._wanted.append(index)
                     self._turn.notify_all()
+                    # The writer reads this chunk's live memory, which the caller is about to change.
                     self._turn.wait_for(lambda: part.phase in (Phase.DONE, Phase.COPIED, Phase.COPYING))
                     self._wanted.remove(index)
                     copying = part.phase is Phase.COPYING
@@ -188,7 +189,8 @@ class Snapshot:
             if not isinstance(error, Exception):  # such as an interrupt, which is for the caller
                 raise
         finally:
-            self.stall_s += time.perf_counter() - started
+            with self._turn:  # the CPU-Adam thread and the thread of the device's steps both add to it
+                self.stall_s += time.perf_counter() - started
 
     def _copy_now(self, part: _Part) -> bool:
         """Whether the chunk lies still and the pool has room, which it has taken then."""
@@ -222,19 +224,19 @@ class Snapshot:
                 part.to(Phase.COPIED)
             self._turn.notify_all()
 
-    def write(self, write_span: WriteSpan, pulse: Callable[[], None]) -> None:
+    def write(self, write_span: WriteSpan, heartbeat: Callable[[], None]) -> None:
         """Write everything, one chunk after the other; afterwards nothing reads live memory.
 
         Args:
             write_span: of the file.
-            pulse: called between spans.
+            heartbeat: called between spans.
 
         Raises:
             CheckpointError: the states of a chunk could not be copied.
         """
         while (index := self._next()) is not None:
             part = self._parts[index]
-            self._write_part(index, part, write_span, pulse)
+            self._write_part(index, part, write_span, heartbeat)
 
     def _next(self) -> int | None:
         """The chunk to write now: one that an update waits for, live ones, then copies. None: all are written."""
@@ -258,7 +260,7 @@ class Snapshot:
         if self._given_up is not None:
             raise CheckpointError(f"the states of a step could not be read: {self._given_up}") from self._given_up
 
-    def _write_part(self, index: int, part: _Part, write_span: WriteSpan, pulse: Callable[[], None]) -> None:
+    def _write_part(self, index: int, part: _Part, write_span: WriteSpan, heartbeat: Callable[[], None]) -> None:
         rest = part.read()
         copied = part.phase is Phase.COPIED
         if copied and part.arrived is not None:
@@ -269,7 +271,7 @@ class Snapshot:
                 write_span(each.key, number, data)
                 each.span = number + 1
                 del data
-                pulse()
+                heartbeat()
                 if not copied and self._hand_over(index, part):
                     return
             rest.pop(0)
@@ -339,6 +341,7 @@ class Snapshot:
     def wait_for_live(self) -> None:
         """Wait until nothing is read from live memory."""
         with self._turn:
+            # The caller writes to chunks without asking one by one, such as a load or a move to another plan.
             self._turn.wait_for(lambda: all(part.phase in (Phase.COPIED, Phase.DONE) for part in self._parts))
 
     def give_up(self, error: BaseException | None = None) -> None:
@@ -358,6 +361,7 @@ class Snapshot:
             for part in self._parts:
                 if part.phase is Phase.WRITING:
                     part.to(Phase.DONE)
+            # An updating thread still copies into areas of the pool, which are given back next.
             self._turn.wait_for(lambda: all(part.phase is not Phase.COPYING for part in self._parts))
             for part in self._parts:
                 if part.phase is not Phase.DONE:

@@ -25,7 +25,7 @@ from elixir.checkpoint_format.index import INDEX_NAME, Index, SavedGroup, merge_
 from elixir.checkpoint_format.reader import SliceReader, verify
 from elixir.checkpoint_format.saved import SavedCheckpoint, open_checkpoint
 from elixir.checkpoint_format.slices import Slice, SliceWriter, WrittenFile
-from elixir.checkpoint_format.tensors import SPAN_BYTES, Piece, SavedTensor, ScaleBlocks, memory_of, span_count
+from elixir.checkpoint_format.tensors import SPAN_BYTES, Piece, SavedTensor, memory_of, span_count
 from elixir.checkpoint_format.values import decode, encode
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "SavedCheckpoint",
     "SavedGroup",
     "SavedTensor",
-    "ScaleBlocks",
     "Slice",
     "SliceReader",
     "SliceWriter",

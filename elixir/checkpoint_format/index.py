@@ -142,15 +142,16 @@ class Index(Artifact):
 
     def _wrong_scales(self, key: str, tensor: SavedTensor) -> str:
         """Why codes and their scales do not go together; empty where they do, or where the tensor has no codes."""
-        if tensor.blocks is None:
+        block = tensor.block_numel
+        if block is None:
             return ""
-        scales, count = self.tensors.get(scale_key(key)), tensor.blocks.count(tensor.numel)
+        scales, count = self.tensors.get(scale_key(key)), -(-tensor.numel // block)
         if tensor.dtype not in ("int8", "uint8"):
             return f"codes are int8 or uint8, found {tensor.dtype}"
         if scales is None or scales.dtype != "float32" or scales.shape != (count,):
             found = "none" if scales is None else f"{scales.dtype} {list(scales.shape)}"
             return f"expected {count} scales in float32 under {scale_key(key)!r:.80}, found {found}"
-        cut = next((piece.start for piece in tensor.pieces[1:] if not tensor.blocks.begins_at(piece.start)), None)
+        cut = next((piece.start for piece in tensor.pieces[1:] if piece.start % block), None)
         return "" if cut is None else f"a piece begins at element {cut}, inside of a block"
 
     @property
@@ -218,7 +219,7 @@ def merge_tensors(parts: Iterable[dict[str, SavedTensor]]) -> dict[str, SavedTen
     for part in parts:
         for key, tensor in part.items():
             known = first.setdefault(key, tensor)
-            if (known.dtype, known.shape, known.blocks) != (tensor.dtype, tensor.shape, tensor.blocks):
+            if (known.dtype, known.shape, known.block_numel) != (tensor.dtype, tensor.shape, tensor.block_numel):
                 raise InputError(
                     f"ranks do not agree on {key!r}: {known.dtype} {list(known.shape)} and {tensor.dtype} "
                     f"{list(tensor.shape)}"
@@ -226,7 +227,7 @@ def merge_tensors(parts: Iterable[dict[str, SavedTensor]]) -> dict[str, SavedTen
             pieces.setdefault(key, []).extend(tensor.pieces)
     return {
         key: SavedTensor(
-            known.dtype, known.shape, known.blocks, tuple(sorted(pieces[key], key=lambda piece: piece.start))
+            known.dtype, known.shape, known.block_numel, tuple(sorted(pieces[key], key=lambda piece: piece.start))
         )
         for key, known in first.items()
     }

@@ -87,17 +87,16 @@ class SavedCheckpoint:
     def read_float32(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """As `read`, in float32; codes of 8 bits are decoded with their scales."""
         saved, stop = self._reader.in_range(key, start, stop)
-        if saved.blocks is None or start == stop:
+        if saved.block_numel is None or start == stop:
             return self.read(key, start, stop).float()
-        kind, size = key.partition("/")[0], saved.blocks.numel
+        kind, size = key.partition("/")[0], saved.block_numel
         if kind not in _SCALED:
             raise CheckpointError(f"{key}: codes of {kind} are unknown to this version of Elixir")
-        first, last = saved.blocks.block_of(start), saved.blocks.block_of(stop - 1) + 1
-        # Codes as whole blocks; the first and the last of the tensor may be cut short, and zeros fill them up.
-        origin = saved.blocks.first_of(first)
+        first, last = start // size, -(-stop // size)
+        # Codes as whole blocks; the last of the tensor may be cut short, and zeros fill it up.
+        origin = first * size
         codes = torch.zeros((last - first) * size, dtype=saved.torch_dtype)
-        low, high = max(0, origin), min(saved.numel, origin + codes.numel())
-        self._reader.read_into(key, low, codes[low - origin : high - origin])
+        self._reader.read_into(key, origin, codes[: min(saved.numel - origin, codes.numel())])
         scales = self._reader.read(scale_key(key), first, last)
         values = _SCALED[kind](codes.view(-1, size), scales).view(-1)
         return values[start - origin : stop - origin].clone()
@@ -135,7 +134,7 @@ class SavedCheckpoint:
             if name in numbers and kind not in _NO_STATES and not self._holds_scales(kind, name):
                 saved = self._reader.tensor(key)
                 narrow = saved.torch_dtype.is_floating_point and saved.itemsize < torch.float32.itemsize
-                value = self.read_float32(key) if narrow or saved.blocks else self.read(key)
+                value = self.read_float32(key) if narrow or saved.block_numel else self.read(key)
                 state.setdefault(numbers[name], {})[kind] = value.view(saved.shape)
         for name, step in self.index.steps.items():
             if name in numbers:
@@ -158,7 +157,7 @@ class SavedCheckpoint:
 
     def _holds_scales(self, kind: str, name: str) -> bool:
         codes = self.index.tensors.get(f"{kind.removesuffix('_scale')}/{name}")
-        return kind.endswith("_scale") and codes is not None and codes.blocks is not None
+        return kind.endswith("_scale") and codes is not None and codes.block_numel is not None
 
     def _options(self, group: SavedGroup, number: int) -> dict[str, Any]:
         return self._mapping(group.options, f"param_groups[{number}].options")

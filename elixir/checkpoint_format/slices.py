@@ -22,7 +22,6 @@ from elixir.checkpoint_format.tensors import (
     SPAN_BYTES,
     Piece,
     SavedTensor,
-    ScaleBlocks,
     memory_of,
     span_count,
 )
@@ -46,8 +45,8 @@ class Slice:
     dtype: torch.dtype
     start: int
     numel: int
-    blocks: ScaleBlocks | None = None
-    """Set for codes of 8 bits."""
+    block_numel: int | None = None
+    """See `SavedTensor.block_numel`."""
 
     def __post_init__(self) -> None:
         if self.dtype not in SAFETENSORS_NAMES:
@@ -162,7 +161,7 @@ class SliceWriter:
                     f"{self.path.name}: {len(self._crc32[key]) - len(crc32)} spans of {key} were never written"
                 )
             pieces = (Piece(self.path.name, each.start, each.numel, self._offsets[key], crc32),) if each.numel else ()
-            tensors[key] = SavedTensor(dtype_name(each.dtype), each.shape, each.blocks, pieces)
+            tensors[key] = SavedTensor(dtype_name(each.dtype), each.shape, each.block_numel, pieces)
         self._file.sync()
         self._file.drop_cache()
         self._file.close()

@@ -58,43 +58,14 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class ScaleBlocks:
-    """Elements of a tensor of codes that share a scale."""
-
-    numel: int
-    """Elements of a block."""
-    phase: int
-    """Elements of the tensor before its first whole block; they have a scale too, unless there are none."""
-
-    def __post_init__(self) -> None:
-        if self.numel < 1 or not 0 <= self.phase < self.numel:
-            raise InputError(f"blocks of {self.numel} elements with phase {self.phase} make no sense")
-
-    def block_of(self, element: int) -> int:
-        """Number of the block, and of its scale, that an element lies in."""
-        return (element - self.phase) // self.numel + bool(self.phase)
-
-    def first_of(self, block: int) -> int:
-        """First element of a block; below 0 where the tensor begins inside of it."""
-        return (block - bool(self.phase)) * self.numel + self.phase
-
-    def count(self, numel: int) -> int:
-        """Blocks, and so scales, of a tensor of `numel` elements."""
-        return self.block_of(numel - 1) + 1 if numel else 0
-
-    def begins_at(self, element: int) -> bool:
-        """Whether a block begins at this element."""
-        return (element - self.phase) % self.numel == 0
-
-
-@dataclass(frozen=True)
 class SavedTensor:
     """A tensor of a checkpoint: of one rank's file, or with all its pieces."""
 
     dtype: str
     shape: tuple[int, ...]
-    blocks: ScaleBlocks | None
-    """The blocks of codes, whose scales are another tensor; None for all others."""
+    block_numel: int | None
+    """Elements of 8-bit codes that share a scale, counted from the first; the scales are another tensor. None for all
+    other tensors."""
     pieces: tuple[Piece, ...]
 
     def __post_init__(self) -> None:
@@ -102,6 +73,8 @@ class SavedTensor:
             raise InputError(f"dtype {self.dtype!r:.40} is none that a checkpoint holds")
         if any(size < 0 for size in self.shape):
             raise InputError(f"shape {list(self.shape)} has a negative size")
+        if self.block_numel is not None and self.block_numel < 1:
+            raise InputError(f"blocks of {self.block_numel} elements make no sense")
         for piece in self.pieces:
             if len(piece.crc32) != span_count(piece.numel * self.itemsize):
                 raise InputError(

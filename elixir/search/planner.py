@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import MASTER_BYTES, check_kind, optimizer_name, state_size
-from elixir.plan import ChunkPlan, ParamSlot, Plan, PlanPrediction, check_step_in_backward
+from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPrediction, check_step_in_backward
 from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.infeasible import Case, shortage
 from elixir.search.problem import MemoryModel, Setting, Spill
@@ -34,6 +34,8 @@ from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINT_CHUNKS = 2
+"""Chunks whose states are copied for a checkpoint at most: one is written while the next is copied."""
 PREFETCH_DEPTH = 1
 """Chunks fetched ahead with overlap: one lets a transfer run during the use before it, and each takes a block."""
 
@@ -105,11 +107,13 @@ def simple_plan(
     candidate = weigh(model, builder.placement(), blocks, depth, space.cost)
     if not _fits(candidate, budgets):
         raise _too_large(candidate, budgets)
-    given = Budgets(
-        candidate.need.device_bytes if request.device_memory is None else budgets.device_bytes,
-        candidate.need.host_bytes if request.host_memory is None else budgets.host_bytes,
+    made = to_plan(space, candidate, budgets, optimizer_name(request.optimizer_type), request.placement)
+    taken = made.predicted
+    return replace(
+        made,
+        device_budget_bytes=taken.device_peak_bytes if request.device_memory is None else budgets.device_bytes,
+        host_budget_bytes=taken.host_peak_bytes if request.host_memory is None else budgets.host_bytes,
     )
-    return to_plan(space, candidate, given, optimizer_name(request.optimizer_type), request.placement)
 
 
 def _too_large(candidate: Candidate, budgets: Budgets) -> PlanError:
@@ -235,6 +239,9 @@ def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: st
     """The candidate as a `Plan`."""
     trace, work, schedule = space.trace, best.work, best.schedule
     streamed = not all(best.placement.resident)
+    chunks = _chunk_plans(trace, best, _in_backward(space, best))
+    spare_bytes = budgets.host_bytes - best.need.host_bytes
+    host_parts = best.need.host_parts | _for_checkpoints(chunks, space.setting, spare_bytes)
     block_bytes = work.packing.block_bytes if streamed or best.need.grad_blocks else 0
     return Plan(
         model_name=trace.model_name,
@@ -252,16 +259,17 @@ def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: st
         block_count=schedule.blocks,
         prefetch_depth=schedule.prefetch_depth if streamed else 0,
         grad_block_count=best.need.grad_blocks,
-        chunks=_chunk_plans(trace, best, _in_backward(space, best)),
+        chunks=chunks,
         order=work.order,
+        alignment_bytes=space.table.alignment_bytes,
         device_budget_bytes=budgets.device_bytes,
         host_budget_bytes=budgets.host_bytes,
         disk_budget_bytes=budgets.disk_bytes,
         predicted=PlanPrediction(
             device_peak_bytes=best.need.device_bytes,
             device_parts=best.need.device_parts,
-            host_peak_bytes=best.need.host_bytes,
-            host_parts=best.need.host_parts,
+            host_peak_bytes=sum(host_parts.values()),
+            host_parts=host_parts,
             disk_peak_bytes=best.need.disk_bytes,
             moved_bytes={
                 "host_to_device": best.moved.host_to_device_bytes,
@@ -285,6 +293,14 @@ def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: st
         device_name=space.hardware.device_name,
         step=trace.step,
     )
+
+
+def _for_checkpoints(chunks: Sequence[ChunkPlan], setting: Setting, spare_bytes: int) -> dict[str, int]:
+    """The part of host memory for copies while a checkpoint is written: what the budget has to spare, at most
+    `CHECKPOINT_CHUNKS`. Nothing but a save depends on it."""
+    largest = max(chunk.saved_bytes(setting.world_size, setting.states) for chunk in chunks)
+    amount = min(spare_bytes, CHECKPOINT_CHUNKS * largest * setting.ranks_per_host)
+    return {CHECKPOINT_PART: amount} if amount > 0 else {}
 
 
 def _host_threads(space: SearchSpace) -> int | None:

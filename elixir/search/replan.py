@@ -115,7 +115,7 @@ def correct(
     # On a CPU only what exceeds the plan is seen, so the rest is the plan's own number.
     foreseen = (asked if hardware.device_kind == "cpu" else plan).predicted.device_peak_bytes
     device_off = seen.device_peak_bytes - foreseen
-    host_off = host_seen - predicted.host_peak_bytes
+    host_off = host_seen - predicted.host_step_bytes
     budgets = Budgets(
         plan.device_budget_bytes - device_off,
         plan.host_budget_bytes - host_off,
@@ -130,7 +130,7 @@ def correct(
     here = simulate_step(plan, trace, machine, ranks_per_host=ranks, compute_scale=scale).step_s
     gain = 1 - found.predicted.seconds["total"] / here
     over = _too_full(seen.device_peak_bytes, foreseen, plan.device_budget_bytes)
-    over = over or _too_full(host_seen, predicted.host_peak_bytes, plan.host_budget_bytes)
+    over = over or _too_full(host_seen, predicted.host_step_bytes, plan.host_budget_bytes)
     what = f"step {seen.step_s:.4g} s where {predicted.seconds['total']:.4g} s was predicted"
     if found.chunks == plan.chunks and found.block_count == plan.block_count:
         return Correction(None, f"{what}; the plan stays the best")

@@ -18,7 +18,7 @@ from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import BufferKind, SizeClass
 from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError
-from elixir.plan import Plan
+from elixir.plan import CHECKPOINT_PART, Plan
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of
@@ -83,7 +83,7 @@ class ChunkStates:
         memory = self.target
         for slot, start, stop in self.cuts():
             at = slot.offset + start - self.chunk.shard_start
-            on_disk = None if self.chunk.stored is None else OnDisk(self.chunk.stored, (MASTERS,), at)
+            on_disk = None if self.chunk.stored is None else OnDisk(self.chunk.stored, MASTERS, at)
             values = memory[at : at + stop - start]
             yield Stretch(WEIGHT, slot.name, tuple(slot.shape), start, values, is_state=False, on_disk=on_disk)
 
@@ -301,21 +301,15 @@ class TrainingStates:
         self._engine.cache.invalidate()
         self._engine.half_loaded = ""
 
-    def pool_limit_bytes(self, largest_bytes: int) -> int:
-        """Host memory for copies while a checkpoint is written: what the plan leaves of its budget, at most two chunks'
-        states.
-
-        Args:
-            largest_bytes: of one chunk's states on this rank.
-        """
-        plan = self.plan
-        left = max(0, plan.host_budget_bytes - plan.predicted.host_peak_bytes) // max(1, self._engine.host_share.ranks)
-        return min(left, 2 * largest_bytes)
+    @property
+    def pool_bytes(self) -> int:
+        """Host memory of this rank that the plan has for copies while a checkpoint is written."""
+        return self.plan.predicted.checkpoint_bytes // max(1, self._engine.host_share.ranks)
 
     def make_pool(self, nbytes: int) -> torch.Tensor:
         """Host memory for copies, counted with the runtime's other buffers; pinned next to a CUDA device."""
         buffers = self._engine.host_buffers
-        buffers.add(BufferKind(_COPIES, "checkpoint", (SizeClass(nbytes, 1),), at_once=False))
+        buffers.add(BufferKind(_COPIES, CHECKPOINT_PART, (SizeClass(nbytes, 1),), at_once=False))
         return buffers.take(_COPIES, nbytes).memory
 
     def drop_pool(self) -> None:

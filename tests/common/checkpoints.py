@@ -13,7 +13,6 @@ import torch
 from elixir.checkpoint_format import (
     Index,
     SavedGroup,
-    ScaleBlocks,
     Slice,
     SliceWriter,
     abandon,
@@ -37,7 +36,7 @@ def write(
     *,
     world_size: int = 2,
     values: Mapping[str, Any] | None = None,
-    blocks: Mapping[str, ScaleBlocks] | None = None,
+    blocks: Mapping[str, int] | None = None,
     cut_to: int = 1,
     files: Files = FILES,
     **fields: Any,

@@ -19,6 +19,6 @@ def steady(plan: Plan, **changes: Any) -> Observation:
         refreshed_bytes=0,
         offloaded_bytes=predicted.moved_bytes["device_to_host"],
         device_peak_bytes=predicted.device_peak_bytes,
-        host_peak_bytes=predicted.host_peak_bytes,
+        host_peak_bytes=predicted.host_step_bytes,
     )
     return replace(seen, **changes)

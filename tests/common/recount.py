@@ -51,7 +51,7 @@ class Recounter:
         """All numbers."""
         return Recount(
             device_peak_bytes=self.device_peak_bytes(),
-            host_peak_bytes=self.host_bytes() * self.ranks_per_host,
+            host_peak_bytes=self.host_bytes() * self.ranks_per_host + self.checkpoint_bytes(),
             disk_peak_bytes=sum(self.on_disk(c) for c in range(len(self.size))) * self.ranks_per_host,
             moved_bytes=self.moved_bytes(),
             loads=len(self.loads()),
@@ -218,6 +218,18 @@ class Recounter:
             amount += min(len(added), 2) * max(added, default=0)
         on_disk = [amount for amount in map(self.on_disk, range(len(self.size))) if amount]
         return amount + min(len(on_disk), 2) * max(on_disk, default=0)
+
+    def checkpoint_bytes(self) -> int:
+        """Host memory of a machine for copies while a checkpoint is written: what is left, at most two chunks."""
+        saved = [
+            (chunk.numel // self.world) * self.master(chunk.dtype)
+            + self.state_bytes(chunk.numel // self.world, chunk.dtype)
+            if chunk.trainable
+            else shard
+            for chunk, shard in zip(self.plan.chunks, self.shard, strict=True)
+        ]
+        left = self.plan.host_budget_bytes - self.host_bytes() * self.ranks_per_host
+        return min(left, 2 * max(saved) * self.ranks_per_host)
 
     def check_order(self) -> None:
         """The order is the trace's accesses in chunk ids, and holds each chunk for as long as the trace pins it."""

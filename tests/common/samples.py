@@ -6,7 +6,7 @@ import math
 
 from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import StateSize
-from elixir.plan import LINKS, ChunkPlan, ChunkUse, ParamSlot, Plan, PlanPrediction
+from elixir.plan import LINKS, PARAM_ALIGNMENT_BYTES, ChunkPlan, ChunkUse, ParamSlot, Plan, PlanPrediction
 from elixir.step_trace import Access, Contributor, CurveSample, ParamInfo, StepTrace
 from elixir.units import GIB
 
@@ -172,6 +172,7 @@ def make_plan(chunks: int = 24, *, world_size: int = 1, resident: float = 0.3, f
         grad_block_count=4,
         chunks=tuple(built),
         order=uses,
+        alignment_bytes=PARAM_ALIGNMENT_BYTES,
         device_budget_bytes=int(device * 1.1),
         host_budget_bytes=int(host * 1.4),
         predicted=PlanPrediction(

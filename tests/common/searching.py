@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from elixir.errors import PlanError
-from elixir.plan import PARAM_ALIGNMENT_BYTES, Plan
+from elixir.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
@@ -85,7 +85,7 @@ def check_consistent(made: Plan, trace: StepTrace) -> None:
     names = sorted(slot.name for chunk in made.chunks for slot in chunk.parameters)
     assert names == sorted(infos)
     for chunk in made.chunks:
-        assert chunk.weight_bytes % (made.world_size * PARAM_ALIGNMENT_BYTES) == 0
+        assert chunk.weight_bytes % (made.world_size * made.alignment_bytes) == 0
         assert made.world_size > 1 or (chunk.weight_home == "device") == chunk.resident
         for slot in chunk.parameters:
             info = infos[slot.name]

@@ -1,7 +1,7 @@
 """Parameters into chunks: consecutive in order of first use, of one dtype, all trained or none, all with a gradient or
 none.
 
-All arithmetic is in bytes. A parameter takes its bytes rounded up to `PARAM_ALIGNMENT_BYTES`; a chunk ends after its
+All arithmetic is in bytes. A parameter takes its bytes rounded up to the alignment of the plan; a chunk ends after its
 last parameter, rounded up so that every rank's shard is aligned as well. A chunk never exceeds the capacity, except
 that a parameter larger than it (an *outsized* one) gets a separate chunk.
 """
@@ -18,7 +18,8 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from elixir.plan import PARAM_ALIGNMENT_BYTES
+from elixir.chunk_plan import alignment_bytes
+from elixir.optimizer_states import MomentKind
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_bytes
 
@@ -74,11 +75,13 @@ class ParamTable:
     Args:
         trace: the step; parameters that it never uses come last, in the model's order.
         world_size: chunks are padded to multiples of so many aligned shards.
+        moments: how Adam's are kept, on which the alignment depends.
     """
 
-    def __init__(self, trace: StepTrace, world_size: int) -> None:
+    def __init__(self, trace: StepTrace, world_size: int, moments: MomentKind = "float32") -> None:
         self.trace = trace
-        self.unit_bytes = world_size * PARAM_ALIGNMENT_BYTES
+        self.alignment_bytes = alignment_bytes(moments, {each.dtype for each in trace.parameters if each.trainable})
+        self.unit_bytes = world_size * self.alignment_bytes
         first_use: dict[int, int] = {}
         forward: set[int] = set()
         later: set[int] = set()
@@ -89,7 +92,7 @@ class ParamTable:
         count = len(trace.parameters)
         self.order = sorted(range(count), key=lambda index: (first_use.get(index, count), index))
         self.bytes = [param.numel * dtype_bytes(param.dtype) for param in trace.parameters]
-        self.aligned = [round_up(amount, PARAM_ALIGNMENT_BYTES) for amount in self.bytes]
+        self.aligned = [round_up(amount, self.alignment_bytes) for amount in self.bytes]
         self.largest_bytes = round_up(max(self.aligned), self.unit_bytes)
         self.total_bytes = sum(self.aligned)
         self.in_forward = [index in forward for index in range(count)]

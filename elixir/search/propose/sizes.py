@@ -61,7 +61,7 @@ class SearchSpace:
         self.hardware = hardware
         self.setting = setting
         self.cost: SimulatedCost = cost or SimulatedCost(trace, hardware, setting)
-        self.table = ParamTable(trace, setting.world_size)
+        self.table = ParamTable(trace, setting.world_size, setting.moments)
         self.facts = StepFacts(trace)
         self._models: dict[int, MemoryModel] = {}
         self._by_chunks: dict[tuple[tuple[tuple[int, ...], bool], ...], MemoryModel] = {}

@@ -88,7 +88,7 @@ def lever_effects(
         ("plan again, nothing changed", hardware, device, host),
         (f"device memory of {format_bytes(FACTOR * device)}", hardware, FACTOR * device, host),
     ]
-    if plan.predicted.host_peak_bytes:
+    if plan.predicted.host_step_bytes:
         cases.append((f"host memory of {format_bytes(FACTOR * host)}", hardware, device, FACTOR * host))
         cases.append((f"{FACTOR} x the link to the host", faster(hardware, "host_link"), device, host))
     if plan.uses_disk:

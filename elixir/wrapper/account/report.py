@@ -10,7 +10,7 @@ import torch
 from elixir.chunk.host_buffers import staging_kind, summands_kind, window_kind
 from elixir.chunk.rcache import CacheCounts
 from elixir.optimizer_states import MASTER_BYTES, master_bytes
-from elixir.plan import DISK_LINKS, Plan
+from elixir.plan import CHECKPOINT_PART, DISK_LINKS, Plan
 from elixir.schedule import StepSchedule
 from elixir.step_traffic import Backwards, step_traffic
 from elixir.units import dtype_bytes, format_bytes, format_seconds
@@ -238,7 +238,8 @@ def make_report(
         predicted={
             **expected.counts,
             "device_peak": sum(parts.get(name, 0) for name in ours),
-            "host_peak": _host_bytes(plan, arena.device.type, max(expected.micro_batches, plan.accumulation)),
+            "host_peak": _host_bytes(plan, arena.device.type, max(expected.micro_batches, plan.accumulation))
+            + arena.parts("host").get(CHECKPOINT_PART, 0),  # once a checkpoint was saved
             **(on_disk if plan.uses_disk else {}),
         },
         device_limit_bytes=predicted.device_peak_bytes,

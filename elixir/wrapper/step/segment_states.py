@@ -15,7 +15,7 @@ import torch
 
 from elixir.chunk.disk import StoredStates
 from elixir.errors import InputError
-from elixir.kernels.adam import Moments, read_moments, write_moments
+from elixir.kernels.adam import Moments, write_moments
 from elixir.optimizer_states import BLOCK_NUMEL
 from elixir.units import dtype_name
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer, Segment
@@ -33,21 +33,13 @@ class OnDisk:
     """Where the elements of a stretch are on a disk."""
 
     stored: StoredStates
-    regions: tuple[str, ...]
-    """Names of the regions: one; or all that decoding takes, in the order of the fields of `Moments`."""
+    region: str
     start: int
-    """First element of the stretch in the region; of decoded moments, in those of the shard."""
+    """First element of the stretch in the region."""
 
-    def read(self, kind: str, first: int, stop: int) -> torch.Tensor:
+    def read(self, first: int, stop: int) -> torch.Tensor:
         """Elements from `first` to `stop` of the stretch, in separate memory."""
-        first, stop = self.start + first, self.start + stop
-        if len(self.regions) == 1:
-            return self.stored.read(self.regions[0], first, stop)
-        blocks = first // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL)
-        codes = [self.stored.read(name, *(each * BLOCK_NUMEL for each in blocks)) for name in self.regions[:2]]
-        scales = [self.stored.read(name, *blocks) for name in self.regions[2:]]
-        moments = Moments("8bit", *codes, *scales)
-        return read_moments(moments, stop - first, first - blocks[0] * BLOCK_NUMEL)[ADAM_KINDS.index(kind)]
+        return self.stored.read(self.region, self.start + first, self.start + stop)
 
 
 @dataclass(frozen=True)
@@ -62,40 +54,32 @@ class Stretch:
     start: int
     """First element in the flattened tensor."""
     tensor: torch.Tensor
-    """The live elements, flat; of decoded moments those of the shard's codes, see `decoded`."""
+    """The live elements, flat."""
     has_codes: bool = False
-    """Whether these are codes of 8 bits, in blocks that begin where the parameter begins."""
+    """Whether these are codes of 8 bits, in blocks of which the first begins where the parameter begins."""
     is_state: bool = True
     """Whether it is the state of an optimizer, and no weight."""
-    decoded: tuple[Moments, int, int] | None = None
-    """(moments of the shard, first element in them, elements) where blocks are shared with other parameters or cut by
-    ranks, so that the values are saved in float32."""
     on_disk: OnDisk | None = None
     """Where they are read from, if they live on a disk; `tensor` then only says how many there are."""
 
     @property
     def dtype(self) -> torch.dtype:
         """In which it is saved."""
-        return torch.float32 if self.decoded is not None else self.tensor.dtype
+        return self.tensor.dtype
 
     @property
     def numel(self) -> int:
         """Elements of the stretch."""
-        return self.tensor.numel() if self.decoded is None else self.decoded[2]
+        return self.tensor.numel()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stretch as it is saved."""
-        return self.numel * self.dtype.itemsize
+        return self.tensor.nbytes
 
     def values(self, first: int, stop: int) -> torch.Tensor:
-        """Elements from `first` to `stop` of the stretch, where they lie; decoded ones in separate memory."""
-        if self.on_disk is not None:
-            return self.on_disk.read(self.kind, first, stop)
-        if self.decoded is None:
-            return self.tensor[first:stop]
-        moments, start, _ = self.decoded
-        return read_moments(moments, stop - first, start + first)[ADAM_KINDS.index(self.kind)]
+        """Elements from `first` to `stop` of the stretch, where they lie; of those on a disk, in separate memory."""
+        return self.tensor[first:stop] if self.on_disk is None else self.on_disk.read(first, stop)
 
 
 @dataclass
@@ -116,20 +100,14 @@ class SavedStates(Protocol):
     def dtype(self, kind: str, name: str) -> torch.dtype:
         """In which a state is saved; that of its codes where it has any."""
 
-    def whole_blocks(self, kind: str, name: str) -> bool:
-        """Whether it is saved as codes in blocks that begin where the parameter begins."""
+    def has_codes(self, kind: str, name: str) -> bool:
+        """Whether it is saved as codes of 8 bits."""
 
     def small(self, name: str) -> SmallStates:
         """Its other states."""
 
     def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
         """Fill `out`, flat, with the elements from `start` on, converted to its dtype; codes only into their own."""
-
-
-def blocks_are_whole(part: ChunkOptimizer) -> bool:
-    """Whether no block of 8-bit moments is shared by two parameters or cut by ranks: the same on all ranks."""
-    chunk = part.chunk
-    return chunk.shard_numel % BLOCK_NUMEL == 0 and all(slot.offset % BLOCK_NUMEL == 0 for slot in chunk.slots)
 
 
 def first_element(part: ChunkOptimizer, segment: Segment) -> int:
@@ -151,7 +129,7 @@ def stretches(part: ChunkOptimizer) -> Iterator[Stretch]:
             continue
         for kind, value in state.items():
             if kind != "step" and isinstance(value, torch.Tensor) and value.shape == segment.weights.shape:
-                on_disk = _on_disk(part, {kind: value}, segment.start)
+                on_disk = _on_disk(part, kind, value, segment.start)
                 flat = value.detach() if on_disk is not None else _flat(value, kind, segment.name)
                 yield Stretch(kind, segment.name, tuple(slot.shape), start, flat, on_disk=on_disk)
 
@@ -170,32 +148,19 @@ def _of_moments(
         ("exp_avg", moments.exp_avg, moments.exp_avg_scale),
         ("exp_avg_sq", moments.exp_avg_sq, moments.exp_avg_sq_scale),
     ):
-        on_disk = _on_disk(part, {kind: values}, first)
-        if scales is None:
-            yield Stretch(kind, name, shape, start, values[first:stop], on_disk=on_disk)
-        elif not blocks_are_whole(part):
-            every = {each: getattr(moments, each) for each in (*ADAM_KINDS, *(k + SCALE_SUFFIX for k in ADAM_KINDS))}
-            on_disk = _on_disk(part, every, first)
-            yield Stretch(
-                kind, name, shape, start, values[first:stop], decoded=(moments, first, numel), on_disk=on_disk
-            )
-        else:
-            whole = torch.Size(shape).numel()
+        on_disk = _on_disk(part, kind, values, first)
+        yield Stretch(kind, name, shape, start, values[first:stop], has_codes=scales is not None, on_disk=on_disk)
+        if scales is not None:
+            # By `Plan.alignment_bytes` no block has elements of another parameter or rank.
             blocks = slice(first // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
-            yield Stretch(kind, name, shape, start, values[first:stop], has_codes=True, on_disk=on_disk)
-            kind, shape, on_disk = (
-                kind + SCALE_SUFFIX,
-                (-(-whole // BLOCK_NUMEL),),
-                _on_disk(part, {kind + SCALE_SUFFIX: scales}, blocks.start),
-            )
-            yield Stretch(kind, name, shape, start // BLOCK_NUMEL, scales[blocks], on_disk=on_disk)
+            on_disk = _on_disk(part, kind + SCALE_SUFFIX, scales, blocks.start)
+            whole = (-(-torch.Size(shape).numel() // BLOCK_NUMEL),)
+            yield Stretch(kind + SCALE_SUFFIX, name, whole, start // BLOCK_NUMEL, scales[blocks], on_disk=on_disk)
 
 
-def _on_disk(part: ChunkOptimizer, tensors: Mapping[str, torch.Tensor], start: int) -> OnDisk | None:
+def _on_disk(part: ChunkOptimizer, kind: str, tensor: torch.Tensor, start: int) -> OnDisk | None:
     stored = part.chunk.stored
-    if stored is None:
-        return None
-    return OnDisk(stored, tuple(part.where_stored(kind, tensor.dtype) for kind, tensor in tensors.items()), start)
+    return None if stored is None else OnDisk(stored, part.where_stored(kind, tensor.dtype), start)
 
 
 def have_begun(part: ChunkOptimizer) -> bool:
@@ -275,7 +240,7 @@ def _load_moments(part: ChunkOptimizer, moments: Moments, segment: Segment, save
         for kind, target in zip(ADAM_KINDS, moments.tensors(), strict=True):
             saved.fill(kind, name, start, target[at : at + numel])
         return _other_form(saved, name, moments.kind)
-    if blocks_are_whole(part) and all(saved.whole_blocks(kind, name) for kind in ADAM_KINDS):
+    if all(saved.has_codes(kind, name) for kind in ADAM_KINDS):
         blocks = slice(at // BLOCK_NUMEL, -(-(at + numel) // BLOCK_NUMEL))
         saved.fill("exp_avg", name, start, moments.exp_avg[at : at + numel])
         saved.fill("exp_avg_sq", name, start, moments.exp_avg_sq[at : at + numel])
@@ -311,7 +276,7 @@ def _load_state(
         state["step"] = _step_tensor(made.get("step"), small.step, weights, optimizer.param_groups[segment.group])
     for kind in kinds:
         dtype = saved.dtype(kind, name)
-        narrow = saved.whole_blocks(kind, name) or (dtype.is_floating_point and dtype.itemsize < weights.dtype.itemsize)
+        narrow = saved.has_codes(kind, name) or (dtype.is_floating_point and dtype.itemsize < weights.dtype.itemsize)
         wanted = weights.dtype if narrow else dtype
         mine = made.get(kind)
         if not isinstance(mine, torch.Tensor) or mine.shape != weights.shape or mine.dtype != wanted:
@@ -366,7 +331,7 @@ def _pieces(first: int, stop: int) -> Iterable[tuple[int, int]]:
 
 
 def _other_form(saved: SavedStates, name: str, mine: str, kind: str = "exp_avg") -> set[str]:
-    form = "8bit" if saved.whole_blocks(kind, name) else dtype_name(saved.dtype(kind, name))
+    form = "8bit" if saved.has_codes(kind, name) else dtype_name(saved.dtype(kind, name))
     return set() if form == mine else {_changed(form, mine)}
 
 

@@ -145,7 +145,7 @@ class _GivenStates:
         found: torch.dtype = self._state[name][kind].dtype
         return found
 
-    def whole_blocks(self, kind: str, name: str) -> bool:
+    def has_codes(self, kind: str, name: str) -> bool:
         """See `SavedStates`."""
         return False
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from elixir.errors import ArtifactError
+from elixir.optimizer_states import moments_size
 from elixir.plan import ChunkPlan, ChunkUse, ParamSlot, Plan
 from elixir.schedule import simulate
 from tests.common.samples import make_plan
 
+EIGHT_BITS: dict[str, Any] = {"moments": "8bit", "state_size": moments_size("8bit")}
 STREAMED = 12
 """A chunk of the sample that is streamed from the host; the first eight are resident."""
 
@@ -69,6 +71,16 @@ BAD: list[tuple[str, Callable[[Plan], Plan]]] = [
         lambda plan: with_chunk(plan, STREAMED, parameters=slots(("v", 0, 257), ("w", 256, 1))),
     ),
     (r"parameters\[0\].offset", lambda plan: with_chunk(plan, STREAMED, parameters=slots(("w", 256, 2**24)))),
+    (r"chunks\[0\].numel", lambda plan: dataclasses.replace(plan, world_size=2**17)),
+    ("alignment_bytes", lambda plan: dataclasses.replace(plan, alignment_bytes=0)),
+    ("alignment_bytes", lambda plan: dataclasses.replace(plan, alignment_bytes=256)),
+    (
+        r"chunks\[12\].parameters\[0\].offset",
+        lambda plan: dataclasses.replace(
+            with_chunk(plan, STREAMED, parameters=slots(("w", 256, 1))), alignment_bytes=1024
+        ),
+    ),
+    ("alignment_bytes", lambda plan: dataclasses.replace(with_chunk(plan, 0, dtype="float32"), **EIGHT_BITS)),
     ("already", lambda plan: with_chunk(plan, STREAMED, parameters=plan.chunks[1].parameters)),
     ("already", lambda plan: with_chunk(plan, STREAMED, parameters=slots(("w", 0, 1), ("w", 256, 1)))),
     ("offset", lambda plan: with_chunk(plan, STREAMED, parameters=slots(("w", -256, 1)))),

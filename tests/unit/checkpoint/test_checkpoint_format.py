@@ -18,7 +18,6 @@ import torch
 from elixir import checkpoint_format
 from elixir.checkpoint_format import (
     SPAN_BYTES,
-    ScaleBlocks,
     Slice,
     SliceReader,
     SliceWriter,
@@ -201,36 +200,27 @@ def test_safetensors_reads_every_file(tmp_path: Path) -> None:
 # --- moments in 8 bits -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("numel", "phase", "world_size"), [(1000, 0, 1), (5 * 256, 0, 3), (2000, 128, 2), (100, 200, 1)]
-)
-def test_moments_in_8_bits_come_back_as_codes_and_as_values(
-    tmp_path: Path, numel: int, phase: int, world_size: int
-) -> None:
-    """`phase`: the tensor begins inside of a block that it shares with another one."""
+@pytest.mark.parametrize(("numel", "world_size"), [(1000, 1), (5 * 256, 3), (2000, 2), (100, 1)])
+def test_moments_in_8_bits_come_back_as_codes_and_as_values(tmp_path: Path, numel: int, world_size: int) -> None:
     torch.manual_seed(0)
-    before = -phase % 256
-    moments = make_moments(before + numel, "8bit")
-    write_moments(moments, 0, torch.randn(before + numel), torch.rand(before + numel))
+    moments = make_moments(numel, "8bit")
+    write_moments(moments, 0, torch.randn(numel), torch.rand(numel))
     assert moments.exp_avg_scale is not None
     assert moments.exp_avg_sq_scale is not None
-    first, blocks = before // 256, ScaleBlocks(256, phase)
     tensors = {
-        "exp_avg/w": moments.exp_avg[before : before + numel],
-        "exp_avg_scale/w": moments.exp_avg_scale[first:],
-        "exp_avg_sq/w": moments.exp_avg_sq[before : before + numel],
-        "exp_avg_sq_scale/w": moments.exp_avg_sq_scale[first:],
+        "exp_avg/w": moments.exp_avg[:numel],
+        "exp_avg_scale/w": moments.exp_avg_scale,
+        "exp_avg_sq/w": moments.exp_avg_sq[:numel],
+        "exp_avg_sq_scale/w": moments.exp_avg_sq_scale,
         "weight/w": torch.zeros(numel),
     }
-    coded = {"exp_avg/w": blocks, "exp_avg_sq/w": blocks}
-    options: dict[str, Any] = {"blocks": coded, "world_size": world_size, "cut_to": 256 if not phase else 128}
-    if phase and world_size > 1:
-        # Cuts are at multiples of 128: only those at 128 + 256 n are between blocks.
+    options: dict[str, Any] = {"blocks": {"exp_avg/w": 256, "exp_avg_sq/w": 256}, "world_size": world_size}
+    if world_size > 1:
         with pytest.raises(ElixirError, match="inside of a block"):
-            save(tmp_path, tensors, **options | {"cut_to": 256})
-    options["cut_to"] = 1152 if phase else 256
+            save(tmp_path, tensors, **options, cut_to=128)
+    options["cut_to"] = 256
     save(tmp_path, tensors, moments="8bit", param_groups=(group(["w"], lr=0.1),), steps={"w": 3}, **options)
-    avg, square = read_moments(moments, numel, before)
+    avg, square = read_moments(moments, numel, 0)
     with open_checkpoint(tmp_path) as saved:
         for key, expected in (("exp_avg/w", avg), ("exp_avg_sq/w", square)):
             assert torch.equal(saved.read(key), tensors[key])
@@ -245,7 +235,7 @@ def test_moments_in_8_bits_come_back_as_codes_and_as_values(
 
 def test_codes_without_their_scales_are_refused(tmp_path: Path) -> None:
     codes = {"exp_avg/w": torch.zeros(300, dtype=torch.int8)}
-    blocks = {"exp_avg/w": ScaleBlocks(256, 0)}
+    blocks = {"exp_avg/w": 256}
     for scales in ({}, {"exp_avg_scale/w": torch.zeros(1)}, {"exp_avg_scale/w": torch.zeros(2).half()}):
         with pytest.raises(ElixirError, match="expected 2 scales in float32"):
             save(tmp_path, codes | scales, blocks=blocks, world_size=1)

@@ -154,24 +154,24 @@ def test_every_prefix_of_a_removal_leaves_a_whole_checkpoint_or_none(tmp_path: P
 
 
 def test_file_systems_that_commit_at_different_moments_keep_what_all_have(tmp_path: Path) -> None:
-    """One island has committed, the other has not when both are killed: both go on with the one before."""
-    islands = [tmp_path / name for name in "ab"]
-    for island in islands:
-        save_generation(island, 1)
-    old = [read_index(island) for island in islands]
-    new = [write(island, states(2), values={"generation": 2}, step=2) for island in islands]
-    commit(islands[0], new[0])
-    assert read_index(islands[0], previous=True) == old[0]
+    """One file system has committed, the other has not when both are killed: both go on with the one before."""
+    places = [tmp_path / name for name in "ab"]
+    for place in places:
+        save_generation(place, 1)
+    old = [read_index(place) for place in places]
+    new = [write(place, states(2), values={"generation": 2}, step=2) for place in places]
+    commit(places[0], new[0])
+    assert read_index(places[0], previous=True) == old[0]
     # ... and killed. Nothing that either index names is stale yet.
-    assert remove_stale(islands[0]) == ()
-    for island, index in zip(islands, old, strict=True):
-        settle(island, index.id)
-        settle(island, index.id)  # again, as after another kill
-        remove_stale(island)
-        assert generation_in(island) == 1
-        assert len(list(island.iterdir())) == 3
+    assert remove_stale(places[0]) == ()
+    for place, index in zip(places, old, strict=True):
+        settle(place, index.id)
+        settle(place, index.id)  # again, as after another kill
+        remove_stale(place)
+        assert generation_in(place) == 1
+        assert len(list(place.iterdir())) == 3
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        settle(islands[0], new[0].id)
+        settle(places[0], new[0].id)
 
 
 def test_a_commit_over_one_that_was_never_settled_is_refused(tmp_path: Path) -> None:

@@ -230,8 +230,8 @@ CRAFTED: list[tuple[Callable[[dict[str, Any]], Any], str, str]] = [
     (lambda d: d["tensors"]["weight/w"].update(shape=[2**40, 2**40]), "tensors.weight/w", "pieces end"),
     (lambda d: d["tensors"]["weight/w"].update(dtype="object"), "tensors.weight/w", "dtype"),
     (lambda d: d["tensors"]["weight/w"].update(dtype="load"), "tensors.weight/w", "dtype"),
-    (lambda d: d["tensors"]["weight/w"].update(blocks={"numel": 0, "phase": 0}), "tensors.weight/w.blocks", "make no sense"),
-    (lambda d: d["tensors"]["weight/w"].update(blocks={"numel": 256, "phase": 0}), "tensors.weight/w", "int8 or uint8"),
+    (lambda d: d["tensors"]["weight/w"].update(block_numel=0), "tensors.weight/w", "make no sense"),
+    (lambda d: d["tensors"]["weight/w"].update(block_numel=256), "tensors.weight/w", "int8 or uint8"),
 ]  # fmt: skip
 
 

@@ -21,11 +21,12 @@ import torch
 
 import elixir
 from elixir.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
-from elixir.checkpoint.saving import SaveOptions, Saves
+from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format import open_checkpoint, verify
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointNotFound, InputError
 from elixir.plan import Plan
+from elixir.wrapper.engine import engine_of
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.parity import Case, adamw, case, make_plan
 from tests.common.resuming import Run, differing, two_groups
@@ -190,15 +191,73 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(run: Run, tmp_path: Pa
     assert differing(before, run.bits()) == []
 
 
+class Slow(UnsyncedFiles):
+    """A disk on which every write takes 10 ms."""
+
+    def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+        if operation == "write":
+            time.sleep(0.01)
+        return super().call(operation, path, function, *args)
+
+
+class Late(Slow):
+    """Begins to write the states when an update of the next step waits for them."""
+
+    saving: Saving | None = None
+
+    def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+        if operation == "write" and "rank" in path:
+            until = time.monotonic() + 60
+            while (self.saving is None or not self.saving.snapshot._begun) and time.monotonic() < until:
+                time.sleep(0.001)
+        return super().call(operation, path, function, *args)
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_host_memory_keeps_to_the_plan_during_a_save(tmp_path: Path, spare: bool) -> None:
+    it = case("opt")
+    plan = make_plan(it, "streamed")
+    if not spare:
+        plan = make_plan(it, "streamed", host_memory=plan.predicted.host_step_bytes)
+    assert bool(plan.predicted.checkpoint_bytes) is spare
+    with Run(it, plan, adamw) as run:
+        run.train(2)
+        disk = Late()
+        saving = disk.saving = save_checkpoint(tmp_path / "run", run.state(), files=disk)
+        run.train(2)
+        saving.wait()
+        run.train(1)
+        arena, report = engine_of(run.module).arena, run.module.last_report
+        assert bool(saving.snapshot.copied_bytes) is spare
+        assert saving.stall_s > 0
+        assert arena.parts("host").get("checkpoint", 0) == plan.predicted.checkpoint_bytes
+        assert 0.95 * plan.predicted.host_peak_bytes <= arena.peak_bytes["host"] <= plan.predicted.host_peak_bytes
+        assert report is not None
+        assert "host_peak" not in report.surprises()
+
+
+def test_a_second_save_waits_for_the_first_and_one_may_follow_a_load_at_once(tmp_path: Path) -> None:
+    with Run(*planned("cnn", "mixed"), adamw) as run:
+        run.train(1)
+        bits = []
+        for number in range(3):
+            saving = save_checkpoint(tmp_path / str(number), run.state(), files=Slow())
+            before = save_checkpoint(tmp_path / str(number), run.state(), files=FILES) if number == 2 else saving
+            assert saving.done() is (number == 2)
+            before.wait()
+            bits.append(run.bits())
+            run.train(1)
+        for number in (1, 0, 2):
+            load_checkpoint(tmp_path / str(number), run.state(), files=FILES)
+            saving = save_checkpoint(tmp_path / "again", run.state(), files=Slow())
+            run.train(1)
+            saving.wait()
+            load_checkpoint(tmp_path / "again", run.state(), files=FILES)
+            assert differing(bits[number], run.bits()) == []
+
+
 def test_everything_else_that_writes_waits_for_what_is_read(tmp_path: Path) -> None:
     """A slow disk and no pool: writes, moves and evaluation while a checkpoint is written."""
-
-    class Slow(UnsyncedFiles):
-        def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
-            if operation == "write":
-                time.sleep(0.01)
-            return super().call(operation, path, function, *args)
-
     it, plan = planned("cnn", "mixed")
     with Run(it, plan, adamw) as run:
         run.train(2)

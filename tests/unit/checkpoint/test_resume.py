@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
+from elixir.checkpoint_format import open_checkpoint
 from elixir.plan import Plan
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.parity import MODES, Case, case, make_plan
@@ -70,6 +71,21 @@ def test_float32_with_dropout_groups_and_clipping(mode: str, tmp_path: Path) -> 
 def test_bfloat16_with_every_kind_of_moments(mode: str, moments: str, tmp_path: Path) -> None:
     it = case("gpt2")  # its embeddings are tied
     check(it, make_plan(it, mode, unified_dtype="bfloat16", moments=moments), two_groups(), tmp_path / "run")
+
+
+@pytest.mark.parametrize("split_number", [8, 3])
+def test_float32_weights_with_8_bit_moments(split_number: int, tmp_path: Path) -> None:
+    """No block of codes is shared by parameters, so codes go into other chunks as they are."""
+    it = case("opt")
+    plan, another = (make_plan(it, "mixed", moments="8bit", split_number=number) for number in (8, split_number))
+    assert plan.alignment_bytes == 1024
+    whole, resumed, loaded = interrupted(it, plan, two_groups(), tmp_path / "run", another=another)
+    assert loaded.exact, loaded.notes
+    with open_checkpoint(tmp_path / "run") as saved:
+        codes = [key for key, each in saved.index.tensors.items() if each.block_numel is not None]
+        assert len(codes) == 2 * len(saved.index.names)
+    if split_number == 8:
+        assert differing(whole, resumed) == []
 
 
 def test_float16_in_the_middle_of_a_loss_scale_interval(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "elixir"
-ROOMS = ("chunk", "wrapper")
-WAITS = frozenset({"wait", "synchronize", "wait_event", "wait_stream"})
+ROOMS = ("checkpoint", "chunk", "wrapper")
+WAITS = frozenset({"wait", "synchronize", "wait_event", "wait_for", "wait_stream"})
 LINES_BEFORE = 3
 """A comment may stand so many lines above the statement that waits, or inside of it."""
 

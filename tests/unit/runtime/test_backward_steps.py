@@ -422,7 +422,7 @@ def test_the_same_bytes_and_loads_as_without(homes: str) -> None:
     assert found[0] == found[1]
     if homes == "streamed":
         observed, _, peaks, _ = found[0]
-        assert peaks["host"] <= plan.predicted.host_peak_bytes
+        assert peaks["host"] <= plan.predicted.host_step_bytes
         assert observed["device_peak"] == report.predicted["device_peak"]
 
 

@@ -118,6 +118,7 @@ def test_the_disk_holds_masters_and_states_and_the_host_a_window_of_three(homes:
     assert predicted.disk_peak_bytes == on_disk * 12 * NUMEL
     parts = {"weights": 0 if homes == "eee" else 12 * NUMEL, "optimizer_states": in_memory * 8 * NUMEL}
     parts |= {"gradients": 12 * NUMEL} | ({"state_window": window * 12 * NUMEL} if window else {})
+    parts |= {"checkpoint": 2 * 12 * NUMEL}
     assert predicted.host_parts == parts
     assert predicted.moved_bytes["disk_read"] == predicted.moved_bytes["disk_write"] == on_disk * 12 * NUMEL
 

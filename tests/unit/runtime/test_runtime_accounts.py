@@ -64,7 +64,7 @@ def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
         report = pair.module.last_report
         assert report is not None
         assert report.observed["device_peak"] <= report.predicted["device_peak"] <= plan.predicted.device_peak_bytes
-        assert pair.engine.arena.peak_bytes["host"] <= plan.predicted.host_peak_bytes
+        assert pair.engine.arena.peak_bytes["host"] <= plan.predicted.host_step_bytes
         assert report.observed["loads"] == plan.predicted.loads
         assert not report.surprises()
 
@@ -103,7 +103,7 @@ def test_states_are_as_wide_as_those_that_torch_makes(dtype: torch.dtype, share:
         optimizer.backward(it.loss(module, it.inp))
         optimizer.step()
         optimizer.zero_grad()
-    host, states = plan.predicted.host_peak_bytes, plan.predicted.device_parts["optimizer_states"]
+    host, states = plan.predicted.host_step_bytes, plan.predicted.device_parts["optimizer_states"]
     assert 0.95 * host <= engine_of(module).arena.peak_bytes["host"] <= host
     kept = engine_of(module).arena.parts("device").get("optimizer_states", 0)
     assert 0.95 * states <= kept <= states

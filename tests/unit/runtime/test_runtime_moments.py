@@ -108,7 +108,7 @@ def test_accounted_bytes_are_the_plans(kind: str, dtype: str | None, share: floa
     report = run.module.last_report
     assert report is not None
     assert report.observed["device_peak"] <= report.device_limit_bytes
-    assert engine_of(run.module).arena.peak_bytes["host"] <= plan.predicted.host_peak_bytes
+    assert engine_of(run.module).arena.peak_bytes["host"] <= plan.predicted.host_step_bytes
     run.module.close()
 
 

@@ -287,5 +287,5 @@ def test_states_are_counted_by_what_the_optimizers_options_keep(make: Any, famil
     trained(model, optimizer, it.inp, 2)
     assert model.last_report is not None
     assert not model.last_report.surprises()
-    assert engine_of(model).arena.peak_bytes["host"] <= model.plan.predicted.host_peak_bytes
+    assert engine_of(model).arena.peak_bytes["host"] <= model.plan.predicted.host_step_bytes
     model.close()

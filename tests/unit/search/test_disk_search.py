@@ -167,7 +167,7 @@ def test_what_the_last_one_made_needless_stays_on_the_host(stack: StepTrace, lim
     device, host = limits
     for share in (0.5, 0.7, 0.9):
         plan = planned(stack, device, int(share * host), disk_memory="1GiB")
-        spare = plan.host_budget_bytes - plan.predicted.host_peak_bytes
+        spare = plan.host_budget_bytes - plan.predicted.host_step_bytes
         on_disk = [chunk for chunk in plan.chunks if chunk.state_home == "disk"]
         back = [
             chunk.numel * (12 if chunk.dtype != "float32" or chunk.weight_home == "device" else 8) for chunk in on_disk

@@ -133,7 +133,7 @@ def test_states_and_weights_take_their_bytes_with_them(plan: Plan, found: Explan
 
 
 def test_fits_means_within_the_plans_budgets(plan: Plan, found: Explanation) -> None:
-    device, host = plan.predicted.device_peak_bytes, plan.predicted.host_peak_bytes
+    device, host = plan.predicted.device_peak_bytes, plan.predicted.host_step_bytes
     changes = [other.change for chunk in found.chunks for other in chunk.elsewhere]
     assert any(change.fits for change in changes)
     assert not all(change.fits for change in changes)

@@ -76,7 +76,7 @@ def test_what_an_error_says_is_needed_is_exactly_enough(trace: StepTrace, world_
     with pytest.raises(PlanError) as caught:
         plan(trace, world_size, device=least - 1)
     assert (caught.value.needed_bytes, caught.value.available_bytes) == (least, least - 1)
-    if made.predicted.host_peak_bytes:
+    if made.predicted.host_step_bytes:
         with pytest.raises(PlanError, match="host memory") as short:
             plan(trace, world_size, device=least, host=0)
         enough = short.value.needed_bytes
@@ -207,7 +207,12 @@ def test_bytes_of_a_plan_that_streams_everything() -> None:
     whole = sum(chunk.weight_bytes for chunk in made.chunks)
     numel = sum(chunk.numel for chunk in made.chunks)
     # Both ranks share the machine: bf16 weights and gradients, fp32 master and two moments.
-    assert made.predicted.host_parts == {"weights": whole, "optimizer_states": 12 * numel, "gradients": whole}
+    assert made.predicted.host_parts == {
+        "weights": whole,
+        "optimizer_states": 12 * numel,
+        "gradients": whole,
+        "checkpoint": 2 * 12 * max(chunk.numel for chunk in made.chunks),
+    }
     parts = made.predicted.device_parts
     assert parts["rcache"] == made.block_count * made.block_bytes
     assert parts["gradient_blocks"] == made.grad_block_count * made.block_bytes
@@ -215,6 +220,20 @@ def test_bytes_of_a_plan_that_streams_everything() -> None:
     largest = max(param.numel for param in trace.parameters)
     assert parts["gradient_in_flight"] in (0, 2 * largest)
     assert made.predicted.moved_bytes["device_to_host"] == whole // 2
+
+
+def test_copies_for_checkpoints_get_what_the_budget_has_to_spare() -> None:
+    trace = stack_trace(SMALL)
+    rich = plan(trace, 2, placement="cpu")
+    most = rich.predicted.checkpoint_bytes
+    assert most > 2**20
+    for spare in (0, 1000, most, most + 1):
+        made = plan(trace, 2, placement="cpu", host=rich.predicted.host_step_bytes + spare)
+        assert made.predicted.checkpoint_bytes == min(spare, most)
+        assert made.predicted.host_peak_bytes == sum(made.predicted.host_parts.values())
+        assert (made.chunks, made.predicted.seconds) == (rich.chunks, rich.predicted.seconds)
+    with pytest.raises(PlanError):
+        plan(trace, 2, placement="cpu", host=rich.predicted.host_step_bytes - 1)
 
 
 def test_host_memory_is_that_of_the_ranks_of_one_machine() -> None:

@@ -217,7 +217,7 @@ def test_a_plan_says_how_long_host_memory_takes_to_be_ready_where_that_was_measu
     assert optimal_search(trace, 1, hardware=HARDWARE, placement="cpu", **_GIVEN).start_up_s == 0
     slow = replace(HARDWARE, host_pin_bytes_per_s=1e6)
     made = optimal_search(trace, 1, hardware=slow, placement="cpu", **_GIVEN)
-    assert made.start_up_s == pytest.approx(made.predicted.host_peak_bytes / 1e6)
+    assert made.start_up_s == pytest.approx(made.predicted.host_step_bytes / 1e6)
     assert "until host memory is ready" in str(made)
     assert "until host memory is ready" not in str(replace(made, start_up_s=0.5))
     assert slow.fingerprint == HARDWARE.fingerprint

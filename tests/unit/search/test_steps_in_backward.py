@@ -171,7 +171,7 @@ def test_with_overlap_given_up_too(stack: StepTrace) -> None:
 
 def test_with_a_disk_the_prediction_is_the_simulation(stack: StepTrace) -> None:
     machine = replace(SLOW, disk_read_bytes_per_s=6e9, disk_write_bytes_per_s=3e9)
-    host = planned(stack, machine=machine).predicted.host_peak_bytes
+    host = planned(stack, machine=machine).predicted.host_step_bytes
     plan = planned(stack, machine=machine, host_memory=int(0.8 * host), disk_memory=GIB)
     assert plan.uses_disk
     assert plan.steps_in_backward

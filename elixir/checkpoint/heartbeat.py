@@ -1,4 +1,4 @@
-"""`Meeting`: ranks that write for different times come together, and learn of each other's errors while they write."""
+"""`HeartbeatGroup`: exchanges between ranks of which some still write; heartbeats tell of errors and dead ranks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 from elixir.chunk.group import Group
 from elixir.errors import CheckpointError, ElixirError, RankError
 
-LONGEST_PULSE_S = 10.0
+LONGEST_PERIOD_S = 10.0
 """A rank that writes says at least so often that it is alive, and hears whether others have failed."""
-_PULSES_PER_TIMEOUT = 8
+_HEARTBEATS_PER_TIMEOUT = 8
 _WHAT = "checkpoint"
 
 
-class Meeting:
-    """Rounds of one thread of every rank. A rank that is done waits in a round; others join it between two pieces of
-    work.
+class HeartbeatGroup:
+    """Exchanges between the saving threads of all ranks, made of rounds of `Group.exchange`.
 
-    So a rank may write for longer than the timeout of the group, and still a rank that is gone is noticed within it.
+    A rank that waits in `exchange` starts a round at once, and again after each in which somebody was not ready. A rank
+    that is still writing joins by `heartbeat` between two pieces of work. So a rank may write for longer than the
+    timeout of the group, and a rank that is gone is still noticed within it.
 
     Args:
         group: for these rounds alone.
@@ -27,17 +28,19 @@ class Meeting:
     def __init__(self, group: Group) -> None:
         self._group = group
         timeout_s = group.timeout_s
-        self._every_s = LONGEST_PULSE_S if timeout_s is None else min(LONGEST_PULSE_S, timeout_s / _PULSES_PER_TIMEOUT)
+        self._every_s = (
+            LONGEST_PERIOD_S if timeout_s is None else min(LONGEST_PERIOD_S, timeout_s / _HEARTBEATS_PER_TIMEOUT)
+        )
         self._last = time.monotonic()
         self._over = group.size == 1
 
-    def pulse(self) -> None:
-        """Between two pieces of work: a round, where it is time; raises what `meet` raises."""
+    def heartbeat(self) -> None:
+        """Between two pieces of work: join a round if one is due; raises what `exchange` raises."""
         if not self._over and time.monotonic() - self._last >= self._every_s:
             self._round(False, None, None)
 
-    def meet(self, value: Any = None) -> list[Any]:
-        """Every rank's value, once all have come here.
+    def exchange(self, value: Any = None) -> list[Any]:
+        """Every rank's value, in order of rank, once all have come here.
 
         Raises:
             CheckpointError: another rank has failed, or is gone.
@@ -52,7 +55,7 @@ class Meeting:
     def fail(self, error: BaseException) -> CheckpointError:
         """Tell the others that this rank has failed; the error that all ranks raise.
 
-        After an error that came from a meeting the others know already.
+        After an error that came from a round the others know already.
         """
         if not self._over:
             try:

@@ -1,7 +1,7 @@
-"""Folders of one name on several file systems: who shares one, and commits that end alike on all of them.
+"""`SharedFolder`: the folder of a checkpoint, the ranks that share it, and commits that end alike on all file systems.
 
-With node-local disks every machine has a folder of the checkpoint's name. The ranks that see the same folder are an
-island. The first rank of each is its leader: it commits, cleans up and removes there.
+With node-local disks every machine has a folder of the checkpoint's name. The first of the ranks that see the same
+folder is its leader: it commits, cleans up and removes there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elixir.checkpoint.meeting import Meeting
+from elixir.checkpoint.heartbeat import HeartbeatGroup
 from elixir.checkpoint_format import (
     Index,
     abandon,
@@ -42,20 +42,20 @@ def known_ids(folder: Path, files: Files) -> list[str]:
 
 
 def newest_of_all(answers: Iterable[Sequence[str]]) -> str | None:
-    """The newest id that every island has."""
+    """The newest id that every file system has."""
     lists = list(answers)
     return next((each for each in lists[0] if all(each in others for others in lists)), None) if lists else None
 
 
 @dataclass(frozen=True)
-class Island:
-    """The file system of one rank, and its part in commits.
+class SharedFolder:
+    """The folder of a checkpoint as one rank sees it, and the part of this rank in commits.
 
     Args:
         folder: of the checkpoint.
         rank: this rank.
         leader: the first rank that sees this folder.
-        count: how many islands there are.
+        count: how many file systems have such a folder.
         files: the operations it uses.
     """
 
@@ -67,34 +67,34 @@ class Island:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank acts for its island."""
+        """Whether this rank acts for those that share the folder."""
         return self.rank == self.leader
 
     @staticmethod
-    def found(folder: Path, checkpoint_id: str, rank: int, meeting: Meeting, files: Files) -> Island:
+    def found(folder: Path, checkpoint_id: str, rank: int, ranks: HeartbeatGroup, files: Files) -> SharedFolder:
         """Make the folder, and find out who shares it: each rank leaves a file there and looks whose files it sees."""
         files.make_folder(folder)
-        ranks = meeting.meet(rank)
-        if len(ranks) == 1:
-            return Island(folder, rank, rank, 1, files)
+        numbers = ranks.exchange(rank)
+        if len(numbers) == 1:
+            return SharedFolder(folder, rank, rank, 1, files)
         mine = folder / f".{checkpoint_id}-rank-{rank:05}"
         files.create(mine).close()
         try:
-            meeting.meet()
-            seen = tuple(r for r in ranks if os.path.lexists(folder / f".{checkpoint_id}-rank-{r:05}"))
-            views = meeting.meet(seen)
+            ranks.exchange()
+            seen = tuple(r for r in numbers if os.path.lexists(folder / f".{checkpoint_id}-rank-{r:05}"))
+            views = ranks.exchange(seen)
         finally:
             with contextlib.suppress(FileError):
                 files.remove(mine, missing_ok=True)
-        return Island(folder, rank, min(seen), len(set(views)), files)
+        return SharedFolder(folder, rank, min(seen), len(set(views)), files)
 
-    def clean_up(self, meeting: Meeting) -> str | None:
+    def clean_up(self, ranks: HeartbeatGroup) -> str | None:
         """Before a save: end commits that were cut off, remove what they left.
 
         The id of the checkpoint there, if there is one.
         """
         mine = known_ids(self.folder, self.files) if self.leads else None
-        common = newest_of_all(each for each in meeting.meet(mine) if each is not None)
+        common = newest_of_all(each for each in ranks.exchange(mine) if each is not None)
         if self.leads:
             if mine:
                 settle(self.folder, common or mine[0], files=self.files)
@@ -102,12 +102,12 @@ class Island:
                 self.files.remove(self.folder / PREVIOUS_NAME, missing_ok=True)
             with contextlib.suppress(CheckpointCorrupt):  # what it names is unknown; it goes when it is replaced
                 remove_stale(self.folder, files=self.files)
-        meeting.meet()  # nobody creates files before others stop removing
+        ranks.exchange()  # nobody creates files before others stop removing
         return common
 
-    def check_space(self, nbytes: int, meeting: Meeting) -> None:
-        """Refuse a save for which an island has no room, before a byte is written."""
-        parts = meeting.meet((self.leader, nbytes))
+    def check_space(self, nbytes: int, ranks: HeartbeatGroup) -> None:
+        """Refuse a save for which a file system has no room, before a byte is written."""
+        parts = ranks.exchange((self.leader, nbytes))
         if self.leads:
             needed = sum(amount for leader, amount in parts if leader == self.leader)
             free = self.files.free_bytes(self.folder)
@@ -118,18 +118,18 @@ class Island:
                     "old checkpoints, or save elsewhere"
                 )
 
-    def next_sequence(self, meeting: Meeting) -> int:
-        """A number above those of all checkpoints next to this one, on all islands."""
+    def next_sequence(self, ranks: HeartbeatGroup) -> int:
+        """A number above those of all checkpoints next to this one, on all file systems."""
         mine = next_sequence(self.folder, files=self.files) if self.leads else 1
-        return max(int(each) for each in meeting.meet(mine))
+        return max(int(each) for each in ranks.exchange(mine))
 
-    def commit(self, index: Index, before: str | None, meeting: Meeting) -> None:
-        """Make the checkpoint the one of the folder on all islands, or on none.
+    def commit(self, index: Index, before: str | None, ranks: HeartbeatGroup) -> None:
+        """Make the checkpoint the one of the folder on all file systems, or on none.
 
         Args:
             index: of the new one.
             before: id of the one that is replaced.
-            meeting: of all ranks.
+            ranks: all of them.
         """
         problem: BaseException | None = None
         if self.leads:
@@ -137,7 +137,7 @@ class Island:
                 commit(self.folder, index, files=self.files)
             except (CheckpointError, FileError) as error:
                 problem = error
-        problems = meeting.meet(None if problem is None else str(problem))
+        problems = ranks.exchange(None if problem is None else str(problem))
         failed = next(((rank, text) for rank, text in enumerate(problems) if text is not None), None)
         if failed is not None:
             if self.leads and problem is None:
@@ -148,7 +148,7 @@ class Island:
             remove_stale(self.folder, files=self.files)
 
     def _take_back(self, checkpoint_id: str, before: str | None) -> None:
-        """Another island could not commit: the checkpoint before is the one of the folder again."""
+        """Another file system could not commit: the checkpoint before is the one of the folder again."""
         with contextlib.suppress(FileError, CheckpointError):
             if before is not None:
                 settle(self.folder, before, files=self.files)
@@ -163,15 +163,15 @@ class Island:
             with contextlib.suppress(FileError, CheckpointError):
                 abandon(self.folder, checkpoint_id, files=self.files)
 
-    def retain(self, keep: int | None, meeting: Meeting) -> None:
+    def retain(self, keep: int | None, ranks: HeartbeatGroup) -> None:
         """Keep the latest checkpoints of the folder around this one; others, and saves that were cut off, go on all
-        islands."""
+        file systems."""
         names: list[str] | None = None
         if self.rank == 0:
             found, _ = find_checkpoints(self.folder.parent, files=self.files)
             names = [] if keep is None else [each.folder.name for each in found[keep:]]
             names += unfinished(self.folder.parent, self.files)
-        for name in meeting.meet(names)[0]:
+        for name in ranks.exchange(names)[0]:
             if self.leads and (self.folder.parent / name).is_dir():
                 remove_checkpoint(self.folder.parent / name, files=self.files)
-        meeting.meet()
+        ranks.exchange()
