@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.chunk.lanes import Emulation
 from elixir.errors import DiskError, InputError
 from elixir.plan import Plan
@@ -190,3 +194,61 @@ def test_a_disk_that_fails_stops_the_training_and_weights_can_be_saved(way: str,
     assert all(bool(value.isfinite().all()) for value in state.values() if value.is_floating_point())
     module.close()
     assert all(not parameter.is_meta for parameter in it.model.parameters())
+
+
+# --- checkpoints and kills -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moments", "fused"), [("bfloat16", "8bit", True), pytest.param(None, "float32", False, marks=pytest.mark.slow)]
+)
+def test_a_checkpoint_of_states_on_a_disk_goes_on_in_memory_and_back(
+    dtype: str | None, moments: str, fused: bool, tmp_path: Path
+) -> None:
+    """Saved while training goes on, without memory for copies: each step waits until its chunk is written."""
+    plan = make_plan(case("gpt2"), "streamed", unified_dtype=dtype, moments=moments)
+    module, optimizer = run(case("gpt2"), on_disk(plan), use_fused_kernels=fused, disk_folder=tmp_path)
+    expected = module.state_dict(), optimizer.state_dict()
+    saving = save_checkpoint(tmp_path / "saved", {"model": module, "optimizer": optimizer})
+    it = case("gpt2")
+    for _ in range(2):
+        optimizer.backward(module(**it.inp).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    later = module.state_dict(), optimizer.state_dict()
+    saving.wait()
+    for homes in (in_memory(plan), on_disk(plan, 2)):
+        other, its = run(case("gpt2"), homes, steps=1, use_fused_kernels=fused, disk_folder=tmp_path)
+        load_checkpoint(tmp_path / "saved", {"model": other, "optimizer": its})
+        assert_same((other.state_dict(), its.state_dict()), expected)
+        for _ in range(2):
+            its.backward(other(**it.inp).loss)
+            its.step()
+            its.zero_grad()
+        assert_same((other.state_dict(), its.state_dict()), later)
+        other.close()
+    module.close()
+
+
+KILLED = """
+import sys
+from tests.common.on_disk import on_disk
+from tests.common.parity import case, make_plan
+from tests.unit.runtime.test_states_on_disk import run
+it = case("gpt2")
+plan = on_disk(make_plan(it, "streamed"))
+print("begin", flush=True)
+run(it, plan, steps=1000, disk_folder=sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_left_after_a_kill_at_any_moment(tmp_path: Path) -> None:
+    for number in range(10):
+        child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(0.15 * number)
+        child.kill()
+        child.wait()
+        assert list(tmp_path.iterdir()) == []
