@@ -12,6 +12,7 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, overload
 
 import torch
@@ -20,7 +21,9 @@ from torch import nn
 
 from elixir.chunk.group import Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
+from elixir.files import PathLike
 from elixir.hardware import HardwareProfile, check_host_threads
+from elixir.microbench import with_disk
 from elixir.optimizer_states import family_of, moments_of
 from elixir.plan import Plan
 from elixir.search.replan import Observation, correct
@@ -115,7 +118,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
         replan: compare the first steps with the plan, and move chunks once if a better one is found.
         options: fields of `elixir.search.request.SearchRequest`, such as ``device_memory`` or ``accumulation``, and
             further arguments of `ElixirModule`, such as ``weights``. ``moments=None`` keeps them as a `HybridAdam`
-            says, otherwise in float32. ``clipping=None`` plans with clipping if `max_norm` is given.
+            says, otherwise in float32. ``clipping=None`` plans with clipping if `max_norm` is given. With
+            ``disk_memory`` give ``disk_folder``, a folder on that disk, which is measured unless `hardware` knows it.
 
     Returns:
         The wrapped model, and the wrapped optimizer; a list of them where several were given.
@@ -138,7 +142,7 @@ def wrap(  # noqa: PLR0913 - a public entry point
         for each in question.optimizers
     ]
     if replan and plan is None and made.placement == "auto":
-        engine_of(module).before_forward = _Replanning(module, trace, question.profile)
+        engine_of(module).before_forward = _Replanning(module, trace, question.profile if trace is None else question.machine)
     return module, (wrapped[0] if isinstance(optimizer, torch.optim.Optimizer) else wrapped)
 
 
@@ -168,6 +172,7 @@ class _Question:
     asked: dict[str, Any]
     """Options of the search."""
     clipping: bool
+    disk_folder: PathLike | Sequence[PathLike] | None = None
 
     @classmethod
     def of(
@@ -194,7 +199,15 @@ class _Question:
         if how["hardware"] is None and compute_device(options.get("device")).type == "cpu":
             how["hardware"] = "cpu"  # this is a run, so what is planned for is where it runs
         traced = Traced(**how, use_fused_kernels=options.get("use_fused_kernels", False))
-        return cls(model, optimizers, plan, profile_for(how["hardware"]), traced, asked, clips)
+        return cls(model, optimizers, plan, profile_for(how["hardware"]), traced, asked, clips, options.get("disk_folder"))
+
+    @cached_property
+    def machine(self) -> HardwareProfile:
+        """The profile, with the disk that states may go to; measured on the rank that asks."""
+        folder = self.disk_folder
+        if self.asked.get("disk_memory") is None or folder is None or self.profile.knows_disk:
+            return self.profile
+        return with_disk(self.profile, folder if isinstance(folder, (str, os.PathLike)) else folder[0])
 
     def answered(self, group: dist.ProcessGroup | None) -> tuple[Plan, StepTrace | None]:
         """Rank 0's plan on every rank, and the trace on rank 0."""
@@ -216,7 +229,7 @@ class _Question:
             )
         settled = {"optimizer_type": families.pop(), "moments": kinds.pop(), "clipping": self.clipping}
         return self.how.plan(
-            self.model, self.profile, SearchRequest(**{**self.asked, **settled, "world_size": world_size})
+            self.model, self.machine, SearchRequest(**{**self.asked, **settled, "world_size": world_size})
         )
 
 

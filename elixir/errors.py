@@ -161,6 +161,8 @@ class Lever:
     """The argument of a search, or of the traced step, that does it; may be empty."""
     value: str = ""
     """The value for it; empty if that is the user's choice."""
+    comes_last: bool = False
+    """Whether all others are named first, although it saves more: it makes steps slower, and they need not be."""
 
 
 class PlanError(ElixirError, RuntimeError):
@@ -176,7 +178,7 @@ class PlanError(ElixirError, RuntimeError):
     def __init__(self, message: str, *, needed_bytes: int, available_bytes: int, levers: Sequence[Lever] = ()) -> None:
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
-        self.levers = tuple(sorted(levers, key=lambda lever: (-lever.saves_bytes, lever.action)))
+        self.levers = tuple(sorted(levers, key=lambda lever: (lever.comes_last, -lever.saves_bytes, lever.action)))
         self._message = message
         super().__init__(self.in_words(lambda lever: lever.action))
 

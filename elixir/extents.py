@@ -22,6 +22,16 @@ disks that were measured larger or more calls at a time were no faster (docs/app
 
 
 @dataclass(frozen=True)
+class Requests:
+    """The requests of one transfer."""
+
+    nbytes: int = REQUEST_BYTES
+    """Bytes of one call; a multiple of `DIRECT_BYTES`."""
+    depth: int = 1
+    """Calls under way at a time, on each disk."""
+
+
+@dataclass(frozen=True)
 class Extent:
     """A stretch of the files."""
 
@@ -47,24 +57,17 @@ class ExtentFile:
     Args:
         folders: one on each disk; extents are striped over them, in parts of equal size.
         files: the file operations that it uses.
-        request_bytes: of one call; a multiple of `DIRECT_BYTES`.
-        depth: calls under way at a time, on each disk.
+        requests: how a transfer is cut.
     """
 
-    def __init__(
-        self,
-        folders: Sequence[PathLike],
-        *,
-        files: Files = FILES,
-        request_bytes: int = REQUEST_BYTES,
-        depth: int = 1,
-    ) -> None:
-        self._request_bytes = request_bytes
+    def __init__(self, folders: Sequence[PathLike], *, files: Files = FILES, requests: Requests | None = None) -> None:
+        self.requests = requests or Requests()
+        """May be changed while no transfer is under way."""
         self._files: list[File] = []
         self._end = 0
         self._free: list[Extent] = []
         self._pool: ThreadPoolExecutor | None = None
-        self._workers = len(folders) * depth
+        self._threads = 0
         try:
             for folder in folders:
                 warn_if_in_memory(folder)
@@ -140,11 +143,14 @@ class ExtentFile:
 
     def close(self) -> None:
         """Give the files, and with them their room, back."""
+        self._stop_threads()
+        while self._files:
+            self._files.pop().close()
+
+    def _stop_threads(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
-        while self._files:
-            self._files.pop().close()
 
     def _each(
         self, one: Callable[[File, memoryview, int], None], extent: Extent, memory: memoryview, first: int
@@ -153,16 +159,18 @@ class ExtentFile:
         at, end = first, first + len(memory)
         while at < end:
             number, within = divmod(at, extent.stripe_bytes)
-            size = min(self._request_bytes, end - at, extent.stripe_bytes - within)
+            size = min(self.requests.nbytes, end - at, extent.stripe_bytes - within)
             part = memory[at - first : at - first + size]
             requests.append((self._files[number], part, extent.start + within))
             at += size
-        if self._workers == 1 or len(requests) == 1:
+        threads = len(self._files) * self.requests.depth
+        if threads == 1 or len(requests) == 1:
             for request in requests:
                 one(*request)
             return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="elixir disk request")
+        if self._pool is None or self._threads != threads:
+            self._stop_threads()
+            self._pool, self._threads = ThreadPoolExecutor(threads, "elixir disk request"), threads
         # In turns over the disks: requests that lie next to each other are of one disk.
         by_file = [[request for request in requests if request[0] is file] for file in self._files]
         turns = [each[i] for i in range(max(map(len, by_file))) for each in by_file if i < len(each)]

@@ -193,6 +193,12 @@ class Plan(Artifact):
         )
 
     @property
+    def disk_written_bytes(self) -> int:
+        """Bytes that a step writes to the disk of one machine, all its ranks together."""
+        kept = sum(self.extent_bytes(chunk) for chunk in self.chunks if chunk.state_home == "disk")
+        return self.predicted.disk_peak_bytes // max(kept, 1) * self.predicted.moved_bytes["disk_write"]
+
+    @property
     def steps_in_backward(self) -> bool:
         """Whether any chunk is updated while backward still runs."""
         return any(chunk.steps_in_backward for chunk in self.chunks)

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 import elixir
-from elixir.microbench import measure_briefly
+from elixir.microbench import measure_briefly, with_disk
 from elixir.models import build_shape, default_step, describe
 from elixir.plan import Plan
 from elixir.search import optimal_search
+from elixir.search.searches import profile_for
 from elixir.units import parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 
@@ -72,6 +73,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", dest="activation_checkpointing", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--device-memory", help="budget of one device, such as 300MiB; what is free by default")
     parser.add_argument("--host-memory", help="budget of the machine; what is free by default")
+    parser.add_argument("--disk-memory", help="budget of the machine's disk for optimizer states; none by default")
+    parser.add_argument("--disk-folder", help="a folder on that disk; it is measured first")
     parser.add_argument(
         "--weights-on-meta", action="store_true", help="build on the meta device; no rank ever holds the whole model"
     )
@@ -84,6 +87,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.resume and not args.checkpoint_folder:
         parser.error("--resume needs --checkpoint-folder")
+    if bool(args.disk_memory) != bool(args.disk_folder):
+        parser.error("--disk-memory and --disk-folder go together")
     return args
 
 
@@ -114,16 +119,20 @@ def main() -> None:
         with elixir.open_checkpoint(newest) as saved:
             plans = [saved.value("plan")]
     elif rank == 0:
+        # Two seconds of measuring, so that the predicted seconds are those of this machine.
+        machine = profile_for(None) if cuda else measure_briefly(2.0, dtype=dtype, tokens=args.batch * args.seq)
+        if args.disk_folder:
+            machine = with_disk(machine, args.disk_folder)
         plan = optimal_search(
             model,
             ranks,
             unified_dtype=dtype,
             inp=batch_of(text, args.batch, args.seq, rank, step=0),
             step_fn=default_step,
-            # Two seconds of measuring, so that the predicted seconds are those of this machine.
-            hardware=None if cuda else measure_briefly(2.0, dtype=dtype, tokens=args.batch * args.seq),
+            hardware=machine,
             device_memory=args.device_memory,
             host_memory=args.host_memory,
+            disk_memory=args.disk_memory,
         )
         print(plan)
         plans = [plan.to_json()]
@@ -131,7 +140,7 @@ def main() -> None:
         dist.broadcast_object_list(plans)
     plan = Plan.from_json(plans[0])
 
-    model = ElixirModule(model, plan)
+    model = ElixirModule(model, plan, disk_folder=args.disk_folder)
     optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=args.lr), max_norm=args.max_norm)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "plan": plans[0]}

@@ -89,6 +89,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if choice is not None:
         output.say_tables(tables.batch_table(choice))
     _print_plan(plan, brief=args.brief)
+    if plan.uses_disk:
+        output.say(tables.wear(plan, args.disk_endurance))
     output.say_written(written)
     return 0
 

@@ -159,8 +159,10 @@ FLAGS: dict[str, Flag] = {
     ),
     "--disk-memory": _bytes(
         "of the disk of each machine, such as 500GiB, for states that neither devices nor host hold (default: none; "
-        "such "
-        "a plan is predicted, and not run yet)"
+        "the run names it with disk_folder)"
+    ),
+    "--disk-endurance": _bytes(
+        "what may be written to the drive in its life, such as 1200TB: also say how many steps it lasts"
     ),
     # The step. None stands for "not given": a saved trace has settled these already.
     "--batch": _number("samples per rank (default: 1)"),
@@ -262,8 +264,8 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "plan": (
         "What goes where, and when, so that the step fits the machine.",
         {
-            "": f"model --hardware --world-size {_BUDGETS} {_SEARCH} --placement --no-overlap --search-batch "
-            "--json --brief --plot --out",
+            "": f"model --hardware --world-size {_BUDGETS} --disk-endurance {_SEARCH} --placement --no-overlap "
+            "--search-batch --json --brief --plot --out",
             STEP: _TRACED,
         },
     ),

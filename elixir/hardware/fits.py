@@ -25,7 +25,7 @@ _KEY_FORMS = (
     rf"matmul\.{_DTYPE}(\.[a-z]+)?",
     rf"(attention|elementwise|activation|reduction)\.{_DTYPE}",
     r"(all_gather|reduce_scatter)\.[1-9]\d*",
-    r"(disk_read|disk_write)",
+    r"(disk_read|disk_write)(\.both)?",
 )
 """The form of a key of `HardwareProfile.fits`; docs/appendix/formulas.md lists all keys."""
 _KEY = re.compile("|".join(f"(?:{form})" for form in _KEY_FORMS))

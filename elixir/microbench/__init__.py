@@ -9,7 +9,7 @@ from elixir.microbench.adam import adam_jobs, adam_series, all_threads_jobs
 from elixir.microbench.brief import measure_briefly
 from elixir.microbench.collectives import collective_jobs, collective_series
 from elixir.microbench.compute import attention_series, compute_jobs, matmul_series
-from elixir.microbench.disk import disk_jobs
+from elixir.microbench.disk import disk_jobs, with_disk
 from elixir.microbench.fitting import Job, Measured, Series, fit_points, fitted
 from elixir.microbench.machine import measure
 from elixir.microbench.measurement import Bench
@@ -44,4 +44,5 @@ __all__ = [
     "plot_fits",
     "plot_profile",
     "transfer_jobs",
+    "with_disk",
 ]

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
+import math
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from elixir.errors import InputError
-from elixir.files import DIRECT_BYTES, FILES, File, aligned_buffer, file_system, unnamed_file, warn_if_in_memory
+from elixir.extents import Extent, ExtentFile, Requests
+from elixir.files import DIRECT_BYTES, FILES, aligned_buffer, file_system, unnamed_file, warn_if_in_memory
+from elixir.hardware import HardwareProfile
 from elixir.microbench.fitting import Job, Series, geometric, sweep
 from elixir.microbench.measurement import Bench
 from elixir.units import MIB, format_bytes
@@ -24,8 +31,11 @@ answers."""
 LARGEST_SHARE = 4
 """The largest amount is this part of the file."""
 SMALLEST_BYTES = MIB // 4
-REQUEST_BYTES = 8 * MIB
-"""Bytes of one call; the kernel cuts it into requests of the drive."""
+REQUESTS = (Requests(), Requests(8 * MIB, 2), Requests(MIB, 2), Requests(MIB, 4), Requests(MIB // 4, 16))
+"""Tried in this order; the first are those with which states are moved."""
+NOTICEABLE = 0.95
+"""Other requests are taken if they need less than this part of the time."""
+KEYS = ("disk_write", "disk_read", "disk_read.both", "disk_write.both")
 LONGEST_S = 1.0
 """No amount that would take longer is tried, once there are enough for a fit."""
 
@@ -37,7 +47,7 @@ def disk_jobs(bench: Bench, folder: str | os.PathLike[str]) -> list[Job]:
         InputError: the folder is none, cannot be written, or has too little room.
     """
     path = check_folder(folder, quick=bench.quick)
-    return [Job("disk, written and read", ("disk_write", "disk_read"), lambda: disk_series(bench, path))]
+    return [Job("disk, written and read", KEYS, lambda: disk_series(bench, path))]
 
 
 def check_folder(folder: str | os.PathLike[str], *, quick: bool = False) -> Path:
@@ -67,7 +77,8 @@ def free_disk_bytes(folder: str | os.PathLike[str]) -> int:
 
 
 def disk_series(bench: Bench, folder: Path) -> list[Series]:
-    """``disk_write`` (until the drive has the bytes) and ``disk_read``, over one file that is gone afterwards.
+    """``disk_write`` (until the drive has the bytes), ``disk_read``, and both at once, over one file that is gone
+    afterwards; with the requests that this disk moves fastest.
 
     Raises:
         InputError: the disk failed, or nothing gets past the page cache here.
@@ -77,18 +88,40 @@ def disk_series(bench: Bench, folder: Path) -> list[Series]:
     found = []
     try:
         with _file(folder, size) as file:
-            for key, move in (("disk_write", file.write), ("disk_read", file.read)):
+            requests = file.find_requests(sizes[-1])
+            for key, move in (
+                ("disk_write", file.write),
+                ("disk_read", file.read),
+                ("disk_read.both", file.read_and_write),
+            ):
+                way = "write" if key == "disk_write" else "read" if key == "disk_read" else "read and write at once"
+                threads = "one thread" if requests.depth == 1 else f"{requests.depth} threads"
                 how = (
-                    f"{key.removeprefix('disk_')} of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, one "
-                    "thread, one "
-                    f"file on {file_system(folder)}, {file.how}"
+                    f"{way} of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, {threads} with requests of "
+                    f"{format_bytes(requests.nbytes)}, one file on {file_system(folder)}, {file.how}"
                 )
                 cases = [(float(amount), partial(_in_turn, move, amount, size)) for amount in sizes]
                 series = sweep(bench.on("cpu"), plan, key, "bytes", how, cases, longest_s=LONGEST_S)
                 found.append(replace(series, how=how))  # threads of torch have no part in it
     except OSError as error:
         raise InputError(f"the disk of {folder} failed: {error.strerror}") from None
-    return found
+    return [*found, replace(found[-1], key="disk_write.both")]
+
+
+def with_disk(profile: HardwareProfile, folder: str | os.PathLike[str]) -> HardwareProfile:
+    """A profile with the rates of the disk that a folder is on, measured quickly.
+
+    Raises:
+        InputError: see `check_folder` and `disk_series`.
+    """
+    path = check_folder(folder, quick=True)
+    series = {each.key: each for each in disk_series(Bench(torch.device("cpu"), quick=True), path)}
+    rates: dict[str, Any] = {}
+    for way in ("disk_read", "disk_write"):
+        amount, seconds = series[way].points[-1]
+        rates[f"{way}_bytes_per_s"] = amount / seconds
+    sources = {name: series[name.removesuffix("_bytes_per_s")].how for name in rates}
+    return replace(profile, **rates, disk_free_bytes=free_disk_bytes(path), sources={**profile.sources, **sources})
 
 
 def _in_turn(move: Callable[[int, int], None], amount: int, file_bytes: int) -> Callable[[], object]:
@@ -99,44 +132,63 @@ def _in_turn(move: Callable[[int, int], None], amount: int, file_bytes: int) -> 
 
 @dataclass(frozen=True)
 class _MeasuredFile:
-    file: File
-    buffer: mmap.mmap
+    """The file of a measurement: moved as states that live on a disk are."""
+
+    file: ExtentFile
+    extent: Extent
+    buffers: tuple[mmap.mmap, mmap.mmap]
+    """One to write from, one to read into."""
 
     @property
     def how(self) -> str:
         return "direct" if self.file.is_direct else "synchronised, pages dropped"
 
+    def find_requests(self, amount: int) -> Requests:
+        """The requests with which so many bytes are read and written fastest; the first of those alike."""
+        best, least_s = REQUESTS[0], math.inf
+        for requests in REQUESTS:
+            self.file.requests = requests
+            began_s = time.perf_counter()
+            self.write(0, amount)
+            self.read(0, amount)
+            taken_s = time.perf_counter() - began_s
+            if taken_s < NOTICEABLE * least_s:
+                best, least_s = requests, taken_s
+        self.file.requests = best
+        return best
+
     def write(self, start: int, amount: int) -> None:
         """Until the drive has it. A direct write may still be in the drive's own cache, hence the sync."""
-        with memoryview(self.buffer) as view:
-            for done in range(0, amount, REQUEST_BYTES):
-                with view[: min(REQUEST_BYTES, amount - done)] as part:
-                    self.file.write(part, start + done)
-        self.file.sync(sizes=False)
-        self._drop()
+        self.file.write(self.extent, memoryview(self.buffers[0])[:amount], start)
+        self.file.sync()
 
     def read(self, start: int, amount: int) -> None:
-        with memoryview(self.buffer) as view:
-            for done in range(0, amount, REQUEST_BYTES):
-                with view[: min(REQUEST_BYTES, amount - done)] as part:
-                    if self.file.read_into(part, start + done) < len(part):
-                        raise OSError(errno.EIO, "the file ended early")
-        self._drop()
+        self.file.read(self.extent, memoryview(self.buffers[1])[:amount], start)
 
-    def _drop(self) -> None:
-        if not self.file.is_direct:
-            self.file.drop_cache()
+    def read_and_write(self, start: int, amount: int) -> None:
+        """Reads what comes half a file later than what it writes."""
+        half = self.extent.nbytes // 2 // DIRECT_BYTES * DIRECT_BYTES
+        other = (start + half) % self.extent.nbytes
+        with ThreadPoolExecutor(1) as writer:
+            writing = writer.submit(self.write, start, amount)
+            self.read(min(other, self.extent.nbytes - amount), amount)
+            writing.result()
 
 
 @contextlib.contextmanager
 def _file(folder: Path, size: int) -> Iterator[_MeasuredFile]:
-    """A file full of bytes that no drive can compress. It has no name any more, so it is gone whatever happens."""
+    """A file full of bytes that no drive can compress. It has no name, so it is gone whatever happens."""
     if not hasattr(os, "posix_fadvise"):
         raise InputError("this system has no way past the page cache, so its disks cannot be measured")
-    with unnamed_file(FILES, folder, direct=True) as opened:
-        # Not closed: where a transfer failed, the error's traceback still holds a view of it.
-        buffer = aligned_buffer(REQUEST_BYTES)
-        buffer[:] = os.urandom(REQUEST_BYTES)
-        file = _MeasuredFile(opened, buffer)
-        file.write(0, size)
-        yield file
+    file = ExtentFile([folder])
+    try:
+        # Not closed: where a transfer failed, the error's traceback still holds a view of them.
+        piece = size // LARGEST_SHARE
+        buffers = aligned_buffer(piece), aligned_buffer(piece)
+        buffers[0][:] = os.urandom(len(buffers[0]))
+        measured = _MeasuredFile(file, file.extent(size), buffers)
+        for start in range(0, size, piece):
+            measured.write(start, min(piece, size - start))
+        yield measured
+    finally:
+        file.close()

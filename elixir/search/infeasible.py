@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from elixir.errors import Lever, PlanError, readable_bytes
 from elixir.hardware import HardwareProfile
+from elixir.optimizer_states import ADAM_FAMILIES, MASTER_BYTES, MomentKind, moments_size, optimizer_name
 from elixir.plan import Home
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
 from elixir.search.problem import MemoryModel, Placement, Setting, Spill
 from elixir.search.propose import Budgets, PlacementBuilder, SearchSpace, spilled
 from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
-from elixir.units import LARGEST_BYTES, format_bytes
+from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 
 
 @dataclass(frozen=True)
@@ -128,16 +130,40 @@ def _host_levers(case: Case, budgets: Budgets, least: _Least) -> Iterator[Lever]
         saved = least.bytes - _least_host(other, budgets.device_bytes).bytes
         if saved > 0:
             yield Lever(action, saved, argument=argument, value=value)
+    for kind, other in _fewer_bits(case):
+        saved = least.bytes - _least_host(other, budgets.device_bytes).bytes
+        if saved > 0:
+            yield Lever(f"keep Adam's moments in {kind} (moments)", saved, argument="moments", value=kind)
     disk = Spill(0, LARGEST_BYTES)
     on_disk = replace(case, setting=replace(case.setting, spill=disk))
     saved = least.bytes - _least_host(on_disk, budgets.device_bytes).bytes
     if saved > 0:
-        yield Lever(_disk_action(case), saved, argument="disk_memory")
+        instead = moments_instead(case, budgets)
+        yield Lever(_disk_action(case), saved, argument="disk_memory", comes_last=instead is not None)
     if case.request.placement == "cpu":
         saved = least.bytes - _least_host(_asking(case, placement="auto"), budgets.device_bytes).bytes
         if saved > 0:
             action = "let weights and states live on the device too (placement 'auto')"
             yield Lever(action, saved, argument="placement", value="auto")
+
+
+def moments_instead(case: Case, budgets: Budgets) -> MomentKind | None:
+    """The kind of moments in fewer bits with which no disk is needed, that with most bits first; None if there is
+    none."""
+    for kind, other in _fewer_bits(case):
+        if 0 < _least_host(other, budgets.device_bytes).bytes <= budgets.host_bytes:
+            return kind
+    return None
+
+
+def _fewer_bits(case: Case) -> Iterator[tuple[MomentKind, Case]]:
+    """The case with each kind of moments that has fewer bits, without a disk."""
+    kinds: tuple[MomentKind, ...] = get_args(MomentKind)
+    wide = any(p.trainable and dtype_bytes(p.dtype) > MASTER_BYTES for p in case.trace.parameters)
+    if wide or optimizer_name(case.request.optimizer_type) not in ADAM_FAMILIES:
+        return
+    for kind in kinds[kinds.index(case.setting.moments) + 1 :]:
+        yield kind, replace(case, setting=replace(case.setting, states=moments_size(kind), moments=kind, spill=None))
 
 
 def _enough(needed_bytes: int) -> str:
@@ -151,7 +177,7 @@ def _disk_action(case: Case) -> str:
     measured = (
         "" if case.hardware.knows_disk else ", once `elixir hardware --measure --disk-folder DIR` has measured it"
     )
-    return f"let states live on a disk (disk_memory, and disk_folder for the run){measured}"
+    return f"let states live on a disk (disk_memory){measured}"
 
 
 def _twice_the_ranks(case: Case) -> Case:

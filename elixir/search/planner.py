@@ -14,7 +14,7 @@ from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import MASTER_BYTES, check_kind, optimizer_name, state_size
 from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPrediction, check_step_in_backward
 from elixir.search.budgets import disk_budget, resolve_budgets
-from elixir.search.infeasible import Case, shortage
+from elixir.search.infeasible import Case, moments_instead, shortage
 from elixir.search.problem import MemoryModel, Setting, Spill
 from elixir.search.propose import (
     Budgets,
@@ -67,8 +67,16 @@ def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRe
     space = SearchSpace(trace, hardware, setting)
     found, least_host_bytes = _search(space, budgets, request)
     if found is None and budgets.disk_bytes and least_host_bytes < LARGEST_BYTES:
+        in_memory = Case(trace, hardware, setting, request)
         setting = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes))
         found, least_host_bytes = _search(SearchSpace(trace, hardware, setting), budgets, request)
+        instead = None if found is None else moments_instead(in_memory, budgets)
+        if instead is not None:
+            logger.warning(
+                "states go to the disk, which makes steps slower and wears the drive: with moments=%r "
+                "none would need to",
+                instead,
+            )
     if found is None:
         raise shortage(Case(trace, hardware, setting, request), budgets, least_host_bytes)
     return to_plan(*found, budgets, optimizer_name(request.optimizer_type), request.placement)

@@ -339,6 +339,20 @@ def homes_table(plan: Plan) -> Table:
     return table
 
 
+def wear(plan: Plan, endurance_bytes: int | None = None) -> str:
+    """The writing of a plan to disks in words.
+
+    Args:
+        plan: one that uses them.
+        endurance_bytes: that may be written to the drive of one machine in its life; None: it is not known.
+    """
+    written = plan.disk_written_bytes
+    text = f"  written to the disk of each machine: {format_bytes(written)} a step"
+    if endurance_bytes is None or not written:
+        return text
+    return f"{text}; a drive for {format_bytes(endurance_bytes)} lasts {endurance_bytes // written:,} steps"
+
+
 def batch_table(choice: BatchChoice) -> Table:
     """Every way to cut a step's samples into batches, the chosen one marked (rich)."""
     columns = ("", "batch", "times", "checkpointing", "step", "device peak", "host peak", "why not")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from elixir.errors import InputError
 from elixir.files import DIRECT_BYTES
-from elixir.hardware import HardwareProfile
+from elixir.hardware import HardwareProfile, preset
 from elixir.microbench import Bench, disk, disk_jobs, machine, measure
 from elixir.microbench.disk import check_folder, disk_series, file_system
 from elixir.microbench.fitting import Job, Series
@@ -35,23 +36,38 @@ def test_both_ways_are_measured_and_no_file_is_left(
     dropped: list[int] = []
     advise = os.posix_fadvise
     monkeypatch.setattr(os, "posix_fadvise", lambda *args: (dropped.append(args[3]), advise(*args)))
-    write, read = disk_series(QUICK, tmp_path)
-    assert (write.key, read.key) == ("disk_write", "disk_read")
-    for series in (write, read):
+    found = disk_series(QUICK, tmp_path)
+    assert tuple(series.key for series in found) == disk.KEYS
+    for series in found:
         assert series.unit == "bytes"
         assert [amount for amount, _ in series.points] == sorted({amount for amount, _ in series.points})
         assert all(amount % DIRECT_BYTES == 0 and seconds > 0 for amount, seconds in series.points)
         assert ("pages dropped" in series.how) >= (not direct)
     # Where the page cache takes part, what it holds goes after every transfer.
-    assert direct or dropped.count(os.POSIX_FADV_DONTNEED) >= sum(len(s.points) * s.repeats for s in (write, read))
+    assert direct or dropped.count(os.POSIX_FADV_DONTNEED) >= sum(len(s.points) * s.repeats for s in found[:3])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_fastest_requests_are_found_and_measured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny requests take longest, so others are taken, and said."""
+    tiny = disk.Requests(DIRECT_BYTES, 1)
+    monkeypatch.setattr(disk, "REQUESTS", (tiny, disk.Requests(MIB, 2)))
+    assert all("2 threads with requests of 1.00 MiB" in series.how for series in disk_series(QUICK, tmp_path))
+
+
+def test_a_profile_learns_of_a_disk(tmp_path: Path) -> None:
+    unknown = replace(preset("h200"), disk_read_bytes_per_s=None, disk_write_bytes_per_s=None)
+    known = disk.with_disk(unknown, tmp_path)
+    assert known.knows_disk
+    assert not unknown.knows_disk
+    assert known.disk_free_bytes is not None
 
 
 def test_writes_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synchronised: list[int] = []
     sync = os.fdatasync
     monkeypatch.setattr(os, "fdatasync", lambda handle: (synchronised.append(handle), sync(handle)))
-    write, _ = disk_series(QUICK, tmp_path)
+    write, *_ = disk_series(QUICK, tmp_path)
     assert len(synchronised) >= len(write.points) * write.repeats
 
 
@@ -77,7 +93,7 @@ def test_a_folder_that_cannot_be_used_is_refused(
     with pytest.raises(InputError, match="free"):
         check_folder(tmp_path)
     monkeypatch.setattr(disk, "FILE_BYTES", {True: 1, False: 1})
-    monkeypatch.setattr(disk, "file_system", lambda _: "tmpfs")
+    monkeypatch.setattr("elixir.files.file_system", lambda _: "tmpfs")
     with caplog.at_level(logging.WARNING):
         assert check_folder(tmp_path) == tmp_path
     assert "memory and no disk" in caplog.text

@@ -200,7 +200,8 @@ def test_a_disk_that_fails_stops_the_training_and_weights_can_be_saved(way: str,
 
 
 @pytest.mark.parametrize(
-    ("dtype", "moments", "fused"), [("bfloat16", "8bit", True), pytest.param(None, "float32", False, marks=pytest.mark.slow)]
+    ("dtype", "moments", "fused"),
+    [("bfloat16", "8bit", True), pytest.param(None, "float32", False, marks=pytest.mark.slow)],
 )
 def test_a_checkpoint_of_states_on_a_disk_goes_on_in_memory_and_back(
     dtype: str | None, moments: str, fused: bool, tmp_path: Path

@@ -73,7 +73,6 @@ def test_the_error_names_the_disk_and_what_it_would_save(stack: StepTrace, limit
         planned(stack, device, host // 3)
     (lever,) = (lever for lever in caught.value.levers if "disk" in lever.action)
     assert lever.saves_bytes > 0
-    assert "disk_folder" in lever.action
     assert "--disk-folder" not in lever.action
     with pytest.raises(PlanError) as unknown:
         plan_from_trace(stack, UNKNOWN, 1, device_memory=device, host_memory=host // 3)
@@ -214,3 +213,38 @@ def test_the_budget_of_the_disk_is_kept() -> None:
     assert model.need(found, 1).disk_bytes == 5 * 12 * NUMEL
     # With room for two, the window takes as much as they free.
     assert not spilled(model_of(6, Spill(1, 2 * 12 * NUMEL)), placed(6)).state_on_disk
+
+
+# --- advice --------------------------------------------------------------------------------------------------------
+
+
+def test_moments_in_fewer_bits_are_named_before_the_disk_where_they_suffice(
+    stack: StepTrace, limits: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    device, host = limits
+    with pytest.raises(PlanError) as caught:
+        planned(stack, device, int(0.8 * host))
+    named = [lever.argument for lever in caught.value.levers]
+    assert named.index("moments") < named.index("disk_memory") == len(named) - 1
+    with pytest.raises(PlanError) as little:
+        planned(stack, device, int(0.2 * host))
+    named = [lever.argument for lever in little.value.levers]
+    assert named.index("disk_memory") < named.index("moments")
+    with caplog.at_level("WARNING"):
+        assert planned(stack, device, int(0.8 * host), disk_memory="1GiB").uses_disk
+    assert "moments='bfloat16'" in caplog.text
+    assert not planned(stack, device, int(0.8 * host), disk_memory="1GiB", moments="bfloat16").uses_disk
+
+
+def test_a_plan_says_how_long_a_drive_lasts(stack: StepTrace, limits: tuple[int, int]) -> None:
+    from elixir.show import tables
+
+    device, host = limits
+    plan = planned(stack, device, int(0.8 * host), disk_memory="1GiB")
+    written = plan.predicted.moved_bytes["disk_write"]
+    assert plan.disk_written_bytes == written > 0
+    assert f"lasts {10**12 // written:,} steps" in tables.wear(plan, 10**12)
+    assert "lasts" not in tables.wear(plan)
+    pair = plan_from_trace(stack, FAST, 2, device_memory=1 << 40, host_memory=host, disk_memory="1GiB", placement="cpu")
+    assert pair.uses_disk
+    assert pair.disk_written_bytes == 2 * pair.predicted.moved_bytes["disk_write"]
