@@ -142,7 +142,9 @@ def wrap(  # noqa: PLR0913 - a public entry point
         for each in question.optimizers
     ]
     if replan and plan is None and made.placement == "auto":
-        engine_of(module).before_forward = _Replanning(module, trace, question.profile if trace is None else question.machine)
+        engine_of(module).before_forward = _Replanning(
+            module, trace, question.profile if trace is None else question.machine
+        )
     return module, (wrapped[0] if isinstance(optimizer, torch.optim.Optimizer) else wrapped)
 
 
@@ -199,7 +201,9 @@ class _Question:
         if how["hardware"] is None and compute_device(options.get("device")).type == "cpu":
             how["hardware"] = "cpu"  # this is a run, so what is planned for is where it runs
         traced = Traced(**how, use_fused_kernels=options.get("use_fused_kernels", False))
-        return cls(model, optimizers, plan, profile_for(how["hardware"]), traced, asked, clips, options.get("disk_folder"))
+        return cls(
+            model, optimizers, plan, profile_for(how["hardware"]), traced, asked, clips, options.get("disk_folder")
+        )
 
     @cached_property
     def machine(self) -> HardwareProfile:

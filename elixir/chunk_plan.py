@@ -154,9 +154,9 @@ class ChunkPlan:
                 f"field 'state_home' must be the weight home {self.weight_home!r} for a frozen chunk, which has no "
                 f"states, found {self.state_home!r}"
             )
-        if self.steps_in_backward and (not self.trainable or self.state_home != "host" or self.grad_entry is None):
+        if self.steps_in_backward and (not self.trainable or self.update_home != "host" or self.grad_entry is None):
             raise InputError(
-                "field 'steps_in_backward' is for trainable chunks with gradients whose states live on the host, found "
+                "field 'steps_in_backward' is for trainable chunks with gradients that the host updates, found "
                 f"state_home {self.state_home!r}, trainable {self.trainable}, grad_entry {self.grad_entry}"
             )
 

@@ -19,7 +19,7 @@ def can_step(work: Workload, placement: Placement) -> frozenset[int]:
     return frozenset(
         chunk
         for chunk, on_device in enumerate(placement.state_on_device)
-        if not on_device and chunk not in placement.state_on_disk and work.can_step_in_backward(chunk)
+        if not on_device and work.can_step_in_backward(chunk)
     )
 
 

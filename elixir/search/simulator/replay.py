@@ -85,8 +85,7 @@ class Machine:
         self._staged: deque[float] = deque(maxlen=STAGING_BUFFERS)
         # When what lies in a passage buffer has been added.
         self._passed: deque[float] = deque(maxlen=PASSAGE_BUFFERS)
-        self._unread: deque[int] = deque()  # chunks of this step whose states are still to be read, in order
-        self._read_s: dict[int, float] = {}  # when states lie in a buffer of the window, until they are written back
+        self._unwritten: deque[tuple[int, float]] = deque()  # chunks stepped in the window, and when, not written back
         self._grad_blocks = self._free_blocks = grad_blocks
         self._leaving: deque[tuple[float, bool]] = deque()  # gradients: when they are gone, and whether from a block
         self._holds = [False] * len(chunks)  # whether a gradient waits at home, to which the next is added
@@ -117,6 +116,7 @@ class Machine:
         self._staged = deque((max(0.0, at - passed) for at in self._staged), maxlen=STAGING_BUFFERS)
         self._passed = deque((max(0.0, at - passed) for at in self._passed), maxlen=PASSAGE_BUFFERS)
         self._added_s = max(0.0, self._added_s - passed)
+        self._unwritten = deque((c, max(0.0, at - passed)) for c, at in self._unwritten)
         self.now_s = 0.0
         self._forget()
         self.spans = before
@@ -153,7 +153,6 @@ class Machine:
         if self._clipping:
             self._read_norm()
         began_s = self.now_s
-        self._unread.extend(c for c in times.update_order if c in placement.state_on_disk)
         for c in times.update_order:
             if placement.state_on_device[c]:
                 self._doing, self._doing_chunk = "optimizer", c
@@ -171,6 +170,8 @@ class Machine:
                 self.moved_bytes[NETWORK] += times.bytes[c] - times.shard_bytes[c]
                 done_s = self._run(NETWORK, "gather", c, max(self.now_s, done_s), times.gather_s[c])
             self._ready_s[c] = done_s
+        while self._unwritten:
+            self._write_back()
         self.busy_s[COMPUTE] += self.device_adam_s
 
     def _read_norm(self) -> None:
@@ -206,21 +207,27 @@ class Machine:
     def _update_on_host(self, c: int, submitted_s: float, free_s: float) -> float:
         """Adam of one shard; with states on the disk after their reading, and before they are written back.
 
-        The disk reads as far ahead as there are buffers, so during Adam of one chunk it reads the next. Its order is
-        the plan's: read 0, read 1, write 0, read 2, write 1, and so on; a buffer is read into after its write.
+        As `elixir.chunk.disk`: the disk reads as far ahead as there are buffers, so during Adam of one chunk it reads
+        the next. Its order is read 0, read 1, read 2, write 0, read 3, write 1, and so on; a buffer is read into after
+        its write.
         """
         times = self._times
         seconds = (times.host_adam_in_backward_s if c in self._in_backward else times.host_adam_s)[c]
         if c not in self._placement.state_on_disk:
             return self._run(HOST_ADAM, "update", c, max(submitted_s, free_s), seconds)
-        while self._unread and len(self._read_s) < WINDOW_CHUNKS:
-            following = self._unread.popleft()
-            self.moved_bytes["disk_read"] += times.disk_bytes[following]
-            self._read_s[following] = self._run(DISK, "read", following, submitted_s, times.disk_read_s[following])
-        done_s = self._run(HOST_ADAM, "update", c, max(submitted_s, free_s, self._read_s.pop(c)), seconds)
-        self.moved_bytes["disk_write"] += times.disk_bytes[c]
-        self._run(DISK, "write", c, done_s, times.disk_write_s[c])
+        while len(self._unwritten) >= WINDOW_CHUNKS:
+            self._write_back()
+        self.moved_bytes["disk_read"] += times.disk_bytes[c]
+        read_s = self._run(DISK, "read", c, submitted_s, times.disk_read_s[c])
+        done_s = self._run(HOST_ADAM, "update", c, max(submitted_s, free_s, read_s), seconds)
+        self._unwritten.append((c, done_s))
         return done_s
+
+    def _write_back(self) -> None:
+        """Begin to write back the states that have been in the window for longest."""
+        c, done_s = self._unwritten.popleft()
+        self.moved_bytes["disk_write"] += self._times.disk_bytes[c]
+        self._run(DISK, "write", c, done_s, self._times.disk_write_s[c])
 
     def batch(self, events: Events) -> None:
         """Forward and backward of one batch."""

@@ -236,8 +236,7 @@ class SimulatedCost:
         chosen = able
         if not setting.every_in_backward:
             homes = {chunk: at_s for chunk, at_s in machine.home_s.items() if chunk in able}
-            times = case.times
-            chosen = worth_stepping(homes, machine.now_s, times.host_adam_s, times.update_order)
+            chosen = worth_stepping(homes, machine.now_s, _update_s(case), case.times.update_order)
         machine.begin_in_backward(chosen)
         machine.restart()
         for _ in range(_steps_before(replace(case, in_backward=chosen)) - 1):
@@ -397,6 +396,15 @@ def _critical(spans: Sequence[Span], end_s: float) -> dict[str, float]:
     for resource, from_s, until_s in way:
         critical[resource] += max(0.0, min(until_s, end_s + at_s) - from_s)
     return critical
+
+
+def _update_s(case: Case) -> list[float]:
+    """By chunk, seconds in which the host can update it again and again: as long as its states take on a disk."""
+    times, on_disk = case.times, case.placement.state_on_disk
+    found = list(times.host_adam_s)
+    for c in on_disk:
+        found[c] = max(found[c], times.disk_read_s[c] + times.disk_write_s[c])
+    return found
 
 
 def _steps_before(case: Case) -> int:

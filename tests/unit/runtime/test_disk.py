@@ -75,6 +75,20 @@ def test_from_the_second_step_on_all_are_the_same(homes: str, write: float) -> N
     assert second == simulated(plan, speeds)
 
 
+@pytest.mark.parametrize("write", [1.0, 20.0])
+@pytest.mark.parametrize("homes", ["kkkkk", "kskks"])
+def test_updates_in_backward_move_the_same_bytes_in_every_step(homes: str, write: float) -> None:
+    speeds = Speeds(4.0, 0.5, 0.25, 3.0, 1.0, 0.0, 2.0, write)
+    early, late = (
+        simulated(chain_plan(blocks=5, depth=0, homes=homes, in_backward=each), speeds) for each in (True, False)
+    )
+    assert early.moved_bytes == late.moved_bytes
+    plan = chain_plan(blocks=5, depth=0, homes=homes, in_backward=True)
+    assert all(chunk.steps_in_backward for chunk in plan.chunks)
+    second, third, tenth = (simulated(plan, speeds, steps=steps) for steps in (3, 4, 10))
+    assert second == third == tenth
+
+
 def test_ranks_of_one_machine_share_its_disk() -> None:
     speeds, latency = Speeds(1.0, read=4.0, write=3.0).machine(), 0.5
     plan = chain_plan(blocks=3, depth=0, homes="kkk", world_size=2)

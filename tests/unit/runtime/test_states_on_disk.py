@@ -6,6 +6,7 @@ import errno
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,19 @@ def test_same_bits_as_plain_pytorch(name: str, every: int, tmp_path: Path) -> No
             pair.train(2)
             pair.assert_same_weights()  # between steps masters come into memory
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["AdamW", "momentum"])
+def test_same_bits_where_states_on_a_disk_are_stepped_in_backward(name: str, tmp_path: Path) -> None:
+    it = case("gpt2")
+    plan = on_disk(make_plan(it, "streamed", step_in_backward=True), 2)
+    early = tuple(replace(c, steps_in_backward=c.trainable and c.grad_entry is not None) for c in plan.chunks)
+    plan = replace(plan, chunks=early, may_step_in_backward=True)
+    delays = Emulation(delay_s=0.003, seed=1)
+    with Pair(it, plan, optimizer=OPTIMIZERS[name], disk_folder=tmp_path, emulation=delays) as pair:
+        for _ in range(2):
+            pair.train(2)
+            pair.assert_same_weights()
 
 
 def run(it: Case, plan: Plan, steps: int = 4, **options: Any) -> tuple[ElixirModule, ElixirOptimizer]:

@@ -89,7 +89,6 @@ def test_plans_survive_json_and_say_how_many_chunks_step_in_backward(tmp_path: P
     ("changes", "says"),
     [
         ({"state_home": "device", "weight_home": "device", "resident": True}, "state_home 'device'"),
-        ({"state_home": "disk"}, "state_home 'disk'"),
         ({"trainable": False}, "trainable False"),
         ({"grad_entry": None}, "grad_entry None"),
     ],
