@@ -131,6 +131,9 @@ class ChunkPlan:
     steps_in_backward: bool = False
     """Whether the host updates it as soon as its gradients are there, during the rest of backward; otherwise with
     `ElixirOptimizer.step`."""
+    speculates: bool = False
+    """Whether the host makes its new states as soon as its gradients are there, next to the old ones, of which
+    `ElixirOptimizer.step` keeps those that are right. It takes the host memory of its states twice."""
 
     def __post_init__(self) -> None:
         check_at_least(1, "numel", self.numel)
@@ -158,6 +161,14 @@ class ChunkPlan:
             raise InputError(
                 "field 'steps_in_backward' is for trainable chunks with gradients that the host updates, found "
                 f"state_home {self.state_home!r}, trainable {self.trainable}, grad_entry {self.grad_entry}"
+            )
+        if self.speculates and (
+            self.steps_in_backward or not self.trainable or self.state_home != "host" or self.grad_entry is None
+        ):
+            raise InputError(
+                "field 'speculates' is for trainable chunks with gradients whose states live on the host and that do "
+                f"not step in backward, found state_home {self.state_home!r}, trainable {self.trainable}, grad_entry "
+                f"{self.grad_entry}, steps_in_backward {self.steps_in_backward}"
             )
 
     @cached_property

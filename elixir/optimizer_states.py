@@ -154,6 +154,18 @@ def extent_bytes(numel: int, weight_bytes: int, states: StateSize) -> int:
     return -(-kept // EXTENT_BYTES) * EXTENT_BYTES
 
 
+def second_set_bytes(numel: int, weight_bytes: int, size: StateSize) -> int:
+    """Bytes of new states that are made next to the old ones: masters, states, and the weights that they round to.
+
+    Args:
+        numel: elements of the shard.
+        weight_bytes: of one of its weights.
+        size: of its states.
+    """
+    rounded = weight_bytes if weight_bytes < MASTER_BYTES else 0
+    return numel * (master_bytes(weight_bytes) + rounded) + size.nbytes(numel, weight_bytes)
+
+
 def check_adam(optimizer: str, moments: MomentKind) -> None:
     """Refuse moments in fewer bits for an optimizer that is no Adam.
 

@@ -203,6 +203,11 @@ class Plan(Artifact):
         """Whether any chunk is updated while backward still runs."""
         return any(chunk.steps_in_backward for chunk in self.chunks)
 
+    @property
+    def speculates(self) -> bool:
+        """Whether any chunk's new states are made while backward still runs, next to the old ones."""
+        return any(chunk.speculates for chunk in self.chunks)
+
     def __post_init__(self) -> None:
         check_at_least(1, "world_size", self.world_size)
         check_at_least(1, "accumulation", self.accumulation)
@@ -400,7 +405,8 @@ class Plan(Artifact):
             "states": f"{host} of {len(trainable)} trainable chunks on the host"
             + (f", {disk} on the disk" if self.uses_disk else "")
             + (f", moments in {self.moments}" if self.moments != "float32" else "")
-            + (f", {early} stepped in backward" if self.may_step_in_backward else ""),
+            + (f", {early} stepped in backward" if self.may_step_in_backward else "")
+            + (f", {sum(chunk.speculates for chunk in trainable)} made in backward" if self.speculates else ""),
             "rCache": f"{blocks}, prefetch {self.prefetch_depth} ahead"
             if streamed
             else "none: every chunk is resident",

@@ -118,6 +118,10 @@ class Chunk:
         """The optimizer step that last wrote the shard."""
         self.stepping = False
         """Its step has begun while backward runs: until the optimizer's own step nobody may read its weights anew."""
+        self.speculated: Ticket | None = None
+        """The last work that reads its gradients and states to make new states elsewhere, if those are not its own."""
+        self.writes = 0
+        """How often its weights, masters or states were about to be written to otherwise than by a step on the host."""
         self.shard: torch.Tensor | None = None
         """This rank's part of the weights, at their home; None where a resident chunk's own buffer is the home."""
         self.whole: torch.Tensor | None = None
@@ -227,8 +231,25 @@ class Chunk:
 
     def about_to_write(self) -> None:
         """Wait until no checkpoint reads this rank's shard, masters and states from where they lie."""
+        self.writes += 1
         if self.before_write is not None:
             self.before_write()
+
+    def exchange_state(self, master: torch.Tensor, weights: torch.Tensor | None) -> None:
+        """Have other memory hold the states of this rank's shard, in which a step has made new ones.
+
+        Whatever else views the states belongs to the chunk's optimizer (`ChunkOptimizer.exchange`), which calls this.
+
+        Args:
+            master: holds what the optimizer steps: masters, or the weights themselves.
+            weights: holds the shard of weights where these live on the host and have masters; None otherwise.
+        """
+        if self.masters is None:
+            self.shard = master
+            return
+        self.masters = master
+        if weights is not None:
+            self.shard = weights
 
     def write(self, slot: Slot, values: torch.Tensor) -> None:
         """Take `values` for one parameter's weights, in its shape and any floating dtype: masters are not rounded."""
@@ -250,14 +271,22 @@ class Chunk:
         """Where weights are no longer what their masters round to they were written to, and masters take that value."""
         if self.masters is None:
             return
+        if self.stored is None and self.masters.device.type == "cpu" and not self._were_written().any():
+            return  # new states that are being made of the masters stay right
         self.about_to_write()
         with self.at_hand():
-            weights = self.shard_weights.to(self.masters.device)
-            written = self.masters.to(weights.dtype) != weights
+            written = self._were_written()
             if self.stored is not None and not written.any():
                 return  # nothing to write back to the disk
             with self.at_hand(write=True):
+                weights = self.shard_weights.to(self.masters.device)
                 self.masters.copy_(torch.where(written, weights.to(self.masters.dtype), self.masters))
+
+    def _were_written(self) -> torch.Tensor:
+        """By element, whether the shard of weights is not what the masters round to."""
+        if self.masters is None:
+            raise StateError(f"rank {self.rank}: chunk {self.index} has no masters")
+        return self.masters.to(self.dtype) != self.shard_weights.to(self.masters.device)
 
     def take(self, memory: torch.Tensor, slots: Sequence[Slot]) -> None:
         """Writes the gathered weights of some parameters from `memory` into their home."""
@@ -301,7 +330,7 @@ class Chunk:
     def failures(self) -> list[Exception]:
         """Errors of the work on its weights, once that is over; nothing waits for it any more."""
         found = []
-        for name in ("updated", "fetched", "filled"):
+        for name in ("updated", "fetched", "filled", "speculated"):
             error = failure(getattr(self, name))
             if error is not None:
                 setattr(self, name, None)

@@ -188,6 +188,9 @@ FLAGS: dict[str, Flag] = {
     "--step-in-backward": _switch(
         "the host updates chunks while backward still runs: for one backward a step, no clipping, not fp16"
     ),
+    "--speculate": _switch(
+        "the host makes new states of chunks in backward next to the old ones, which clipping may still need"
+    ),
     "--no-clipping": {
         "dest": "clipping",
         "action": "store_const",
@@ -248,7 +251,7 @@ FLAGS: dict[str, Flag] = {
 """Every argument by its name, or by name and command where commands differ."""
 
 _BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --disk-memory"
-_SEARCH = "--accumulation --moments --step-in-backward --no-clipping"
+_SEARCH = "--accumulation --moments --step-in-backward --speculate --no-clipping"
 _ASKED = "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --inp --step"
 _TRACED = f"{_ASKED} --optimizer-kernel"
 _AGAIN = {"": "plan trace --hardware --network", RETRACED: "--batch --seq --activation-checkpointing --fused-kernels"}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError
 from elixir.hardware import HardwareProfile
-from elixir.optimizer_states import MASTER_BYTES, check_kind, optimizer_name, state_size
+from elixir.optimizer_states import ADAM_FAMILIES, MASTER_BYTES, check_kind, optimizer_name, state_size
 from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPrediction, check_step_in_backward
 from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.infeasible import Case, moments_instead, shortage
@@ -25,6 +25,7 @@ from elixir.search.propose import (
     everything_resident,
     find_best,
     settle,
+    speculating,
     weigh,
 )
 from elixir.search.request import HomeChoice, SearchRequest, check_count
@@ -79,7 +80,9 @@ def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRe
             )
     if found is None:
         raise shortage(Case(trace, hardware, setting, request), budgets, least_host_bytes)
-    return to_plan(*found, budgets, optimizer_name(request.optimizer_type), request.placement)
+    space, best = found
+    best = speculating(space, best, budgets.host_bytes)
+    return to_plan(space, best, budgets, optimizer_name(request.optimizer_type), request.placement)
 
 
 def simple_plan(
@@ -115,6 +118,7 @@ def simple_plan(
     candidate = weigh(model, builder.placement(), blocks, depth, space.cost)
     if not _fits(candidate, budgets):
         raise _too_large(candidate, budgets)
+    candidate = speculating(space, candidate, budgets.host_bytes)
     made = to_plan(space, candidate, budgets, optimizer_name(request.optimizer_type), request.placement)
     taken = made.predicted
     return replace(
@@ -227,6 +231,7 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
         request.accumulation,
         moments=kind,
         step_in_backward=bool(request.step_in_backward),
+        speculate=bool(request.speculate) and optimizer_name(request.optimizer_type) in ADAM_FAMILIES,
         # In float16 the loss is scaled, so that each step looks for an overflow.
         clipping=clipping or trace.dtype == "float16",
     )
@@ -350,6 +355,7 @@ def _chunk_plans(trace: StepTrace, best: Candidate, in_backward: Collection[int]
                 reduce_order=order.get(index),
                 grad_entry=best.work.grad_entry(index),
                 steps_in_backward=index in in_backward,
+                speculates=index in best.speculating,
             )
         )
     return tuple(plans)

@@ -16,7 +16,7 @@ from elixir.hardware import HardwareProfile
 from elixir.plan import Plan, same_packing
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.problem import MemoryModel, placement_of, setting_of, workload_of
-from elixir.search.propose import Budgets, SearchSpace, find_best
+from elixir.search.propose import Budgets, SearchSpace, find_best, speculating
 from elixir.search.simulator import SimulatedCost, adam_share, simulate_step
 from elixir.step_trace import StepTrace
 
@@ -154,6 +154,10 @@ def _for_batches(plan: Plan, trace: StepTrace, ranks_per_host: int, batches: int
     )
     chunks = tuple(replace(chunk, steps_in_backward=chunk.steps_in_backward and batches == 1) for chunk in plan.chunks)
     may = plan.may_step_in_backward and batches == 1
+    undo = plan.predicted.host_parts.get("undo", 0)
+    if undo:
+        host_parts = {**predicted.host_parts, "undo": undo}
+        predicted = replace(predicted, host_parts=host_parts, host_peak_bytes=predicted.host_peak_bytes + undo)
     return replace(plan, accumulation=batches, may_step_in_backward=may, chunks=chunks, predicted=predicted)
 
 
@@ -176,6 +180,7 @@ def _best_with_packing(space: SearchSpace, budgets: Budgets, plan: Plan, optimiz
         return None
     if found is None:
         return None
+    found = speculating(space, found, budgets.host_bytes)
     made = to_plan(space, found, budgets, optimizer, plan.placement)
     return made if same_packing(made, plan) else None
 

@@ -62,6 +62,10 @@ class SearchRequest:
     step_in_backward: bool = False
     """The host updates chunks while backward still runs. For steps of one backward, without clipping and without loss
     scaling; docs/training.md says what else cannot be done between backward and step."""
+    speculate: bool = False
+    """The host makes new states of chunks while backward still runs, next to the old ones, where that is faster and the
+    host has memory left; with clipping, loss scaling and accumulation, too. It changes no number. docs/training.md says
+    what else it asks for."""
     clipping: bool | None = None
     """Whether the run clips gradients by their norm, which a step has to read. None: it does, unless
     `step_in_backward`."""
@@ -96,6 +100,8 @@ class SearchRequest:
                 )
         if self.clipping is not None and not isinstance(self.clipping, bool):
             raise InputTypeError(f"clipping must be True, False or None, got {self.clipping!r}")
+        if self.speculate and self.step_in_backward:
+            raise InputError("speculate keeps the old states, and step_in_backward does not; plan with one of the two")
         if self.step_in_backward:
             check_step_in_backward("as built", self.accumulation)
             if self.clipping:

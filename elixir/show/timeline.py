@@ -47,6 +47,7 @@ _COLOURS = {
     "offload": RED,
     "deliver": PALE,
     "update": PURPLE,
+    "speculate": GREEN,
     "add": ORANGE,
     "refresh": SKY,
     "read": SKY,

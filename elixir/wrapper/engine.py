@@ -74,6 +74,10 @@ class AnyStepper(Protocol):
     def begin_early(self, chunk: Chunk, home: Ticket) -> None:
         """Step a chunk in backward, once `home` says that its gradients have arrived."""
 
+    def speculate(self, chunk: Chunk, home: Ticket) -> None:
+        """Make new states of a chunk in backward next to the old ones, once `home` says that its gradients have
+        arrived."""
+
     def give_up_states(self) -> dict[str, dict[str, Any]]:
         """The states of this rank's part of each parameter; the stepper has none until `take_states`."""
 
@@ -128,6 +132,8 @@ class Engine:
         """Host to device since the last report, for weights on the device that the host has updated."""
         self.regathered_bytes = 0
         """Network, likewise, for resident weights whose shards have been updated."""
+        self.speculated_chunks = self.kept_chunks = 0
+        """In the last step: chunks whose new states were made in backward, and those whose were kept."""
         self.unstepped: list[AnyStepper] = []
         """Optimizers that have not stepped since the last backward."""
         self.state_reader: StateReader | None = None
@@ -448,15 +454,17 @@ class Engine:
                 places=_places(gathering, self.schedule),
                 accumulation=self.plan.accumulation,
             ),
-            _weakly(self._complete) if self.plan.steps_in_backward else None,
+            _weakly(self._complete) if self.plan.steps_in_backward or self.plan.speculates else None,
             _weakly(self._wants_norms),
         )
 
     def _complete(self, chunk: Chunk, home: Ticket) -> None:
         """All gradients of a chunk are on their way home."""
-        if chunk.plan.steps_in_backward:
-            for stepper in self.steppers:  # one at most, or the plan would have been refused
+        for stepper in self.steppers:
+            if chunk.plan.steps_in_backward:  # then there is one at most, or the plan would have been refused
                 stepper.begin_early(chunk, home)
+            elif chunk.plan.speculates:
+                stepper.speculate(chunk, home)
 
     def _wants_norms(self) -> bool:
         """Whether a step is going to ask for the norm of the gradients that come now."""

@@ -62,3 +62,24 @@ def begun(module: ElixirModule) -> list[int]:
 def planned(plan: Plan) -> list[int]:
     """Chunks that the plan steps in backward."""
     return [index for index, chunk in enumerate(plan.chunks) if chunk.steps_in_backward]
+
+
+def speculating(case: Case, homes: str = "streamed", **options: Any) -> Plan:
+    """A plan of one rank under which every chunk that the host steps speculates, with other homes."""
+    plan = rehomed(make_plan(case, "streamed", **options), homes)
+    return all_speculating(plan)
+
+
+def all_speculating(plan: Plan) -> Plan:
+    """The plan with every chunk that the host steps speculating."""
+    chunks = [
+        replace(chunk, speculates=chunk.trainable and chunk.state_home == "host" and chunk.grad_entry is not None)
+        for chunk in plan.chunks
+    ]
+    return replace(plan, chunks=tuple(chunks))
+
+
+def attempts(module: ElixirModule) -> list[int]:
+    """Chunks with new states that no `step` has looked at."""
+    (stepper,) = engine_of(module).steppers
+    return sorted(stepper.speculation._attempts)  # type: ignore[attr-defined]

@@ -101,6 +101,11 @@ class GradientFlow:
         return self._blocks.extra
 
     @property
+    def backward_count(self) -> int:
+        """Backwards since gradients were last cleared, one that runs now included."""
+        return self._backwards
+
+    @property
     def moved(self) -> MovedBytes:
         """Bytes moved since `forget_counts`."""
         return self._transport.moved

@@ -93,6 +93,8 @@ class ChunkGradient:
         self.norms: PartNorms | None = None
         """The norms of what `memory` holds once `ready` is done; None where that was not summed on the way. Whatever
         changes the gradients replaces them."""
+        self.changes = 0
+        """How often what `memory` holds, or will hold once `ready` is done, has become another gradient."""
         self.opened: OpenChunk | None = None
         self.kept: KeptGradients | None = None
         if chunk.plan.update_home == "host":
@@ -185,6 +187,7 @@ class ChunkGradient:
             arrived |= kept.arrived
         self.dropped.clear()
         self.norms = None
+        self.changes += 1
         if to_none or not arrived:
             self._forget()
             return
@@ -216,6 +219,7 @@ class ChunkGradient:
                 self.give_up_kept()
         if not self.holds:
             return
+        self.changes += 1
         self.arrived.discard(name)
         self.dropped.add(name)  # where other ranks got a gradient of it this one holds a part of that
         if (alone and not self.arrived) or all(slot.name in self.dropped for slot in self.chunk.slots):
@@ -248,7 +252,7 @@ class ChunkGradient:
         if not self.memory.numel():
             self.make_memory()
             return
-        for ticket in known(self.ready, self.chunk.updated):
+        for ticket in known(self.ready, self.chunk.updated, self.chunk.speculated):
             # The last gradient must not arrive in `memory` after the zeros, and the step before may still read it.
             ticket.synchronize()
         self.memory.zero_()

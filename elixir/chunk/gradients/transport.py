@@ -114,9 +114,10 @@ class Transport:
         gradient.make_memory()
         gradient.arrived |= opened.arrived
         gradient.norms = norms
-        # Both use the shard that is written below: the step before may still read it, and what was cleared may still
-        # arrive there.
-        used = known(chunk.updated, gradient.ready)
+        gradient.changes += 1
+        # They use the shard that is written below: the step before, or new states that are being made, may still read
+        # it, and what was cleared may still arrive there.
+        used = known(chunk.updated, chunk.speculated, gradient.ready)
         has_kept = gradient.kept is not None
         written, kept_alive = self._return_kept(gradient, block)
         mine = block[chunk.shard_start : chunk.shard_start + chunk.shard_numel]

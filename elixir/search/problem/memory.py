@@ -21,6 +21,7 @@ from elixir.optimizer_states import (
     STEP_TEMPORARY_BYTES,
     extent_bytes,
     master_bytes,
+    second_set_bytes,
 )
 from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
 from elixir.search.problem.packed_step import Workload
@@ -121,6 +122,11 @@ class MemoryModel:
         masters = np.array([master_bytes(width) for width in widths], dtype=np.int64) * self.shard_numel
         self._states: Ints = np.array(states, dtype=np.int64) * self.trainable
         self._masters: Ints = masters * self.trainable
+        self.second_set_bytes = [
+            second_set_bytes(numel, width, setting.states) * setting.ranks_per_host
+            for numel, width in zip(counts, widths, strict=True)
+        ]
+        """By chunk, what a machine keeps of its new states next to the old ones, if it speculates."""
         extents = [extent_bytes(n, width, setting.states) for n, width in zip(counts, widths, strict=True)]
         self.disk_shard_bytes: Ints = np.array(extents, dtype=np.int64) * self.trainable
         """By chunk, what one rank keeps on the disk. The master is there too: no weight lives on a disk."""

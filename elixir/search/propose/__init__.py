@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elixir.search.propose.best import MOST_AHEAD, Outcome, find_best
-from elixir.search.propose.candidate import Candidate, everything_resident, settle, weigh
+from elixir.search.propose.candidate import Candidate, everything_resident, settle, speculating, weigh
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.local_search import Polish
@@ -25,6 +25,7 @@ __all__ = [
     "everything_resident",
     "find_best",
     "settle",
+    "speculating",
     "spilled",
     "weigh",
 ]

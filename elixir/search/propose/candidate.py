@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elixir.plan import Home
 from elixir.schedule import ScheduleResult
 from elixir.search.problem import MemoryModel, MemoryNeed, Placement, Traffic, Workload, traffic
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder
+from elixir.search.propose.sizes import SearchSpace
 from elixir.search.simulator import SimulatedCost
 
 
@@ -24,6 +25,8 @@ class Candidate:
     moved: Traffic
     seconds: Mapping[str, float]
     overlap: bool
+    speculating: frozenset[int] = frozenset()
+    """Chunks whose new states the host makes in backward next to the old ones."""
 
     @property
     def sort_key(self) -> tuple[bool, float, int, int, int, int, int, int]:
@@ -68,6 +71,29 @@ def weigh(model: MemoryModel, placement: Placement, blocks: int, prefetch_depth:
     moved = traffic(model, placement, schedule, blocks)
     seconds = cost.estimate(work, placement, result, overlap=setting.overlap)
     return Candidate(work, placement, result, model.need(placement, blocks), moved, seconds, setting.overlap)
+
+
+def speculating(space: SearchSpace, best: Candidate, host_bytes: int) -> Candidate:
+    """The candidate with those chunks speculating with which its step is shortest, in the host memory that is left.
+
+    Args:
+        space: it was found in.
+        best: the candidate.
+        host_bytes: budget of one machine.
+    """
+    setting = space.setting
+    if not setting.speculate:
+        return best
+    model = space.model(best.work.packing.capacity_bytes)
+    left = host_bytes - best.need.host_bytes
+    chosen, seconds = space.cost.speculating(
+        best.work, best.placement, best.schedule, overlap=best.overlap, left_bytes=left, needed=model.second_set_bytes
+    )
+    if not chosen:
+        return best
+    undo = sum(model.second_set_bytes[chunk] for chunk in chosen)
+    need = replace(best.need, host_parts={**best.need.host_parts, "undo": undo})
+    return replace(best, need=need, seconds=seconds, speculating=chosen)
 
 
 def everything_resident(model: MemoryModel, budget_bytes: int, cost: SimulatedCost) -> Candidate | None:

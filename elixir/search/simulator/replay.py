@@ -46,6 +46,9 @@ class Machine:
             the device.
         record: keep spans.
         in_backward: chunks whose update on the host follows their gradients, whatever backward still does.
+        speculating: chunks whose new states the host makes then, too. Only with the optimizer's step they come to be
+            those of the chunk, and weights return to where they live.
+        speculative_share: seconds of such a step over one in place.
         clipping: a step reads the norm of all gradients before it updates anything.
         accumulates: with several batches a step; then the pass that adds gradients sums what leaves for the host.
     """
@@ -60,12 +63,17 @@ class Machine:
         ahead: bool,
         record: bool,
         in_backward: Collection[int] = (),
+        speculating: Collection[int] = (),
+        speculative_share: float = 1.0,
         clipping: bool = False,
         accumulates: bool = False,
     ) -> None:
         chunks = range(len(times.bytes))
         self._times, self._placement, self._recording = times, placement, record
         self._overlap, self._ahead, self._in_backward = overlap, ahead, in_backward
+        self._speculating, self._speculative_share = speculating, speculative_share
+        self.in_last_batch = True
+        """Whether the batch that runs is the last of its step: before, gradients are not whole."""
         self._clipping, self._sums_early = clipping, clipping and not accumulates
         self._together = times.world_size > 1
         copied = [0.0] * len(chunks) if self._together else times.device_copy_s
@@ -162,6 +170,8 @@ class Machine:
                 done_s = 0.0
             elif c in self._in_backward:
                 done_s = self._updated_s[c]
+            elif c in self._speculating:
+                done_s = self._keep(c, began_s if self._ahead else self.now_s)
             else:
                 done_s = self._update_and_return(c, began_s if self._ahead else self.now_s, self.now_s)
             if not placement.resident[c]:
@@ -202,6 +212,20 @@ class Machine:
         if staged:
             self._staged.append(done_s)
         self._updated_s[c] = done_s
+        return done_s
+
+    def _speculate(self, c: int, home_s: float) -> None:
+        """New states of one shard on the host, next to the old ones."""
+        seconds = self._times.host_adam_in_backward_s[c] * self._speculative_share
+        self._updated_s[c] = self._run(HOST_ADAM, "speculate", c, home_s, seconds)
+
+    def _keep(self, c: int, submitted_s: float) -> float:
+        """New states become those of the chunk; when its new weights are where they live."""
+        done_s = self._updated_s[c]
+        if self._placement.weight_on_device[c]:
+            self.moved_bytes[FETCH] += self._times.shard_bytes[c]
+            done_s = self._run(REFRESH, "refresh", c, max(submitted_s, done_s), self._times.fetch_s[c])
+            self._updated_s[c] = done_s
         return done_s
 
     def _update_on_host(self, c: int, submitted_s: float, free_s: float) -> float:
@@ -343,6 +367,8 @@ class Machine:
             self.home_s[c] = gone_s
         if c in self._in_backward:
             self._update_and_return(c, gone_s, gone_s)
+        elif c in self._speculating and self.in_last_batch:
+            self._speculate(c, self._added_s if passes else gone_s)
         if not times.pooled[c] and not self._overlap and not self._together:
             return self._wait(
                 now_s, gone_s, OFFLOAD

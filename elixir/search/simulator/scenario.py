@@ -25,6 +25,10 @@ class Case:
     ahead: bool
     in_backward: frozenset[int] = frozenset()
     """Chunks that the host updates as soon as their gradients are there."""
+    speculating: frozenset[int] = frozenset()
+    """Chunks whose new states the host makes in backward next to the old ones."""
+    speculative_share: float = 1.0
+    """Seconds of such a step over one in place."""
     clipping: bool = False
     """Whether a step reads the norm of all gradients."""
     accumulates: bool = False
@@ -39,6 +43,8 @@ class Case:
             ahead=self.ahead,
             record=record,
             in_backward=self.in_backward,
+            speculating=self.speculating,
+            speculative_share=self.speculative_share,
             clipping=self.clipping,
             accumulates=self.accumulates,
         )

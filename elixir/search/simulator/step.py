@@ -33,7 +33,7 @@ from elixir.search.request import check_count
 from elixir.search.simulator.collectives import Algorithm, check_positive
 from elixir.search.simulator.events import Events, WorkTimes
 from elixir.search.simulator.fast_bounds import Floor
-from elixir.search.simulator.in_backward import can_step, worth_stepping
+from elixir.search.simulator.in_backward import OUT_OF_PLACE_SHARE, can_step, within, worth_stepping
 from elixir.search.simulator.rates import Rates, main_dtype, say_if_network_unknown
 from elixir.search.simulator.replay import COMPUTE, RESOURCES, Machine, Span
 from elixir.search.simulator.scenario import Case
@@ -159,6 +159,8 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
         hardware.device_kind == "cuda",
         # With several batches gradients are whole after the last only.
         frozenset(i for i, chunk in enumerate(plan.chunks) if chunk.steps_in_backward and accumulation == 1),
+        speculating=frozenset(i for i, chunk in enumerate(plan.chunks) if chunk.speculates),
+        speculative_share=OUT_OF_PLACE_SHARE[plan.moments],
         clipping=plan.clipping,
         accumulates=accumulation > 1,
     )
@@ -223,6 +225,60 @@ class SimulatedCost:
         chosen, _ = self._fastest(self._case(work, placement, schedule, overlap=overlap))
         return chosen
 
+    def speculating(
+        self,
+        work: Workload,
+        placement: Placement,
+        schedule: ScheduleResult,
+        *,
+        overlap: bool,
+        left_bytes: int,
+        needed: Sequence[int],
+    ) -> tuple[frozenset[int], Mapping[str, float]]:
+        """The chunks whose new states the host best makes in backward next to the old ones, and the step's seconds.
+
+        Args:
+            work, placement, schedule: a candidate.
+            overlap: see `estimate`.
+            left_bytes: host memory of one machine that is left.
+            needed: by chunk, host memory of one machine that it takes.
+        """
+        case = replace(
+            self._case(work, placement, schedule, overlap=overlap),
+            speculative_share=OUT_OF_PLACE_SHARE[self._setting.moments],
+        )
+        later = case.events(case.result.timeline, updated=True)
+        best = frozenset[int](), self._seconds(case, case.machine(record=False), later)
+        able = can_step(work, placement) - placement.state_on_disk
+        if not able or left_bytes < min(needed[chunk] for chunk in able):
+            return best
+        machine = self._before_step(case)
+        homes = {chunk: at_s for chunk, at_s in machine.home_s.items() if chunk in able}
+        times = case.times
+        update_s = [seconds * case.speculative_share for seconds in times.host_adam_in_backward_s]
+        chosen = worth_stepping(homes, machine.now_s, update_s, times.update_order)
+        orders = times.update_order, sorted(homes, key=lambda chunk: homes[chunk])
+        all_bytes = sum(needed[chunk] for chunk in chosen)
+        # Fewer may be better where gradients that are added to others wait on the same lane.
+        rooms = [min(left_bytes, all_bytes // part) for part in (1, 2, 4)]
+        for chunks in dict.fromkeys(found for room in rooms for found in within(chosen, orders, needed, room)):
+            machine = self._before_step(replace(case, speculating=chunks))
+            machine.restart()
+            seconds = self._seconds(case, machine, later)
+            if seconds["total"] < best[1]["total"]:
+                best = chunks, seconds
+        return best
+
+    def _before_step(self, case: Case) -> Machine:
+        """A machine that comes to its first optimizer step."""
+        machine = case.machine(record=False)
+        walks = case.loads_of_batches(min(self._setting.accumulation, BATCHES_SIMULATED))
+        for batch, loads in enumerate(walks):
+            machine.in_last_batch = batch == len(walks) - 1
+            machine.batch(case.events(loads, updated=False))
+        machine.settle()
+        return machine
+
     def _fastest(self, case: Case) -> tuple[frozenset[int], dict[str, float]]:
         """Which chunks step in backward, and the step's seconds: none, where those worth it would make it longer."""
         setting, work = self._setting, case.times.work
@@ -260,6 +316,7 @@ class SimulatedCost:
         simulated = min(self._setting.accumulation, BATCHES_SIMULATED)
         for batch, loads in enumerate(case.loads_of_batches(simulated)):
             busy = machine.busy_s.copy()
+            machine.in_last_batch = batch == simulated - 1
             machine.batch(case.events(loads, updated=False) if batch else first)
             last_forward_s = machine.backward_from_s - began_s
             forward_s += last_forward_s
@@ -336,6 +393,7 @@ def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
             updated_s = machine.now_s
         began_s = updated_s
         for batch in range(accumulation):
+            machine.in_last_batch = batch == accumulation - 1
             machine.batch(case.events(loads[batch], updated=bool(step) and batch == 0, record=True))
             phases["forward"] += machine.backward_from_s - began_s
             phases["backward"] += machine.now_s - machine.backward_from_s
@@ -345,7 +403,9 @@ def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
         phases["optimizer"] = updated_s + machine.now_s - began_s
     order = lambda span: (span.start_s, RESOURCES.index(span.resource), span.end_s)  # noqa: E731
     spans, end_s = sorted(machine.spans, key=order), machine.now_s
-    if not case.in_backward:  # all that a step begins is over with it, so that nothing leads back into the one before
+    if not (
+        case.in_backward or case.speculating
+    ):  # all that a step begins is over with it, so that nothing leads back into the one before
         spans = [span for span in spans if span.end_s > 0]
     # What reaches over the end is what reached over the beginning, a step later.
     shown = (span._replace(start_s=max(span.start_s, 0.0), end_s=min(span.end_s, end_s)) for span in spans)
@@ -413,7 +473,7 @@ def _steps_before(case: Case) -> int:
     The first has no updates to wait for. Where states live on a disk it does not wait for that at its end either, which
     would give updates in backward more time.
     """
-    return 2 if case.in_backward and case.placement.state_on_disk else 1
+    return 2 if (case.in_backward or case.speculating) and case.placement.state_on_disk else 1
 
 
 def _apart(whole_s: float, part_s: float) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from elixir.chunk.host_buffers import staging_kind, summands_kind, window_kind
 from elixir.chunk.rcache import CacheCounts
-from elixir.optimizer_states import MASTER_BYTES, master_bytes
+from elixir.optimizer_states import MASTER_BYTES, master_bytes, second_set_bytes
 from elixir.plan import CHECKPOINT_PART, DISK_LINKS, Plan
 from elixir.schedule import StepSchedule
 from elixir.step_traffic import Backwards, step_traffic
@@ -87,6 +87,10 @@ class StepReport:
     grad_norm: torch.Tensor | None = field(default=None, compare=False)
     """See `ElixirOptimizer.grad_norm`; None where several optimizers step the module."""
     world_size: int = 1
+    speculated: int = 0
+    """Chunks whose new states were made during backward."""
+    kept: int = 0
+    """Those of them whose new states were right; the others were stepped again."""
     not_compared: str = ""
     """Why nothing can be predicted for what this step loaded and moved; empty for most.
 
@@ -114,6 +118,7 @@ class StepReport:
                 numbers[f"{prefix}{name}" if name in ("loads", "hits") else f"{prefix}{name}_bytes"] = value
         numbers |= {"demand_loads": self.demand_loads, "deviations": self.deviations}
         numbers |= {"micro_batches": self.micro_batches, "refreshed_bytes": self.refreshed_bytes}
+        numbers |= {"speculated_chunks": self.speculated, "kept_chunks": self.kept}
         numbers |= {f"waited_for_{lane}_s": seconds for lane, seconds in self.waited_s.items()}
         numbers |= {f"busy_{lane}_s": seconds for lane, seconds in self.busy_s.items()}
         known = {
@@ -156,6 +161,8 @@ class StepReport:
             predicted = "" if self.predicted_step_s is None else format_seconds(self.predicted_step_s)
             lines.append(f"{'step':16}{format_seconds(self.step_s):>14}{predicted:>14}".rstrip())
         lines.append(f"demand loads {self.demand_loads}, deviations from the recorded order {self.deviations}")
+        if self.speculated:
+            lines.append(f"new states made in backward for {self.speculated} chunks, kept for {self.kept}")
         waits = ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in self.waited_s.items())
         lines.append(f"compute waited for {waits}")
         if self.not_compared:
@@ -251,11 +258,14 @@ def make_report(
         span=span,
         predicted_step_s=predicted.seconds["total"] if as_planned else None,
         micro_batches=expected.micro_batches,
+        speculated=engine.speculated_chunks,
+        kept=engine.kept_chunks,
         not_compared=expected.not_compared,
         tokens=tokens,
         grad_norm=engine.steppers[0].grad_norm if len(engine.steppers) == 1 else None,
         world_size=plan.world_size,
     )
+    engine.speculated_chunks = engine.kept_chunks = 0
     engine.gradients.forget_counts()
     engine.refreshed_bytes = engine.regathered_bytes = 0
     for lane in lanes.all():
@@ -277,4 +287,6 @@ def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:
         if chunk.trainable and chunk.state_home == "host":
             kept = itemsize < MASTER_BYTES or chunk.weight_home == "device"
             total += numel * master_bytes(itemsize) * kept + plan.state_size.nbytes(numel, itemsize)
+        if chunk.speculates:
+            total += second_set_bytes(numel, itemsize, plan.state_size)
     return total

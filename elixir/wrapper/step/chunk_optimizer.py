@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,99 @@ Arrived = list[tuple[Segment, torch.Tensor]]
 """Segments that got a gradient, with it."""
 
 
+@dataclass(frozen=True)
+class ShardStates:
+    """The states of a shard, and the optimizer over them. A chunk that speculates has two such sets."""
+
+    master: torch.Tensor
+    segments: list[Segment]
+    optimizer: torch.optim.Optimizer | FusedAdam
+    weights: torch.Tensor | None = None
+    """Takes the weights that the master rounds to; None where they have as many bits."""
+
+    def copy(self, other: ShardStates) -> None:
+        """Have the values of the other set."""
+        if isinstance(self.optimizer, FusedAdam) and isinstance(other.optimizer, FusedAdam):
+            self.optimizer.copy(other.optimizer)
+            return
+        self.master.copy_(other.master)
+        for mine, theirs in zip(self.segments, other.segments, strict=True):
+            copy_state(other.optimizer.state[theirs.weights], self.optimizer.state[mine.weights])
+
+    def step_from(
+        self,
+        old: ShardStates,
+        arrived: Arrived,
+        gradients: torch.Tensor | None,
+        factor: float,
+        hyperparameters: list[dict[str, Any]],
+    ) -> None:
+        """Be the states that a step makes of `old`, which are left as they are.
+
+        Args:
+            old: the states of now.
+            arrived: all segments of `old`, with their gradients.
+            gradients: those of the whole shard, if they lie in one tensor.
+            factor: gradients are multiplied by it.
+            hyperparameters: by group.
+        """
+        for optimizer in (self.optimizer, old.optimizer):
+            for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
+                group.update(values)
+        if isinstance(self.optimizer, FusedAdam) and isinstance(old.optimizer, FusedAdam):
+            old.optimizer.step(arrived, gradients, factor, self.weights, self.optimizer)
+            return
+        self.copy(old)
+        mine = {segment.place: segment for segment in self.segments}
+        if not isinstance(self.optimizer, FusedAdam):
+            theirs = [(mine[segment.place], gradient) for segment, gradient in arrived]
+            step_segments(self.optimizer, self.segments, theirs, factor)
+        if self.weights is not None:
+            self.weights.copy_(self.master)
+
+
+def step_segments(
+    optimizer: torch.optim.Optimizer, segments: Sequence[Segment], arrived: Arrived, factor: float | torch.Tensor
+) -> None:
+    """A step of an optimizer over `segments`, of which some got a gradient."""
+    before = [segment.weights.grad for segment in segments]  # of ordinary parameters, which keep theirs
+    for segment in segments:
+        segment.weights.grad = None
+    for segment, gradient in arrived:
+        # In float32 without a factor the gradient itself is stepped with, as plain PyTorch would.
+        value = gradient.to(segment.weights.dtype)
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            value = value * factor if value is gradient else value.mul_(factor)
+        segment.weights.grad = value.view_as(segment.weights)
+    optimizer.step()
+    for segment, kept in zip(segments, before, strict=True):
+        segment.weights.grad = kept
+
+
+def can_copy(state: Mapping[str, Any] | None) -> bool:
+    """Whether a parameter's state is there, and all of it can be copied."""
+    kinds = (torch.Tensor, bool, int, float, type(None))
+    return bool(state) and all(isinstance(value, kinds) for value in (state or {}).values())
+
+
+def copied_small(value: Any) -> Any:
+    """A state that is no tensor over elements, such as a count of steps."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def copy_state(source: Mapping[str, Any], target: dict[str, Any]) -> None:
+    """Have a parameter's state be that of another one, in its own memory as far as that goes."""
+    for kind in [kind for kind in target if kind not in source]:
+        del target[kind]
+    for kind, value in source.items():
+        mine = target.get(kind)
+        same = isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor) and mine.shape == value.shape
+        if isinstance(mine, torch.Tensor) and same:
+            mine.copy_(value)
+        else:
+            target[kind] = copied_small(value)
+
+
 class ChunkOptimizer:
     """The optimizer of one chunk. Make it, and call it, while masters and states are at hand (`Chunk.at_hand`).
 
@@ -64,7 +158,8 @@ class ChunkOptimizer:
         # together.
         gathered = self._shard is not None or engine.plan.moments != "float32"
         fuses = user.fuses and gathered and self._master.dtype == torch.float32
-        self.segments = self._cut(ordinary=not self._separate and not fuses and engine.is_ordinary(chunk))
+        ordinary = not self._separate and not fuses and engine.is_ordinary(chunk)
+        self.segments = self._cut(self._master, ordinary=ordinary)
         self.optimizer: torch.optim.Optimizer | FusedAdam
         if fuses:
             self.optimizer = user.fused_over(self._master, self.segments, self._zeros())
@@ -182,6 +277,11 @@ class ChunkOptimizer:
         return self._own_region(kind, dtype) if isinstance(self.optimizer, FusedAdam) else _region(kind, dtype)
 
     @property
+    def shard_gradients(self) -> torch.Tensor | None:
+        """The gradients of the whole shard, if they lie in one tensor."""
+        return None if self._shard is None else self._shard.memory
+
+    @property
     def arrival(self) -> list[Ticket]:
         """The arrival of the gradients at their home; none where they are autograd's own."""
         return [] if self._shard is None else self._shard.tickets
@@ -284,10 +384,15 @@ class ChunkOptimizer:
 
     def follow_writes(self) -> None:
         """Resident weights may be written to, ordinary ones by anyone, others by their own forward; masters follow."""
-        if self.chunk.whole is not None and any(
-            segment.source._version != self._versions.get(segment.name, segment.version) for segment in self.segments
-        ):
+        if self.were_written:
             self.chunk.follow_writes()
+
+    @property
+    def were_written(self) -> bool:
+        """Whether resident weights were written to since the last step."""
+        return self.chunk.whole is not None and any(
+            segment.source._version != self._versions.get(segment.name, segment.version) for segment in self.segments
+        )
 
     def step(
         self,
@@ -297,6 +402,7 @@ class ChunkOptimizer:
         staged: torch.Tensor | None = None,
         *,
         in_place: bool = False,
+        states: ShardStates | None = None,
     ) -> None:
         """One step with the gradients in `arrived` times `factor`; `write_weights` comes next.
 
@@ -307,22 +413,26 @@ class ChunkOptimizer:
             staged: takes the shard's new weights in their dtype, on their way to another memory.
             in_place: the gradients themselves are multiplied, as torch.nn.utils.clip_grad_norm_ does it, where they
                 have the weights' dtype. A copy would take memory that no plan counts, and as long as half of the step.
+            states: are stepped; by default those of now. A step that runs later has those of when it was submitted.
         """
+        states = states or self.states
         # A tensor is not compared: this thread would wait for the device.
         scales = isinstance(factor, torch.Tensor) or factor != 1.0
-        if in_place and scales and arrived and arrived[0][1].dtype == self._master.dtype:
+        if in_place and scales and arrived and arrived[0][1].dtype == states.master.dtype:
             for _, gradient in arrived:
                 gradient.mul_(factor)
             factor = 1.0
-        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
+        for group, values in zip(states.optimizer.param_groups, hyperparameters, strict=True):
             group.update(values)
-        if isinstance(self.optimizer, FusedAdam):
-            out = self.chunk.shard_weights if self._writes_itself() else staged
-            self.optimizer.step(arrived, None if self._shard is None else self._shard.memory, float(factor), out)
+        if isinstance(states.optimizer, FusedAdam):
+            out = staged
+            if self._writes_itself():
+                out = self.chunk.shard_weights if states.weights is None else states.weights
+            states.optimizer.step(arrived, self.shard_gradients, float(factor), out)
         else:
-            self._step_segments(self.optimizer, arrived, factor)
+            step_segments(states.optimizer, states.segments, arrived, factor)
             if staged is not None:
-                self._copy(arrived, self._master, staged)
+                self._copy(arrived, states.master, staged)
             self.stow()  # the first step of some classes makes states
         self._count_states()
 
@@ -332,20 +442,6 @@ class ChunkOptimizer:
         it."""
         return self._shard is None and not isinstance(self.optimizer, FusedAdam)
 
-    def _step_segments(self, optimizer: torch.optim.Optimizer, arrived: Arrived, factor: float | torch.Tensor) -> None:
-        before = [segment.weights.grad for segment in self.segments]  # of ordinary parameters, which keep theirs
-        for segment in self.segments:
-            segment.weights.grad = None
-        for segment, gradient in arrived:
-            # In float32 without a factor the gradient itself is stepped with, as plain PyTorch would.
-            value = gradient.to(segment.weights.dtype)
-            if isinstance(factor, torch.Tensor) or factor != 1.0:
-                value = value * factor if value is gradient else value.mul_(factor)
-            segment.weights.grad = value.view_as(segment.weights)
-        optimizer.step()
-        for segment, kept in zip(self.segments, before, strict=True):
-            segment.weights.grad = kept
-
     def _writes_itself(self) -> bool:
         """Whether the step writes the weights in the same pass: it is fused, and they are where their masters are."""
         plan = self.chunk.plan
@@ -354,8 +450,63 @@ class ChunkOptimizer:
     def write_weights(self, arrived: Arrived, staged: torch.Tensor | None = None) -> None:
         """Copy master weights, if there are any, or what was `staged` of them, to where the weights are, in their
         dtype."""
-        if self._separate and not self._writes_itself():
-            self._copy(arrived, self._master if staged is None else staged, self.chunk.shard_weights)
+        self.writing(arrived, staged)()
+
+    def writing(self, arrived: Arrived, staged: torch.Tensor | None = None) -> Callable[[], None]:
+        """`write_weights` for later, from and to the memory of now."""
+        if not self._separate or self._writes_itself():
+            return lambda: None
+        return partial(self._copy, arrived, self._master if staged is None else staged, self.chunk.shard_weights)
+
+    def make_spare(self) -> ShardStates | None:
+        """Memory for all states once more, and an optimizer over it; None while the optimizer has no states yet, or if
+        not all of the shard is stepped by it."""
+        chunk, arena = self.chunk, self._engine.arena
+        first, stop = chunk.shard_start, chunk.shard_start + chunk.shard_numel
+        held = [slot for slot in chunk.slots if slot.offset < stop and slot.offset + slot.numel > first]
+        if not held or len(held) != len(self.segments):
+            return None
+        if not isinstance(self.optimizer, FusedAdam) and not all(
+            can_copy(self.optimizer.state.get(segment.weights)) for segment in self.segments
+        ):
+            return None
+
+        def memory(numel: int, dtype: torch.dtype, *, pin: bool = False) -> torch.Tensor:
+            return arena.make(numel, dtype, "host", "undo", pin=pin)
+
+        on_host = chunk.plan.weight_home == "host"
+        copied = chunk.masters is None or (not on_host and not chunk.low_precision)
+        master = memory(chunk.shard_numel, self._master.dtype, pin=copied)
+        weights = memory(chunk.shard_numel, chunk.dtype, pin=True) if chunk.low_precision else None
+        segments = self._cut(master)
+        if isinstance(self.optimizer, FusedAdam):
+            fused = self._user.fused_over(master, segments, lambda _, numel, dtype: memory(numel, dtype))
+            fused.make_moments()
+            return ShardStates(master, segments, fused, weights)
+        spare = ShardStates(master, segments, self._user.over(segments), weights)
+        for mine, theirs in zip(segments, self.segments, strict=True):
+            state = self.optimizer.state[theirs.weights]
+            spare.optimizer.state[mine.weights] = {
+                kind: memory(value.numel(), value.dtype).view(value.shape)
+                if isinstance(value, torch.Tensor) and value.dim()
+                else copied_small(value)
+                for kind, value in state.items()
+            }
+        return spare
+
+    @property
+    def states(self) -> ShardStates:
+        """The states of now; with the weights that the masters round to, if these are on the host."""
+        weights = self.chunk.shard if self._separate and self.chunk.plan.weight_home == "host" else None
+        return ShardStates(self._master, self.segments, self.optimizer, weights)
+
+    def exchange(self, new: ShardStates) -> ShardStates:
+        """Have `new` be the states of the chunk; those of before, which are the caller's to fill with others."""
+        before = self.states
+        self.chunk.exchange_state(new.master, None if before.weights is None else new.weights)
+        self._master, self.segments, self.optimizer = new.master, new.segments, new.optimizer
+        # Rounded weights on their way to a device come out of the same memory in each step.
+        return replace(before, weights=new.weights) if before.weights is None else before
 
     def _copy(self, arrived: Arrived, source: torch.Tensor, target: torch.Tensor) -> None:
         """New weights of a whole shard; nobody writes to `source` before they are there."""
@@ -367,7 +518,7 @@ class ChunkOptimizer:
             end = segment.start + segment.weights.numel()
             target[segment.start : end].copy_(source[segment.start : end], non_blocking=asynchronous)
 
-    def _cut(self, *, ordinary: bool) -> list[Segment]:
+    def _cut(self, master: torch.Tensor, *, ordinary: bool = False) -> list[Segment]:
         chunk = self.chunk
         start, end = chunk.shard_start, chunk.shard_start + chunk.shard_numel
         segments = []
@@ -376,7 +527,7 @@ class ChunkOptimizer:
             group = self._user.group_of.get(slot.parameter)
             if begin >= stop or group is None or not slot.parameter.requires_grad:
                 continue
-            part = self._master[begin - start : stop - start]
+            part = master[begin - start : stop - start]
             if ordinary and slot.shape:
                 weights = slot.parameter  # plain PyTorch's own: same kernel, same bits
             else:

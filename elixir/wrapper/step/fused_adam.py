@@ -11,7 +11,17 @@ from torch import nn
 
 from elixir.chunk.pinned import host_zeros
 from elixir.errors import InputError
-from elixir.kernels.adam import AdamOptions, HybridAdam, Moments, adam_step, make_moments, read_moments, write_moments
+from elixir.kernels.adam import (
+    AdamOptions,
+    HybridAdam,
+    Moments,
+    States,
+    adam_step,
+    adam_step_out_of_place,
+    make_moments,
+    read_moments,
+    write_moments,
+)
 from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
 
 _MOMENTS = tuple(field.name for field in fields(Moments) if field.name != "kind")
@@ -123,6 +133,7 @@ class FusedAdam:
         gradients: torch.Tensor | None,
         factor: float,
         weight_out: torch.Tensor | None,
+        into: FusedAdam | None = None,
     ) -> None:
         """One step of the segments in `arrived`.
 
@@ -131,17 +142,23 @@ class FusedAdam:
             gradients: those of the whole shard, where they lie in one tensor.
             factor: gradients are multiplied by it first.
             weight_out: flat; takes the new weights in its dtype. None where `master` is what the model reads.
+            into: takes the new states, all of this shard's being left as they are; over a master of the same segments.
         """
+        if into is not None and self._kind == "8bit":
+            # Segments share blocks, so each must find those before it stepped.
+            into.copy(self)
+            into.step(into.like(arrived), gradients, factor, weight_out)
+            return
         if self._kind != "float32" or gradients is None:
             for stretch, gradient in arrived:
-                self._step_run([stretch], gradient, factor, weight_out)
+                self._step_run([stretch], gradient, factor, weight_out, into)
             return
         here = {id(segment) for segment, _ in arrived}
         run: list[Stretch] = []
         for segment in [*self._segments, None]:
             joins = segment is not None and id(segment) in here
             if run and not (joins and segment is not None and self._joins(run[-1], segment)):
-                self._step_run(run, gradients[self._part(run)], factor, weight_out)
+                self._step_run(run, gradients[self._part(run)], factor, weight_out, into)
                 run = []
             if joins and segment is not None:
                 run.append(segment)
@@ -222,21 +239,45 @@ class FusedAdam:
         return slice(run[0].start, run[-1].start + run[-1].weights.numel())
 
     def _step_run(
-        self, run: list[Stretch], gradient: torch.Tensor, factor: float, weight_out: torch.Tensor | None
+        self,
+        run: list[Stretch],
+        gradient: torch.Tensor,
+        factor: float,
+        weight_out: torch.Tensor | None,
+        into: FusedAdam | None,
     ) -> None:
         part = self._part(run)
-        for segment in run:
-            self._state(segment)["step"] += 1
-        adam_step(
-            gradient,
-            self._master[part],
-            None if weight_out is None else weight_out[part],
-            self._made(),
-            self._options(self.param_groups[run[0].group]),
-            int(self._state(run[0])["step"]),
-            factor,
-            at=part.start,
-        )
+        options = self._options(self.param_groups[run[0].group])
+        out = None if weight_out is None else weight_out[part]
+        number = int(self._state(run[0])["step"]) + 1
+        if into is None:
+            for segment in run:
+                self._state(segment)["step"] += 1
+            adam_step(gradient, self._master[part], out, self._made(), options, number, factor, at=part.start)
+            return
+        for segment, _ in into.like([(segment, gradient) for segment in run]):
+            into.set_steps(segment, number)
+        old, new = self.states_of(part), into.states_of(part)
+        adam_step_out_of_place(gradient, old, new, out, options, number, factor, at=part.start)
+
+    def states_of(self, part: slice) -> States:
+        """Masters of a part of the shard, with the moments of the whole."""
+        return States(self._master[part], self._made())
+
+    def like(self, arrived: Sequence[tuple[Stretch, torch.Tensor]]) -> list[tuple[Stretch, torch.Tensor]]:
+        """The segments here that are at the places of others' `arrived`, with the gradients of those."""
+        mine = {segment.place: segment for segment in self._segments}
+        return [(mine[segment.place], gradient) for segment, gradient in arrived]
+
+    def copy(self, other: FusedAdam) -> None:
+        """Have the master and the states of another one over the same segments."""
+        self._master.copy_(other.states_of(slice(None)).master)
+        for mine, theirs in zip(self._made().tensors(), other.moments.tensors(), strict=True):
+            mine.copy_(theirs)
+        for segment, (theirs_segment, _) in zip(
+            self._segments, other.like([(each, self._master) for each in self._segments]), strict=True
+        ):
+            self.set_steps(segment, other.steps_of(theirs_segment))
 
     def _options(self, group: dict[str, Any]) -> AdamOptions:
         beta1, beta2 = group["betas"]

@@ -65,7 +65,7 @@ class EarlySteps:
         Raises:
             InputError: hyperparameters have been changed since backward; nothing has been finished.
         """
-        if self._begun and not _same(hyperparameters, self._hyperparameters):
+        if self._begun and not same_options(hyperparameters, self._hyperparameters):
             raise InputError(
                 "the options of the optimizer, such as its learning rate, have been changed between backward and "
                 "step(), but "
@@ -102,7 +102,8 @@ def _names(chunk: Chunk) -> set[str]:
     return {slot.name for slot in chunk.slots}
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_options(one: Any, other: Any) -> bool:
+    """Whether hyperparameters of two moments are the same."""
     values, form = tree_flatten(one)
     others, other_form = tree_flatten(other)
     return form == other_form and all(map(_equal, values, others))

@@ -24,6 +24,7 @@ from elixir.wrapper.step.fused_adam import check_moments
 from elixir.wrapper.step.host_threads import set_host_threads
 from elixir.wrapper.step.in_backward import EarlySteps, clips_in_backward
 from elixir.wrapper.step.norm import KnownNorms, each_norm, norm_of_norms
+from elixir.wrapper.step.speculation import Speculation
 from elixir.wrapper.step.updates import publish, update
 from elixir.wrapper.step.user_class import UserOptimizer
 
@@ -72,10 +73,12 @@ class Stepper:
         """The optimizer of each chunk, in the order in which the next forward asks for them."""
         self._make_parts()
         self.early = EarlySteps(engine, self.user, self.parts)
+        self.speculation = Speculation(engine, self.user, self.parts)
         self.host_threads = set_host_threads(engine, host_threads)
         """Threads of CPU Adam."""
         for part in self.parts.values():
             self._make_states(part)
+        self._make_spares()
 
     @property
     def parameters(self) -> set[torch.nn.Parameter]:
@@ -126,6 +129,7 @@ class Stepper:
     def give_up_states(self) -> dict[str, dict[str, Any]]:
         """The states of this rank's part of each parameter; this has none until `take_states`."""
         states: dict[str, dict[str, Any]] = {}
+        self.speculation.forget()
         for part in self.parts.values():
             states |= part.give_up_states()
             if part.chunk.stored is not None:
@@ -144,6 +148,14 @@ class Stepper:
         for stored, part in self._left:
             stored.forget(part)
         self._left.clear()
+        self._make_spares()
+
+    def speculate(self, chunk: Chunk, home: Ticket) -> None:
+        """Make new states of a chunk in backward next to the old ones, once `home` says that its gradients have
+        arrived."""
+        if len(self._engine.steppers) == 1:  # several share the chunk's memory
+            with torch.no_grad():
+                self.speculation.begin(chunk, home, self._gradient_scale())
 
     def begin_early(self, chunk: Chunk, home: Ticket) -> None:
         """Step a chunk in backward, once `home` says that its gradients have arrived."""
@@ -181,6 +193,7 @@ class Stepper:
         engine.refuse_step()
         self._refuse_unreduced("step()")
         self._refuse_unseen()
+        self.speculation.stepping()
         engine.forget_failed_backward()
         engine.gradients.send_late()  # each update waits for the arrival of its gradients, and nothing else does
         self._agree_on_used(unscaled=self._unscaled())
@@ -200,6 +213,8 @@ class Stepper:
             if waits:
                 norm = norm.cpu()  # the one number that a step waits for: the host's updates multiply by it
             if loss_scale.used and not math.isfinite(norm):
+                self.speculation.give_up()
+                self.speculation.forecast.stepped(other_factor=True, scale=made_by, made=0, kept=0)
                 loss_scale.overflowed(made_by)
                 engine.stepped(True)
                 return False
@@ -216,12 +231,15 @@ class Stepper:
             if index not in begun:
                 part.follow_writes()
                 arrived = part.gradients(self._used)  # now: when it runs, other parameters may have gradients
-                update(engine, part, arrived, factor, hyperparameters, behind=part.arrival, in_place=clipped)
+                if not self.speculation.keep(part, arrived, factor, hyperparameters):
+                    update(engine, part, arrived, factor, hyperparameters, behind=part.arrival, in_place=clipped)
                 if clipped:
                     part.forget_norms()
                 part.mark_changed(arrived, self._used)
             updates += [ticket for ticket in [publish(engine, part.chunk)] if ticket is not None]
         engine.window.flush()
+        scales = not isinstance(factor, torch.Tensor) and factor != 1.0 / made_by
+        self.speculation.stepped(other_factor=scales, scale=made_by)
         engine.weights_changed(updates)
         engine.stepped(False)
         loss_scale.stepped(made_by)
@@ -246,6 +264,12 @@ class Stepper:
         # Added in order of rank, so that all ranks have the same bits. Python's own sum compensates in some versions.
         square = reduce(operator.add, self._engine.exchange("norm", float(norm.cpu().double() ** 2)))
         return torch.tensor(math.sqrt(square), dtype=torch.float32)
+
+    def _make_spares(self) -> None:
+        """By the threads that fill them, as `_make_states`."""
+        if self._engine.plan.speculates:
+            # As for the states: if they have no room, wrapping must raise.
+            self._engine.lanes.host_adam.submit(self.speculation.make_spares).synchronize()
 
     def _make_parts(self) -> None:
         for chunk in self._in_order():

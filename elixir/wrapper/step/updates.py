@@ -48,26 +48,40 @@ def update(
         staged = stage.view(chunk.shard_numel, chunk.dtype)
         before += stage.tickets  # the weights that it held last may still be on their way to the device
     # As of now: a checkpoint that begins later saves what this step makes, and waits for it.
-    step: Work = partial(_step, part, chunk.before_write, arrived, factor, hyperparameters, staged, in_place=in_place)
-    write: Work = partial(part.write_weights, arrived, staged)
+    step: Work = partial(
+        _step, part, chunk.before_write, arrived, factor, hyperparameters, staged, in_place=in_place, states=part.states
+    )
+    write: Work = part.writing(arrived, staged)
     from_disk: tuple[HostBuffer, Ticket] | None = None
     if chunk.stored is not None:
         from_disk = buffer, read = engine.window.begin_step(chunk.stored)
         step = partial(chunk.stored.step, buffer, read, step)
         write = partial(chunk.stored.if_read, read, write)
         before.append(over(read))  # the buffer that the step works in is being filled
-    stepped = lanes.host_adam.submit(step, after=before)
-    moved_bytes = chunk.shard_weights.nbytes if chunk.plan.weight_home == "device" and arrived else 0
-    # New weights go to the device while the next chunk is stepped. The step fills the masters or the stage that they
-    # come from.
-    writes = lanes.refresh if moved_bytes else lanes.host_adam
-    chunk.updated = stepped  # should submitting raise what the step has raised, the next step does, too
-    chunk.updated = writes.submit(write, after=[stepped], nbytes=moved_bytes)
+    chunk.updated = stepped = lanes.host_adam.submit(step, after=before)
+    return_weights(engine, chunk, write, returns=bool(arrived))
     if stage is not None:
         stage.busy = chunk.updated
     if chunk.stored is not None and from_disk is not None:
         # Weights that are not staged come from the buffer with the masters.
         engine.window.end_step(chunk.stored, from_disk[0], chunk.updated if staged is None else stepped)
+
+
+def return_weights(engine: Engine, chunk: Chunk, write: Work, *, returns: bool) -> None:
+    """Have the new weights of a chunk that the host steps be where they live, once `Chunk.updated` has made them.
+
+    Args:
+        engine: of the chunk.
+        chunk: whose weights they are.
+        write: of `ChunkOptimizer.writing`.
+        returns: whether there are new ones.
+    """
+    lanes, stepped = engine.lanes, known(chunk.updated)
+    moved_bytes = chunk.shard_weights.nbytes if chunk.plan.weight_home == "device" and returns else 0
+    # New weights go to the device while the next chunk is stepped. The step fills the masters or the stage that they
+    # come from. Should submitting raise what the step has raised, the next step does, too.
+    writes = lanes.refresh if moved_bytes else lanes.host_adam
+    chunk.updated = writes.submit(write, after=stepped, nbytes=moved_bytes)
     engine.refreshed_bytes += moved_bytes
 
 
@@ -80,15 +94,20 @@ def _step(
             release()  # a checkpoint may still have to write, or copy, what this step replaces
         part.step(arrived, *rest, **options)
     except Exception as error:
-        chunk, name = part.chunk, type(error).__name__
-        cause = f"{name}: {error}" if str(error) else name
-        raise StepError(
-            f"rank {chunk.rank}: the optimizer step of chunk {chunk.index} "
-            f"({few([slot.name for slot in chunk.slots])}) failed on "
-            f"the host with {cause}. Each of its weights is either stepped or as before; the other chunks have been "
-            "stepped. "
-            "state_dict() gives the weights as they are"
-        ) from error
+        raise failed_step(part.chunk, error) from error
+
+
+def failed_step(chunk: Chunk, error: Exception) -> StepError:
+    """For a step on the host that has raised `error`."""
+    name = type(error).__name__
+    cause = f"{name}: {error}" if str(error) else name
+    return StepError(
+        f"rank {chunk.rank}: the optimizer step of chunk {chunk.index} "
+        f"({few([slot.name for slot in chunk.slots])}) failed on "
+        f"the host with {cause}. Each of its weights is either stepped or as before; the other chunks have been "
+        "stepped. "
+        "state_dict() gives the weights as they are"
+    )
 
 
 def publish(engine: Engine, chunk: Chunk) -> Ticket | None:

@@ -1,0 +1,127 @@
+"""Plans that speculate: what they say, which chunks they choose, and the memory that those take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elixir.errors import InputError
+from elixir.hardware import HardwareProfile
+from elixir.plan import CHECKPOINT_PART, Plan
+from elixir.search import plan_from_trace
+from elixir.search.planner import simple_plan
+from elixir.search.replan import correct
+from elixir.search.request import SearchRequest
+from elixir.search.simulator import simulate_step
+from elixir.show import plan_record
+from elixir.step_trace import StepTrace
+from elixir.units import GIB
+from tests.common.observed import steady
+from tests.common.searching import HARDWARE
+from tests.common.synthetic_trace import StackShape, stack_trace
+
+SMALL = StackShape(hidden=256, layers=6, ffn=1024, vocab=1024, positions=256)
+SLOW = replace(HARDWARE, flops_per_s={"bfloat16": 2e12, "float16": 2e12}, host_adam_numel_per_s=2.5e8)
+"""The host's Adam takes longer than backward."""
+
+
+@pytest.fixture(scope="module")
+def stack() -> StepTrace:
+    return stack_trace(SMALL, batch=2, seq=256)
+
+
+def planned(trace: StepTrace, world_size: int = 1, machine: HardwareProfile = SLOW, **options: Any) -> Plan:
+    given = {"device_memory": 1 << 40, "host_memory": 64 * GIB, "placement": "cpu"}
+    return plan_from_trace(trace, machine, world_size, **(given | options))
+
+
+def chosen(plan: Plan) -> list[int]:
+    return [index for index, chunk in enumerate(plan.chunks) if chunk.speculates]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_is_shorter_for_memory_that_is_left(stack: StepTrace, world_size: int, accumulation: int) -> None:
+    today = planned(stack, world_size, accumulation=accumulation)
+    plan = planned(stack, world_size, accumulation=accumulation, speculate=True)
+    assert plan.speculates
+    assert not today.speculates
+    assert plan.clipping
+    assert plan.predicted.seconds["total"] < 0.9 * today.predicted.seconds["total"]
+    numel = sum(plan.chunks[index].numel for index in chosen(plan))
+    assert plan.predicted.host_parts["undo"] == numel * (4 + 8 + 2)  # masters, moments and rounded weights
+    undo = plan.predicted.host_parts["undo"]
+    assert plan.predicted.host_peak_bytes == today.predicted.host_peak_bytes + undo <= plan.host_budget_bytes
+    assert simulate_step(plan, stack, SLOW).step_s == pytest.approx(plan.predicted.seconds["total"], rel=1e-9)
+    assert plan_record(plan)["speculating_chunks"] == len(chosen(plan))
+    assert f"{len(chosen(plan))} made in backward" in str(plan)
+
+
+def test_memory_that_is_left_is_never_passed(stack: StepTrace) -> None:
+    today = planned(stack)
+    need, before_s = today.predicted.host_peak_bytes, today.predicted.seconds["total"]
+    need -= today.predicted.host_parts.get(CHECKPOINT_PART, 0)  # takes what is left over
+    roomy = planned(stack, speculate=True)
+    for share in (0.0, 0.1, 0.5, 0.9, 1.0):
+        budget = need + int(share * roomy.predicted.host_parts["undo"])
+        plan = planned(stack, host_memory=budget, speculate=True)
+        assert plan.predicted.host_peak_bytes <= budget
+        assert plan.predicted.seconds["total"] <= before_s
+        assert bool(chosen(plan)) == (share > 0)
+        before_s = plan.predicted.seconds["total"]
+
+
+def test_nothing_is_chosen_that_does_not_pay(stack: StepTrace) -> None:
+    fast = replace(SLOW, host_adam_numel_per_s=1e15)
+    assert not planned(stack, machine=fast, speculate=True).speculates
+    roomy = planned(stack, placement="cuda", speculate=True)
+    assert not roomy.speculates  # all states are on the device
+
+
+def test_weights_on_the_device_return_after_the_norm(stack: StepTrace) -> None:
+    plan = planned(stack, speculate=True)
+    chunks = tuple(replace(chunk, resident=True, weight_home="device") for chunk in plan.chunks)
+    there = replace(plan, chunks=chunks)
+    spans = simulate_step(there, stack, SLOW).timeline
+    returned = [span for span in spans if span.name == "refresh" and span.chunk in chosen(plan)]
+    norm = max(span.end_s for span in spans if span.name == "norm") if plan.world_size > 1 else 0.0
+    assert len(returned) == len(chosen(plan))
+    assert min(span.start_s for span in returned) >= norm
+    made = {span.chunk: span for span in spans if span.name == "speculate"}
+    assert set(made) == set(chosen(plan))
+    backward = min(span.start_s for span in spans if span.name == "backward")
+    assert all(span.end_s > backward for span in made.values())
+
+
+def test_a_plan_that_is_made_again_speculates_too(stack: StepTrace) -> None:
+    plan = planned(stack, speculate=True)
+    seen = replace(steady(plan), step_s=3 * plan.predicted.seconds["total"])
+    again = correct(stack, SLOW, plan, [seen], "Adam").plan
+    assert again is None or again.speculates
+
+
+def test_files_say_it_and_refuse_what_cannot_be(stack: StepTrace) -> None:
+    plan = planned(stack, speculate=True)
+    assert Plan.from_json(plan.to_json()) == plan
+    chunk = plan.chunks[chosen(plan)[0]]
+    for wrong in ({"state_home": "device", "weight_home": "device"}, {"grad_entry": None}, {"steps_in_backward": True}):
+        with pytest.raises(InputError, match="'speculates'"):
+            replace(chunk, **wrong)  # type: ignore[arg-type]
+
+
+def test_the_two_ways_exclude_each_other() -> None:
+    with pytest.raises(InputError, match="one of the two"):
+        SearchRequest(world_size=1, speculate=True, step_in_backward=True)
+
+
+def test_optimizers_of_other_classes_wait(stack: StepTrace) -> None:
+    assert not planned(stack, optimizer_type="SGD", speculate=True).speculates
+
+
+def test_a_plan_by_hand_speculates_too(stack: StepTrace) -> None:
+    request = SearchRequest(world_size=1, speculate=True)
+    plan = simple_plan(stack, SLOW, request, split_number=8, shard_device="cpu")
+    assert plan.speculates
+    assert plan.predicted.host_peak_bytes == plan.host_budget_bytes
