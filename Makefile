@@ -3,6 +3,7 @@
 # make test-all     the slow ones as well
 # make pictures     the pictures of README and docs, made anew
 # make figures      the figures that README and docs quote, from the newest rows in benchmark/results
+# make test-newest  unit tests with the newest torch and transformers on the package index, in an environment of its own
 # make test-oldest  unit tests and the rehearsed proof with the oldest torch that is supported, in an environment of its own
 PYTHON ?= python3
 VENV   ?= .venv
@@ -17,7 +18,7 @@ PLAN    := $(PLANNED) --out $(OUT)/plan.json --plot $(OUT)/plan.png
 TRAIN   := example/train.py --model opt-125m --batch 4 --seq 64 --activation-checkpointing --device-memory 128MiB --steps 11
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart pictures figures test test-all test-oldest lint clean
+.PHONY: help quickstart pictures figures test test-all test-oldest test-newest lint clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -80,6 +81,16 @@ $(OLDEST)/.installed: requirements-oldest.txt pyproject.toml setup.py
 	$(OLDEST)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
+# Whatever is newest on the day: nothing is kept from the run before but what pip finds unchanged.
+NEWEST := .venv-newest
+
+test-newest:
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install -qq --upgrade 'setuptools>=68' wheel torch transformers
+	$(NEWEST)/bin/python -m pip install -qq --no-build-isolation -e '.[test]'
+	@$(NEWEST)/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'not slow' tests/unit
+
 # The stamps let a second run start at once; they are renewed when the requirements change.
 # requirements.txt goes first: it pins torch to a build that pip finds without the CUDA libraries, where one is offered.
 # setuptools is named because building without isolation (which would download it again) needs it, and Python >= 3.12
@@ -102,5 +113,5 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OUT) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(OUT) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,8 +22,13 @@ PIECE_NUMEL = 2**17
 """Elements per thread that are in float32 at a time: 512 KiB, so that they stay in a core's cache."""
 
 
+def norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a norm of gradients in `dtype`: float32 or wider, as `torch.nn.utils.get_total_norm` has it."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The 2-norm of each flat tensor, in float32, where it is. All are on one device.
+    """The 2-norm of each flat tensor, in float32 (of float64 in that), where it is. All are on one device.
 
     float32 gets the bits of `torch.nn.utils.get_total_norm`, however tensors are grouped into calls. In float16 a large
     tensor's norm would overflow though none of its elements does.
@@ -32,6 +37,8 @@ def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return []
     if gradients[0].device.type == "cpu":
         return [_host_norm(gradient) for gradient in gradients]
+    if any(gradient.dtype == torch.float64 for gradient in gradients):
+        return [torch.linalg.vector_norm(gradient, dtype=norm_dtype(gradient.dtype)) for gradient in gradients]
     return list(foreach_norm(list(gradients), 2.0, dtype=torch.float32))
 
 
@@ -39,8 +46,8 @@ def _host_norm(gradient: torch.Tensor) -> torch.Tensor:
     """torch's own CPU kernel converts element by element, in one thread and into one sum: 1 GB/s of bfloat16, and 0.4 %
     off for 5e7 elements."""
     norm: torch.Tensor
-    if gradient.dtype == torch.float32 or gradient.numel() <= ROW_NUMEL:
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    if gradient.dtype in (torch.float32, torch.float64) or gradient.numel() <= ROW_NUMEL:
+        norm = torch.linalg.vector_norm(gradient, dtype=norm_dtype(gradient.dtype))
         return norm
     whole = gradient.numel() - gradient.numel() % ROW_NUMEL
     piece_numel = min(PIECE_NUMEL * torch.get_num_threads(), whole)
@@ -81,7 +88,7 @@ class PartNorms:
         )
         self._parts = [part for part in bounds if part.begin < part.end]
         self._index = {part.place: index for index, part in enumerate(self._parts)}
-        self.values = torch.zeros(len(self._parts), device=device)
+        self.values = torch.zeros(len(self._parts), dtype=norm_dtype(chunk.dtype), device=device)
         """One per parameter of which the shard has a part."""
         self.ready: Ticket | None = None
         """The work that fills `values`; None where compute does."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError
 from elixir.hardware import other_device, total_host_bytes
 from elixir.models import fingerprint, refuse_unplannable
 from elixir.plan import Plan
+from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.units import dtype_name, format_bytes
 from elixir.wrapper.build.agreement import agree_on_values
 from elixir.wrapper.build.weights import Weights, WeightSource, become_real, few
@@ -53,6 +54,8 @@ def build_chunks(
     """
     agree_on_values(group, model, weights, strict=strict)
     by_name = dict(model.named_parameters(remove_duplicate=False))
+    if group.rank == 0:
+        _warn_if_laid_out_otherwise(by_name)
     chunks: list[Chunk] = []
     problem: Exception | None = None
     drawn = 0
@@ -161,6 +164,18 @@ def _attach(chunk: Chunk) -> None:
             become_real(slot.parameter, slot.placeholder)
     if chunk.whole is not None:
         chunk.to(ChunkState.RESIDENT, chunk.whole)
+
+
+def _warn_if_laid_out_otherwise(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Say which weights lose their layout in memory: kernels may take another way, and sums another order."""
+    with DisableTorchFunctionSubclass():  # where a weight lies is asked, not what it holds
+        found = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
+    if found:
+        logger.warning(
+            "%s: chunks keep weights contiguous, so what channels_last or a transposed layout gains is lost, and "
+            "numbers may differ from plain PyTorch's by rounding",
+            few(found),
+        )
 
 
 def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

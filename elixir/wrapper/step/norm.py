@@ -38,7 +38,7 @@ def total_norm(gradients: Sequence[torch.Tensor], threads: int) -> torch.Tensor:
 
 
 def norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of tensors with these `norms`, in float32; of none it is 0.
+    """The 2-norm of tensors with these `norms`, in their dtype; of none it is 0.
 
     It is where the norms are, which nobody waits for; on the CPU where they are on several devices. In float32 it has
     the bits of `torch.nn.utils.get_total_norm`.
@@ -47,7 +47,7 @@ def norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.zeros(())
     devices = list(dict.fromkeys(norm.device for norm in norms))
     if len(devices) > 1:
-        together = torch.empty(len(norms), device="cpu")
+        together = torch.empty(len(norms), dtype=max((n.dtype for n in norms), key=lambda dtype: dtype.itemsize))
         for device in devices:  # each is waited for once
             places = [index for index, norm in enumerate(norms) if norm.device == device]
             together[places] = torch.stack([norms[index] for index in places]).cpu()

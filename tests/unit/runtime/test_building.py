@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +314,29 @@ def test_a_model_with_nothing_to_train_is_evaluated_under_a_plan() -> None:
     for _ in range(2):
         assert torch.equal(module(inp["x"]), expected)
     module.close()
+
+
+def test_a_llama_has_the_buffers_and_the_loss_of_one_that_is_cast_as_a_whole() -> None:
+    """Frequencies of rotary positions included, which `model.bfloat16()` rounds too."""
+    it = case("llama")
+    plain = copy.deepcopy(it.model).bfloat16()
+    plan = make_plan(it, "streamed", unified_dtype=torch.bfloat16)
+    module = ElixirModule(it.model, plan, device="cpu")
+    buffers = dict(module.module.named_buffers())
+    assert any("inv_freq" in name for name in buffers)
+    for name, buffer in plain.named_buffers():
+        assert buffers[name].dtype is buffer.dtype
+        assert torch.equal(buffers[name], buffer), name
+    assert torch.equal(it.loss(module, it.inp), it.loss(plain, it.inp))
+    module.close()
+
+
+def test_weights_in_another_layout_are_said_to_lose_it(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
+    inp = {"x": torch.randn(2, 4, 8, 8)}
+    plan = simple_search(
+        model, 1, inp=inp, step_fn=lambda m, i: m(i["x"]).sum().backward(), hardware="cpu", shard_device="cpu"
+    )
+    with caplog.at_level(logging.WARNING, logger="elixir"):
+        ElixirModule(model, plan, device="cpu").close()
+    assert "0.weight, 1.weight: chunks keep weights contiguous" in caplog.text

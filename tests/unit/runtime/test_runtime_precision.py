@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from elixir.search import optimal_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.loss_scale import LossScale
 from tests.common import gpu
-from tests.common.parity import ALL, MODES, Case, LossFn, case, hf_loss, make_plan
+from tests.common.parity import ALL, MODES, Case, LossFn, Pair, case, hf_loss, make_plan
 from tests.common.tiny_models import FAMILIES
 
 STEPS = 10
@@ -303,3 +304,18 @@ def test_weights_loaded_before_the_optimizer_is_made_are_what_it_steps() -> None
     after = module.state_dict()
     assert all(torch.equal(after[name], value) for name, value in loaded.items())
     module.close()
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+def test_float64_on_the_cpu_has_the_bits_of_plain_training(mode: str) -> None:
+    it = case("opt", layers=1)
+    it.model.double()
+    with Pair(it, make_plan(it, mode), max_norm=0.05) as pair:
+        assert {chunk.dtype for chunk in pair.plan.chunks} == {"float64"}
+        pair.train(3)
+        pair.assert_same_weights()
+    plan = optimal_search(
+        it.model, 1, inp=it.inp, step_fn=lambda m, i: it.loss(m, i).backward(), hardware="cpu", device_memory="1GiB",
+        host_memory="1GiB",
+    )  # fmt: skip
+    assert plan.predicted.seconds["total"] > 0
