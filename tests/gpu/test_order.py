@@ -17,7 +17,7 @@ from elixir.chunk.lanes import Ticket
 from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from tests.common.early import HOMES, early_plan
+from tests.common.early import HOMES, early_plan, speculating
 from tests.common.gpu import needs_pretended_gpu
 from tests.common.parity import MODES, Case, case, make_plan, mixed
 from tests.cuda_emulator import install
@@ -105,6 +105,15 @@ def test_steps_in_backward(homes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     it = on_cuda("opt")
     with watching(monkeypatch) as races:
         train(it, early_plan(it, homes, unified_dtype="bfloat16"), max_norm=0.0)
+    assert not races.found
+
+
+@pytest.mark.parametrize("max_norm", [1e9, 1e-3])
+@pytest.mark.parametrize("homes", HOMES)
+def test_new_states_in_backward(homes: str, max_norm: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = on_cuda("opt")
+    with watching(monkeypatch) as races:
+        train(it, speculating(it, homes, unified_dtype="bfloat16"), steps=4, max_norm=max_norm)
     assert not races.found
 
 

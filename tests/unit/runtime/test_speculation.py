@@ -469,3 +469,22 @@ def test_the_second_set_of_states_is_counted() -> None:
         optimizer.zero_grad()
     assert arena.parts("host")["undo"] == parts["undo"]
     module.close()
+
+
+@every_home
+def test_memory_of_old_states_is_poisoned_once_new_ones_are_kept(homes: str) -> None:
+    """So that whatever still looks at it changes the bits that all tests here compare."""
+    it = chain()
+    with Pair(it, chain_plan(it, homes), max_norm=1e9) as pair:
+        pair.train(1)
+        (stepper,) = pair.engine.steppers
+        old = {index: part.states.master for index, part in stepper.parts.items()}  # type: ignore[attr-defined]
+        pair.backward()
+        begun = attempts(pair.module)
+        pair.step()
+        settled(pair)
+        assert begun
+        assert all(old[index].isnan().all() for index in begun)
+        assert not any(part.states.master.isnan().any() for part in stepper.parts.values())  # type: ignore[attr-defined]
+        pair.train(1)
+        pair.assert_same_weights()

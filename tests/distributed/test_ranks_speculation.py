@@ -1,0 +1,91 @@
+"""New states that are made during backward on several ranks: the bits are those without."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.chunk.lanes import Emulation
+from elixir.plan import Plan
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
+from tests.common.ddp import batch_of, plan_for
+from tests.common.debug import debugged
+from tests.common.early import HOMES, all_speculating, attempts, rehomed
+from tests.common.parity import hf_loss
+from tests.common.spawn import run_ranks
+from tests.common.tiny_models import tiny
+
+NORMS = (1e9, 1e9, 1e-3, 1e9, 1e9)
+
+
+def _kept(rank: int, world_size: int, homes: str, options: dict[str, Any]) -> None:
+    if "emulation" in options:
+        options = {"emulation": Emulation(delay_s=1e-3, seed=rank)}
+    model = tiny("gpt2")
+    inp = batch_of(model, rank, world_size)
+    ordinary = rehomed(plan_for(model, inp, "host", loss=hf_loss), homes)
+    results = []
+    for plan in (all_speculating(ordinary), ordinary):
+        results.append(_trained(copy.deepcopy(model), plan, inp, options))
+    (mine, kept), (plain, none) = results
+    assert not any(none)
+    assert [bool(count) for count in kept] == [norm > 1 for norm in NORMS]
+    assert not [name for name in plain if not torch.equal(mine[name], plain[name])]
+
+
+def _trained(model: Any, plan: Plan, inp: Any, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[int]]:
+    module = ElixirModule(model, plan, device="cpu", **debugged(options, poison=True))
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    kept = []
+    for norm in NORMS:
+        optimizer.max_norm = norm
+        optimizer.backward(hf_loss(module, inp))
+        assert bool(attempts(module)) == plan.speculates
+        optimizer.step()
+        kept.append(engine_of(module).steppers[0].speculation.kept)  # type: ignore[attr-defined]
+        optimizer.zero_grad()
+    state = module.state_dict()
+    module.close()
+    return state, kept
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_same_bits_as_without(homes: str) -> None:
+    run_ranks(2, _kept, homes, {})
+
+
+@pytest.mark.parametrize("options", [{"emulation": None}, {"evict_always": True}])
+def test_same_bits_under_other_conditions(options: dict[str, Any]) -> None:
+    run_ranks(2, _kept, "streamed", options)
+
+
+def _one_refuses(rank: int, world_size: int) -> None:
+    """One rank alone has wrong new states: all give the same weights all the same."""
+    model = tiny("gpt2")
+    inp = batch_of(model, rank, world_size)
+    plan = all_speculating(rehomed(plan_for(model, inp, "host", loss=hf_loss), "states"))
+    module = ElixirModule(model, plan, device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    other = ElixirModule(tiny("gpt2"), replace(plan, chunks=tuple(replace(c, speculates=False) for c in plan.chunks)))
+    its = ElixirOptimizer(other, torch.optim.AdamW(other.parameters(), lr=1e-3))
+    for _ in range(3):
+        for each, steps in ((module, optimizer), (other, its)):
+            steps.backward(hf_loss(each, inp))
+            if rank == 0:
+                for chunk in engine_of(each).chunks:
+                    chunk.writes += 1  # as if somebody had written to its states
+            steps.step()
+            steps.zero_grad()
+    mine, plain = module.state_dict(), other.state_dict()
+    assert not [name for name in plain if not torch.equal(mine[name], plain[name])]
+    module.close()
+    other.close()
+
+
+def test_ranks_may_differ_in_what_they_keep() -> None:
+    run_ranks(2, _one_refuses)
