@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -61,8 +62,7 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was left out because float16 gradients overflowed."""
-        skipped: bool = self.optimizer.step_was_skipped
-        return skipped
+        return bool(self.optimizer.step_was_skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """The states, whole, on rank 0; all ranks call this."""
@@ -99,11 +99,10 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         self._elixir_adopted(options)
 
     @classmethod
-    def adopt(cls, accelerator: Accelerator, options: dict[str, Any]) -> ElixirAccelerator:
+    def adopt(cls, accelerator: Accelerator, options: dict[str, Any]) -> None:
         """Turn an Accelerator that somebody else has made into one of these, in place."""
         accelerator.__class__ = cls
         accelerator._elixir_adopted(options)
-        return accelerator  # type: ignore[no-any-return]
 
     def _elixir_adopted(self, options: dict[str, Any]) -> None:
         self._elixir_options = options
@@ -166,11 +165,8 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         options["inp"], traced = as_inp(inp, options.get("step_fn", default_step))
 
         def step(twin: Any, batch: Any) -> None:
-            self._elixir_tracing = True
-            try:
+            with patch.object(self, "_elixir_tracing", True):
                 traced(twin, batch)
-            finally:
-                self._elixir_tracing = False
 
         return {**options, "step_fn": step}
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import elixir
-from elixir.errors import InputError
 from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 
@@ -55,9 +54,7 @@ class Run:
         """Load what `save` wrote; whether there is any. Random numbers are the framework's. All ranks call this."""
         if not (Path(folder) / STATES).is_dir():
             return False
-        loaded = elixir.load_checkpoint(Path(folder) / STATES, self._state(), rng=False)
-        for note in loaded.notes if self.is_main else ():
-            logger.warning("%s: %s", folder, note)
+        elixir.load_checkpoint(Path(folder) / STATES, self._state(), rng=False)
         return True
 
     def save_plan(self, folder: str | os.PathLike[str]) -> None:
@@ -78,9 +75,3 @@ class Run:
         several = len(self.optimizers) > 1
         named = {f"optimizer_{number}" if several else "optimizer": each for number, each in enumerate(self.optimizers)}
         return {"model": self.module, **named}
-
-
-def refuse_meta(model: Any, what: str) -> None:
-    """Raise `InputError` where `model` has weights on meta, of which `what` needs the values."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise InputError(f"{what} needs the weights of {type(model).__name__}, which is on meta until train() wraps it")

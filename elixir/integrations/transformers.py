@@ -22,7 +22,7 @@ from elixir.errors import InputError
 from elixir.integrations.accelerate import SETTLED as OF_ACCELERATOR
 from elixir.integrations.accelerate import ElixirAccelerator, logger
 from elixir.integrations.options import Options, read_options
-from elixir.integrations.run import Planned, Run, refuse_meta
+from elixir.integrations.run import Planned, Run
 from elixir.models import generators_untouched, planning_batch
 from elixir.plan import Plan
 
@@ -148,7 +148,8 @@ class ElixirMixin(_Base):  # type: ignore[misc]
         if self.elixir is not None and self.elixir.module.module is self.model:
             return self.elixir.module
         if not training:
-            refuse_meta(model, "evaluation before training")
+            if any(parameter.is_meta for parameter in model.parameters()):
+                raise InputError("evaluation needs weights, but the model is on meta until train() wraps it")
             return super()._wrap_model(model, training=False)
         if self.elixir is not None:
             self.elixir.module.close()  # a new model has come from model_init

@@ -1,0 +1,147 @@
+"""An ElixirAccelerator's loop gives the numbers of a plain Accelerator's, to the bit, and goes on from its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import GradientAccumulationPlugin
+from torch.utils.data import DataLoader
+
+from elixir.errors import InputError
+from elixir.integrations.accelerate import ElixirAccelerator
+from tests.common.trainers import collate, llama, rows
+
+ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement": "cpu"}
+STREAMED = {"device_memory": "90KiB", "host_memory": "64MiB"}
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> Iterator[None]:
+    """All Accelerators of a process share a state, which the first one makes."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+class Loop:
+    """A script of the user's: accumulation, clipping and a schedule."""
+
+    def __init__(self, accelerator: Any, samples: int = 6) -> None:
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        loader = DataLoader(rows(samples, 0), batch_size=2, collate_fn=collate, shuffle=True)
+        self.accelerator = accelerator
+        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+
+    def epoch(self) -> list[float]:
+        """The losses and norms of a pass over the data."""
+        found = []
+        torch.manual_seed(7)
+        for batch in self.loader:
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                self.accelerator.backward(loss)
+                found.append(loss.item())
+                if self.accelerator.sync_gradients:
+                    found.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return found
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self.accelerator.get_state_dict(self.model).items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_loop_gives_the_same_bits_and_is_resumed(tmp_path: Path) -> None:
+    plain = Loop(Accelerator(cpu=True, gradient_accumulation_steps=2))
+    ours = Loop(ElixirAccelerator(cpu=True, gradient_accumulation_steps=2, elixir=ON_HOST))
+    assert ours.accelerator.elixir.module.plan.accumulation == 2
+    assert ours.accelerator.unwrap_model(ours.model).config.model_type == "llama"
+    assert ours.epoch() == plain.epoch()
+    ours.accelerator.save_state(str(tmp_path / "ours"))
+    plain.accelerator.save_state(str(tmp_path / "plain"))
+    after = plain.epoch()
+    assert ours.epoch() == after
+    assert same(plain.weights(), ours.weights())
+    for folder in ("ours", "plain"):  # a plain Accelerator's files are taken too
+        ours.accelerator.load_state(str(tmp_path / folder))
+        assert ours.epoch() == after
+        assert same(plain.weights(), ours.weights())
+    assert (tmp_path / "elixir_plan.json").exists()
+    assert (tmp_path / "ours" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_streamed_plan_and_one_that_was_saved(tmp_path: Path) -> None:
+    plain = Loop(Accelerator(cpu=True)).epoch()
+    accelerator = ElixirAccelerator(cpu=True, elixir=STREAMED)
+    ours = Loop(accelerator)
+    assert any(not chunk.resident for chunk in accelerator.elixir.module.plan.chunks)
+    assert ours.epoch() == plain
+    accelerator.elixir.save_plan(tmp_path)
+    again = ElixirAccelerator(cpu=True, elixir={"plan": str(tmp_path / "elixir_plan.json")})
+    assert Loop(again).epoch() == plain
+
+
+@pytest.mark.slow
+def test_mixed_precision_is_the_dtype_of_the_plan() -> None:
+    ours = Loop(ElixirAccelerator(cpu=True, mixed_precision="bf16", elixir=ON_HOST))
+    assert ours.accelerator.elixir.module.plan.dtype == "bfloat16"
+    assert ours.epoch()[0] == pytest.approx(3.88, abs=0.05)
+    other = Accelerator(cpu=True, mixed_precision="bf16")  # what all Accelerators share is as it was
+    assert other.native_amp
+
+
+def test_a_dry_run_prepares_nothing() -> None:
+    accelerator = ElixirAccelerator(cpu=True, elixir=ON_HOST)
+    model = llama()
+    loader = DataLoader(rows(4, 0), batch_size=2, collate_fn=collate)
+    before = torch.get_rng_state()
+    plan = accelerator.plan(model, torch.optim.AdamW(model.parameters()), loader)
+    assert plan.placement == "cpu"
+    assert accelerator.elixir is None
+    assert torch.equal(before, torch.get_rng_state())
+    assert not model.lm_head.weight.is_meta
+
+
+def test_refusals() -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(InputError, match=r"comes from gradient_accumulation_steps="):
+        ElixirAccelerator(cpu=True, elixir={"accumulation": 2})
+    with pytest.raises(InputError, match=r"give prepare\(\) the training DataLoader"):
+        ElixirAccelerator(cpu=True, elixir=ON_HOST).prepare(model, optimizer)
+    with pytest.raises(InputError, match="one model together with its optimizers"):
+        ElixirAccelerator(cpu=True, elixir=ON_HOST).prepare(optimizer)
+    AcceleratorState._reset_state(True)
+    with pytest.raises(InputError, match=r"torch.compile is configured"):
+        ElixirAccelerator(cpu=True, dynamo_backend="eager")
+    AcceleratorState._reset_state(True)
+    accelerator = ElixirAccelerator(cpu=True, elixir={**ON_HOST, "inp": collate(rows(2, 0))})
+    accelerator.prepare(model, optimizer)
+    with pytest.raises(InputError, match="by their norm only"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+    with pytest.raises(InputError, match="make one for each"):
+        accelerator.prepare(llama(), torch.optim.AdamW(llama().parameters()))
+
+
+def test_what_all_accelerators_share_stays() -> None:
+    shared = Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2))
+    before = dict(shared.gradient_state.plugin_kwargs)
+    Loop(ElixirAccelerator(cpu=True, gradient_accumulation_steps=2, elixir=ON_HOST), samples=4)
+    assert shared.gradient_state.plugin_kwargs == before
+    assert type(shared) is Accelerator
