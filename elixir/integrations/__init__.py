@@ -17,7 +17,11 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_wrap_model",
     ),
     "accelerate": ("_is_accelerate_prepared",),
-    "lightning": (),
+    "lightning": (
+        "_device",  # what training_step makes on self.device belongs on meta while it is traced
+        "_layer_sync",  # sync_batchnorm, which is refused
+        "_precision_plugin",  # the Trainer reads it of a strategy that it is given
+    ),
 }
 """Every name of a framework that begins with an underscore and on which an integration leans.
 

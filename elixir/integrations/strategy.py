@@ -1,0 +1,279 @@
+"""A Lightning strategy under a plan, for both packages in which it comes; see `elixir.integrations.lightning`."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from elixir.api import dry_run, wrap
+from elixir.errors import InputError
+from elixir.integrations.options import as_inp, read_options
+from elixir.integrations.run import Planned, Run
+from elixir.models import planning_batch
+from elixir.plan import Plan
+from elixir.torch_private import tree_map
+from elixir.wrapper.engine import engine_of
+from elixir.wrapper.optimizer import stepper_of
+
+_BF16, _FP16 = ("bf16-true", "bf16-mixed"), ("16-true", "16-mixed")
+DTYPES = {"32-true": None, **dict.fromkeys(_BF16, "bfloat16"), **dict.fromkeys(_FP16, "float16")}
+"""Lightning's precision -> the plan's dtype."""
+
+SETTLED = {
+    "accumulation": "Trainer(accumulate_grad_batches=)",
+    "clipping": "Trainer(gradient_clip_val=)",
+    "device": "Trainer(accelerator=, devices=)",
+    "dtype": "Trainer(precision=)",
+    "group": "the default process group",
+    "inp": "ElixirStrategy(batch=)",
+    "max_norm": "Trainer(gradient_clip_val=)",
+}
+"""Arguments of `elixir.wrap` that a Trainer settles -> the setting that does."""
+
+_COPIES = {"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging"}
+
+
+class PrecisionMixin:
+    """Comes before Lightning's Precision: the plan casts; the loss scale and clipping are the ElixirOptimizer's."""
+
+    def __init__(self, precision: str = "32-true") -> None:
+        if precision not in DTYPES:
+            raise InputError(f"precision={precision!r} is not known here; choose one of {', '.join(DTYPES)}")
+        self.precision = precision
+        self.elixir: Run | None = None
+
+    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """The LightningModule's own hook; with float16 of the scaled loss."""
+        if self.elixir is not None and self.elixir.module.plan.dtype == "float16":
+            self.elixir.optimizers[0].backward(tensor, *args, **kwargs)
+        else:
+            model.backward(tensor, *args, **kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """The next step clips."""
+        plain(optimizer).clip_grad_norm_(clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Refused: gradients are sharded."""
+        raise InputError("gradients are sharded and can be clipped by norm only: gradient_clip_algorithm='norm'")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, for Lightning's checkpoints."""
+        return {} if self.elixir is None else engine_of(self.elixir.module).loss_scale.state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with a loss scale."""
+        if self.elixir is not None and state_dict:
+            engine_of(self.elixir.module).loss_scale.load(state_dict)
+
+
+_Base: Any = object
+"""For type checkers, which must not look for Lightning's methods here."""
+
+
+class StrategyMixin(_Base):  # type: ignore[misc]
+    """Comes before Lightning's DDPStrategy: trains under a plan, made from the data and `training_step`.
+
+    Args:
+        step_fn: ``step_fn(lightning_module, batch)`` runs forward, loss and backward, where `training_step` cannot be
+            traced or optimization is manual.
+        batch: the batch to plan for; by default the longest samples of the training data.
+        init_on_meta: `configure_model` builds on the meta device, and wrapping fills the model chunk by chunk.
+        options: arguments of `elixir.wrap`, such as ``device_memory``, and of DDPStrategy, such as ``start_method``.
+            ``placement_policy`` is another name for ``placement``: auto, cuda or cpu.
+
+    Raises:
+        InputError: an option repeats a setting of the Trainer.
+    """
+
+    elixir: Any = None
+    """The `Run`: the wrapped model and its optimizers; None before `fit`."""
+    optimizers: Any
+    precision_class: type
+    restore_checkpoint_after_setup = True
+    lightning_restore_optimizer = True
+
+    def __init__(self, step_fn: Any = None, batch: Any = None, init_on_meta: bool = False, **options: Any) -> None:
+        of_ddp = set(inspect.signature(super().__init__).parameters) - {"kwargs"}
+        if "placement_policy" in options:
+            options["placement"] = options.pop("placement_policy")
+        own = {name: value for name, value in options.items() if name not in of_ddp}
+        self._elixir_options = read_options(own, SETTLED)
+        self._elixir_step_fn, self._elixir_batch, self._elixir_meta = step_fn, batch, init_on_meta
+        self._elixir_only_plan = False
+        super().__init__(**{name: value for name, value in options.items() if name in of_ddp})
+
+    def dry_run(self, trainer: Any, model: Any, **data: Any) -> Plan:
+        """The plan that ``trainer.fit(model, **data)`` would run, found by preparing for it up to there."""
+        self._elixir_only_plan = True
+        try:
+            trainer.fit(model, **data)
+        except Planned as made:
+            return made.plan
+        finally:
+            self._elixir_only_plan = False
+        raise InputError("fit() ended before it came to a plan")
+
+    # --- Setting up ---------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Ours, whichever the Trainer made."""
+        return self._precision_plugin or self.precision_class()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        # The Trainer makes one by the type of the strategy, and does not know this one.
+        known = plugin is None or isinstance(plugin, PrecisionMixin)
+        self._precision_plugin = plugin if known else self.precision_class(plugin.precision)
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around `configure_model`."""
+        with torch.device("meta") if self._elixir_meta else contextlib.nullcontext():
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        """As of DDPStrategy, with optimizers on the plain model first, then the plan, then the wrapped model."""
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == "fit"
+        ours = self.elixir is not None and self.elixir.module.module is self.lightning_module
+        if fitting:
+            if ours:
+                self.elixir.module.close()  # a second fit makes new optimizers
+            self._elixir_refuse(trainer)
+            self.setup_optimizers(trainer)
+            self._elixir_wrap(trainer)
+        if ours or fitting:
+            self.model = self.elixir.module
+        else:
+            self.model_to_device()  # there is no plan without training
+        self.setup_precision_plugin()
+
+    def _elixir_refuse(self, trainer: Any) -> None:
+        copies = [
+            name for each in trainer.callbacks for kind in type(each).__mro__ if (name := kind.__name__) in _COPIES
+        ]
+        refused = {
+            "gradients are sharded and can be clipped by norm only: gradient_clip_algorithm='norm'": (
+                trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm").lower().endswith("value")
+            ),
+            f"{min(copies, default='')} copies the model, whose weights lie in shared chunks; leave it out": bool(
+                copies
+            ),
+            "sync_batchnorm is not done here; convert the model with torch.nn.SyncBatchNorm": self._layer_sync,
+        }
+        for sentence, found in refused.items():
+            if found:
+                raise InputError(sentence)
+
+    def _elixir_wrap(self, trainer: Any) -> None:
+        options = {"dtype": DTYPES[self.precision_plugin.precision], "device": self.root_device, **self._elixir_options}
+        clips = bool(trainer.gradient_clip_val) or not self.lightning_module.automatic_optimization
+        if "plan" not in options:
+            batch = self._elixir_batch
+            if batch is None:
+                trainer.fit_loop.setup_data()  # as Trainer.estimated_stepping_batches does
+                batch = tree_map(planning_batch, trainer.train_dataloader)
+            inp, step_fn = as_inp(batch, self._elixir_traced)
+            options |= {"inp": inp, "step_fn": step_fn, "accumulation": trainer.accumulate_grad_batches}
+            options["clipping"] = clips and not options.get("step_in_backward", False)
+        self.lightning_module.train()
+        if self._elixir_only_plan:
+            raise Planned(dry_run(self.lightning_module, self.optimizers, **options))
+        module, optimizers = wrap(self.lightning_module, self.optimizers, **options)
+        for each in optimizers:
+            stepper_of(each).asked_for_norm = clips and not module.plan.steps_in_backward  # so from the first step on
+        self.elixir = self.precision_plugin.elixir = Run(module, optimizers, is_main=self.is_global_zero)
+        self.optimizers = optimizers
+
+    def _elixir_traced(self, twin: Any, batch: Any) -> None:
+        """`training_step` on the copy that is traced, which logs nowhere and measures nothing."""
+        with contextlib.ExitStack() as changed:
+            quiet = {"log": _nowhere, "log_dict": _nowhere, "_device": torch.device("meta")}
+            changed.enter_context(patch.dict(vars(twin), quiet))
+            for part in twin.modules():
+                if any(kind.__module__.startswith("torchmetrics.") for kind in type(part).__mro__):
+                    changed.enter_context(patch.dict(vars(part), forward=_nowhere, update=_nowhere))
+            if self._elixir_step_fn is not None:
+                self._elixir_step_fn(twin, batch)
+                return
+            if not twin.automatic_optimization:
+                raise InputError("manual optimization cannot be traced; give ElixirStrategy(step_fn=...)")
+            try:
+                output = twin.training_step(batch, 0)
+            except RuntimeError as error:
+                if "not attached to a" not in str(error):
+                    raise
+                raise InputError("training_step uses self.trainer; give ElixirStrategy(step_fn=...)") from error
+            (output["loss"] if isinstance(output, Mapping) else output).backward()
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As of DDPStrategy; by hand, backward and step run inside of it, so outside of the wrapper's forward."""
+        if self.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        return self.lightning_module.training_step(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """As of DDPStrategy; then gradients go, which Lightning would hold during the next forward."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.lightning_module.automatic_optimization:
+            optimizer.zero_grad()
+        trainer = self.lightning_module.trainer
+        for logger in trainer.loggers if (trainer.global_step + 1) % trainer.log_every_n_steps == 0 else ():
+            logger.log_metrics(self.elixir.numbers(), step=trainer.global_step)
+        return result
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Nothing: each micro-batch is reduced into shards, since the plan counts no more."""
+        yield
+
+    # --- Checkpoints --------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> Any:
+        """Full weights under the LightningModule's names, in float32, on rank 0."""
+        return (
+            self.elixir.module.state_dict(rank0_only=True) if self._elixir_runs else self.lightning_module.state_dict()
+        )
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        """States in torch's layout, on rank 0."""
+        return plain(optimizer).state_dict(rank0_only=True)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """States of this strategy or any other that saves torch's layout."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            plain(optimizer).load_state_dict(state)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """As of DDPStrategy; the plan is written next to the checkpoint."""
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if self._elixir_runs:
+            self.elixir.save_plan(Path(filepath).parent)
+
+    def teardown(self) -> None:
+        """As of DDPStrategy, but the model stays where the plan has it, for a validation after training."""
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()
+
+    @property
+    def _elixir_runs(self) -> bool:
+        return self.elixir is not None and self.elixir.module.module is self.lightning_module
+
+
+def plain(optimizer: Any) -> Any:
+    """The ElixirOptimizer in a LightningOptimizer, which inherits its methods but not what they work on."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _nowhere(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros((), device="meta")

@@ -1,0 +1,222 @@
+"""Lightning under a plan logs, validates, saves and resumes as its DDP strategy does on one device, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.loggers import Logger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elixir.integrations.lightning as ours
+from elixir.errors import InputError, TraceError
+from elixir.integrations.lightning import ElixirStrategy
+
+ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement_policy": "cpu"}
+
+
+class Module(lightning.LightningModule):
+    """Two layers, a metric, and a schedule for each step."""
+
+    def __init__(self, wide: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, wide), nn.Tanh(), nn.Linear(wide, wide), nn.Tanh())
+        self.head = nn.Linear(wide, 3)
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.accuracy(logits, y)
+        self.log("loss", loss, on_step=True)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Late(Module):
+    """Builds in `configure_model`, which may be on meta."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        del self.body, self.head
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "head"):
+            self.body, self.head = nn.Sequential(nn.Linear(8, 16), nn.Tanh()), nn.Linear(16, 3)
+
+
+class ByHand(Module):
+    """Manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.log("loss", loss, on_step=True)
+
+
+class Log(Logger):
+    """Remembers everything."""
+
+    name, version = "log", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, Any]] = []
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.rows.append({**metrics, "step": step})
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def plain(self) -> list[dict[str, Any]]:
+        rows = [row for row in self.rows if not any(name.startswith("elixir/") for name in row)]
+        # LearningRateMonitor logs the same number under this name too, since schedulers hold the optimizer given.
+        return [{name: value for name, value in row.items() if name != "lr-ElixirOptimizer"} for row in rows]
+
+
+def data(count: int = 20) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 8, generator=generator)
+    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=4)
+
+
+def trainer(strategy: Any, folder: Path, **more: Any) -> Any:
+    given = {
+        "accelerator": "cpu", "devices": 1, "max_epochs": 2, "log_every_n_steps": 1, "logger": Log(),
+        "enable_progress_bar": False, "enable_model_summary": False, "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.3, "val_check_interval": 3, "num_sanity_val_steps": 1, "default_root_dir": str(folder),
+    }  # fmt: skip
+    return lightning.Trainer(strategy=strategy, **{**given, **more})
+
+
+def fitted(strategy: Any, folder: Path, module: Any = None, resume: Any = None, **more: Any) -> tuple[Any, Any]:
+    torch.manual_seed(5)
+    module = Module() if module is None else module
+    made = trainer(strategy, folder, **more)
+    made.fit(module, data(), data(8), ckpt_path=resume)
+    return made, module
+
+
+def states(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=False)["state_dict"]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def callbacks(folder: Path) -> list[Any]:
+    return [
+        ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1),
+        LearningRateMonitor("step"),
+        EarlyStopping("val_loss", patience=9),
+    ]
+
+
+def test_fits_and_is_resumed_with_the_same_bits(tmp_path: Path) -> None:
+    plain, _ = fitted("ddp", tmp_path, callbacks=callbacks(tmp_path / "plain"))
+    done, module = fitted(ElixirStrategy(**ON_HOST), tmp_path, callbacks=callbacks(tmp_path / "ours"))
+    assert done.logger.plain() == plain.logger.plain()
+    assert any("elixir/step_s" in row for row in done.logger.rows)
+    assert done.strategy.elixir.module.plan.accumulation == 2
+    assert (tmp_path / "ours" / "elixir_plan.json").exists()
+    name = "step=4.ckpt"
+    assert same(states(tmp_path / "plain" / name), states(tmp_path / "ours" / name))
+    assert done.test(module, data(8), verbose=False) == plain.test(plain.lightning_module, data(8), verbose=False)
+    predicted = [trainer.predict(trainer.lightning_module, data(8)) for trainer in (plain, done)]
+    assert all(torch.equal(a, b) for a, b in zip(*predicted, strict=True))
+    last = "step=6.ckpt"
+    fitted("ddp", tmp_path, resume=tmp_path / "plain" / "step=2.ckpt", callbacks=callbacks(tmp_path / "again"))
+    for folder in ("plain", "ours"):  # also from the other strategy's checkpoint
+        checkpoint = tmp_path / folder / "step=2.ckpt"
+        again, _ = fitted("elixir", tmp_path, resume=checkpoint, callbacks=callbacks(tmp_path / f"from-{folder}"))
+        assert same(states(tmp_path / f"from-{folder}" / last), states(tmp_path / "again" / last))
+        again.strategy.elixir.module.close()
+
+
+@pytest.mark.slow
+def test_a_second_fit_manual_optimization_and_meta(tmp_path: Path) -> None:
+    plain, module = fitted("ddp", tmp_path)
+    done, _ = fitted(ElixirStrategy(**ON_HOST), tmp_path)
+    plain, _ = fitted("ddp", tmp_path, module)
+    done, _ = fitted(done.strategy.__class__(**ON_HOST), tmp_path, done.strategy.elixir.module.release())
+    assert done.logger.plain() == plain.logger.plain()
+
+    def step(module: Any, batch: Any) -> None:
+        nn.functional.cross_entropy(module(batch[0]), batch[1]).backward()
+
+    more = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    plain, _ = fitted("ddp", tmp_path, ByHand(), **more)
+    done, _ = fitted(ElixirStrategy(step_fn=step, **ON_HOST), tmp_path, ByHand(), **more)
+    assert done.logger.plain() == plain.logger.plain()
+    meta, _ = fitted(ElixirStrategy(init_on_meta=True, **ON_HOST), tmp_path, Late())
+    assert meta.logger.plain()[-1]["val_loss"] < 2
+    assert not any(value.is_meta for value in meta.strategy.elixir.module.release().parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-true", "16-mixed"])
+def test_precision_is_the_dtype_of_the_plan(precision: str, tmp_path: Path) -> None:
+    done, _ = fitted(ElixirStrategy(**ON_HOST), tmp_path, precision=precision, callbacks=callbacks(tmp_path / "x"))
+    assert done.strategy.elixir.module.plan.dtype == {"bf16-true": "bfloat16", "16-mixed": "float16"}[precision]
+    assert {value.dtype for value in states(tmp_path / "x" / "step=4.ckpt").values() if value.is_floating_point()} == {
+        torch.float32
+    }
+
+
+def test_a_dry_run_and_refusals(tmp_path: Path) -> None:
+    strategy = ElixirStrategy(**ON_HOST)
+    plan = strategy.dry_run(trainer(strategy, tmp_path), Module(), train_dataloaders=data())
+    assert (plan.placement, plan.accumulation, strategy.elixir) == ("cpu", 2, None)
+    with pytest.raises(InputError, match="clipped by norm only"):
+        fitted(ElixirStrategy(**ON_HOST), tmp_path, gradient_clip_algorithm="value")
+    with pytest.raises(InputError, match="precision='64-true' is not known"):
+        trainer(ElixirStrategy(**ON_HOST), tmp_path, precision="64-true")
+    with pytest.raises(InputError, match="StochasticWeightAveraging"):
+        fitted(ElixirStrategy(**ON_HOST), tmp_path, callbacks=[StochasticWeightAveraging(1e-2)])
+    with pytest.raises(InputError, match="comes from Trainer"):
+        ElixirStrategy(max_norm=1.0)
+    with pytest.raises((InputError, TraceError), match="step_fn"):
+        fitted(ElixirStrategy(**ON_HOST), tmp_path, ByHand(), accumulate_grad_batches=1, gradient_clip_val=None)
+
+
+@pytest.mark.slow
+def test_the_other_package_of_lightning_has_a_strategy_too(tmp_path: Path) -> None:
+    import pytorch_lightning
+
+    import elixir.integrations.pytorch_lightning as other
+
+    assert not issubclass(other.ElixirStrategy, ours.ElixirStrategy)
+    made = pytorch_lightning.Trainer(strategy="elixir", accelerator="cpu", devices=1, default_root_dir=str(tmp_path))
+    assert isinstance(made.strategy, other.ElixirStrategy)
