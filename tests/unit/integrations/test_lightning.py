@@ -181,15 +181,15 @@ def test_a_second_fit_manual_optimization_and_meta(tmp_path: Path) -> None:
     done, _ = fitted(ElixirStrategy(step_fn=step, **ON_HOST), tmp_path, ByHand(), **more)
     assert done.logger.plain() == plain.logger.plain()
     meta, _ = fitted(ElixirStrategy(init_on_meta=True, **ON_HOST), tmp_path, Late())
-    assert meta.logger.plain()[-1]["val_loss"] < 2
+    assert [row["val_loss"] for row in meta.logger.rows if "val_loss" in row][-1] < 2
     assert not any(value.is_meta for value in meta.strategy.elixir.module.release().parameters())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-true", "16-mixed"])
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_precision_is_the_dtype_of_the_plan(precision: str, tmp_path: Path) -> None:
     done, _ = fitted(ElixirStrategy(**ON_HOST), tmp_path, precision=precision, callbacks=callbacks(tmp_path / "x"))
-    assert done.strategy.elixir.module.plan.dtype == {"bf16-true": "bfloat16", "16-mixed": "float16"}[precision]
+    assert done.strategy.elixir.module.plan.dtype == {"bf16-true": "bfloat16", "16-true": "float16"}[precision]
     assert {value.dtype for value in states(tmp_path / "x" / "step=4.ckpt").values() if value.is_floating_point()} == {
         torch.float32
     }
