@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
+from elixir.files import PathLike
 from elixir.kernels.adam.moments import Moments, make_moments
+from elixir.kernels.adam.offload import DiskStates, chosen
 from elixir.kernels.adam.rule import AdamOptions, check_step
 from elixir.kernels.adam.step import adam_step, fused_step
 from elixir.optimizer_states import check_kind
@@ -51,6 +53,9 @@ class HybridAdam(torch.optim.Optimizer):
             first stepped.
         maximize: ascend rather than descend.
         amsgrad: not supported; here so that a configuration that asks for it is refused.
+        nvme_offload_fraction: part of the elements in host memory whose states live on a disk, from the first parameter
+            on; with a plan, the plan says that instead (`disk_folder` of `ElixirModule`).
+        nvme_offload_dir: a folder on that disk. Nothing stays there when the process ends; `state_dict` has all states.
 
     Raises:
         InputError, InputTypeError: an option out of range; a parameter that is neither float32, bfloat16 nor float16.
@@ -73,6 +78,8 @@ class HybridAdam(torch.optim.Optimizer):
         moments: str = "float32",
         maximize: bool = False,
         amsgrad: bool = False,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: PathLike | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -85,7 +92,14 @@ class HybridAdam(torch.optim.Optimizer):
             "amsgrad": amsgrad,
         }
         self._versions: dict[nn.Parameter, int] = {}  # of weights that have masters, after their last step
+        self._on_disk: DiskStates | None = None
         super().__init__(params, defaults)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        offloaded = chosen(parameters, nvme_offload_fraction)
+        if nvme_offload_fraction and nvme_offload_dir is None:
+            raise InputError("nvme_offload_fraction needs nvme_offload_dir, a folder on the disk")
+        if offloaded and nvme_offload_dir is not None:
+            self._on_disk = DiskStates(nvme_offload_dir, offloaded, self.state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`; checks the group's options and parameters."""
@@ -111,11 +125,15 @@ class HybridAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         check_step(1, factor)
+        on_disk: list[tuple[nn.Parameter, dict[str, Any]]] = []
         for group in self.param_groups:
             options = _options(group)
             batches: dict[tuple[torch.device, int], list[_Item]] = {}
             for parameter in group["params"]:
                 if parameter.grad is None or parameter.numel() == 0:
+                    continue
+                if self._on_disk is not None and parameter in self._on_disk.parameters:
+                    on_disk.append((parameter, group))
                     continue
                 item = self._item(parameter, group)
                 state = self.state[parameter]
@@ -131,7 +149,34 @@ class HybridAdam(torch.optim.Optimizer):
                 _step_together(items, options, step, factor)
                 for item in items:
                     self._changed(item)
+        if self._on_disk is not None:
+            for parameter, group in self._on_disk.in_turn(on_disk, [parameter for parameter, _ in on_disk]):
+                self._step_one(parameter, group, factor)
         return result
+
+    def _step_one(self, parameter: nn.Parameter, group: dict[str, Any], factor: float) -> None:
+        """One parameter by itself, with the bits that it gets among others."""
+        item, options = self._item(parameter, group), _options(group)
+        state = self.state[parameter]
+        state["step"] += 1
+        step = int(state["step"])
+        if item.moments.kind == "float32" and parameter.numel() <= BATCHED_NUMEL and _has_fused(parameter):
+            _step_together([item], options, step, factor)
+        else:
+            weight_out = None if item.master is item.weights else item.weights
+            adam_step(item.gradient, item.master, weight_out, item.moments, options, step, factor)
+        self._changed(item)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.Optimizer.state_dict`; what lives on a disk is read into separate memory."""
+        found = super().state_dict()
+        if self._on_disk is not None:
+            every = [parameter for group in self.param_groups for parameter in group["params"]]
+            numbers = [number for group in found["param_groups"] for number in group["params"]]
+            for number, parameter in zip(numbers, every, strict=True):
+                if parameter in self._on_disk.parameters and number in found["state"]:
+                    found["state"][number] = {**found["state"][number], **self._on_disk.values(parameter)}
+        return found
 
     @torch.no_grad()
     def make_states(self) -> None:
@@ -158,11 +203,14 @@ class HybridAdam(torch.optim.Optimizer):
         for number, parameter in zip(numbers, parameters, strict=True):
             if number in saved:
                 self.state[parameter] = _loaded(saved[number], parameter)
+        if self._on_disk is not None:
+            self._on_disk.use(self.state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickled, or loaded: groups that torch's own Adam wrote lack some options, and have others."""
         super().__setstate__(state)
         self._versions = {}
+        self._on_disk = getattr(self, "_on_disk", None)
         for group in self.param_groups:
             group.setdefault("moments", "float32")
             group.setdefault("maximize", False)
