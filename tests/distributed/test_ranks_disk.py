@@ -1,0 +1,76 @@
+"""States on a disk, on several ranks: the bits of states in memory, and a disk that fails stops all ranks alike."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+from elixir.errors import DiskError, RankError
+from elixir.plan import Plan
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from tests.common.ddp import batch_of, plan_for
+from tests.common.on_disk import BrokenDisk, in_memory, on_disk
+from tests.common.parity import hf_loss
+from tests.common.spawn import run_ranks
+from tests.common.tiny_models import tiny
+
+
+def started(
+    rank: int, world_size: int, plan: Plan, folder: Path, disk: BrokenDisk
+) -> tuple[ElixirModule, ElixirOptimizer]:
+    model = tiny("opt")
+    module = ElixirModule(model, plan, device="cpu", disk_folder=folder, debug=Debug(poison=True, files=disk))
+    return module, ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-2), max_norm=1.0)
+
+
+def step(rank: int, world_size: int, module: ElixirModule, optimizer: ElixirOptimizer) -> None:
+    optimizer.backward(hf_loss(module, batch_of(tiny("opt"), rank, world_size)))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def training(rank: int, world_size: int, folder: Path) -> None:
+    model = tiny("opt")
+    plan = plan_for(model, batch_of(model, rank, world_size), "host", unified_dtype=torch.bfloat16)
+    found = []
+    for homes in (in_memory(plan), on_disk(plan)):
+        module, optimizer = started(rank, world_size, homes, folder, BrokenDisk(errno.EIO))
+        for _ in range(3):
+            step(rank, world_size, module, optimizer)
+        found.append((module.state_dict(), optimizer.state_dict()["state"]))
+        report = module.last_report
+        assert report is not None
+        if homes.uses_disk:
+            assert report.observed["disk_read"] == report.predicted["disk_read"]
+        module.close()
+    (weights, states), (its_weights, its_states) = found
+    assert all(torch.equal(weights[name], its_weights[name]) for name in weights)
+    for number, state in states.items():
+        assert all(torch.equal(value, its_states[number][kind]) for kind, value in state.items())
+
+
+def failing(rank: int, world_size: int, folder: Path) -> None:
+    """The disk of rank 1 fails: each rank is told in its next step, and all still give weights."""
+    model = tiny("opt")
+    plan = on_disk(plan_for(model, batch_of(model, rank, world_size), "host", unified_dtype=torch.bfloat16))
+    disk = BrokenDisk(errno.EIO)
+    module, optimizer = started(rank, world_size, plan, folder, disk)
+    step(rank, world_size, module, optimizer)
+    module.settle()
+    if rank == 1:
+        disk.break_it()
+    step(rank, world_size, module, optimizer)
+    with pytest.raises(DiskError if rank == 1 else RankError, match="rank 1's chunk"):
+        step(rank, world_size, module, optimizer)
+    state = module.state_dict()
+    assert all(bool(value.isfinite().all()) for value in state.values())
+    module.close()
+
+
+@pytest.mark.parametrize("what", [training, failing])
+def test_states_on_a_disk(what: object, tmp_path: Path) -> None:
+    run_ranks(2, what, tmp_path)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
