@@ -36,7 +36,7 @@ def test_it_runs_and_learns(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     losses = [float(found) for found in re.findall(r"loss'?:? '?(\d+\.\d+)", done.stdout)]
-    assert losses[-1] < (5.4 if name == "lora" else 4.5)  # of 256 bytes, log 256 is 5.55
+    assert losses[-1] < (5.4 if name == "lora" else 5.0)  # of 256 bytes, log 256 is 5.55
     assert "observed" in done.stdout
     if name != "lightning_fit":
         assert list(tmp_path.glob("*.safetensors"))
