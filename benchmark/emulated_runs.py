@@ -28,8 +28,8 @@ from elixir.plan import Home, Plan
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.problem import Placement, Setting
 from elixir.search.propose import Budgets, SearchSpace, weigh
-from elixir.search.simulator import simulate_step
-from elixir.step_trace import StepTrace
+from elixir.search.simulator import Rates, main_dtype, simulate_step
+from elixir.step_trace import Operation, StepTrace
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account import StepReport
 from elixir.wrapper.engine import engine_of
@@ -174,14 +174,22 @@ def median(steps: Sequence[Timed], field: str) -> float:
     return statistics.median(getattr(step, field) for step in steps)
 
 
-def scaled(trace: StepTrace, forward: float, backward: float) -> StepTrace:
-    """The same step whose compute takes so many times as long in forward, and in what comes after."""
-    accesses = tuple(
-        dataclasses.replace(event, flops=round(event.flops * factor), moved_bytes=round(event.moved_bytes * factor))
-        for event in trace.accesses
-        for factor in [forward if event.phase == "forward" else backward]
-    )
-    return dataclasses.replace(trace, accesses=accesses)
+def scaled(trace: StepTrace, machine: HardwareProfile, forward: float, backward: float) -> StepTrace:
+    """The same step whose compute takes so many times as long in forward, and in what comes after.
+
+    Each access gets one operator that takes its seconds: work alone, scaled, would leave latencies as they were.
+    """
+    dtype = main_dtype(trace)
+    rate = machine.rate(f"elementwise.{dtype}")
+    operations: dict[Operation, int] = {}
+    accesses = []
+    for access, now_s in zip(trace.accesses, Rates(machine, dtype, 1, 1).accesses_s(trace).tolist(), strict=True):
+        wanted_s = now_s * (forward if access.phase == "forward" else backward)
+        moved = round(max(0.0, wanted_s - rate.latency_s) * rate.per_s)
+        operation = Operation("elementwise", dtype, 0, moved)
+        known = operations.setdefault(operation, len(operations))
+        accesses.append(dataclasses.replace(access, operations=(known,) if moved else ()))
+    return dataclasses.replace(trace, operations=tuple(operations), accesses=tuple(accesses))
 
 
 def lane_rates(steps: Sequence[Timed], plan: Plan) -> dict[str, float]:
@@ -219,7 +227,7 @@ class Calibration:
                 self.compute, self.contention, lane_work_s(plan, self.machine, self.trace), self.alone_s, strict=True
             )
         ]
-        return scaled(self.trace, *factors)
+        return scaled(self.trace, self.machine, *factors)
 
 
 def lane_work_s(plan: Plan, machine: HardwareProfile, trace: StepTrace) -> tuple[float, float]:

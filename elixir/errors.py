@@ -163,6 +163,12 @@ class Lever:
     """The value for it; empty if that is the user's choice."""
     comes_last: bool = False
     """Whether all others are named first, although it saves more: it makes steps slower, and they need not be."""
+    options: tuple[tuple[str, str], ...] = ()
+    """Arguments that do it, where these are known to the last; a switch has an empty value."""
+    step_s: float | None = None
+    """Seconds of the step with it, where it suffices; None where it does not, or is not known to."""
+    enough: bool = True
+    """False where it was tried and is not enough alone."""
 
 
 class PlanError(ElixirError, RuntimeError):
@@ -178,18 +184,38 @@ class PlanError(ElixirError, RuntimeError):
     def __init__(self, message: str, *, needed_bytes: int, available_bytes: int, levers: Sequence[Lever] = ()) -> None:
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
-        self.levers = tuple(sorted(levers, key=lambda lever: (lever.comes_last, -lever.saves_bytes, lever.action)))
-        self._message = message
-        super().__init__(self.in_words(lambda lever: lever.action))
+        self.levers = tuple(sorted(levers, key=_by_worth))
+        self.what = message
+        super().__init__(self.in_words(_in_arguments))
 
     def in_words(self, action: Callable[[Lever], str]) -> str:
         """The whole message: what is short and by how much, then one line for each lever, which `action` puts into
         words."""
-        lines = [f"{self._message} ({_how_far(self.needed_bytes, self.available_bytes)})"]
+        lines = [f"{self.what} ({_how_far(self.needed_bytes, self.available_bytes)})"]
         for lever in self.levers:
-            effect = f" ({lever.effect} {readable_bytes(lever.saves_bytes)})" if lever.saves_bytes else ""
-            lines.append(f"  - {action(lever)}{effect}")
+            lines.append(f"  - {action(lever)}{_effect_of(lever)}")
         return "\n".join(lines)
+
+
+def _by_worth(lever: Lever) -> tuple[bool, float, bool, bool, int, str]:
+    """Sorts levers: first what suffices, by step time; then what saves most; last what is not enough alone."""
+    return (
+        lever.step_s is None, lever.step_s or 0.0, lever.comes_last, not lever.enough, -lever.saves_bytes, lever.action
+    )  # fmt: skip
+
+
+def _effect_of(lever: Lever) -> str:
+    if lever.step_s is not None:
+        return f" (enough: {lever.step_s:.3g} s a step)"
+    if not lever.enough:
+        return " (not enough alone)"
+    return f" ({lever.effect} {readable_bytes(lever.saves_bytes)})" if lever.saves_bytes else ""
+
+
+def _in_arguments(lever: Lever) -> str:
+    """An action, with the arguments of a search that do it."""
+    given = ", ".join(f"{name}={value!r}" if value else f"{name}=True" for name, value in lever.options)
+    return f"{lever.action}: {given}" if given else lever.action
 
 
 LONGEST_VALUE = 60

@@ -8,8 +8,10 @@ Every class here checks its values: what exists can be run. An `InputError` name
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from elixir.artifact import Artifact, digest
 from elixir.chunk_plan import (
@@ -72,6 +74,15 @@ class PlanPrediction:
     """Uses of streamed chunks that found them in a block already."""
     seconds: dict[str, float]
     """Predicted time by part; ``total`` is the step."""
+    fastest_s: float | None = None
+    """Seconds of the fastest plan that was found, which may depend more on the host than this one does; None where
+    there was no choice."""
+    range_s: tuple[float, float] | None = None
+    """Between what a step may take as far as rates are uncertain: what a preset says, a measured machine, or runs."""
+    flops: int = 0
+    """FLOPs of one rank and optimizer step, recomputed ones included, the optimizer's not."""
+    peak_flops_per_s: float | None = None
+    """Peak of one device, dense, in the dtype of most parameters."""
     disk_peak_bytes: int = 0
     """Master weights and optimizer states on the disk of one machine, of all its ranks together."""
 
@@ -104,6 +115,31 @@ class PlanPrediction:
             raise InputError(f"field 'seconds' must have the step's 'total', found {sorted(self.seconds)}")
         for part, seconds in self.seconds.items():
             check_at_least(0, f"seconds.{part}", seconds)
+        for name in ("flops", "fastest_s", "peak_flops_per_s"):
+            if getattr(self, name) is not None:
+                check_at_least(0, name, getattr(self, name))
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an optimizer step."""
+        return self.seconds["total"]
+
+    @property
+    def flops_per_s(self) -> float:
+        """FLOP/s of one device, over the whole step."""
+        return self.flops / self.step_s if self.step_s else 0.0
+
+    @property
+    def peak_share(self) -> float | None:
+        """Share of a device's peak that the step reaches, recomputed work included; None where it is not known."""
+        return self.flops_per_s / self.peak_flops_per_s if self.peak_flops_per_s and self.flops else None
+
+    def time_text(self) -> str:
+        """The step's seconds with their range, and those of the fastest plan where it is another."""
+        text = range_text(self.step_s, self.range_s)
+        if self.fastest_s is not None and self.fastest_s < self.step_s * (1 - NOTICEABLE_SHARE):
+            text += f", {format_seconds(self.fastest_s)} the fastest plan,"
+        return text
 
 
 @dataclass(frozen=True)
@@ -111,7 +147,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 11
+    schema_version: ClassVar[int] = 12
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
     model_name: str
@@ -366,6 +402,51 @@ class Plan(Artifact):
         )
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all ranks together, as predicted; None where samples are no tokens."""
+        tokens, step_s = self.step.tokens, self.predicted.step_s
+        return None if tokens is None or not step_s else tokens * self.accumulation * self.world_size / step_s
+
+    def _speed_text(self) -> str:
+        """The speed of all ranks and of one device, and what is not known of the machine."""
+        predicted = self.predicted
+        parts = [] if self.tokens_per_s is None else [f"{self.tokens_per_s:,.0f} tokens/s"]
+        share = predicted.peak_share
+        if share is not None:
+            parts.append(f"{predicted.flops_per_s / 1e12:.3g} TFLOP/s a device, {100 * share:.0f} % of its peak")
+        hosted = any(chunk.trainable and chunk.state_home != "device" for chunk in self.chunks)
+        if hosted and self.host_threads is None:
+            parts.append("threads of the host not known")
+        return "".join(f"; {part}" for part in parts)
+
+    def asks_levers(self, find: Callable[[Plan], tuple[Any, ...]]) -> None:
+        """Have `levers` ask this, which a search knows and a file does not."""
+        known = id(self)
+        _FINDERS[known] = (weakref.ref(self, lambda _: _FINDERS.pop(known, None)), find)
+
+    @property
+    def knows_levers(self) -> bool:
+        """Whether it comes from a search, so that `levers` can plan again."""
+        reference, _ = _FINDERS.get(id(self), (None, None))
+        return reference is not None and reference() is self
+
+    def levers(self) -> tuple[Any, ...]:
+        """The step with one thing changed, planned again (`elixir.search.PlanLever`): moments in fewer bits, fused
+        kernels, accumulation, other activation checkpointing, steps in backward; the most samples a second first.
+
+        What takes another trace is there for models that are known by name.
+
+        Raises:
+            InputError: the plan was read from a file, or changed, so that its step and machine are not known.
+        """
+        if not self.knows_levers:
+            raise InputError(
+                "levers() needs the step and the machine, which a plan from a file does not have; plan again with "
+                "optimal_search or plan_from_trace, or ask `elixir plan`"
+            )
+        return _FINDERS[id(self)][1](self)
+
+    @property
     def fingerprint(self) -> str:
         """Identifies the plan: same digits, same plan."""
         return digest(self.to_dict())
@@ -414,8 +495,9 @@ class Plan(Artifact):
             "host peak": _peak(predicted.host_peak_bytes, self.host_budget_bytes, self.host_reserve_bytes),
             "disk": _peak(predicted.disk_peak_bytes, self.disk_budget_bytes, 0) if self.uses_disk else "",
             "moved a step": f"{links}{of_several}",
-            "step": f"{format_seconds(predicted.seconds['total'])} predicted{of_several}"
-            + ("" if self.clipping else ", without clipping"),
+            "step": f"{predicted.time_text()} predicted{of_several}"
+            + ("" if self.clipping else ", without clipping")
+            + self._speed_text(),
             "start-up": f"{format_seconds(self.start_up_s)} until host memory is ready"
             if self.start_up_s >= NOTICEABLE_S
             else "",
@@ -424,6 +506,16 @@ class Plan(Artifact):
         return "\n".join((head, *(f"  {label:14}{text}" for label, text in lines.items() if text)))
 
 
+def range_text(seconds: float, between: tuple[float, float] | None) -> str:
+    """Seconds with the range in which they may be, such as ``1.60 s (1.28 to 2.05)``."""
+    text = format_seconds(seconds)
+    return text if between is None else f"{text} ({format_seconds(between[0])} to {format_seconds(between[1])})"
+
+
+_FINDERS: dict[int, tuple[weakref.ref[Plan], Callable[[Plan], tuple[Any, ...]]]] = {}
+"""By a plan's id, what finds its levers. Not a field: it holds a trace, and a plan is data."""
+NOTICEABLE_SHARE = 0.001
+"""Share of a step by which another plan must be faster to be named."""
 NOTICEABLE_S = 1.0
 """Start-up from which on a plan says how long it takes."""
 STAGING_BUFFERS = 2

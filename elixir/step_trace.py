@@ -46,6 +46,23 @@ class ParamInfo:
         return count
 
 
+OperatorKind = Literal["square", "tall", "deep", "skinny", "attention", "activation", "reduction", "elementwise"]
+"""The bound of an operator: a class of matrix products, attention, or memory-bound work of three sorts. The measured
+rates of a profile have the same names (docs/appendix/formulas.md)."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The work of one operator, as often as the step has it with the same shapes."""
+
+    kind: OperatorKind
+    dtype: str
+    """Dtype of its result."""
+    flops: int
+    moved_bytes: int
+    """Bytes it reads and writes in device memory."""
+
+
 @dataclass(frozen=True)
 class Access:
     """One use of parameters: a function call in forward or recompute, an autograd node in backward.
@@ -60,9 +77,8 @@ class Access:
     """Index of the last access during which these stay in memory: when the module that used them returns."""
     module: str
     operator: str
-    flops: int
-    moved_bytes: int
-    """Bytes its operators read and write in device memory."""
+    operations: tuple[int, ...]
+    """Its operators in order: indices into `StepTrace.operations`."""
     live_bytes: int
     """Highest live bytes of inputs, activations and workspace: all but parameters, gradients, states, buffers."""
 
@@ -133,7 +149,7 @@ class StepTrace(Artifact):
     """The needs of one training step; see the fields."""
 
     artifact: ClassVar[str] = "step_trace"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4
     anew: ClassVar[str] = "trace it anew with `elixir profile`"
 
     model_name: str
@@ -167,6 +183,8 @@ class StepTrace(Artifact):
     peak_operator: str
     peak_contributors: tuple[Contributor, ...]
     """Allocations that are alive at `backward_peak_bytes`, largest first."""
+    operations: tuple[Operation, ...]
+    """All distinct ones, in order of first use."""
     accesses: tuple[Access, ...]
     curve: tuple[CurveSample, ...]
     operators: int
@@ -184,6 +202,19 @@ class StepTrace(Artifact):
     def numel(self) -> int:
         """Number of parameter elements, tied ones counted once."""
         return sum(param.numel for param in self.parameters)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the step, recomputed ones included, the optimizer's not."""
+        return sum(self.access_flops(access) for access in self.accesses)
+
+    def access_flops(self, access: Access) -> int:
+        """FLOPs from this access up to the next one."""
+        return sum(self.operations[index].flops for index in access.operations)
+
+    def access_moved_bytes(self, access: Access) -> int:
+        """Bytes that its operators read and write in device memory."""
+        return sum(self.operations[index].moved_bytes for index in access.operations)
 
     def state_bytes(self, states: StateSize) -> int:
         """Optimizer states and master weights that a plan keeps of all that is trained, wherever they live.

@@ -76,7 +76,14 @@ def run_plan(args: argparse.Namespace) -> int:
     else:
         from elixir.search import plan_from_trace
 
+        if args.allow:
+            trace, request = _with_allowed(args, trace, hardware, request)
         plan = plan_from_trace(trace, hardware, request)
+    return _say_plan(args, plan, choice)
+
+
+def _say_plan(args: argparse.Namespace, plan: Plan, choice: BatchChoice | None) -> int:
+    """Save, draw and print a plan, and what would make it better."""
     written = [plan.save(args.out)] if args.out else []
     if args.plot:
         from elixir.show import plot_plan
@@ -91,8 +98,24 @@ def run_plan(args: argparse.Namespace) -> int:
     _print_plan(plan, brief=args.brief)
     if plan.uses_disk:
         output.say(tables.wear(plan, args.disk_endurance))
+    if plan.knows_levers and not (args.brief or args.no_levers):
+        output.say_tables(tables.plan_levers_table(plan, plan.levers()))
     output.say_written(written)
     return 0
+
+
+def _with_allowed(
+    args: argparse.Namespace, trace: StepTrace, hardware: HardwareProfile, request: SearchRequest
+) -> tuple[StepTrace, SearchRequest]:
+    """The step and the question with the best of the changes that `--allow` names; says which were made."""
+    from elixir.search.levers import best_allowed
+    from elixir.search.planner import PlannerTries
+
+    trace, request, taken = best_allowed(trace, hardware, request, args.allow, PlannerTries(hardware))
+    for change in taken:
+        flags = " ".join(f"{tables.flag_of(name)} {value}".rstrip() for name, value in change.options)
+        output.note(f"allowed and taken: {change.action} ({flags})")
+    return trace, request
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -175,6 +198,8 @@ def _check_search_batch(args: argparse.Namespace, trace: StepTrace | None) -> No
         raise InputError(f"{args.model} is a trace, which has settled the batch; name the model for --search-batch")
     if args.inp:
         raise InputError("--inp settles the input; leave out --search-batch")
+    if args.allow:
+        raise InputError("--search-batch chooses batches and checkpointing by itself; leave out --allow")
     if args.accumulation is not None:
         raise InputError("--search-batch cuts --batch into micro-batches itself; leave out --accumulation")
     if args.step_in_backward:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,7 @@ if TYPE_CHECKING:
 
 def run_hardware(args: argparse.Namespace) -> int:
     """List presets, show one, or measure this machine."""
-    for option in ("quick", "no_spawn", "disk_folder"):
-        if getattr(args, option) and not args.measure:
-            raise InputError(f"--{option.replace('_', '-')} goes with --measure")
-    for option in ("out", "plot"):
-        if getattr(args, option) and not (args.measure or args.show is not None):
-            raise InputError(f"--{option} goes with --show NAME or --measure")
+    _check_together(args)
     files.check_outputs(pictures=[args.plot], data=[args.out])
     if not args.measure and args.show is None:
         return _list_hardware(as_json=args.json)
@@ -39,6 +35,8 @@ def run_hardware(args: argparse.Namespace) -> int:
             return 0  # all ranks have the same profile; one writes it
     else:
         profile = files.find_hardware(args.show)
+        if args.learn:
+            profile = _learned(profile, args.learn)
     written = [profile.save(args.out)] if args.out else []
     if args.plot:
         from elixir.microbench import plot_profile
@@ -51,6 +49,18 @@ def run_hardware(args: argparse.Namespace) -> int:
     say_hardware(profile)
     output.say_written(written)
     return 0
+
+
+def _check_together(args: argparse.Namespace) -> None:
+    """Refuse flags that say nothing without another."""
+    for option in ("quick", "no_spawn", "disk_folder"):
+        if getattr(args, option) and not args.measure:
+            raise InputError(f"--{option.replace('_', '-')} goes with --measure")
+    for option in ("out", "plot"):
+        if getattr(args, option) and not (args.measure or args.show is not None):
+            raise InputError(f"--{option} goes with --show NAME or --measure")
+    if args.learn and args.show is None:
+        raise InputError("--learn goes with --show NAME, the profile that the run was planned with, and --out FILE")
 
 
 def say_hardware(profile: HardwareProfile) -> None:
@@ -67,6 +77,21 @@ def say_hardware(profile: HardwareProfile) -> None:
         output.say(f"doubtful: {name}: {why}")
     if doubtful:
         output.say(IF_DOUBTFUL)
+
+
+def _learned(profile: HardwareProfile, path: str) -> HardwareProfile:
+    """The profile after the steps in a file: one report, or a list of them."""
+    from elixir.errors import ArtifactError
+    from elixir.hardware import learn
+
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path} cannot be read as JSON: {error}") from None
+    reports = found if isinstance(found, list) else [found]
+    if not all(isinstance(report, dict) for report in reports):
+        raise ArtifactError(f"{path}: expected the numbers of a step's report, or a list of such, found neither")
+    return learn(profile, reports)
 
 
 def _measure(args: argparse.Namespace, ranks: Any) -> HardwareProfile:

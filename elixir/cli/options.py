@@ -221,6 +221,9 @@ FLAGS: dict[str, Flag] = {
     "--list": _switch("the presets (the default)"),
     "--show": _flag("one preset or hw.json, with the source of every number", "NAME"),
     "--measure": _switch("measure this machine"),
+    "--learn": _flag(
+        "with --show: fold the seconds of a run's steps into the profile (JSON of report.to_dict(), or a list)", "FILE"
+    ),
     "--quick": _switch("with --measure: fewer and smaller runs"),
     "--disk-folder": _flag("with --measure: also measure the disk that DIR is on", "DIR"),
     "--no-spawn": _switch("with --measure: without torchrun, start no ranks for collectives"),
@@ -233,6 +236,11 @@ FLAGS: dict[str, Flag] = {
     "--keep": _number("with prune: how many stay; the others go (default: only what was cut off goes)"),
     # Results.
     "--top": _number("runs of chunks in the table (default: 5)", default=5),
+    "--no-levers@plan": _switch("do not plan again with one thing changed each"),
+    "--allow": _flag(
+        "take the best of these changes, which alter numerics or the step: moments, kernels, accumulation, "
+        "checkpointing (default: none)", "A,B", _list_of(str)
+    ),
     "--no-levers": _switch("do not plan again with more memory or faster parts"),
     "--json": _switch("print one JSON object instead of tables"),
     "--brief": _switch("only the summary, no tables"),
@@ -262,13 +270,13 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "hardware": (
         "What a machine can do: presets, or this one, measured.",
-        {"": "--list|--show|--measure --quick --disk-folder --no-spawn --plot --out --json"},
+        {"": "--list|--show|--measure --learn --quick --disk-folder --no-spawn --plot --out --json"},
     ),
     "plan": (
         "What goes where, and when, so that the step fits the machine.",
         {
             "": f"model --hardware --world-size {_BUDGETS} --disk-endurance {_SEARCH} --placement --no-overlap "
-            "--search-batch --json --brief --plot --out",
+            "--search-batch --allow --no-levers --json --brief --plot --out",
             STEP: _TRACED,
         },
     ),

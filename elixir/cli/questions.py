@@ -86,12 +86,16 @@ def run_fit(args: argparse.Namespace) -> int:
         _print_rows(found.rows, f"{found.model}: the most devices of each machine")
     else:
         best = found.best
-        from elixir.units import format_bytes, format_seconds
+        from elixir.plan import range_text
+        from elixir.show.sweep import speed_of_device
+        from elixir.units import format_bytes
 
         speed = "" if best.tokens_per_s is None else f", {best.tokens_per_s:,.0f} tokens/s"
+        speed += f", {speed_of_device(best)} TFLOP/s a device"
+        between = None if best.fastest_s is None or best.slowest_s is None else (best.fastest_s, best.slowest_s)
         output.say(
             f"{found.model} (batch {best.batch} a rank, {best.dtype}) fits {best.world_size} x {best.machine}: "
-            f"{format_seconds(best.step_s or 0.0)} a step{speed}, "
+            f"{range_text(best.step_s or 0.0, between)} a step{speed}, "
             f"{format_bytes(best.device_peak_bytes or 0)} of each device and {format_bytes(best.host_peak_bytes or 0)} "
             f"of host memory"
         )

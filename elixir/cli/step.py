@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from elixir.cli.files import trace_in
 from elixir.errors import InputError, Lever, PlanError, unknown_name
 from elixir.models import user_code
+from elixir.show.tables import flag_of
 
 if TYPE_CHECKING:
     from elixir.hardware import HardwareProfile
@@ -22,6 +23,7 @@ STEP_DEFAULTS = {
     "inp": None, "step": None, "fused_kernels": False,
 }  # fmt: skip
 """Flag -> what it means where it is not given."""
+_OF_PROFILE = " (of `elixir profile`: the trace has settled it)"
 _OF_THE_STEP = {
     "batch": "halve the step: --batch or --seq",
     "checkpoint": "turn on activation checkpointing: --activation-checkpointing",
@@ -119,10 +121,14 @@ def in_flags(error: PlanError, args: argparse.Namespace) -> str:
 
 
 def _action(lever: Lever, args: argparse.Namespace) -> str:
+    if lever.options and all(name in vars(args) for name, _ in lever.options):
+        words = " ".join(f"{flag_of(name)} {value}".rstrip() for name, value in lever.options)
+        settled = trace_in(args.model) is not None and any(name in STEP_DEFAULTS for name, _ in lever.options)
+        return f"{lever.action}: {words}{_OF_PROFILE if settled else ''}"
     if lever.argument not in vars(args) or (lever.argument == "batch" and args.inp):
         return lever.action
     if lever.argument in _OF_THE_STEP:
-        again = " (of `elixir profile`: the trace has settled it)" if trace_in(args.model) is not None else ""
+        again = _OF_PROFILE if trace_in(args.model) is not None else ""
         return _OF_THE_STEP[lever.argument] + again
     flag = f"--{lever.argument.replace('_', '-')} {lever.value}".rstrip()
     named = f"{lever.argument} {lever.value!r}" if lever.value else lever.argument

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from elixir.hardware.fits import LARGEST_ALONE, RateFit, fit_unit
+from elixir.hardware.fits import LARGEST_ALONE, RateFit, fit_unit, plainer_keys
+from elixir.hardware.learning import learn
 from elixir.hardware.memory import cpu_name, device_name_here, free_device_bytes, free_host_bytes, total_host_bytes
 from elixir.hardware.own_threads import use_threads
 from elixir.hardware.profile import (
@@ -50,8 +51,10 @@ __all__ = [
     "free_host_bytes",
     "host_share",
     "host_view",
+    "learn",
     "load_hardware",
     "other_device",
+    "plainer_keys",
     "preset",
     "preset_names",
     "quota_cores",

@@ -44,7 +44,22 @@ _POSITIVE_FIELDS = (
 )
 _NETWORK_FIELDS = ("network_bytes_per_s", "network_latency_s")
 _START_FIELDS = ("host_pin_bytes_per_s",)
+_SUSTAINED_FIELDS = ("sustained_flops_share", "sustained_memory_share", "launch_s")
 _DISK_FIELDS = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_free_bytes")
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The runs whose seconds have been folded into a profile."""
+
+    date: str
+    """ISO date of the last."""
+    steps: int
+    """Steps, of all runs."""
+    factor: float
+    """Seconds that they took, over those that were predicted before any was known."""
+    reports: tuple[str, ...]
+    """Digests of the reports, so that none counts twice."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,7 @@ class HardwareProfile(Artifact):
     """
 
     artifact: ClassVar[str] = "hardware_profile"
-    schema_version: ClassVar[int] = 5
+    schema_version: ClassVar[int] = 6
     anew: ClassVar[str] = "measure it anew with `elixir hardware --measure`, or name a preset"
 
     name: str
@@ -111,6 +126,18 @@ class HardwareProfile(Artifact):
     """Until the bytes are on the disk."""
     disk_free_bytes: int | None = None
     """Free there when it was measured."""
+    sustained_flops_share: float | None = None
+    """Share of `flops_per_s` that the matrix products of a whole training step reach, which run at the clocks of a warm
+    device, next to collectives. Asked where no fit was measured; None: `matmul_efficiency`."""
+    sustained_memory_share: float | None = None
+    """Share of `device_memory_bytes_per_s` that its memory-bound operators reach; likewise, and None: all of it."""
+    step_range: tuple[float, float] | None = None
+    """Between which multiples of the predicted seconds steps fell, on machines like this one; None where no run is
+    known."""
+    learned: Learned | None = None
+    """The runs that its rates agree with; see `elixir.hardware.learn`."""
+    launch_s: float | None = None
+    """Seconds that the host needs per operator. Where kernels are shorter than that, it is what counts."""
     host_pin_bytes_per_s: float | None = None
     """How fast host memory is made ready when a model is wrapped: touched for the first time and, where the device is
     no CPU, registered with CUDA."""
@@ -128,9 +155,11 @@ class HardwareProfile(Artifact):
             check_positive(name, getattr(self, name))
         if self.host_memory_bytes is not None:
             check_positive("host_memory_bytes", self.host_memory_bytes)
-        for name in ("network_bytes_per_s", *_DISK_FIELDS, *_START_FIELDS):
+        for name in ("network_bytes_per_s", *_SUSTAINED_FIELDS, *_DISK_FIELDS, *_START_FIELDS):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
+        for bound in self.step_range or ():
+            check_positive("step_range", bound)
         latency_s = self.network_latency_s
         if latency_s is not None and not (is_finite(latency_s) and latency_s >= 0):
             raise InputError(f"hardware field 'network_latency_s' must be finite and at least 0, found {latency_s!r}")
@@ -194,8 +223,15 @@ class HardwareProfile(Artifact):
     def fingerprint(self) -> str:
         """Identifies the numbers that plans depend on, not their sources. What is not known has no part in it."""
         data = self.to_dict() | {"schema_version": 1}
-        del data["sources"], data["measured_at"], data["fits"], data["host_pin_bytes_per_s"]
-        for name in (*_NETWORK_FIELDS, *_DISK_FIELDS):
+        del (
+            data["sources"],
+            data["measured_at"],
+            data["fits"],
+            data["host_pin_bytes_per_s"],
+            data["step_range"],
+            data["learned"],
+        )
+        for name in (*_NETWORK_FIELDS, *_SUSTAINED_FIELDS, *_DISK_FIELDS):
             if data[name] is None:
                 del data[name]
         fits = {key: [fit.latency_s, fit.per_s] for key, fit in self.fits.items()}

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError
@@ -14,7 +15,9 @@ from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import ADAM_FAMILIES, MASTER_BYTES, check_kind, optimizer_name, state_size
 from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPrediction, check_step_in_backward
 from elixir.search.budgets import disk_budget, resolve_budgets
+from elixir.search.enough import Tries, lacks_device, lacks_room, with_what_suffices
 from elixir.search.infeasible import Case, moments_instead, shortage
+from elixir.search.levers import plan_levers
 from elixir.search.problem import MemoryModel, Setting, Spill
 from elixir.search.propose import (
     Budgets,
@@ -29,7 +32,7 @@ from elixir.search.propose import (
     weigh,
 )
 from elixir.search.request import HomeChoice, SearchRequest, check_count
-from elixir.search.simulator import Rates, main_dtype, say_if_network_unknown
+from elixir.search.simulator import Rates, SimulatedCost, extremes, main_dtype, say_if_network_unknown
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 
@@ -56,33 +59,75 @@ def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRe
         PlanError: nothing fits; carries what would, and what to change.
     """
     request = SearchRequest.of(asked, **options)
-    setting = setting_for(trace, hardware, request)
-    budgets = resolve_budgets(hardware, request)
+    tries = PlannerTries(hardware)
+    try:
+        plan = plan_or_shortage(trace, hardware, request)
+    except PlanError as error:
+        budgets = _budgets(hardware, request)
+        raise with_what_suffices(error, trace, hardware, request, budgets, tries) from None
+    plan.asks_levers(partial(plan_levers, trace=trace, hardware=hardware, request=request, tries=tries))
+    return plan
+
+
+class PlannerTries(Tries):
+    """Plans of one machine."""
+
+    def __init__(self, hardware: HardwareProfile) -> None:
+        self._hardware = hardware
+
+    def has_room(self, trace: StepTrace, request: SearchRequest) -> bool:
+        setting = setting_for(trace, self._hardware, request)
+        return not lacks_room(trace, setting, _budgets(self._hardware, request))
+
+    def plan(self, trace: StepTrace, request: SearchRequest, *, briefly: bool) -> Plan | None:
+        setting, budgets = setting_for(trace, self._hardware, request), _budgets(self._hardware, request)
+        if lacks_room(trace, setting, budgets) or lacks_device(trace, budgets):
+            return None
+        found, _ = _search(SearchSpace(trace, self._hardware, setting), budgets, request, briefly=briefly)
+        return None if found is None else _plan_of(found, budgets, request)
+
+
+def plan_or_shortage(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> Plan:
+    """As `plan_from_trace`, but the error says only what is missing: nothing else is planned for it."""
+    setting, budgets = setting_for(trace, hardware, request), _budgets(hardware, request)
     if budgets.device_reserve_bytes or budgets.host_reserve_bytes:
         logger.info(
             "%s of a device and %s of the host are kept back for what no plan counts (device_reserve=, host_reserve=)",
             format_bytes(budgets.device_reserve_bytes),
             format_bytes(budgets.host_reserve_bytes),
         )
-    budgets = replace(budgets, disk_bytes=disk_budget(hardware, request.disk_memory))
-    space = SearchSpace(trace, hardware, setting)
-    found, least_host_bytes = _search(space, budgets, request)
-    if found is None and budgets.disk_bytes and least_host_bytes < LARGEST_BYTES:
-        in_memory = Case(trace, hardware, setting, request)
-        setting = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes))
+    found, least_host_bytes = None, LARGEST_BYTES
+    on_disk = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes))
+    if lacks_room(trace, setting, budgets) or lacks_device(trace, budgets):
+        setting = on_disk if budgets.disk_bytes else setting
+    else:
         found, least_host_bytes = _search(SearchSpace(trace, hardware, setting), budgets, request)
-        instead = None if found is None else moments_instead(in_memory, budgets)
-        if instead is not None:
-            logger.warning(
-                "states go to the disk, which makes steps slower and wears the drive: with moments=%r "
-                "none would need to",
-                instead,
-            )
+        if found is None and budgets.disk_bytes and least_host_bytes < LARGEST_BYTES:
+            in_memory, setting = Case(trace, hardware, setting, request), on_disk
+            found, least_host_bytes = _search(SearchSpace(trace, hardware, setting), budgets, request)
+            instead = None if found is None else moments_instead(in_memory, budgets)
+            if instead is not None:
+                logger.warning(
+                    "states go to the disk, which makes steps slower and wears the drive: with moments=%r "
+                    "none would need to",
+                    instead,
+                )
     if found is None:
         raise shortage(Case(trace, hardware, setting, request), budgets, least_host_bytes)
-    space, best = found
-    best = speculating(space, best, budgets.host_bytes)
-    return to_plan(space, best, budgets, optimizer_name(request.optimizer_type), request.placement)
+    return _plan_of(found, budgets, request)
+
+
+def _budgets(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
+    return replace(resolve_budgets(hardware, request), disk_bytes=disk_budget(hardware, request.disk_memory))
+
+
+def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: SearchRequest) -> Plan:
+    space, outcome = found
+    if outcome.best is None:
+        raise ValueError("a search that found something has a best")
+    best = speculating(space, outcome.best, budgets.host_bytes)
+    optimizer = optimizer_name(request.optimizer_type)
+    return to_plan(space, best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
 
 
 def simple_plan(
@@ -146,30 +191,33 @@ def _too_large(candidate: Candidate, budgets: Budgets) -> PlanError:
 
 
 def _search(
-    space: SearchSpace, budgets: Budgets, request: SearchRequest
-) -> tuple[tuple[SearchSpace, Candidate] | None, int]:
+    space: SearchSpace, budgets: Budgets, request: SearchRequest, *, briefly: bool = False
+) -> tuple[tuple[SearchSpace, Outcome] | None, int]:
     """The best candidate; sensible sizes, and then overlap, are given up only where nothing fits otherwise.
 
-    With it the least host bytes of all that fit the device, at most `LARGEST_BYTES`.
+    `briefly`, they are not. With it the least host bytes of all that fit the device, at most `LARGEST_BYTES`.
     """
     placement, optimal = request.placement, request.search == "optimal"
     least_host_bytes = LARGEST_BYTES
     settings = [space.setting]
-    if space.setting.overlap:
+    if space.setting.overlap and not briefly:
         settings.append(replace(space.setting, overlap=False))
     for setting in settings:
         here = space if setting is space.setting else SearchSpace(space.trace, space.hardware, setting)
         depth = PREFETCH_DEPTH if setting.overlap else 0
         for tier, sizes in enumerate(here.tiers(placement, all_sizes=optimal)):
             if placement == "auto":
-                outcome = find_best(here, budgets, sizes(), depth, classic=optimal and tier == 0)
+                classic = optimal and tier == 0 and not briefly
+                outcome = find_best(here, budgets, sizes(), depth, classic=classic, briefly=briefly)
                 logger.debug("overlap %s, tier %d: %d candidates", setting.overlap, tier, outcome.candidates)
             else:
                 outcome = _forced(here, budgets, placement, sizes(), depth)
             if outcome.best is not None:
-                return (here, outcome.best), least_host_bytes
+                return (here, outcome), least_host_bytes
             if outcome.least_host is not None:
                 least_host_bytes = min(least_host_bytes, outcome.least_host.need.host_bytes)
+            if briefly:
+                break
     return None, least_host_bytes
 
 
@@ -181,7 +229,8 @@ def _forced(space: SearchSpace, budgets: Budgets, placement: HomeChoice, sizes: 
             proposals.append(everything_resident(model, budgets.device_bytes, space.cost))
         found.extend(candidate for candidate in proposals if candidate is not None)
     best = min((c for c in found if _fits(c, budgets)), key=lambda candidate: candidate.sort_key, default=None)
-    return Outcome(best, len(found), min(found, key=lambda candidate: candidate.need.host_bytes, default=None))
+    least_host = min(found, key=lambda candidate: candidate.need.host_bytes, default=None)
+    return Outcome(best, len(found), least_host, None if best is None else best.seconds["total"])
 
 
 def _everything(model: MemoryModel, placement: HomeChoice) -> PlacementBuilder:
@@ -248,8 +297,16 @@ def _check_step_in_backward(trace: StepTrace, accumulation: int) -> None:
         )
 
 
-def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: str, placement: HomeChoice) -> Plan:
-    """The candidate as a `Plan`."""
+def to_plan(
+    space: SearchSpace,
+    best: Candidate,
+    budgets: Budgets,
+    optimizer: str,
+    placement: HomeChoice,
+    *,
+    fastest_s: float | None = None,
+) -> Plan:
+    """The candidate as a `Plan`; `fastest_s` are the seconds of the fastest one there is."""
     trace, work, schedule = space.trace, best.work, best.schedule
     streamed = not all(best.placement.resident)
     chunks = _chunk_plans(trace, best, _in_backward(space, best))
@@ -294,6 +351,10 @@ def to_plan(space: SearchSpace, best: Candidate, budgets: Budgets, optimizer: st
             loads=best.moved.loads,
             hits=best.moved.hits,
             seconds=dict(best.seconds),
+            fastest_s=fastest_s,
+            range_s=step_range_s(space, best),
+            flops=trace.flops * space.setting.accumulation,
+            peak_flops_per_s=space.hardware.flops_per_s.get(main_dtype(trace)),
         ),
         accumulation=space.setting.accumulation,
         moments=space.setting.moments,
@@ -314,6 +375,16 @@ def _for_checkpoints(chunks: Sequence[ChunkPlan], setting: Setting, spare_bytes:
     largest = max(chunk.saved_bytes(setting.world_size, setting.states) for chunk in chunks)
     amount = min(spare_bytes, CHECKPOINT_CHUNKS * largest * setting.ranks_per_host)
     return {CHECKPOINT_PART: amount} if amount > 0 else {}
+
+
+def step_range_s(space: SearchSpace, best: Candidate) -> tuple[float, float]:
+    """Between what the step may take, as far as the machine's rates are uncertain."""
+    total_s = []
+    for hardware, compute_scale in extremes(space.hardware):
+        cost = SimulatedCost(space.trace, hardware, space.setting, compute_scale=compute_scale)
+        total_s.append(cost.estimate(best.work, best.placement, best.schedule, overlap=best.overlap)["total"])
+    fastest, slowest = total_s
+    return fastest, slowest
 
 
 def _host_threads(space: SearchSpace) -> int | None:

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from elixir.errors import InputError
+from elixir.plan import range_text
 from elixir.search.whatif import SweepRow
 from elixir.show.style import DARK, PALE, RESOURCE_LABELS, SMALL_PT, TEXT_PT, finish, new_figure, swatch, title_style
 from elixir.show.tables import list_table
-from elixir.units import format_bytes, format_seconds
+from elixir.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas
@@ -42,20 +43,22 @@ def to_frame(rows: Sequence[SweepRow]) -> pandas.DataFrame:
 def sweep_table(rows: Sequence[SweepRow], title: str = "on paper") -> Table:
     """One line per combination; what does not fit has a number, counted from 1, into `reasons` (rich)."""
     columns = (
-        "model", "batch", "machine", "step", "per s", "device peak", "host peak", "bound by", "states on host",
+        "model", "batch", "machine", "step", "per s", "TFLOP/s a device", "device peak", "host peak", "bound by",
+        "states on host",
     )  # fmt: skip
     body = []
     for row in rows:
         head = [row.model, str(row.batch), f"{row.world_size} x {row.machine}"]
         if not row.fits:
             number = reasons(rows).index(row.reason) + 1
-            body.append([*head, "-", "-", "-", "-", f"does not fit [{number}]", ""])
+            body.append([*head, "-", "-", "-", "-", "-", f"does not fit [{number}]", ""])
             continue
         body.append(
             [
                 *head,
-                format_seconds(row.step_s or 0.0),
+                range_text(row.step_s or 0.0, _range(row)),
                 _speed(row),
+                speed_of_device(row),
                 format_bytes(row.device_peak_bytes or 0),
                 format_bytes(row.host_peak_bytes or 0),
                 RESOURCE_LABELS.get(row.bound_by or "", row.bound_by or ""),
@@ -64,6 +67,18 @@ def sweep_table(rows: Sequence[SweepRow], title: str = "on paper") -> Table:
             ]
         )
     return list_table(title, columns, body)
+
+
+def speed_of_device(row: SweepRow) -> str:
+    """TFLOP/s of one device and their share of its peak, such as ``412 (42 %)``."""
+    if not row.device_flops_per_s:
+        return "-"
+    share = "" if row.peak_share is None else f" ({100 * row.peak_share:.0f} %)"
+    return f"{row.device_flops_per_s / 1e12:.3g}{share}"
+
+
+def _range(row: SweepRow) -> tuple[float, float] | None:
+    return None if row.fastest_s is None or row.slowest_s is None else (row.fastest_s, row.slowest_s)
 
 
 def reasons(rows: Sequence[SweepRow]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from elixir.artifact import Artifact
 from elixir.errors import InputTypeError
 from elixir.hardware import HardwareProfile, fit_unit
-from elixir.plan import ChunkPlan, Plan
+from elixir.plan import ChunkPlan, Plan, range_text
 from elixir.show.style import part_label
 from elixir.step_trace import StepShape, StepTrace
 from elixir.units import format_bytes, format_seconds
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from elixir.search.batches import BatchChoice
+    from elixir.search.levers import PlanLever
 
 Record = dict[str, Any]
 
@@ -45,7 +46,7 @@ def trace_record(trace: StepTrace) -> Record:
         "peak_operator": trace.peak_operator,
         "accesses": len(trace.accesses),
         "operators": trace.operators,
-        "flops": sum(access.flops for access in trace.accesses),
+        "flops": trace.flops,
         "checkpointed_modules": len(trace.checkpointed_modules),
         "unused_parameters": list(trace.unused_parameters),
         "assumptions": list(trace.assumptions),
@@ -134,6 +135,29 @@ def record_of(artifact: Artifact) -> Record:
     if isinstance(artifact, HardwareProfile):
         return hardware_record(artifact)
     raise InputTypeError(f"expected a StepTrace, HardwareProfile or Plan, found {type(artifact).__name__}")
+
+
+def plan_levers_table(plan: Plan, levers: Sequence[PlanLever]) -> Table:
+    """The effect of one change each on a plan: seconds, memory, speed (rich)."""
+    body = [["as planned", "", *_lever_cells(plan), "1.00 x"]]
+    for lever in levers:
+        flags = " ".join(f"{flag_of(name)} {value}".rstrip() for name, value in lever.options)
+        cells = ["does not fit", "", "", ""] if lever.plan is None else _lever_cells(lever.plan)
+        body.append([lever.action, flags, *cells, "" if lever.gain is None else f"{lever.gain:.2f} x"])
+    columns = ("change", "add", "step", "device peak", "host peak", "tokens/s", "samples/s")
+    return list_table("what would help, one change at a time", columns, body)
+
+
+def flag_of(argument: str) -> str:
+    """The flag of the command line that sets an argument of a search or of the step."""
+    return {"checkpoint": "--activation-checkpointing"}.get(argument, f"--{argument.replace('_', '-')}")
+
+
+def _lever_cells(plan: Plan) -> list[str]:
+    predicted = plan.predicted
+    tokens = "-" if plan.tokens_per_s is None else f"{plan.tokens_per_s:,.0f}"
+    peaks = (format_bytes(amount) for amount in (predicted.device_peak_bytes, predicted.host_peak_bytes))
+    return [range_text(predicted.step_s, predicted.range_s), *peaks, tokens]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from elixir.step_trace import Access, Contributor, CurveSample, ParamInfo, StepShape, StepTrace
+from elixir.step_trace import Access, Contributor, CurveSample, Operation, ParamInfo, StepShape, StepTrace
 from elixir.tracer.ledger import KINDS, Curve, Int64Array, Ledger, StorageRecord
 from elixir.tracer.meta_copy import Twin
 from elixir.tracer.optimizer_phase import OptimizerPhase
@@ -67,6 +67,8 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     twin = observed.twin
     alive = ledger.alive_at(peak)
     last = alive[-1] if alive else None
+    distinct = dict.fromkeys(operation for use in order.uses for operation in use.operations)
+    operations = {operation: index for index, operation in enumerate(distinct)}
     return StepTrace(
         model_name=observed.model_name,
         model_fingerprint=observed.model_fingerprint,
@@ -87,8 +89,9 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         peak_module=last.module if last else "",
         peak_operator=_operator_name(last.operator) if last else "",
         peak_contributors=_contributors(alive),
-        # A gradient that is still summed up is with autograd; a plan counts it from the access at which it is complete.
-        accesses=_accesses(order, other + ledger.incomplete_gradients()[:end]),
+        # A gradient that is still summed up is with autograd; a plan counts it from the event at which it is complete.
+        operations=tuple(operations),
+        accesses=_accesses(order, other + ledger.incomplete_gradients()[:end], operations),
         curve=_samples(curve, order, observed, state_bytes),
         operators=observed.operators,
         checkpointed_modules=order.checkpointed(),
@@ -120,7 +123,7 @@ def _parameters(twin: Twin, order: UseOrder) -> tuple[ParamInfo, ...]:
     )
 
 
-def _accesses(order: UseOrder, other: Int64Array) -> tuple[Access, ...]:
+def _accesses(order: UseOrder, other: Int64Array, operations: Mapping[Operation, int]) -> tuple[Access, ...]:
     starts = np.minimum([use.log_position for use in order.uses], len(other) - 1)
     starts[0] = 0  # what comes before the first use belongs to it
     # A use begins with what the one before left alive, hence one entry earlier.
@@ -134,8 +137,7 @@ def _accesses(order: UseOrder, other: Int64Array) -> tuple[Access, ...]:
             pin_until=use.pin_until,
             module=use.module,
             operator=use.operator,
-            flops=use.flops,
-            moved_bytes=use.moved_bytes,
+            operations=tuple(operations[operation] for operation in use.operations),
             live_bytes=live,
         )
         for use, live in zip(order.uses, highest, strict=True)

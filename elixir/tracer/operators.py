@@ -23,8 +23,10 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from elixir.errors import TraceError
+from elixir.step_trace import Operation
 from elixir.torch_private import TopDispatch
 from elixir.tracer.device import Target
+from elixir.tracer.operation_kinds import operation_of
 from elixir.tracer.values import user_location
 
 aten = torch.ops.aten
@@ -167,8 +169,8 @@ def traits(func: Any) -> Traits:
 class Cost:
     """The cost of one call of an operator on any device."""
 
-    flops: int
-    moved_bytes: int
+    operation: Operation | None
+    """None where no kernel runs."""
     transient_bytes: int
 
 
@@ -272,8 +274,13 @@ class OperatorCache:
                     "an embedding takes sparse=False"
                 )
         cost = Cost(
-            flops=count_flops(func, args, kwargs, result),
-            moved_bytes=sum(t.nbytes for t in arguments.tensors) + sum(t.nbytes for t in tensors),
+            operation=operation_of(
+                func,
+                arguments.tensors,
+                tensors,
+                flops=count_flops(func, args, kwargs, result),
+                moved_bytes=sum(t.nbytes for t in arguments.tensors) + sum(t.nbytes for t in tensors),
+            ),
             transient_bytes=self._target.transient_bytes(func, args, kwargs, tensors),
         )
         if key is not None and type(result) in (torch.Tensor, tuple, list) and _repeatable(outputs, arguments.tensors):

@@ -20,7 +20,7 @@ from elixir.access import (
     storage_of,
     untrack,
 )
-from elixir.step_trace import Phase
+from elixir.step_trace import Operation, Phase
 from elixir.torch_private import (
     DisableTorchFunctionSubclass,
     OpOverload,
@@ -41,8 +41,7 @@ class Use:
     operator: str
     log_position: int
     pin_until: int
-    flops: int = 0
-    moved_bytes: int = 0
+    operations: list[Operation] = field(default_factory=list)
 
 
 @dataclass
@@ -226,12 +225,10 @@ class UseOrder:
 
     # --- costs and gradients -----------------------------------------------------------------------------------
 
-    def cost(self, flops: int, moved_bytes: int) -> None:
+    def cost(self, operation: Operation) -> None:
         """An operator ran since the last use. What runs after the step, such as an optimizer, belongs to no use."""
         if self.uses and not self._finished:
-            last = self.uses[-1]
-            last.flops += flops
-            last.moved_bytes += moved_bytes
+            self.uses[-1].operations.append(operation)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Autograd has accumulated (so far) the gradient of a parameter."""

@@ -21,6 +21,7 @@ from elixir.tracer.device import (
 )
 from elixir.tracer.functions import StepFunctions
 from elixir.tracer.ledger import Ledger, StorageRecord
+from elixir.tracer.operation_kinds import passing
 from elixir.tracer.operators import Arguments, Category, OperatorCache, Traits, traits
 from elixir.tracer.order import UseOrder
 from elixir.tracer.regions import CheckpointedRegions, HostRandom
@@ -110,10 +111,11 @@ class Recorder(TorchDispatchMode):
         if op.category is Category.VIEW:
             return func(*args, **kwargs)
         if func is aten.add.Tensor and accumulates_in_place(args, depth=2):
-            self._order.cost(0, 3 * args[0].nbytes)
+            self._order.cost(passing(args[0], 3 * args[0].nbytes))
             return args[0]
         if func in WRITES_IN_PLACE and self._formula_writes(func, args):
-            self._order.cost(0, sum(item.nbytes for item in args if isinstance(item, torch.Tensor)))
+            moved = sum(item.nbytes for item in args if isinstance(item, torch.Tensor))
+            self._order.cost(passing(args[0], moved))
             return args[0]
         if func is aten._local_scalar_dense.default:
             value = self._shadows.real(args[0])
@@ -149,7 +151,8 @@ class Recorder(TorchDispatchMode):
             self._same_where_the_device_is_the_host(args[0], tensors[0])
         if cost.transient_bytes:
             self._ledger.touch(cost.transient_bytes, module, func)
-        self._order.cost(cost.flops, cost.moved_bytes)
+        if cost.operation is not None:
+            self._order.cost(cost.operation)
         if real:
             return result
         if self._may_be_known(func, arguments, tensors):
@@ -172,8 +175,9 @@ class Recorder(TorchDispatchMode):
         result = self._operators.run_in_place(op, args, kwargs, arguments)
         if not op.rewrites_first:
             self._follow_new(result, op.func)
-        moved = sum(tensor.nbytes for tensor in arguments.tensors)
-        self._order.cost(0, moved)
+        if arguments.tensors:
+            moved = sum(tensor.nbytes for tensor in arguments.tensors)
+            self._order.cost(passing(arguments.tensors[0], moved))
         return result
 
     def _follow_new(self, result: Any, func: Any) -> None:

@@ -7,7 +7,7 @@ import math
 from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import StateSize
 from elixir.plan import LINKS, PARAM_ALIGNMENT_BYTES, ChunkPlan, ChunkUse, ParamSlot, Plan, PlanPrediction
-from elixir.step_trace import Access, Contributor, CurveSample, ParamInfo, StepTrace
+from elixir.step_trace import Access, Contributor, CurveSample, Operation, ParamInfo, StepTrace
 from elixir.units import GIB
 
 
@@ -83,7 +83,7 @@ def make_trace(
     )
     order = [("forward", i) for i in range(layers)] + [("backward", i) for i in reversed(range(layers))]
     accesses = tuple(
-        Access(phase, (i,), event, f"layers.{i}", "aten.linear", 10**9, 10**6, unit)  # type: ignore[arg-type]
+        Access(phase, (i,), event, f"layers.{i}", "aten.linear", (0,), unit)  # type: ignore[arg-type]
         for event, (phase, i) in enumerate(order)
     )
     ran = [sample for sample in curve if sample.phase != "optimizer"]
@@ -106,6 +106,7 @@ def make_trace(
         step_peak_bytes=max(sample.total for sample in curve),
         peak_module=f"model.decoder.layers.{layers - 1}.self_attn.out_proj",
         peak_operator="aten._scaled_dot_product_flash_attention_backward",
+        operations=(Operation("square", "bfloat16", 10**9, 10**6),),
         peak_contributors=tuple(
             Contributor("activations", f"layers.{i}", "aten.mm", 3, unit - i) for i in range(min(layers, 12))
         ),

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from elixir.artifact import digest
-from elixir.step_trace import Access, ParamInfo, Phase, StepTrace
+from elixir.step_trace import Access, Operation, ParamInfo, Phase, StepTrace
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
@@ -52,6 +52,7 @@ class TraceBuilder:
         self.dtype = dtype
         self.infos: list[tuple[str, tuple[str, ...], tuple[int, ...], str, bool]] = []
         self.events: list[Access] = []
+        self.operations: dict[Operation, int] = {}
 
     def parameter(
         self, name: str, *shape: int, dtype: str | None = None, trainable: bool = True, aliases: tuple[str, ...] = ()
@@ -72,7 +73,9 @@ class TraceBuilder:
     ) -> int:
         """Record an access that stays pinned for `pin` further events; its index."""
         index = len(self.events)
-        self.events.append(Access(phase, parameters, index + pin, module, "linear", flops, moved, live))
+        operation = Operation("square", self.dtype, flops, moved)
+        known = self.operations.setdefault(operation, len(self.operations))
+        self.events.append(Access(phase, parameters, index + pin, module, "linear", (known,), live))
         return index
 
     def build(self, name: str, *, checkpointed: tuple[str, ...] = (), input_bytes: int = 0) -> StepTrace:
@@ -85,8 +88,7 @@ class TraceBuilder:
                 min(e.pin_until, last),
                 e.module,
                 e.operator,
-                e.flops,
-                e.moved_bytes,
+                e.operations,
                 e.live_bytes,
             )
             for e in self.events
@@ -129,6 +131,7 @@ class TraceBuilder:
             peak_module="",
             peak_operator="",
             peak_contributors=(),
+            operations=tuple(self.operations),
             accesses=tuple(events),
             curve=(),
             operators=6 * len(events),

@@ -1,4 +1,4 @@
-"""The search: sizes, blocks, prefetch and homes; everything on the device if that fits, else the fastest that does.
+"""The search: sizes, blocks, prefetch and homes of the fastest step, and of those near it the one that risks least.
 
 Three rounds, each with fewer packings and a closer look: fill the device by a few rules with fewest and most blocks;
 vary blocks and depth; change homes of chunks one by one, or, with few chunks, try them all.
@@ -25,6 +25,10 @@ SIZES_KEPT = 3
 SIZES_POLISHED = 2
 FEW_CHUNKS = 16
 """Up to so many, all homes are looked at unless they are too many in spite of what can be ruled out."""
+NEAR = 1.01
+"""A plan that takes this many times the fastest one's seconds is as good, as far as rates are known."""
+MOST_WEIGHED = 24
+"""Plans whose worst case is simulated, at most."""
 STARTS = 8
 """Starting points of the search over homes of few chunks; one with more."""
 
@@ -35,12 +39,21 @@ class Outcome:
 
     best: Candidate | None
     candidates: int
+    """How many were looked at."""
     least_host: Candidate | None
     """The one that needs the least host memory of those that fit the device."""
+    fastest_s: float | None = None
+    """Seconds of the fastest step there is; None where nothing fits."""
 
 
 def find_best(
-    space: SearchSpace, budgets: Budgets, sizes: Iterable[int], prefetch_depth: int, *, classic: bool = False
+    space: SearchSpace,
+    budgets: Budgets,
+    sizes: Iterable[int],
+    prefetch_depth: int,
+    *,
+    classic: bool = False,
+    briefly: bool = False,
 ) -> Outcome:
     """Search `sizes` with every placement.
 
@@ -50,6 +63,7 @@ def find_best(
         sizes: chunk capacities in bytes.
         prefetch_depth: chunks fetched ahead, to begin with. Where it is not 0, all up to `MOST_AHEAD` are tried.
         classic: try what the first Elixir would have chosen as well, though its size be none of `sizes`.
+        briefly: a first look at all sizes, and a closer one at the best: for questions that ask for many plans.
     """
     theirs = classic_candidates(space, budgets.device_bytes, prefetch_depth) if classic else []
     # Capacities that pack alike share a model, which the first of them names.
@@ -61,18 +75,82 @@ def find_best(
     depths = range(MOST_AHEAD + 1) if prefetch_depth else range(1)
     trials = [_Trials(space, model, budgets, found) for model in models.values()]
     for trial in trials:
-        trial.look(sorted({depths[0], min(prefetch_depth, depths[-1]), depths[-1]}))
+        trial.look([prefetch_depth] if briefly else sorted({depths[0], min(prefetch_depth, depths[-1]), depths[-1]}))
     trials.sort(key=_Trials.order)  # stable: packings that are equally good stay in order of capacity
-    for trial in trials[:SIZES_KEPT]:
+    for trial in trials[: 1 if briefly else SIZES_KEPT]:
         trial.vary(depths)
     trials.sort(key=_Trials.order)
     if found.best is None and found.least_host is not None:
         # Some fit the device, but what they leave to the host does not fit there.
         for trial in trials:
             trial.look_for_host(depths[0])
-    for trial in trials:
+    for trial in trials if not briefly or len(trials[0].model.work.chunks) <= FEW_CHUNKS else ():
         trial.polish(depths, few=trial in trials[:SIZES_POLISHED])
-    return found.outcome()
+    if found.best is None:
+        return Outcome(None, found.count, found.least_host)
+    if found.resident is not None and space.hardware.device_kind == "cpu":
+        # The cores that would step a chunk meanwhile are those of compute, which no simulation knows.
+        return Outcome(found.resident, found.count, found.least_host, found.resident.seconds["total"])
+    fastest_s = found.best.seconds["total"]
+    return Outcome(_surest(space, budgets, found), found.count, found.least_host, fastest_s)
+
+
+def _surest(space: SearchSpace, budgets: Budgets, found: _Collection) -> Candidate:
+    """The plan with the best worst case, of those about as fast as the fastest.
+
+    Bytes that spare a link some of its work, but no time, can be bought with states on the host. If CPU Adam is then
+    slower than the profile says, as it often is, only such a plan waits for it.
+    """
+    fastest = found.best
+    if fastest is None:
+        raise ValueError("there is no plan to choose from")
+    most_s = fastest.seconds["total"] * NEAR
+    worst_s = {id(fastest): _worst_s(space, fastest)}
+    if worst_s[id(fastest)] <= most_s:
+        return fastest
+    near = {(c.placement, c.schedule.blocks, c.work.packing.capacity_bytes): c for c in found.near(most_s)}
+    sparing = sorted(near.values(), key=lambda candidate: (_hosted_numel(candidate), candidate.sort_key))
+    # The work of a host that is slow is what makes the worst case, so the plans with least of it come first.
+    for candidate in sparing[:MOST_WEIGHED]:
+        worst_s.setdefault(id(candidate), _worst_s(space, candidate))
+    weighed = [candidate for candidate in (fastest, *sparing) if id(candidate) in worst_s]
+
+    def risk(candidate: Candidate) -> tuple[float, tuple[float, ...]]:
+        return round(worst_s[id(candidate)], 9), candidate.sort_key
+
+    best = min(weighed, key=risk)
+    for candidate in _with_fewer_blocks(space, budgets, best):
+        if candidate.seconds["total"] <= most_s:
+            worst_s[id(candidate)] = _worst_s(space, candidate)
+            weighed.append(candidate)
+    return min(weighed, key=risk)
+
+
+def _worst_s(space: SearchSpace, candidate: Candidate) -> float:
+    found = space.worst_cost.estimate(
+        candidate.work, candidate.placement, candidate.schedule, overlap=candidate.overlap
+    )
+    return found["total"]
+
+
+def _with_fewer_blocks(space: SearchSpace, budgets: Budgets, best: Candidate) -> list[Candidate]:
+    """The same packing with a half, a quarter, ... of the blocks, and what then fits instead of them."""
+    model, depth = space.model(best.work.packing.capacity_bytes), best.schedule.prefetch_depth
+    fewest = block_range(space, model, budgets.device_bytes, depth).start
+    counts, blocks = [], best.schedule.blocks // 2
+    while blocks > fewest:
+        counts.append(blocks)
+        blocks //= 2
+    if not best.placement.keeps_everything:
+        counts.append(fewest)
+    found = _at(space, model, budgets, counts, depth)
+    return [candidate for candidate in found if candidate.need.host_bytes <= budgets.host_bytes]
+
+
+def _hosted_numel(candidate: Candidate) -> int:
+    """Elements that the host steps."""
+    chunks = zip(candidate.work.chunks, candidate.placement.state_on_device, strict=True)
+    return sum(chunk.numel for chunk, on_device in chunks if chunk.grad_bytes and not on_device)
 
 
 class _Trials:
@@ -241,6 +319,9 @@ class _Collection:
         self.count = 0
         self.best: Candidate | None = None
         self._host_bytes = budgets.host_bytes
+        self._near: list[Candidate] = []
+        self.resident: Candidate | None = None
+        """The best of those with everything on the device."""
         self.least_host: Candidate | None = None
         self.take(candidates)
 
@@ -253,14 +334,20 @@ class _Collection:
                 self.least_host = candidate
             if candidate.need.host_bytes > self._host_bytes:
                 continue
+            if self.best is None or candidate.seconds["total"] <= self.best.seconds["total"] * NEAR:
+                self._near.append(candidate)
+            whole = self.resident
+            if candidate.placement.keeps_everything and (whole is None or candidate.sort_key < whole.sort_key):
+                self.resident = candidate
             if best is None or candidate.sort_key < best.sort_key:
                 best = candidate
         if best is not None and (self.best is None or best.sort_key < self.best.sort_key):
             self.best = best
         return best
 
-    def outcome(self) -> Outcome:
-        return Outcome(self.best, self.count, self.least_host)
+    def near(self, most_s: float) -> list[Candidate]:
+        """Those that fit and take no longer."""
+        return [candidate for candidate in self._near if candidate.seconds["total"] <= most_s]
 
 
 def _by_host(candidate: Candidate) -> tuple[int, tuple[float, ...]]:

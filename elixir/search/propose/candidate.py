@@ -29,15 +29,12 @@ class Candidate:
     """Chunks whose new states the host makes in backward next to the old ones."""
 
     @property
-    def sort_key(self) -> tuple[bool, float, int, int, int, int, int, int]:
+    def sort_key(self) -> tuple[float, int, int, int, int, int, int]:
         """Sorts candidates: fastest first, then fewest bytes over the host link, then least memory, then fewest chunks.
 
-        Offloading is for what does not fit: what keeps everything on the device comes first, though the host's Adam,
-        which works while compute does, may make another a percent faster. Seconds are compared to a nanosecond, so that
-        the last bits of a sum decide nothing.
+        Seconds are compared to a nanosecond, so that the last bits of a sum decide nothing.
         """
         return (
-            not self.placement.keeps_everything,
             round(self.seconds["total"], 9),
             self.moved.link_bytes,
             self.need.device_bytes,

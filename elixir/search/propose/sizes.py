@@ -19,7 +19,7 @@ from elixir.search.problem import (
     minimum_waste_size,
     round_up,
 )
-from elixir.search.simulator import SimulatedCost
+from elixir.search.simulator import SimulatedCost, worst_case
 from elixir.step_trace import StepTrace
 
 FEWEST_CHUNKS = 16
@@ -77,6 +77,11 @@ class SearchSpace:
                 found = self._by_chunks[key] = MemoryModel(Workload(self.facts, packing), self.setting)
             self._models[capacity_bytes] = found
         return found
+
+    @cached_property
+    def worst_cost(self) -> SimulatedCost:
+        """The time model where CPU Adam and the links are as slow as they may be (`worst_case`)."""
+        return SimulatedCost(self.trace, worst_case(self.hardware), self.setting)
 
     @cached_property
     def waste_size(self) -> int:

@@ -17,6 +17,7 @@ from elixir.search.simulator.rates import (
 )
 from elixir.search.simulator.replay import RESOURCES, Span
 from elixir.search.simulator.step import SimulatedCost, Simulation, simulate_step
+from elixir.search.simulator.uncertainty import extremes, with_host_speed, worst_case
 
 __all__ = [
     "ADAM_TRAFFIC_BYTES",
@@ -30,10 +31,13 @@ __all__ = [
     "Span",
     "WorkTimes",
     "adam_share",
+    "extremes",
     "gather_s",
     "main_dtype",
     "say_if_network_unknown",
     "simulate_step",
+    "with_host_speed",
     "with_link_speed",
+    "worst_case",
     "worth_stepping",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from elixir.hardware import HardwareProfile, RateFit, adam_threads, enough_threads
+from elixir.hardware import HardwareProfile, RateFit, adam_threads, enough_threads, plainer_keys
 from elixir.optimizer_states import MomentKind
 from elixir.search.problem import Floats
 from elixir.search.simulator.collectives import (
@@ -24,7 +25,7 @@ from elixir.search.simulator.collectives import (
     check_positive,
     gather_s,
 )
-from elixir.step_trace import StepTrace
+from elixir.step_trace import Operation, StepTrace
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class Rates:
         moments: MomentKind = "float32",
     ) -> None:
         self._moments = moments
+        self._dtype = dtype
         self.world_size = world_size
         self._hardware = hardware
         self._ranks = ranks_per_host
@@ -125,7 +127,7 @@ class Rates:
         self.offload_slowdown = self._both("device_to_host")
         self.host_adam = self._host_adam()
         self.device_adam = self._device_adam()
-        self.matmul = self._line(f"matmul.{dtype}.square")
+        self._line(f"matmul.{dtype}.square")  # refuses a dtype without FLOP/s before any work
         self.device_memory = self._line(f"elementwise.{dtype}")
         self.host_memory = Line(0.0, host_memory)
         self._cluster = self._made(network_bytes_per_s, network_latency_s)
@@ -167,9 +169,38 @@ class Rates:
         return self._line("disk_write").shared(self._ranks)
 
     def accesses_s(self, trace: StepTrace) -> Floats:
-        """Compute seconds of every access: its FLOPs or its bytes in device memory, whichever takes longer."""
-        flops = self.matmul([access.flops for access in trace.accesses])
-        return np.maximum(flops, self.device_memory([access.moved_bytes for access in trace.accesses]))
+        """Compute seconds of every access: the sum over its operators, but no less than their launches take."""
+        seconds = np.array([self._operation_s(operation) for operation in trace.operations], dtype=np.float64)
+        counts = np.array([len(event.operations) for event in trace.accesses], dtype=np.int64)
+        run = np.fromiter(itertools.chain.from_iterable(event.operations for event in trace.accesses), dtype=np.int64)
+        access = np.repeat(np.arange(len(counts)), counts)
+        kernels = np.bincount(access, weights=seconds[run], minlength=len(counts))
+        found: Floats = np.maximum(kernels, (self._hardware.launch_s or 0.0) * counts)
+        return found
+
+    def _operation_s(self, operation: Operation) -> float:
+        """Seconds of one operator: its FLOPs or its bytes in device memory, whichever takes longer."""
+        kind, hardware = operation.kind, self._hardware
+        known = operation.dtype in hardware.flops_per_s or f"matmul.{operation.dtype}.square" in hardware.fits
+        dtype = operation.dtype if known else self._dtype  # integers, and what is too rare to be measured
+        memory = kind if kind in ("activation", "reduction") else "elementwise"
+        seconds = float(self._sustained(f"{memory}.{dtype}")(operation.moved_bytes))
+        if operation.flops:
+            key = f"attention.{dtype}" if kind == "attention" else f"matmul.{dtype}.{kind}"
+            seconds = max(seconds, float(self._sustained(key)(operation.flops)))
+        return seconds
+
+    def _sustained(self, key: str) -> Line:
+        """The rate that was measured for `key`; otherwise the plain one, as far as a training step reaches it."""
+        hardware = self._hardware
+        if any(name in hardware.fits for name in (key, *plainer_keys(key))):
+            return self._line(key)
+        family, dtype, *_ = key.split(".")
+        if family in ("matmul", "attention"):
+            share = hardware.sustained_flops_share
+            return self._line(key) if share is None else Line(0.0, share * hardware.flops_per_s[dtype])
+        share = hardware.sustained_memory_share
+        return Line(0.0, (1.0 if share is None else share) * hardware.device_memory_bytes_per_s)
 
     def device_copy(self, nbytes: npt.ArrayLike) -> Floats:
         """A copy within the device's memory: every byte is read and written."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from elixir.errors import PlanError
 from elixir.hardware import HardwareProfile, RateFit
 from elixir.plan import Plan
-from elixir.search.planner import plan_from_trace
+from elixir.search.planner import plan_or_shortage
 from elixir.search.request import SearchRequest
 from elixir.search.simulator import simulate_step
 from elixir.step_trace import StepTrace
@@ -126,7 +126,7 @@ def _planned_s(plan: Plan, trace: StepTrace, hardware: HardwareProfile, device_b
             step_in_backward=plan.may_step_in_backward,
             clipping=plan.clipping,
         )
-        found = plan_from_trace(trace, hardware, request)
+        found = plan_or_shortage(trace, hardware, request)
     except PlanError:  # the budgets are those of a plan made elsewhere, by hand for example
         return float("inf")
     return simulate_step(found, trace, hardware).step_s

@@ -14,7 +14,7 @@ from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import state_size
 from elixir.plan import Plan
 from elixir.search.budgets import resolve_budgets
-from elixir.search.planner import plan_from_trace
+from elixir.search.planner import plan_or_shortage
 from elixir.search.propose import Budgets
 from elixir.search.request import SearchRequest
 from elixir.search.simulator import Simulation, simulate_step
@@ -84,6 +84,13 @@ class SweepRow:
     """Samples of all ranks together."""
     tokens_per_s: float | None = None
     """Tokens of all ranks together."""
+    fastest_s: float | None = None
+    """Between this and `slowest_s` a step may take, as far as rates are uncertain."""
+    slowest_s: float | None = None
+    device_flops_per_s: float | None = None
+    """FLOP/s of one device, recomputed work included."""
+    peak_share: float | None = None
+    """That over the device's published peak."""
     device_peak_bytes: int | None = None
     host_peak_bytes: int | None = None
     bound_by: str | None = None
@@ -196,7 +203,7 @@ def try_out(
             device_reserve=None,
             host_reserve=None,
         )
-        plan = plan_from_trace(trace, hardware, found)
+        plan = plan_or_shortage(trace, hardware, found)
         step = simulate_step(plan, trace, hardware)
     except ElixirError as error:
         return SweepRow(**known, fits=False, reason=str(error).splitlines()[0]), error
@@ -211,6 +218,10 @@ def _measures(plan: Plan, step: Simulation, samples: int) -> dict[str, Any]:
         "step_s": step.step_s,
         "samples_per_s": None if per_s is None else samples * per_s,
         "tokens_per_s": None if per_s is None or plan.step.tokens is None else plan.step.tokens * per_s,
+        "fastest_s": None if plan.predicted.range_s is None else plan.predicted.range_s[0],
+        "slowest_s": None if plan.predicted.range_s is None else plan.predicted.range_s[1],
+        "device_flops_per_s": plan.predicted.flops_per_s,
+        "peak_share": plan.predicted.peak_share,
         "device_peak_bytes": plan.predicted.device_peak_bytes,
         "host_peak_bytes": plan.predicted.host_peak_bytes,
         "bound_by": step.bound_by,

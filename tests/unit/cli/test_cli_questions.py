@@ -263,7 +263,8 @@ def test_profile_and_plan_count_the_same_training(
 ) -> None:
     step = f"opt-125m --batch 2 --seq 64 --dtype {dtype} --json".split()
     profiled = json.loads(run(capsys, "profile", *step, "--device", "h200")[1])
-    planned = json.loads(run(capsys, "plan", *step, "--hardware", "h200", "--host-memory", "64GiB")[1])
+    machine = "--hardware h200 --host-memory 64GiB --placement cuda".split()
+    planned = json.loads(run(capsys, "plan", *step, *machine)[1])
     assert all(chunk["resident"] for chunk in planned["chunks"])
     # Chunks pad parameters; what else there is must be the same bytes.
     padding = sum(chunk["numel"] for chunk in planned["chunks"]) - profiled["parameters"]

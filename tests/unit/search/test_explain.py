@@ -152,7 +152,7 @@ def test_one_block_fewer_and_one_more(plan: Plan, trace: StepTrace, found: Expla
 
 
 def test_a_plan_with_everything_resident_can_be_explained(trace: StepTrace) -> None:
-    plan = plan_from_trace(trace, HARDWARE, 1, device_memory="20GiB", host_memory="4GiB")
+    plan = plan_from_trace(trace, HARDWARE, 1, device_memory="20GiB", host_memory="4GiB", placement="cuda")
     assert all(chunk.resident for chunk in plan.chunks)
     assert plan.block_bytes == 0
     found = explain(plan, trace, HARDWARE, levers=False)

@@ -183,9 +183,9 @@ def test_the_originals_constants_serve_the_cache_first_on_one_gpu_only() -> None
     assert [[rcache_first(gpus, *case) for gpus in (1, 2, 4, 8)] for case in cases] == [[True, False, False, False]] * 4
 
 
-def test_a_model_that_fits_is_plain_pytorch() -> None:
+def test_a_model_on_the_device_is_plain_pytorch() -> None:
     trace = stack_trace(SMALL, dtype="float32")
-    made = plan(trace)
+    made = plan(trace, placement="cuda")
     assert all(chunk.resident and chunk.state_home == "device" for chunk in made.chunks)
     assert (made.block_count, made.block_bytes, made.grad_block_count, made.predicted.loads) == (0, 0, 0, 0)
     assert link_bytes(made) == 0

@@ -66,7 +66,10 @@ def test_levers_are_sorted_and_true() -> None:
     trace = stack_trace("opt-1.3b", checkpoint=False)
     with pytest.raises(PlanError) as caught:
         plan(trace, device=8 * GIB)
-    levers = caught.value.levers
+    enough = [lever.step_s for lever in caught.value.levers if lever.step_s is not None]
+    assert enough == sorted(enough)
+    assert [lever.step_s for lever in caught.value.levers[: len(enough)]] == enough
+    levers = [lever for lever in caught.value.levers if lever.step_s is None and lever.enough]
     assert [lever.saves_bytes for lever in levers] == sorted((lever.saves_bytes for lever in levers), reverse=True)
     batch = next(lever for lever in levers if "batch" in lever.action)
     half = stack_trace("opt-1.3b", checkpoint=False, batch=4)

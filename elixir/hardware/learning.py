@@ -1,0 +1,98 @@
+"""Lessons of runs about a machine: its rates, brought to the seconds that steps took."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elixir.artifact import digest
+from elixir.errors import InputError
+from elixir.hardware.fits import RateFit, is_finite
+from elixir.hardware.profile import HardwareProfile, Learned
+
+LEARNED_RANGE = (0.93, 1.07)
+"""Between which multiples of the predicted seconds the steps of other plans are expected, after a run on the machine.
+
+Assumption: what a run does not tell is how compute, links and CPU Adam share its error; steps of the same plan scatter
+by less."""
+LARGEST_FACTOR = 20.0
+"""A run that is this many times slower, or faster, than predicted was no run of such a machine."""
+
+_RATES = (
+    "device_memory_bytes_per_s", "host_memory_bytes_per_s", "host_to_device_bytes_per_s", "device_to_host_bytes_per_s",
+    "device_to_device_bytes_per_s", "host_adam_numel_per_s", "device_adam_numel_per_s", "network_bytes_per_s",
+    "disk_read_bytes_per_s", "disk_write_bytes_per_s",
+)  # fmt: skip
+_TIMES = ("launch_s", "network_latency_s")
+
+
+def learn(
+    profile: HardwareProfile, reports: Sequence[Mapping[str, Any]], *, today: str | None = None
+) -> HardwareProfile:
+    """The profile with which the runs would have been predicted right.
+
+    All rates are scaled by one factor, the geometric mean of measured over predicted seconds: a step does not tell
+    which of them was off, and choices that depend on how they compare stay as they were measured.
+
+    Args:
+        profile: by which the plans of the runs were made.
+        reports: `StepReport.to_dict` of steps; those without ``step_s`` and ``predicted_step_s`` are left out.
+        today: ISO date; None: today.
+
+    Raises:
+        InputError: no report has both seconds, a number makes no sense, or the same reports were learned before.
+    """
+    ratios = [ratio for report in reports if (ratio := _ratio(report)) is not None]
+    if not ratios:
+        raise InputError(
+            "no step of the report has both 'step_s' and 'predicted_step_s'; save `model.last_report.to_dict()` of a "
+            "steady step as JSON"
+        )
+    before, mark = profile.learned, digest([dict(report) for report in reports])
+    if before is not None and mark in before.reports:
+        raise InputError(f"these steps were learned before, on {before.date}; give the report of another run")
+    factor = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
+    spread = max(max(ratios) / factor, factor / min(ratios))
+    learned = Learned(
+        date=today or datetime.date.today().isoformat(),
+        steps=len(ratios) + (0 if before is None else before.steps),
+        factor=factor * (1.0 if before is None else before.factor),
+        reports=((*before.reports, mark) if before is not None else (mark,)),
+    )
+    low, high = LEARNED_RANGE
+    changed: dict[str, Any] = {name: _scaled(getattr(profile, name), 1 / factor) for name in _RATES}
+    changed |= {name: _scaled(getattr(profile, name), factor) for name in _TIMES}
+    said = f"{learned.steps} steps of runs took {learned.factor:.3f} times the seconds predicted before any was known"
+    return dataclasses.replace(
+        profile,
+        flops_per_s={dtype: rate / factor for dtype, rate in profile.flops_per_s.items()},
+        fits={key: RateFit(fit.latency_s * factor, fit.per_s / factor, fit.error) for key, fit in profile.fits.items()},
+        step_range=(min(low, 1 / spread), max(high, spread)),
+        learned=learned,
+        sources=profile.sources | {"learned": said, "step_range": "learned from runs on the machine"},
+        **changed,
+    )
+
+
+def _ratio(report: Mapping[str, Any]) -> float | None:
+    taken_s, predicted_s = report.get("step_s"), report.get("predicted_step_s")
+    if taken_s is None or predicted_s is None:
+        return None
+    for name, value in (("step_s", taken_s), ("predicted_step_s", predicted_s)):
+        if not is_finite(value) or value <= 0:
+            raise InputError(f"'{name}' of a report must be a positive finite number, found {value!r}")
+    ratio = float(taken_s / predicted_s)
+    if not 1 / LARGEST_FACTOR <= ratio <= LARGEST_FACTOR:
+        raise InputError(
+            f"a step took {taken_s:.3g} s where {predicted_s:.3g} s were predicted; that is no run of the machine that "
+            "the plan was made for"
+        )
+    return ratio
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor

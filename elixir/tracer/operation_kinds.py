@@ -1,0 +1,91 @@
+"""The bound of an operator, told from its name and its shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from elixir.step_trace import Operation, OperatorKind
+from elixir.units import dtype_name
+
+aten = torch.ops.aten
+
+FEW_ROWS = 64
+"""Products with no more rows, or columns, are bound by reading the weight."""
+LONG = 8**0.5
+"""From this ratio of lengths on a product counts as 8 : 1, which is what is measured, and below it as 1 : 1."""
+
+_PRODUCTS = {  # -> positions of the two factors
+    aten.mm: 0,
+    aten.bmm: 0,
+    aten._grouped_mm: 0,
+    aten.addmm: 1,
+    aten.baddbmm: 1,
+}
+_ALLOCATIONS = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided})
+_ACTIVATIONS = ("gelu", "silu", "relu", "tanh", "sigmoid", "mish", "hardswish", "softplus", "elu", "glu", "erf", "exp")
+_REDUCTIONS = (
+    "softmax", "norm", "nll_loss", "sum", "mean", "var", "std", "amax", "amin", "max", "min", "argmax", "cumsum",
+    "logsumexp", "topk", "sort", "loss",
+)  # fmt: skip
+
+
+def operation_of(
+    func: Any,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    *,
+    flops: int,
+    moved_bytes: int,
+) -> Operation | None:
+    """The work of one call; None where it only allocates.
+
+    Args:
+        func: the operator.
+        inputs: its tensor arguments, in order.
+        outputs: its results.
+        flops: by PyTorch's formulas.
+        moved_bytes: of arguments and results.
+    """
+    packet = func._overloadpacket
+    tensors = outputs or inputs
+    if packet in _ALLOCATIONS or not tensors:
+        return None
+    dtype = dtype_name(tensors[0].dtype)
+    if not flops:
+        return Operation(_memory_bound(packet.__name__), dtype, 0, moved_bytes)
+    if "attention" in packet.__name__:
+        return Operation("attention", dtype, flops, moved_bytes)
+    at = _PRODUCTS.get(packet)
+    if at is None or len(inputs) < at + 2 or inputs[at].dim() < 2:
+        return Operation("square", dtype, flops, moved_bytes)
+    rows, inner = inputs[at].shape[-2:]
+    return Operation(product_class(int(rows), int(inner), int(inputs[at + 1].shape[-1])), dtype, flops, moved_bytes)
+
+
+def product_class(rows: int, inner: int, columns: int) -> OperatorKind:
+    """The measured class that a product of ``rows x inner`` by ``inner x columns`` is nearest to."""
+    shorter, longer = sorted((rows, columns))
+    if shorter <= FEW_ROWS:
+        return "skinny"
+    if inner >= LONG * longer:
+        return "deep"
+    return "tall" if longer >= LONG * max(inner, shorter) else "square"
+
+
+def passing(tensor: torch.Tensor, moved_bytes: int) -> Operation:
+    """An operator that only reads and writes, such as a sum in place."""
+    return Operation("elementwise", dtype_name(tensor.dtype), 0, moved_bytes)
+
+
+@cache
+def _memory_bound(name: str) -> OperatorKind:
+    words = name.strip("_")
+    if any(words.startswith(word) or f"_{word}" in words for word in _REDUCTIONS):
+        return "reduction"
+    if any(words.startswith(word) for word in _ACTIVATIONS):
+        return "activation"
+    return "elementwise"

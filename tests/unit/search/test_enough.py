@@ -1,0 +1,99 @@
+"""Where nothing fits, what is advised first suffices; and the levers of a plan that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elixir.artifact import Artifact
+from elixir.errors import InputError, PlanError
+from elixir.hardware import preset
+from elixir.plan import Plan
+from elixir.search import plan_from_trace
+from elixir.search.levers import best_allowed, samples_per_s
+from elixir.search.planner import PlannerTries
+from elixir.search.request import SearchRequest
+from elixir.step_trace import StepTrace
+from elixir.units import GIB, MIB
+from tests.common.synthetic_trace import StackShape, stack_trace
+
+MACHINE = preset("rtx4090")
+SHAPE = StackShape(1024, 8, 4096, 8000, 512)
+"""0.1 G parameters: 1.6 GiB of weights, masters and states."""
+
+
+@pytest.fixture(scope="module")
+def trace() -> StepTrace:
+    return stack_trace(SHAPE)
+
+
+def refusal(trace: StepTrace, **budgets: Any) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        plan_from_trace(trace, MACHINE, 1, **budgets)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "budgets",
+    [
+        {"device_memory": 700 * MIB, "host_memory": 900 * MIB},
+        {"device_memory": 600 * MIB, "host_memory": 1200 * MIB, "placement": "cpu"},
+        {"device_memory": 1 * GIB, "host_memory": 64 * GIB, "placement": "cuda"},
+        {"device_memory": 64 * MIB, "host_memory": 64 * GIB},
+    ],
+    ids=["host short", "all on the host", "all on the device", "device short"],
+)
+def test_the_first_advice_suffices(trace: StepTrace, budgets: Mapping[str, Any]) -> None:
+    first = refusal(trace, **budgets).levers[0]
+    assert first.step_s is not None
+    given = {name: int(value) if name == "world_size" else value for name, value in first.options}
+    made = plan_from_trace(trace, MACHINE, given.pop("world_size", 1), **{**budgets, **given})
+    assert made.predicted.step_s <= 1.01 * first.step_s
+
+
+def test_what_was_tried_in_vain_says_so_and_comes_last(trace: StepTrace) -> None:
+    error = refusal(trace, device_memory=64 * MIB, host_memory=64 * GIB)
+    states = [lever for lever in error.levers if dict(lever.options).get("moments")]
+    assert states
+    assert not any(lever.enough for lever in states)
+    worth = [(lever.step_s is None, not lever.enough) for lever in error.levers]
+    assert worth == sorted(worth)
+    assert "moments='8bit' (not enough alone)" in str(error)
+
+
+def test_levers_of_a_plan_are_plans(trace: StepTrace) -> None:
+    made = plan_from_trace(trace, MACHINE, 1, device_memory=GIB, host_memory=8 * GIB)
+    levers = made.levers()
+    found = {lever.options: lever for lever in levers}
+    assert {(("moments", "8bit"),), (("accumulation", "4"),), (("step_in_backward", ""),)} <= set(found)
+    gains = [lever.gain for lever in levers if lever.gain is not None]
+    assert gains == sorted(gains, reverse=True)
+    eight = found[(("moments", "8bit"),)].plan
+    asked = plan_from_trace(trace, MACHINE, 1, device_memory=GIB, host_memory=8 * GIB, moments="8bit")
+    assert eight is not None
+    assert eight.predicted.step_s == pytest.approx(asked.predicted.step_s, rel=0.03)
+
+
+def test_a_plan_from_a_file_knows_no_levers(trace: StepTrace) -> None:
+    made: Artifact = plan_from_trace(trace, MACHINE, 1, device_memory=GIB, host_memory=8 * GIB)
+    with pytest.raises(InputError, match="plan again"):
+        Plan.from_json(made.to_json()).levers()
+
+
+def test_only_what_is_allowed_is_done(trace: StepTrace) -> None:
+    request = SearchRequest(world_size=1, device_memory=GIB, host_memory=8 * GIB)
+    tries = PlannerTries(MACHINE)
+    _, same, taken = best_allowed(trace, MACHINE, request, (), tries)
+    assert (same, taken) == (request, ())
+    _, asked, taken = best_allowed(trace, MACHINE, request, ("moments", "accumulation"), tries)
+    assert {kind for change in taken for kind in change.kinds} <= {"moments", "accumulation"}
+    plain, better = (tries.plan(trace, one, briefly=True) for one in (request, asked))
+    assert plain is not None
+    assert better is not None
+    assert samples_per_s(better) > samples_per_s(plain)
+    assert replace(asked, moments="float32", accumulation=1) == request
+    with pytest.raises(InputError, match="cannot be allowed"):
+        best_allowed(trace, MACHINE, request, ("placement",), tries)

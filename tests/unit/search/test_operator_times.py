@@ -1,0 +1,90 @@
+"""Compute seconds are those of operators one by one, at measured rates of their classes or at sustained shares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elixir.hardware import HardwareProfile, RateFit, preset
+from elixir.search.simulator import Rates
+from elixir.step_trace import Access, Operation, StepTrace
+from tests.common.samples import make_trace
+
+PEAK, BANDWIDTH = 1e12, 1e10
+
+
+def machine(**changes: object) -> HardwareProfile:
+    """One with round rates."""
+    base = replace(
+        preset("h200"), flops_per_s={"bfloat16": PEAK}, matmul_efficiency=1.0, device_memory_bytes_per_s=BANDWIDTH
+    )
+    plain = replace(base, sustained_flops_share=None, sustained_memory_share=None, launch_s=None)
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def step_of(*operations: Operation) -> StepTrace:
+    """One access with these operators."""
+    access = Access("forward", (0,), 0, "", "", tuple(range(len(operations))), 0)
+    return replace(make_trace(layers=1), operations=operations, accesses=(access,))
+
+
+def seconds(hardware: HardwareProfile, *operations: Operation) -> float:
+    return float(Rates(hardware, "bfloat16", 1, 1).accesses_s(step_of(*operations)).sum())
+
+
+PRODUCT = Operation("tall", "bfloat16", 10**12, 10**6)
+NORM = Operation("reduction", "bfloat16", 0, 10**10)
+ADD = Operation("elementwise", "bfloat16", 0, 10**10)
+
+
+def test_memory_bound_operators_do_not_hide_behind_products() -> None:
+    assert seconds(machine(), PRODUCT) == pytest.approx(1.0)
+    assert seconds(machine(), NORM) == pytest.approx(1.0)
+    assert seconds(machine(), PRODUCT, NORM) == pytest.approx(2.0)
+    bound_by_bytes = Operation("skinny", "bfloat16", 10**9, 2 * 10**10)
+    assert seconds(machine(), bound_by_bytes) == pytest.approx(2.0)
+
+
+def test_sustained_shares_count_where_nothing_was_measured() -> None:
+    shares = machine(sustained_flops_share=0.5, sustained_memory_share=0.25)
+    assert seconds(shares, PRODUCT) == pytest.approx(2.0)
+    assert seconds(shares, NORM) == pytest.approx(4.0)
+    measured = replace(shares, fits={"matmul.bfloat16.square": RateFit(0.0, PEAK, 0.0)})
+    assert seconds(measured, PRODUCT) == pytest.approx(1.0)
+
+
+def test_each_class_has_its_measured_rate() -> None:
+    fits = {
+        "matmul.bfloat16.square": RateFit(0.0, PEAK, 0.0),
+        "matmul.bfloat16.tall": RateFit(0.0, PEAK / 4, 0.0),
+        "attention.bfloat16": RateFit(0.5, PEAK, 0.0),
+        "elementwise.bfloat16": RateFit(0.0, BANDWIDTH, 0.0),
+        "reduction.bfloat16": RateFit(0.0, BANDWIDTH / 2, 0.0),
+    }
+    hardware = machine(fits=fits)
+    assert seconds(hardware, PRODUCT) == pytest.approx(4.0)
+    assert seconds(hardware, replace(PRODUCT, kind="deep")) == pytest.approx(1.0)
+    assert seconds(hardware, replace(PRODUCT, kind="attention")) == pytest.approx(1.5)
+    assert seconds(hardware, NORM) == pytest.approx(2.0)
+    assert seconds(hardware, ADD, replace(ADD, kind="activation")) == pytest.approx(2.0)
+
+
+def test_a_dtype_without_rates_takes_those_of_the_step() -> None:
+    assert seconds(machine(), replace(ADD, dtype="int64")) == pytest.approx(1.0)
+
+
+def test_many_small_kernels_take_their_launches() -> None:
+    small = replace(ADD, moved_bytes=10)
+    hardware = machine(launch_s=0.01)
+    assert seconds(hardware, *[small] * 100) == pytest.approx(1.0)
+    assert seconds(hardware, PRODUCT, small) == pytest.approx(1.0), "the host runs ahead of a long kernel"
+
+
+@pytest.mark.parametrize("name", ["h200", "h100", "a100", "rtx4090"])
+def test_presets_sustain_less_than_their_best_products(name: str) -> None:
+    hardware = preset(name)
+    assert hardware.sustained_flops_share is not None
+    assert 0.2 < hardware.sustained_flops_share < hardware.matmul_efficiency
+    assert hardware.sustained_memory_share is not None
+    assert 0.3 < hardware.sustained_memory_share <= 1
