@@ -18,13 +18,15 @@ from hypothesis import strategies as st
 from elixir.artifact import Artifact, check_writable, digest, write_atomically
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware import HardwareProfile, RateFit
+from elixir.hardware.profile import Learned
 from elixir.optimizer_states import StateSize
 from elixir.plan import LINKS, Plan, PlanPrediction
 from elixir.step_trace import StepTrace
 from tests.common.samples import make_hardware, make_plan, make_trace
 
 KINDS = (StepTrace, HardwareProfile, Plan)
-SAMPLES = (make_trace(layers=2), make_hardware(), make_plan(3))
+LEARNED = Learned(date="2026-01-31", steps=8, factor=1.25, reports=("0123456789abcdef",))
+SAMPLES = (make_trace(layers=2), dataclasses.replace(make_hardware(), learned=LEARNED), make_plan(3))
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 

@@ -34,7 +34,6 @@ READERS: dict[str, Callable[[Pair], object]] = {
     "attribute": lambda pair: [parameter.grad for parameter in pair.module.parameters()],
     "clipping": lambda pair: torch.nn.utils.clip_grad_norm_(pair.module.parameters(), 1.0),
     "another optimizer": lambda pair: torch.optim.SGD(pair.module.parameters(), lr=0.1).step(),
-    "zero_grad of the model inside": lambda pair: pair.module.module.zero_grad(),
 }
 
 

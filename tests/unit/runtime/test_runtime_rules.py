@@ -379,7 +379,7 @@ def test_functions_that_autograd_cannot_stream_are_refused(pair: Pair) -> None:
 MOVES: dict[str, Callable[[nn.Module], object]] = {
     "to": lambda module: module.to(torch.bfloat16),
     "half": lambda module: module.half(),
-    "cpu": lambda module: module.cpu(),
+    "meta": lambda module: module.to("meta"),
     "share": lambda module: module.share_memory(),
 }
 
