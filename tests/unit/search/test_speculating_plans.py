@@ -95,11 +95,16 @@ def test_weights_on_the_device_return_after_the_norm(stack: StepTrace) -> None:
     assert all(span.end_s > backward for span in made.values())
 
 
-def test_a_plan_that_is_made_again_speculates_too(stack: StepTrace) -> None:
-    plan = planned(stack, speculate=True)
-    seen = replace(steady(plan), step_s=3 * plan.predicted.seconds["total"])
-    again = correct(stack, SLOW, plan, [seen], "Adam").plan
-    assert again is None or again.speculates
+def test_a_plan_that_is_made_again_speculates_with_all_that_pay(stack: StepTrace) -> None:
+    least = planned(stack, speculate=True).predicted.device_peak_bytes  # leaves no room for states on the device
+    best = planned(stack, speculate=True, placement="auto", device_memory=least)
+    only = chosen(best)[0]
+    chunks = tuple(replace(chunk, speculates=index == only) for index, chunk in enumerate(best.chunks))
+    step_s = simulate_step(replace(best, chunks=chunks), stack, SLOW).step_s
+    seen = replace(steady(best), step_s=step_s)
+    again = correct(stack, SLOW, replace(best, chunks=chunks), [seen], "Adam").plan
+    assert again is not None
+    assert chosen(again) == chosen(best)
 
 
 def test_files_say_it_and_refuse_what_cannot_be(stack: StepTrace) -> None:
