@@ -69,9 +69,9 @@ def _sustained(flops_share: float, memory_share: float, source: str) -> Entry:
     }
 
 
-_A100_STEPS = _fitted(0.67, 0.75, f"fitted to 13 {_PUBLISHED}, 125 M to 175 B parameters, 8 to 128 devices")
-_H100_STEPS = _fitted(0.47, 0.85, f"fitted to 8 {_PUBLISHED} on the SXM card, 0.76 to 70 B parameters")
-_H200_STEPS = _fitted(0.47, 0.85, f"assumption: as the H100, the same chip; fitted to 8 {_PUBLISHED}")
+_A100_STEPS = _fitted(0.67, 0.75, f"fitted to 12 {_PUBLISHED}, 125 M to 175 B parameters, 8 to 128 devices")
+_H100_STEPS = _fitted(0.47, 0.85, f"fitted to 9 {_PUBLISHED} on the SXM card, 0.76 to 70 B parameters")
+_H200_STEPS = _fitted(0.47, 0.85, f"assumption: as the H100, the same chip; fitted to 9 {_PUBLISHED}")
 _LOST_IN_STEPS = 0.68
 _OTHER_STEPS_MEMORY_SHARE = 0.80
 

@@ -269,6 +269,7 @@ def _with_delays(rank: int, world_size: int, seeds: int) -> None:
         module.close()
 
 
+@pytest.mark.slow
 def test_delays_change_no_bit() -> None:
     run_ranks(2, _with_delays, 10)
 

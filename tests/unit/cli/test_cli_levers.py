@@ -25,6 +25,7 @@ def advised(text: str, flag: str) -> list[str]:
     return found.split(" ")
 
 
+@pytest.mark.slow
 def test_flags_that_give_more_memory_give_enough(capsys: pytest.CaptureFixture[str]) -> None:
     text = failed(capsys, *STEP, "--device-memory", "3GiB", "--host-memory", "1GiB", "--placement", "cuda")
     assert "(instead of placement 'cuda'): --placement auto (not enough alone)" in text

@@ -183,6 +183,7 @@ def test_a_disk_smaller_than_its_budget_is_told_once(caplog: pytest.LogCaptureFi
     assert not warn_if_disk_full(FAST, "2GiB")
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     trace=traces(), world_size=st.sampled_from([1, 2]), share=st.floats(0.3, 0.99), disk=st.sampled_from([1, 200, 4000])

@@ -67,6 +67,7 @@ def test_wide_weights_have_wide_states(trace: StepTrace, world_size: int, percen
     assert bound.step_s <= made.predicted.seconds["total"] + NANOSECOND_S
 
 
+@pytest.mark.slow
 @given(traces(), st.sampled_from([1, 4]))
 @settings(max_examples=8, deadline=None)
 def test_what_an_error_says_is_needed_is_exactly_enough(trace: StepTrace, world_size: int) -> None:
