@@ -5,13 +5,35 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import nn
+
 from elixir.plan import ChunkPlan, Plan
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.engine import engine_of
-from tests.common.parity import Case, make_plan, mixed
+from tests.common.parity import Case, make_plan, mixed, square_loss
 
 HOMES = ("streamed", "states", "mixed")
 """Everything on the host; weights on the device and states on the host; chunks of every kind in turn."""
+
+
+class Chain(nn.Module):
+    """Layers of one chunk each, used one after the other."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, skip: int | None = None) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != skip:
+                x = layer(x).tanh()
+        return x
+
+
+def chain(layers: int = 4) -> Case:
+    torch.manual_seed(0)
+    return Case(Chain(layers), {"x": torch.randn(4, 8)}, square_loss)
 
 
 def early_plan(case: Case, homes: str = "streamed", **options: Any) -> Plan:

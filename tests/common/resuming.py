@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from elixir.checkpoint_format import open_checkpoint, verify
 from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
@@ -17,6 +19,7 @@ from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.options import Debug
 from elixir.wrapper.step.segment_states import small_states, stretches
 from tests.common import gpu
+from tests.common.file_faults import Crash, Operation
 from tests.common.parity import Case
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -127,3 +130,30 @@ def differing(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
         if not same:
             found.append(name)
     return sorted(found)
+
+
+def values_left(crash: Crash, log: Sequence[Operation], folder: Path, *, seeds: int) -> set[int]:
+    """What `number` is in the checkpoints that a crash after each prefix of a record may leave: 1 was saved, then 2.
+
+    Args:
+        crash: of the folder as it was before the record.
+        log: operations of the second save; once all are done, 2 must be there.
+        folder: gets a folder for each outcome.
+        seeds: so many random parts of what had not reached the disk are kept, one after the other.
+    """
+    found: dict[frozenset[tuple[str, bytes]], int] = {}  # many prefixes leave the same
+    for done in range(len(log) + 1):
+        if done:
+            crash.do(log[done - 1])
+        for what, content in crash.outcomes(seeds=seeds):
+            left = frozenset(content.items())
+            if left not in found:
+                place = folder / f"left-{len(found)}"
+                place.mkdir()
+                for name, raw in content.items():
+                    (place / name).write_bytes(raw)
+                assert verify(place) == (), (done, what)
+                with open_checkpoint(place) as saved:
+                    found[left] = saved.value("number")
+            assert found[left] == 2 or done < len(log), "what was said to be committed is not there"
+    return set(found.values())

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from elixir.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
-from elixir.checkpoint_format import open_checkpoint, verify
+from elixir.checkpoint_format import verify
 from elixir.errors import CheckpointError, RankError
 from tests.common.ddp import batch_of, plan_for
 from tests.common.file_faults import CHANGES, Crash, Operation, RecordingFiles, UnsyncedFiles
 from tests.common.parity import Case, hf_loss
-from tests.common.resuming import Run, two_groups
+from tests.common.resuming import Run, two_groups, values_left
 from tests.common.spawn import run_ranks, run_to_end
 from tests.common.tiny_models import tiny
 
@@ -132,20 +132,4 @@ def test_every_prefix_of_what_two_ranks_do_leaves_the_old_or_the_new(tmp_path: P
     logs = run_ranks(2, _record, str(folder))
     log = [operation for _, operation in sorted((each for log in logs for each in log), key=lambda each: each[0])]
     assert {"create", "resize", "write", "sync", "link", "rename", "remove", "sync_folder"} <= {o.name for o in log}
-    found: dict[frozenset[tuple[str, bytes]], int] = {}  # many prefixes leave the same
-    for number in range(len(log) + 1):
-        if number:
-            crash.do(log[number - 1])
-        for what, content in crash.outcomes(seeds=3):
-            # Bytes that no index names do not matter.
-            left = frozenset(content.items())
-            if left not in found:
-                place = tmp_path / f"left-{len(found)}"
-                place.mkdir()
-                for name, raw in content.items():
-                    (place / name).write_bytes(raw)
-                assert verify(place) == (), (number, what)
-                with open_checkpoint(place) as saved:
-                    found[left] = saved.value("number")
-            assert found[left] == 2 or number < len(log), "what was said to be committed is not there"
-    assert set(found.values()) == {1, 2}
+    assert values_left(crash, log, tmp_path, seeds=3) == {1, 2}

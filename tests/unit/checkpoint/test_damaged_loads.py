@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
-from elixir.checkpoint_format import open_checkpoint, verify
 from elixir.errors import CheckpointError
 from tests.common.file_faults import Crash, RecordingFiles, UnsyncedFiles
 from tests.common.parity import adamw, case, make_plan
-from tests.common.resuming import Run, differing
+from tests.common.resuming import Run, differing, values_left
 from tests.unit.checkpoint.test_checkpoint_format_damage import damage
 
 FILES = UnsyncedFiles()
@@ -76,19 +75,4 @@ def test_every_prefix_of_a_whole_save_leaves_the_old_or_the_new(run: Run, tmp_pa
     save_checkpoint(folder, run.state(number=1), wait=True, files=FILES)
     crash, recorded = Crash(folder), RecordingFiles()
     save_checkpoint(folder, run.state(number=2), wait=True, files=recorded)
-    found: dict[frozenset[tuple[str, bytes]], int] = {}  # many prefixes leave the same
-    for number in range(len(recorded.log) + 1):
-        if number:
-            crash.do(recorded.log[number - 1])
-        for what, content in crash.outcomes(seeds=2):
-            left = frozenset(content.items())
-            if left not in found:
-                place = tmp_path / f"left-{len(found)}"
-                place.mkdir()
-                for name, raw in content.items():
-                    (place / name).write_bytes(raw)
-                assert verify(place) == (), (number, what)
-                with open_checkpoint(place) as saved:
-                    found[left] = saved.value("number")
-            assert found[left] == 2 or number < len(recorded.log), "what was said to be committed is not there"
-    assert set(found.values()) == {1, 2}
+    assert values_left(crash, recorded.log, tmp_path, seeds=2) == {1, 2}

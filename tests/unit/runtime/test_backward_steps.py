@@ -19,7 +19,7 @@ from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu
 from tests.common.debug import debugged
-from tests.common.early import HOMES, all_early, begun, early_plan, planned, rehomed, without
+from tests.common.early import HOMES, all_early, begun, chain, early_plan, planned, rehomed, without
 from tests.common.parity import Case, Pair, case, square_loss
 from tests.common.tiny_models import FAMILIES
 from tests.unit.runtime import test_runtime_views as views
@@ -31,25 +31,6 @@ _EVERY = [
     for family in FAMILIES
     for form in CHECKPOINTS
 ]
-
-
-class Chain(nn.Module):
-    """Layers of one chunk each, used one after the other."""
-
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor, skip: int | None = None) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
-            if index != skip:
-                x = layer(x).tanh()
-        return x
-
-
-def chain(layers: int = 4) -> Case:
-    torch.manual_seed(0)
-    return Case(Chain(layers), {"x": torch.randn(4, 8)}, square_loss)
 
 
 def chain_plan(it: Case, homes: str = "streamed", **options: Any) -> Plan:

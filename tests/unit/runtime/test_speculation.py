@@ -18,8 +18,8 @@ from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step import speculation
 from tests.common import gpu
 from tests.common.debug import debugged
-from tests.common.early import HOMES, all_speculating, attempts, rehomed, speculating, without
-from tests.common.parity import Case, Pair, case, square_loss
+from tests.common.early import HOMES, all_speculating, attempts, chain, rehomed, speculating, without
+from tests.common.parity import Case, Pair, case
 from tests.common.tiny_models import FAMILIES
 
 _QUICK = {("gpt2", "mixed"), ("mixtral", "streamed")}
@@ -29,25 +29,6 @@ _EVERY = [
     for homes in HOMES
 ]
 every_home = pytest.mark.parametrize("homes", HOMES)
-
-
-class Chain(nn.Module):
-    """Layers of one chunk each, used one after the other."""
-
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor, skip: int | None = None) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
-            if index != skip:
-                x = layer(x).tanh()
-        return x
-
-
-def chain(layers: int = 4) -> Case:
-    torch.manual_seed(0)
-    return Case(Chain(layers), {"x": torch.randn(4, 8)}, square_loss)
 
 
 def chain_plan(it: Case, homes: str = "streamed", **options: Any) -> Any:
