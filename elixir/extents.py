@@ -18,7 +18,7 @@ from elixir.units import MIB
 
 REQUEST_BYTES = 8 * MIB
 """Bytes of one call; the kernel cuts it into requests of the drive, so that one call is many of them in flight. On the
-disks that were measured larger or more calls at a time were no faster (docs/appendix/formulas.md)."""
+disks that were measured larger or more calls at a time were no faster (docs/appendix/hardware_fits.md)."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class ParamInfo:
 
 OperatorKind = Literal["square", "tall", "deep", "skinny", "attention", "activation", "reduction", "elementwise"]
 """The bound of an operator: a class of matrix products, attention, or memory-bound work of three sorts. The measured
-rates of a profile have the same names (docs/appendix/formulas.md)."""
+rates of a profile have the same names (docs/appendix/hardware_fits.md)."""
 
 
 @dataclass(frozen=True)

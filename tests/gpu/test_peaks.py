@@ -1,6 +1,6 @@
 """On a CUDA device a step takes what its trace says, by `torch.cuda.max_memory_allocated`.
 
-None of the CUDA rules has been compared with a GPU yet: see `docs/appendix/gpu_proof.md` on what a failure here points
+None of the CUDA rules has been compared with a GPU yet: see `docs/appendix/gpu_proof_rules.md` on what a failure here points
 to.
 """
 

@@ -27,7 +27,7 @@ class Traffic(StepTraffic):
 
 
 def traffic(model: MemoryModel, placement: Placement, schedule: StepSchedule, blocks: int) -> Traffic:
-    """Bytes of one rank; formulas in `docs/appendix/formulas.md`."""
+    """Bytes of one rank; formulas in `docs/appendix/packing.md`."""
     chunks, setting = model.work.chunks, model.setting
     routes = [
         ChunkRoute(

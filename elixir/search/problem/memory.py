@@ -1,4 +1,4 @@
-"""Bytes that a placement needs of device, host and disk. `docs/appendix/formulas.md` has a formula for every line here.
+"""Bytes that a placement needs of device, host and disk. Formulas: `docs/appendix/plan_memory.md`.
 
 All formulas work on many placements of one packing at once: `homes[placement, chunk]`, numbers of `HOMES`. One
 placement is a batch of one. Device bytes are per rank, over the slots of `StepFacts`; host and disk bytes of all ranks

@@ -3,7 +3,7 @@
 Meta runs the device-independent part of PyTorch. What differs per device, and matters for memory, is here: which
 attention kernel is chosen, whether dropout keeps a mask or a noise tensor, how sizes are rounded, what libraries keep
 for themselves, how the optimizer runs, and what kernels hold only while they run. Each rule names where it comes from;
-`docs/appendix/formulas.md` says which ones a measurement has confirmed.
+`docs/appendix/tracer_rules.md` says which ones a measurement has confirmed.
 """
 
 from __future__ import annotations
