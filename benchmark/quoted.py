@@ -32,7 +32,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 
 CASES: dict[str, tuple[str, ...]] = {
+    "adam_out_of_place": ("moments", "step", "what", "numel"),
     "adam_speed": ("part", "what", "numel"),
+    "checkpoint_speed": ("model", "ranks", "figure"),
     "cpu_optimizer": ("model", "dtype", "optimizer", "tokens"),
     "cpu_peaks": ("model", "checkpoint", "dtype", "dropout", "batch", "tokens_per_sample"),
     "host_peak": ("model", "homes", "world_size"),
