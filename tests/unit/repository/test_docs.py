@@ -147,11 +147,11 @@ def without_varying(text: str) -> list[str]:
 
 
 def test_seconds_shown_were_predicted() -> None:
-    """The training run on the quickstart page took about as long as its plan says."""
-    observed, predicted = re.findall(
-        r"^step +([0-9.]+) s +([0-9.]+) s$", QUICKSTART.read_text(encoding="utf-8"), re.MULTILINE
-    )[0]
-    assert float(observed) / float(predicted) == pytest.approx(1, abs=0.15)
+    """The training run on the quickstart page took as long as its plan says, within a range that says something."""
+    page = QUICKSTART.read_text(encoding="utf-8")
+    (observed,) = re.findall(r"^step +([0-9.]+) s +[0-9.]+ s$", page, re.MULTILINE)
+    ((low, high),) = re.findall(r"^  step +[0-9.]+ s \(([0-9.]+) s to ([0-9.]+) s\) predicted", page, re.MULTILINE)
+    assert float(low) <= float(observed) <= float(high) <= 1.6 * float(low)
 
 
 def test_sources_name_pages_that_are_there() -> None:
