@@ -80,7 +80,7 @@ def measure(numel: int, kind: Any, rounds: int, *, compiled: bool) -> list[Row]:
     def place() -> None:
         adam_step(gradient, old.master, weights, old.moments, OPTIONS, 5)
 
-    def beside() -> None:
+    def apart() -> None:
         adam_step_out_of_place(gradient, old, new, weights, OPTIONS, 5)
 
     def with_mode(mode: str, run: Run) -> Run:
@@ -90,10 +90,10 @@ def measure(numel: int, kind: Any, rounds: int, *, compiled: bool) -> list[Row]:
 
         return inside
 
-    runs = {"in place": with_mode("0", place), "copied": with_mode("0", beside)}
+    runs = {"in place": with_mode("0", place), "copied": with_mode("0", apart)}
     os.environ["ELIXIR_COMPILE"] = "wait"
     if out_of_place._kernel(gradient, old, weights) is not None:
-        runs["out of place"] = with_mode("wait", beside)
+        runs["out of place"] = with_mode("wait", apart)
     found = in_turn(runs, rounds)
     base_s, base_busy_s = (percentiles([pair[i] for pair in found["in place"]])[1] for i in (0, 1))
     rows = []

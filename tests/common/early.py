@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from elixir.plan import ChunkPlan, Plan
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.engine import engine_of
-from tests.common.parity import Case, make_plan, mixed, square_loss
+from tests.common.parity import Case, Pair, make_plan, mixed, square_loss
 
 HOMES = ("streamed", "states", "mixed")
 """Everything on the host; weights on the device and states on the host; chunks of every kind in turn."""
@@ -34,6 +35,19 @@ class Chain(nn.Module):
 def chain(layers: int = 4) -> Case:
     torch.manual_seed(0)
     return Case(Chain(layers), {"x": torch.randn(4, 8)}, square_loss)
+
+
+def backward_watched(pair: Pair, look: Callable[[torch.Tensor], None]) -> None:
+    """Forward and backward of a `chain` under its plan; `look` is called when backward has come to the first layer."""
+
+    def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(look)
+
+    layers: Any = pair.module.module.layers
+    handle = layers[0].register_forward_hook(watch)
+    loss = pair.case.loss(pair.module, pair.case.inp)
+    handle.remove()
+    pair.optimizer.backward(loss)
 
 
 def early_plan(case: Case, homes: str = "streamed", **options: Any) -> Plan:

@@ -19,7 +19,7 @@ from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu
 from tests.common.debug import debugged
-from tests.common.early import HOMES, all_early, begun, chain, early_plan, planned, rehomed, without
+from tests.common.early import HOMES, all_early, backward_watched, begun, chain, early_plan, planned, rehomed, without
 from tests.common.parity import Case, Pair, case, square_loss
 from tests.common.tiny_models import FAMILIES
 from tests.unit.runtime import test_runtime_views as views
@@ -106,14 +106,7 @@ def test_steps_are_over_before_backward_is(homes: str) -> None:
             last.updated.synchronize()
             seen.append(last.stepping and not torch.equal(last.shard_weights, before))
 
-        def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            output.register_hook(look)
-
-        layers: Any = pair.module.module.layers
-        handle = layers[0].register_forward_hook(watch)
-        loss = it.loss(pair.module, it.inp)
-        handle.remove()
-        pair.optimizer.backward(loss)
+        backward_watched(pair, look)
         assert seen == [True]
         it.loss(pair.plain, pair.case.inp).backward()
         pair.step()

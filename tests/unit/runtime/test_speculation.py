@@ -18,7 +18,7 @@ from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step import speculation
 from tests.common import gpu
 from tests.common.debug import debugged
-from tests.common.early import HOMES, all_speculating, attempts, chain, rehomed, speculating, without
+from tests.common.early import HOMES, all_speculating, attempts, backward_watched, chain, rehomed, speculating, without
 from tests.common.parity import Case, Pair, case
 from tests.common.tiny_models import FAMILIES
 
@@ -119,14 +119,7 @@ def test_new_states_are_there_before_backward_is_over(homes: str) -> None:
             last.speculated.synchronize()
             seen.append(last.index in attempts(pair.module))
 
-        def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            output.register_hook(look)
-
-        layers: Any = pair.module.module.layers
-        handle = layers[0].register_forward_hook(watch)
-        loss = it.loss(pair.module, it.inp)
-        handle.remove()
-        pair.optimizer.backward(loss)
+        backward_watched(pair, look)
         assert seen == [True]
         it.loss(pair.plain, pair.case.inp).backward()
         pair.step()
