@@ -184,7 +184,8 @@ class ParameterAccess:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         # A module whose pre-hook raised was never entered, and one that a checkpoint stopped early has not left.
-        if not any(entered is module for entered, _ in self._open):
+        innermost = bool(self._open) and self._open[-1][0] is module
+        if not innermost and not any(entered is module for entered, _ in self._open):
             return output
         while True:
             entered, hooks = self._open.pop()
@@ -208,17 +209,14 @@ def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
         name = name_of(func)
         written = _tracked(*written_arguments(name, args, kwargs)) if name[-1:] == "_" or "out" in kwargs else []
-        return _read(_noticing(func), args, kwargs, name, found, written)
+        return _read(func if functorch_level() is None else _noticing(func), args, kwargs, name, found, written)
 
 
 def _noticing(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func`, which inside of `torch.vmap` and its like may get other weights than those that have been announced for
-    it.
+    """`func` inside of `torch.vmap` and its like, where it may get other weights than those announced for it.
 
     There tensors are wrapped: the one that an operator gets in the end is known to nobody before.
     """
-    if functorch_level() is None:
-        return func
 
     def noticed(*args: Any, **kwargs: Any) -> Any:
         with remarked():
@@ -265,7 +263,9 @@ def _announced_script(function: torch.jit.ScriptFunction[Any, Any], *args: Any, 
     if not found:
         return _call_script(function, *args, **kwargs)
     with DisableTorchFunctionSubclass(), unmarked():
-        return _read(_noticing(partial(_call_script, function)), args, kwargs, str(function.name), found, [])
+        call = partial(_call_script, function)
+        seen = call if functorch_level() is None else _noticing(call)
+        return _read(seen, args, kwargs, str(function.name), found, [])
 
 
 def _script_functions_announce() -> Callable[[], None]:

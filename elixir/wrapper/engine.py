@@ -12,7 +12,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from types import MethodType
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -524,10 +525,12 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
     What autograd and parameters hold must not hold the engine: the garbage collector cannot see through autograd.
     """
-    weak = weakref.WeakMethod(method)
+    # Apart, since a WeakMethod makes the method anew at every call, of which there is one for each gradient.
+    bound = cast(MethodType, method)
+    weak, function = weakref.ref(bound.__self__), bound.__func__
 
     def call(*args: Any) -> Any:
-        bound = weak()
-        return None if bound is None else bound(*args)
+        engine = weak()
+        return None if engine is None else function(engine, *args)
 
     return call

@@ -85,6 +85,7 @@ class WeightUses:
     ) -> None:
         self._cache, self._gradients, self._device = cache, gradients, device
         self._backward_runs = backward_runs
+        self._device_type = device.type
         self._compute: torch.cuda.Stream | None = None  # that memory here was last used from
         self._chunks = chunks
         self._chunk_of = {slot.parameter: chunk.index for chunk in tracked for slot in chunk.slots}
@@ -121,7 +122,7 @@ class WeightUses:
                 continue
             if not inside:
                 self._refuse_outside(chunk, parameters, function)
-            if chunk.dtype == torch.float32 and torch.is_autocast_enabled(self._device.type):
+            if chunk.dtype == torch.float32 and torch.is_autocast_enabled(self._device_type):
                 raise InputError(
                     "torch.autocast over weights that are streamed keeps a cast copy of every weight until backward, "
                     "which is the memory that streaming saves; leave autocast out and plan with unified_dtype="
@@ -147,7 +148,7 @@ class WeightUses:
         What only reads weights needs no order in plain PyTorch. Here it shares blocks, and a lane that fills one comes
         after the one stream that it is told of.
         """
-        if self._device.type == "cuda":
+        if self._device_type == "cuda":
             now = torch.cuda.current_stream(self._device)
             if self._compute is not None and now != self._compute:
                 # It may evict a block that the other stream still reads, which a lane then fills.

@@ -54,6 +54,8 @@ class StepPhase:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.now = Phase.IDLE
+        self.in_backward = False
+        """Whether a backward runs, or has raised and nobody has noticed yet. Kept, since every access asks."""
 
     def to(self, phase: Phase) -> None:
         """Change the phase.
@@ -64,16 +66,12 @@ class StepPhase:
         if phase not in _NEXT[self.now]:
             raise StateError(f"rank {self._rank}: a step cannot go from '{self.now.value}' to '{phase.value}'")
         self.now = phase
+        self.in_backward = phase in (Phase.BACKWARD, Phase.BACKWARD_STEPS)
 
     @property
     def closed(self) -> bool:
         """Whether the model was given back."""
         return self.now is Phase.CLOSED
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward runs, or has raised and nobody has noticed yet."""
-        return self.now in (Phase.BACKWARD, Phase.BACKWARD_STEPS)
 
     def enter_forward(self) -> None:
         """A forward starts. One inside of a backward, as of a checkpoint around the wrapper, is part of that."""
