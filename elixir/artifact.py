@@ -162,9 +162,14 @@ def _field_types(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
+@functools.cache
+def _parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(annotation), typing.get_args(annotation)
+
+
 def _decode(expected: Any, value: Any, path: str, source: str) -> Any:
     """`value` (plain JSON) as `expected` (a type annotation); errors name `path`."""
-    origin, args = typing.get_origin(expected), typing.get_args(expected)
+    origin, args = _parts(expected)
     if dataclasses.is_dataclass(expected):
         return _decode_dataclass(typing.cast(type, expected), value, path, source)
     if origin in (typing.Union, types.UnionType):

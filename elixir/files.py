@@ -32,6 +32,8 @@ no larger."""
 FLUSH_EVERY_BYTES = 256 * 2**20
 """A file that is written in passing has no more than this in the page cache. Dirty pages count as memory of a
 container, so without a limit the cache takes what a plan gave to optimizer states."""
+BEGIN_BYTES = 2**20
+"""With a limit, what is written in pieces as large as this goes on its way to the drive at once."""
 
 IN_MEMORY = ("tmpfs", "ramfs")
 """Kinds of file systems that are memory and no disk."""
@@ -233,7 +235,7 @@ class Files:
 
 
 class File:
-    """An open file: pieces of it are written and read anywhere, by one thread at a time.
+    """An open file: pieces of it are written anywhere, by one thread at a time, and read by any number.
 
     Args:
         files: through which it was opened.
@@ -258,6 +260,9 @@ class File:
         with memoryview(data) as whole, whole.cast("B") as view:
             self._transfer("write", os.pwrite, view, offset)
             self._unflushed += len(view)
+            if self._flush_every is not None and len(view) >= BEGIN_BYTES:
+                # Linux begins to write these pages, so the drive works while the caller prepares what comes next.
+                self.drop_cache(offset, len(view))
         if self._flush_every is not None and self._unflushed >= self._flush_every:
             self.sync(sizes=False)
             self.drop_cache()
@@ -330,10 +335,11 @@ class File:
             raise
         self._unflushed = 0
 
-    def drop_cache(self) -> None:
-        """Let the page cache forget this file; only what is synchronised goes."""
+    def drop_cache(self, start: int = 0, nbytes: int = 0) -> None:
+        """Let the page cache forget a part of this file, or with 0 bytes all from `start` on; only what is synchronised
+        goes."""
         if hasattr(os, "posix_fadvise"):
-            self._files.call("drop", self.path, os.posix_fadvise, self.handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._files.call("drop", self.path, os.posix_fadvise, self.handle, start, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Give the handle back; closing twice is harmless."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Collection, MutableMapping
@@ -13,12 +12,11 @@ import torch
 
 from elixir.checkpoint.result import Loaded
 from elixir.checkpoint.saving import Saves
-from elixir.checkpoint.shared_folder import known_ids, newest_of_all
+from elixir.checkpoint.shared_folder import known_indexes, newest_of_all
 from elixir.checkpoint.user_state import UserState, restore, restore_rng
 from elixir.checkpoint_format import Index, SavedCheckpoint, SavedTensor, SliceReader, read_index
 from elixir.checkpoint_format.tensors import SPAN_BYTES
 from elixir.errors import (
-    CheckpointCorrupt,
     CheckpointMismatch,
     CheckpointNotFound,
     ElixirError,
@@ -97,34 +95,23 @@ def _agreed_index(folder: Path, user: UserState, saves: Saves, files: Files) -> 
     """The newest checkpoint of the folder that all ranks see, also where a commit was cut off; the next save ends
     that."""
     problem: Exception | None = None
-    ids: list[str] = []
+    known: list[Index] = []
     try:
         user.states.refuse("load_checkpoint()", loading=True)
-        ids = known_ids(folder, files)
-        if not ids:
+        known = known_indexes(folder, files)
+        if not known:
             read_index(folder, files=files)  # raises what is wrong with it
     except (ElixirError, FileError) as error:
         problem = error
-    answers = saves.together("find", (user.names(), ids), problem)
+    answers = saves.together("find", (user.names(), [each.id for each in known]), problem)
     if any(theirs[0] != answers[0][0] for theirs in answers):
         raise InputError("ranks load into different things: `state` must have the same names and kinds on all ranks")
     chosen = newest_of_all(theirs[1] for theirs in answers)
-    index: Index | None = None
-    try:
-        if chosen is None:
-            raise CheckpointNotFound(
-                f"{folder} holds no checkpoint that all ranks have: they see {[a[1] for a in answers]}"
-            )
-        with contextlib.suppress(CheckpointCorrupt, CheckpointNotFound):  # then it is the one before
-            index = read_index(folder, files=files)
-        if index is None or index.id != chosen:
-            index = read_index(folder, previous=True, files=files)
-    except (ElixirError, FileError) as error:
-        problem = error
-    saves.together("index", None, problem)
-    if index is None:
-        raise CheckpointNotFound(f"{folder} holds no checkpoint")
-    return index
+    if chosen is None:
+        raise CheckpointNotFound(
+            f"{folder} holds no checkpoint that all ranks have: they see {[a[1] for a in answers]}"
+        )
+    return next(each for each in known if each.id == chosen)
 
 
 class _Load:
@@ -419,11 +406,15 @@ class StoredStates:
         saved = self._saved.index.tensors[key]
         same = saved.torch_dtype == out.dtype
         if same and out.device.type == "cpu" and out.is_contiguous():
-            self._saved.read_into(key, start, out)
+            self._saved.begin_to_read(key, start, out)
             return
         for first, stop in _ranges(saved, start, start + out.numel()):
             read = self._saved.read if same or saved.block_numel is None else self._saved.read_float32
             out[first - start : stop - start].copy_(read(key, first, stop))
+
+    def filled(self) -> None:
+        """See `SavedStates`."""
+        self._saved.finish()
 
     def fill_weights(self, name: str, start: int, out: torch.Tensor) -> set[str]:
         """Fill a stretch of a parameter's weights, or their masters; a note where they are rounded."""

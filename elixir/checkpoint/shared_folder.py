@@ -31,13 +31,12 @@ from elixir.files import Files
 from elixir.units import format_bytes
 
 
-def known_ids(folder: Path, files: Files) -> list[str]:
-    """Ids of the checkpoint of a folder and of the one before it, if a commit was cut off; the newest first, damaged
-    ones not."""
+def known_indexes(folder: Path, files: Files) -> list[Index]:
+    """The checkpoint of a folder and the one before it, if a commit was cut off; the newest first, damaged ones not."""
     found = []
     for previous in (False, True):
         with contextlib.suppress(CheckpointNotFound, CheckpointCorrupt):
-            found.append(read_index(folder, previous=previous, files=files).id)
+            found.append(read_index(folder, previous=previous, files=files))
     return found
 
 
@@ -93,7 +92,7 @@ class SharedFolder:
 
         The id of the checkpoint there, if there is one.
         """
-        mine = known_ids(self.folder, self.files) if self.leads else None
+        mine = [each.id for each in known_indexes(self.folder, self.files)] if self.leads else None
         common = newest_of_all(each for each in ranks.exchange(mine) if each is not None)
         if self.leads:
             if mine:
@@ -144,8 +143,8 @@ class SharedFolder:
                 self._take_back(index.id, before)
             raise CheckpointError(f"rank {failed[0]}: {failed[1]}") from problem
         if self.leads:
-            settle(self.folder, index.id, files=self.files)
-            remove_stale(self.folder, files=self.files)
+            committed = settle(self.folder, index.id, files=self.files)
+            remove_stale(self.folder, committed, files=self.files)
 
     def _take_back(self, checkpoint_id: str, before: str | None) -> None:
         """Another file system could not commit: the checkpoint before is the one of the folder again."""

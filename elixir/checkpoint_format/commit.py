@@ -96,8 +96,8 @@ def commit(folder: PathLike, index: Index, *, files: Files = FILES) -> None:
         raise
 
 
-def settle(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> None:
-    """End a commit: the checkpoint with this id, which all file systems have, is the only one of the folder.
+def settle(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> Index:
+    """End a commit: the checkpoint with this id, which all file systems have, is the only one of the folder; its index.
 
     Called after all have committed; and before a save or after a load, because a commit may have been cut off.
 
@@ -105,36 +105,45 @@ def settle(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> Non
         CheckpointError: neither index of the folder has this id.
     """
     current, previous = (os.path.join(os.fspath(folder), name) for name in (INDEX_NAME, PREVIOUS_NAME))
-    if _has_id(folder, checkpoint_id, False, files):
+    index = _with_id(folder, checkpoint_id, False, files)
+    if index is not None:
         files.remove(previous, missing_ok=True)
         files.sync_folder(
             folder
         )  # even where nothing was to do: the process that committed may have been killed before
-        return
-    if not _has_id(folder, checkpoint_id, True, files):
+        return index
+    index = _with_id(folder, checkpoint_id, True, files)
+    if index is None:
         raise CheckpointError(f"{os.fspath(folder)} holds no checkpoint {checkpoint_id}")
     files.replace(previous, current)
     files.sync_folder(folder)
+    return index
 
 
-def _has_id(folder: PathLike, checkpoint_id: str, previous: bool, files: Files) -> bool:
+def _with_id(folder: PathLike, checkpoint_id: str, previous: bool, files: Files) -> Index | None:
     try:
-        return read_index(folder, previous=previous, files=files).id == checkpoint_id
+        index = read_index(folder, previous=previous, files=files)
     except (CheckpointNotFound, CheckpointCorrupt):
-        return False
+        return None
+    return index if index.id == checkpoint_id else None
 
 
-def remove_stale(folder: PathLike, *, files: Files = FILES) -> tuple[str, ...]:
+def remove_stale(folder: PathLike, only: Index | None = None, *, files: Files = FILES) -> tuple[str, ...]:
     """Remove what cut-off saves and replaced checkpoints left in a folder, and nothing that is not ours; the names.
 
     No save may be under way there.
 
+    Args:
+        folder: of the checkpoint.
+        only: the index that `settle` gave; None: read what is there.
+        files: the operations it uses.
+
     Raises:
         CheckpointCorrupt: an index is damaged, so what it names is unknown; nothing is removed.
     """
-    named: set[str] = set()
+    named: set[str] = set() if only is None else set(only.files)
     names = files.names(folder)
-    for name, previous in ((INDEX_NAME, False), (PREVIOUS_NAME, True)):
+    for name, previous in ((INDEX_NAME, False), (PREVIOUS_NAME, True)) if only is None else ():
         if name in names:
             named |= set(read_index(folder, previous=previous, files=files).files)
     stale = [name for name in names if name not in named and (_OURS.fullmatch(name) or _TEMPORARY.fullmatch(name))]
@@ -147,7 +156,7 @@ def remove_stale(folder: PathLike, *, files: Files = FILES) -> tuple[str, ...]:
 
 def abandon(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> None:
     """Remove the files of a save that failed, unless an index names them all the same."""
-    if _has_id(folder, checkpoint_id, False, files) or _has_id(folder, checkpoint_id, True, files):
+    if any(_with_id(folder, checkpoint_id, previous, files) is not None for previous in (False, True)):
         return
     files.sync_folder(folder)  # where a commit was taken back, the disk may still have its index
     for name in files.names(folder):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
 
+from elixir.checkpoint_format.checksum import crc32
 from elixir.checkpoint_format.commit import read_index
 from elixir.checkpoint_format.index import Index
 from elixir.checkpoint_format.slices import header_in_index
@@ -21,6 +22,8 @@ from elixir.files import FILES, File, Files, PathLike
 
 OPEN_FILES = 16
 """Files kept open at once: a checkpoint of thousands of ranks must not use up the handles of a process."""
+READING_THREADS = 4
+"""Spans read and checked at a time. One thread waits for the drive while others check what they have read."""
 
 
 class SliceReader:
@@ -41,6 +44,8 @@ class SliceReader:
         self.index = index if index is not None else read_index(folder, files=files)
         self._open: OrderedDict[str, File] = OrderedDict()
         self._scratch: bytearray | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._begun: list[Future[None]] = []
         self._starts: dict[str, list[int]] = {}
 
     def tensor(self, key: str) -> SavedTensor:
@@ -68,9 +73,16 @@ class SliceReader:
         return saved, stop
 
     def read_into(self, key: str, start: int, out: torch.Tensor) -> None:
-        """Fill a contiguous tensor in host memory with the elements from `start` on.
+        """Fill a contiguous tensor in host memory with the elements from `start` on; see `begin_to_read`."""
+        try:
+            self.begin_to_read(key, start, out)
+        finally:
+            self.finish()
 
-        After an error `out` may hold anything.
+    def begin_to_read(self, key: str, start: int, out: torch.Tensor) -> None:
+        """Have a contiguous tensor in host memory filled with the elements from `start` on; it is after `finish`.
+
+        After an error `out` may hold anything. `finish` raises what this does not.
 
         Raises:
             CheckpointCorrupt: a span that is touched does not have its checksum, or its file is too short or missing.
@@ -92,11 +104,23 @@ class SliceReader:
                 at = (low - start) * size + a - first
                 target = view[at : at + b - a]
                 if b - a == nbytes:
-                    self._read_span(key, piece, number, target)
+                    self._submit(key, piece, number, target)
                     continue
                 scratch = memoryview(self._scratch_bytes())[:nbytes]
                 self._read_span(key, piece, number, scratch)
                 target[:] = scratch[a - begin : b - begin]
+
+    def finish(self) -> None:
+        """Wait for all that `begin_to_read` has begun; raises what went wrong first."""
+        begun, self._begun = self._begun, []
+        wait(begun)  # the threads write to the callers' tensors
+        for each in begun:
+            each.result()
+
+    def _submit(self, key: str, piece: Piece, number: int, view: memoryview) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(READING_THREADS, "elixir load")
+        self._begun.append(self._pool.submit(self._check_span, self._file(piece.file), key, piece, number, view))
 
     def _pieces(self, key: str, saved: SavedTensor, start: int, stop: int) -> Iterator[Piece]:
         if start == stop:
@@ -109,15 +133,18 @@ class SliceReader:
 
     def _read_span(self, key: str, piece: Piece, number: int, view: memoryview) -> None:
         """One whole span into `view`, checked."""
+        self._check_span(self._file(piece.file), key, piece, number, view)
+
+    def _check_span(self, file: File, key: str, piece: Piece, number: int, view: memoryview) -> None:
         path = self.folder / piece.file
         offset = piece.offset + number * SPAN_BYTES
         try:
-            count = self._file(piece.file).read_into(view, offset)
+            count = file.read_into(view, offset)
         except FileError as error:
             raise CheckpointError(f"{key} cannot be read: {error}") from error
         if count < len(view):
             raise CheckpointCorrupt(f"ends at byte {offset + count}, expected {offset + len(view)}", path=path, key=key)
-        if zlib.crc32(view) != piece.crc32[number]:
+        if crc32(view) != piece.crc32[number]:
             raise CheckpointCorrupt(f"wrong checksum of bytes {offset} to {offset + len(view)}", path=path, key=key)
 
     def _scratch_bytes(self) -> bytearray:
@@ -132,6 +159,8 @@ class SliceReader:
             return self._open[name]
         path, expected = self.folder / name, self.index.files[name]
         self.check_file(name)
+        if len(self._open) >= OPEN_FILES:
+            wait(self._begun)  # a thread may read the file that is closed
         while len(self._open) >= OPEN_FILES:
             self._open.popitem(last=False)[1].close()
         try:
@@ -191,7 +220,10 @@ class SliceReader:
             raise CheckpointCorrupt("the header is not the one that the index describes", path=self.folder / name)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, once nothing reads them."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
         while self._open:
             self._open.popitem()[1].close()
 

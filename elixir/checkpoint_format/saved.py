@@ -76,6 +76,14 @@ class SavedCheckpoint:
         """Fill a flat tensor in host memory with elements as they are saved; see `SliceReader.read_into`."""
         self._reader.read_into(key, start, out)
 
+    def begin_to_read(self, key: str, start: int, out: torch.Tensor) -> None:
+        """See `SliceReader.begin_to_read`."""
+        self._reader.begin_to_read(key, start, out)
+
+    def finish(self) -> None:
+        """See `SliceReader.finish`."""
+        self._reader.finish()
+
     def check_file(self, name: str) -> None:
         """See `SliceReader.check_file`."""
         self._reader.check_file(name)

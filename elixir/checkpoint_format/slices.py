@@ -10,13 +10,14 @@ import contextlib
 import json
 import math
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from elixir.checkpoint_format.checksum import crc32
 from elixir.checkpoint_format.tensors import (
     SAFETENSORS_NAMES,
     SPAN_BYTES,
@@ -109,6 +110,7 @@ class SliceWriter:
         self.nbytes = at
         self._crc32: dict[str, list[int | None]] = {each.key: [None] * span_count(each.nbytes) for each in ordered}
         self._file = files.create(self.path, at, flush_every_bytes=FLUSH_EVERY_BYTES)
+        self._checking = ThreadPoolExecutor(1, "elixir checksums")
         try:
             self._file.write(header, 0)
         except BaseException:
@@ -117,8 +119,8 @@ class SliceWriter:
 
     def spans(self, key: str) -> Iterator[tuple[int, int]]:
         """(number, bytes) of every span of a slice that is not written yet."""
-        for number, crc32 in enumerate(self._crc32[key]):
-            if crc32 is None:
+        for number, checksum in enumerate(self._crc32[key]):
+            if checksum is None:
                 yield number, self._span_bytes(key, number)
 
     def write_span(self, key: str, number: int, data: Buffer) -> None:
@@ -131,9 +133,12 @@ class SliceWriter:
                     f"{self.path.name}: span {number} of {key} has {expected} bytes and is written once, found "
                     f"{len(view)} bytes"
                 )
-            crc32 = zlib.crc32(view)
-            self._file.write(view, self._offsets[key] + number * SPAN_BYTES)
-        self._crc32[key][number] = crc32
+            checksum = self._checking.submit(crc32, view)
+            try:
+                self._file.write(view, self._offsets[key] + number * SPAN_BYTES)
+            finally:
+                found = checksum.result()  # it still reads the caller's memory
+        self._crc32[key][number] = found
 
     def write_tensor(self, key: str, tensor: torch.Tensor) -> None:
         """Write all of a slice, or what is left of it, from a contiguous tensor in host memory."""
@@ -155,13 +160,14 @@ class SliceWriter:
         synchronised."""
         tensors = {}
         for key, each in self._slices.items():
-            crc32 = tuple(value for value in self._crc32[key] if value is not None)
-            if len(crc32) < len(self._crc32[key]):
+            found = tuple(value for value in self._crc32[key] if value is not None)
+            if len(found) < len(self._crc32[key]):
                 raise StateError(
-                    f"{self.path.name}: {len(self._crc32[key]) - len(crc32)} spans of {key} were never written"
+                    f"{self.path.name}: {len(self._crc32[key]) - len(found)} spans of {key} were never written"
                 )
-            pieces = (Piece(self.path.name, each.start, each.numel, self._offsets[key], crc32),) if each.numel else ()
+            pieces = (Piece(self.path.name, each.start, each.numel, self._offsets[key], found),) if each.numel else ()
             tensors[key] = SavedTensor(dtype_name(each.dtype), each.shape, each.block_numel, pieces)
+        self._checking.shutdown()
         self._file.sync()
         self._file.drop_cache()
         self._file.close()
@@ -169,6 +175,7 @@ class SliceWriter:
 
     def abandon(self) -> None:
         """Close and remove the file, as far as that is possible."""
+        self._checking.shutdown()
         with contextlib.suppress(FileError):
             self._file.close()
         with contextlib.suppress(FileError):

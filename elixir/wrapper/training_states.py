@@ -270,8 +270,8 @@ class TrainingStates:
         before `show`.
 
         Args:
-            fill_weights: fills a flat tensor with the elements of a named parameter from one on; gives notes.
-            saved: the states of the optimizers.
+            fill_weights: has a flat tensor filled with the elements of a named parameter from one on; gives notes.
+            saved: the states of the optimizers; its `filled` waits for `fill_weights` as well.
             skipped: parameters that are left as they are.
         """
         notes: set[str] = set()
@@ -280,13 +280,16 @@ class TrainingStates:
             chunk.about_to_write()
             with chunk.at_hand(write=True):
                 target = states.target
-                for slot, start, stop in states.cuts():
-                    if slot.name not in skipped:
-                        at = slot.offset + start - chunk.shard_start
-                        notes |= fill_weights(slot.name, start, target[at : at + stop - start])
+                try:
+                    for slot, start, stop in states.cuts():
+                        if slot.name not in skipped:
+                            at = slot.offset + start - chunk.shard_start
+                            notes |= fill_weights(slot.name, start, target[at : at + stop - start])
+                    notes |= states.load_states(saved)
+                finally:
+                    saved.filled()  # masters are read next, and nothing may fill the window's buffer later
                 if chunk.masters is not None:
                     chunk.shard_weights.copy_(chunk.masters)  # as after every step, weights are the rounded masters
-                notes |= states.load_states(saved)
         return notes
 
     @torch.no_grad()

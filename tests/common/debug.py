@@ -6,7 +6,7 @@ from typing import Any
 
 from elixir.wrapper import Debug
 
-_SWITCHES = ("poison", "evict_always", "emulation")
+_SWITCHES = ("poison", "evict_always", "emulation", "files")
 
 
 def debugged(options: dict[str, Any], **switches: Any) -> dict[str, Any]:

@@ -107,7 +107,11 @@ class SavedStates(Protocol):
         """Its other states."""
 
     def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, flat, with the elements from `start` on, converted to its dtype; codes only into their own."""
+        """Have `out`, flat, filled with the elements from `start` on, in its dtype; codes only into their own. It is
+        after `filled`."""
+
+    def filled(self) -> None:
+        """Wait for all that `fill` has begun; raises what went wrong with it."""
 
 
 def first_element(part: ChunkOptimizer, segment: Segment) -> int:
@@ -230,6 +234,7 @@ def load_states(part: ChunkOptimizer, saved: SavedStates) -> set[str]:
         return notes
     for segment in part.segments:
         notes |= _load_state(part, optimizer, segment, saved)
+    saved.filled()  # states that were made here may be moved now
     part.states_were_made()
     return notes
 
@@ -252,6 +257,7 @@ def _load_moments(part: ChunkOptimizer, moments: Moments, segment: Segment, save
         avg, square = (torch.empty(stop - first, dtype=torch.float32) for _ in ADAM_KINDS)
         saved.fill("exp_avg", name, start + first - at, avg)
         saved.fill("exp_avg_sq", name, start + first - at, square)
+        saved.filled()
         device = moments.exp_avg.device
         write_moments(moments, first, avg.to(device), square.to(device))
     return {_changed("float32" if saved.dtype("exp_avg", name) == torch.float32 else "another form", "8bit")}

@@ -168,6 +168,9 @@ class _GivenStates:
         """See `SavedStates`."""
         out.copy_(self._state[name][kind].detach().reshape(-1)[start : start + out.numel()])
 
+    def filled(self) -> None:
+        """See `SavedStates`; `fill` waits."""
+
 
 def _checked(
     engine: Engine, stepper: Stepper, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from elixir.checkpoint_format import (
     remove_checkpoint,
     verify,
 )
+from elixir.checkpoint_format.checksum import crc32
 from elixir.checkpoint_format.tensors import SAFETENSORS_NAMES
 from elixir.errors import (
     CheckpointCorrupt,
@@ -398,6 +401,12 @@ def test_nothing_in_the_package_can_run_what_it_reads() -> None:
             r"pickle|torch\.load|torch\.save|\beval\(|\bexec\(|marshal|shelve|dill|yaml|allow_|import_module", text
         )
         assert found in ([], ["allow_"]), (path.name, found)  # json's allow_nan
+
+
+def test_a_checksum_is_that_of_zlib_whichever_library_computes_it() -> None:
+    data = os.urandom(SPAN_BYTES + 5)
+    assert crc32(memoryview(data)[1:]) == zlib.crc32(data[1:])
+    assert crc32(memoryview(b"123456789")) == 0xCBF43926  # the check value of the standard
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 from elixir import files as module
 from elixir.errors import ElixirError, FileError, InputError
-from elixir.files import DIRECT_BYTES, FILES, Files, aligned_buffer, unnamed_file
+from elixir.files import BEGIN_BYTES, DIRECT_BYTES, FILES, Files, aligned_buffer, unnamed_file
 from tests.common.file_faults import FailingFiles, Operation, RecordingFiles, ShortFiles
 
 
@@ -159,6 +159,23 @@ def test_what_is_written_does_not_pile_up_in_the_page_cache(tmp_path: Path) -> N
         for number in range(10):
             file.write(bytes(500), number * 500)
     assert seen == ["create", *["write", "write", "sync", "drop"] * 5, "close"]
+
+
+def test_a_large_piece_goes_on_its_way_to_the_drive_at_once(tmp_path: Path) -> None:
+    begun: list[tuple[Any, ...]] = []
+
+    class Watched(Files):
+        def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+            if operation == "drop":
+                begun.append(args[1:3])
+            return super().call(operation, path, function, *args)
+
+    with Watched().create(tmp_path / "a", flush_every_bytes=8 * BEGIN_BYTES) as file:
+        file.write(bytes(BEGIN_BYTES), 4096)
+        file.write(bytes(10), 0)  # the drive would get its page twice
+    with Watched().create(tmp_path / "b") as file:
+        file.write(bytes(BEGIN_BYTES), 0)  # the system decides when
+    assert begun == [(4096, BEGIN_BYTES)]
 
 
 @pytest.mark.parametrize("refusal", [None, "create", "write"])

@@ -253,17 +253,20 @@ from tests.unit.runtime.test_states_on_disk import run
 it = case("gpt2")
 plan = on_disk(make_plan(it, "streamed"))
 print("begin", flush=True)
-run(it, plan, steps=1000, disk_folder=sys.argv[1])
+run(it, plan, steps=100000, disk_folder=sys.argv[1])
 """
+MOMENTS = 50
 
 
 @pytest.mark.slow
 def test_nothing_is_left_after_a_kill_at_any_moment(tmp_path: Path) -> None:
-    for number in range(10):
+    """From before the file is made on, through the first step and many others."""
+    for number in range(MOMENTS):
         child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
         assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(0.15 * number)
+        assert child.stdout.readline() == b"begin\n"
+        time.sleep(1.5 * number / MOMENTS)
+        assert child.poll() is None  # killed at work, and not after an error
         child.kill()
         child.wait()
         assert list(tmp_path.iterdir()) == []
