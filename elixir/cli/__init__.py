@@ -113,10 +113,10 @@ def _run(args: Namespace, *, for_good: bool) -> int:
     from elixir.cli import output
 
     with output.results_apart(for_good=for_good):
-        from elixir.cli import checkpoints, commands, hardware, questions
+        from elixir.cli import checkpoints, commands, hardware, whatif
 
         name = f"run_{args.command}"
-        module = next(module for module in (commands, hardware, questions, checkpoints) if hasattr(module, name))
+        module = next(module for module in (commands, hardware, whatif, checkpoints) if hasattr(module, name))
         run: Callable[[Namespace], int] = getattr(module, name)
         return run(args)
 

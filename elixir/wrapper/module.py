@@ -22,6 +22,7 @@ from elixir.plan import Plan, same_packing
 from elixir.torch_private import DisableTorchFunctionSubclass, tree_map
 from elixir.units import parse_dtype
 from elixir.wrapper.account import StepAccount, StepReport
+from elixir.wrapper.address_errors import refuse_addresses
 from elixir.wrapper.build import (
     Origins,
     SharedBuffers,
@@ -38,7 +39,6 @@ from elixir.wrapper.engine import Engine
 from elixir.wrapper.options import Debug, RunOptions
 from elixir.wrapper.phase import STEP_OR_ACCUMULATE, STEP_OR_LEAVE_OUT
 from elixir.wrapper.step import cast_inputs
-from elixir.wrapper.unannounced import refuse_addresses
 from elixir.wrapper.weights_io import ModelState, in_use, shown
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from elixir.kernels.adam.compiled import Background, missing_compiler
 from elixir.kernels.adam.hybrid import HybridAdam
 from elixir.kernels.adam.moments import Moments, make_moments, read_moments, write_moments
 from elixir.kernels.adam.out_of_place import States, adam_step_out_of_place
-from elixir.kernels.adam.ready import Combination, build_step
 from elixir.kernels.adam.rule import AdamOptions, adam_, adam_rule, adam_scalars
 from elixir.kernels.adam.step import adam_step, fused_step
+from elixir.kernels.adam.when_compiled import Combination, build_step
 
 __all__ = [
     "AdamOptions",

@@ -26,9 +26,9 @@ import torch
 
 from elixir.kernels.adam.compiled import Background, Step, missing_compiler, mode
 from elixir.kernels.adam.moments import Moments, make_moments, noise_seed, step_arguments
-from elixir.kernels.adam.ready import Combination, compiled_step
 from elixir.kernels.adam.rule import AdamOptions, adam_scalars, check_step
 from elixir.kernels.adam.step import adam_step, check_tensors, fused_pieces
+from elixir.kernels.adam.when_compiled import Combination, compiled_step
 from elixir.optimizer_states import BLOCK_NUMEL
 
 logger = logging.getLogger(__name__)

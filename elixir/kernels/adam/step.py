@@ -19,8 +19,8 @@ from elixir.kernels.adam.moments import (
     moment_numel,
     step_arguments,
 )
-from elixir.kernels.adam.ready import Combination, compiled_step
 from elixir.kernels.adam.rule import AdamOptions, adam_scalars, check_step
+from elixir.kernels.adam.when_compiled import Combination, compiled_step
 from elixir.optimizer_states import BLOCK_NUMEL, LARGEST_HOST_PIECE_NUMEL, LARGEST_PIECE_NUMEL, MomentKind
 from elixir.torch_private import fused_adam, fused_adamw
 

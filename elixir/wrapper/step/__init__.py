@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from elixir.wrapper.step.clipping import total_norm
 from elixir.wrapper.step.fused_adam import FusedAdam
 from elixir.wrapper.step.in_backward import clips_in_backward
 from elixir.wrapper.step.inputs import cast_inputs
-from elixir.wrapper.step.norm import total_norm
 from elixir.wrapper.step.stepper import Stepper
 from elixir.wrapper.step.user_class import check_elementwise, has_stepped
 from elixir.wrapper.step.whole_states import load_whole_states, take_options, whole_states

@@ -20,10 +20,10 @@ from elixir.plan import Plan
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
+from elixir.wrapper.step.clipping import KnownNorms, clip_factor, each_norm, norm_of_norms
 from elixir.wrapper.step.fused_adam import check_moments
 from elixir.wrapper.step.host_threads import set_host_threads
 from elixir.wrapper.step.in_backward import EarlySteps, clips_in_backward
-from elixir.wrapper.step.norm import KnownNorms, each_norm, norm_of_norms
 from elixir.wrapper.step.speculation import Speculation
 from elixir.wrapper.step.updates import publish, update
 from elixir.wrapper.step.user_class import UserOptimizer
@@ -219,8 +219,7 @@ class Stepper:
                 engine.stepped(True)
                 return False
             if limit:
-                # As torch.nn.utils.clip_grad_norm_: the same epsilon, in float32, and never a factor above 1.
-                clip = torch.clamp(limit / (norm / made_by + 1e-6), max=1.0)
+                clip = clip_factor(norm / made_by, limit)
                 factor *= float(clip) if waits else clip
                 clipped = made_by == 1.0  # what is scaled stays so: another step would not scale it back again
         hyperparameters = self.user.hyperparameters()

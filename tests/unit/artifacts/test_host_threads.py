@@ -40,7 +40,7 @@ from elixir.kernels.adam import (
     make_moments,
     missing_compiler,
 )
-from elixir.kernels.adam.ready import _example
+from elixir.kernels.adam.when_compiled import _example
 from elixir.search import plan_from_trace
 from elixir.search.simulator import Rates
 from elixir.wrapper import ElixirModule, ElixirOptimizer

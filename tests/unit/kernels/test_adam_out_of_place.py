@@ -14,7 +14,7 @@ from elixir.errors import InputError
 from elixir.kernels import AdamOptions, adam_step, make_moments
 from elixir.kernels.adam import out_of_place
 from elixir.kernels.adam.out_of_place import Form, States, adam_step_out_of_place
-from elixir.kernels.adam.ready import Combination, build_step
+from elixir.kernels.adam.when_compiled import Combination, build_step
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS = (

@@ -48,7 +48,7 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
     "wrapper": (
         frozenset({"fetch_on_use", "loss_scale", "options", "phase", "state_reader"}),
         frozenset({"engine"}),
-        frozenset({"account", "build", "step", "unannounced", "weights_io"}),
+        frozenset({"account", "address_errors", "build", "step", "weights_io"}),
         frozenset({"module", "optimizer"}),
         frozenset({"training_states"}),
     ),

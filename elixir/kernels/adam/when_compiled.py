@@ -156,6 +156,6 @@ def _check_against_plain(combination: Combination, compiled: Step) -> None:
 def _child_source(combination: Combination) -> str:
     dtypes = f"{combination.gradient}, {combination.weight}"  # as Python writes them: torch.bfloat16, None
     return (
-        "import torch\nfrom elixir.kernels.adam.ready import Combination, build_step\n"
+        "import torch\nfrom elixir.kernels.adam.when_compiled import Combination, build_step\n"
         f"build_step(Combination({combination.device_type!r}, {dtypes}, {combination.moments!r}))"
     )

@@ -1,4 +1,4 @@
-"""The global norm of gradients, wherever they are."""
+"""Clipping: the global norm of gradients, wherever they are, and the factor that follows from it."""
 
 from __future__ import annotations
 
@@ -55,6 +55,14 @@ def norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
         together = torch.stack(list(norms))
     total: torch.Tensor = torch.linalg.vector_norm(together)
     return total
+
+
+def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """The number by which gradients with this `norm` are multiplied to clip it to `limit`.
+
+    As torch.nn.utils.clip_grad_norm_: the same epsilon, in float32, and never a factor above 1.
+    """
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
 class KnownNorms:
