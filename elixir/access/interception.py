@@ -299,16 +299,22 @@ def _read(
 ) -> Any:
     """Announce what `func` reads and writes, and call it."""
     listener = found[0].elixir_listener
-    if written:
-        listener.writes([_parameter_of(item) for item in written], name)
+    changed = list(dict.fromkeys(_parameter_of(item) for item in written)) if written else []
+    if changed:
+        tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+        listener.writes(changed, name, of_weights=all(isinstance(item, _Tracked) for item in tensors))
     _announce(listener, found, name)
     outer = innermost_saved_tensors_hooks()
     if torch.is_grad_enabled() and listener_of(outer) is not listener:
         # Outside every module: in step_fn itself, or in a checkpointed function that runs again. Or inside hooks of
         # others, which would keep the weight itself.
         with hooks_over(listener, outer):
-            return _track(func(*args, **kwargs), listener)
-    return _track(func(*args, **kwargs), listener)
+            result = func(*args, **kwargs)
+    else:
+        result = func(*args, **kwargs)
+    if changed:
+        listener.wrote(changed)
+    return _track(result, listener)
 
 
 def _announce(listener: AccessListener, found: list[_Tracked], name: str) -> None:

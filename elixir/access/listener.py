@@ -22,8 +22,17 @@ class AccessListener(Protocol):
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         """`function` is about to read `parameters` (each once, in argument order), in forward or in recompute."""
 
-    def writes(self, parameters: list[nn.Parameter], function: str) -> None:
-        """`function` is about to write to `parameters`; comes before `used`."""
+    def writes(self, parameters: list[nn.Parameter], function: str, *, of_weights: bool) -> None:
+        """`function` is about to write to `parameters`; comes before `used`.
+
+        Args:
+            parameters: each once.
+            function: its name.
+            of_weights: it gets no tensor but weights and views of them.
+        """
+
+    def wrote(self, parameters: list[nn.Parameter]) -> None:
+        """The function of the last `writes` on this thread has returned."""
 
     def view(self, tensor: torch.Tensor) -> Place | None:
         """Where a result lies if its memory is a parameter's, so that it is to be tracked; else None."""

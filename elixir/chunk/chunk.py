@@ -71,6 +71,12 @@ class Slot:
         return memory.as_strided(self.shape, self._stride, memory.storage_offset() + self.offset)
 
 
+def _follow(masters: torch.Tensor, weights: torch.Tensor) -> None:
+    """Masters take the weights wherever they do not round to them."""
+    here = weights.to(masters.device)
+    masters.copy_(torch.where(masters.to(here.dtype) != here, here.to(masters.dtype), masters))
+
+
 class Chunk:
     """A chunk of one rank.
 
@@ -279,8 +285,7 @@ class Chunk:
             if self.stored is not None and not written.any():
                 return  # nothing to write back to the disk
             with self.at_hand(write=True):
-                weights = self.shard_weights.to(self.masters.device)
-                self.masters.copy_(torch.where(written, weights.to(self.masters.dtype), self.masters))
+                _follow(self.masters, self.shard_weights)
 
     def _were_written(self) -> torch.Tensor:
         """By element, whether the shard of weights is not what the masters round to."""
@@ -300,6 +305,34 @@ class Chunk:
             if self.shard is not None and begin < stop:
                 self.shard[begin - start : stop - start].copy_(memory[begin:stop])
         self.follow_writes()
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank has a part of it."""
+        return self.shard_numel == self.plan.numel
+
+    @property
+    def may_be_written_inside(self) -> bool:
+        """Whether a forward may write to its weights, see `take_written`: no step may be writing to them meanwhile, and
+        masters have to be in memory."""
+        return self.stored is None and not self.plan.steps_in_backward
+
+    def take_written(self, parameter: nn.Parameter) -> None:
+        """Have what was written to a parameter, while the gathered weights are there, be its weights."""
+        place, slot = next((at, slot) for at, slot in enumerate(self.slots) if slot.parameter is parameter)
+        memory = self.memory if self.whole is None else self.whole
+        if memory is None:
+            raise StateError(f"rank {self.rank}: chunk {self.index} has no gathered weights that were written to")
+        start, end = self.shard_start, self.shard_start + self.shard_numel
+        begin, stop = max(slot.offset, start), min(slot.offset + slot.numel, end)
+        if begin < stop:
+            own = memory[begin:stop]
+            if self.shard is not None:
+                self.shard[begin - start : stop - start].copy_(own)
+            if self.masters is not None:
+                _follow(self.masters[begin - start : stop - start], own)
+        if self.state is ChunkState.CACHED:
+            self._versions[place] = parameter._version
 
     def take_back(self, memory: torch.Tensor, slots: Sequence[Slot]) -> None:
         """Where a parameter that is a view of `memory` was given other memory, have its values there, and the view

@@ -328,6 +328,10 @@ _FAMILIES: MappingProxyType[str, tuple[Callable[[ModelShape], int], Callable[[Mo
 # Named shapes -------------------------------------------------------------------------------------------------------
 
 
+_IN_LITGPT = "compared with litgpt/config.py of Lightning-AI/litgpt"
+_UNSCALED = {"rope_type": "default"}
+
+
 def _opt(size: str, layers: int, hidden: int, heads: int, **more: Any) -> ModelShape:
     source = "Zhang et al. 2022, arXiv:2205.01068, table 1; vocabulary and positions of the released configs"
     return ModelShape(
@@ -394,7 +398,8 @@ def _llama_3_extended(
     return ModelShape(
         name=name, family="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, vocabulary=128256,
         positions=131072, rope_theta=500000.0, config=(("rope_scaling", scaling),),
-        source="Grattafiori et al. 2024, arXiv:2407.21783, table 3; the configs of Llama 3.1 to 3.3", **more,
+        source=f"Grattafiori et al. 2024, arXiv:2407.21783, table 3; the configs of Llama 3.1 to 3.3, {_IN_LITGPT}",
+        **more,
     )  # fmt: skip
 
 
@@ -410,45 +415,61 @@ def _decoder(
     )  # fmt: skip
 
 
-def _qwen25(size: str, *sizes: int, positions: int = 131072, tied: bool = False) -> ModelShape:
-    source = "Qwen Team 2024, arXiv:2412.15115, table 1; widths and vocabulary of the released configs"
-    vocabulary = 151936 if tied else 152064
-    return _decoder(f"qwen2.5-{size}", "qwen2", source, sizes, vocabulary, positions, rope_theta=1e6, tied=tied)
+def _qwen25(
+    size: str, *sizes: int, positions: int = 131072, tied: bool = False, epsilon: float = 1e-6
+) -> ModelShape:  # fmt: skip
+    source = f"Qwen Team 2024, arXiv:2412.15115, table 1; the rest from the configs of the base models, {_IN_LITGPT}"
+    return _decoder(
+        f"qwen2.5-{size}", "qwen2", source, sizes, 151936 if tied else 152064, positions,
+        rope_theta=1e6, tied=tied, config=(("rms_norm_eps", epsilon),),
+    )  # fmt: skip
 
 
 def _qwen3(size: str, *sizes: int, **more: Any) -> ModelShape:
-    source = "Qwen Team 2025, arXiv:2505.09388, tables 1 and 2; widths of the released configs"
+    source = f"Qwen Team 2025, arXiv:2505.09388, tables 1 and 2; widths of the released configs, {_IN_LITGPT}"
     family = "qwen3_moe" if "experts" in more else "qwen3"
     return _decoder(f"qwen3-{size}", family, source, sizes, 151936, 40960, rope_theta=1e6, head_width=128, **more)
 
 
 def _gemma2(size: str, *sizes: int, head: int, scalar: int) -> ModelShape:
-    source = "Gemma Team 2024, arXiv:2408.00118, table 1"
+    source = "Gemma Team 2024, arXiv:2408.00118, table 1; gemma/config.py of google/gemma_pytorch"
     more = (("query_pre_attn_scalar", scalar), ("sliding_window", 4096))
     return _decoder(f"gemma-2-{size}", "gemma2", source, sizes, 256000, 8192, head_width=head, tied=True, config=more)
 
 
 def _gemma3(size: str, *sizes: int, head: int, scalar: int, vocabulary: int = 262208, **more: Any) -> ModelShape:
-    source = "Gemma Team 2025, arXiv:2503.19786, table 1, without the vision encoder; widths of the released configs"
-    values = (("query_pre_attn_scalar", scalar), *more.items())
-    positions = 32768 if vocabulary == 262144 else 131072
+    """The language model alone; from 4b on its vocabulary is padded for the image tokens, and its positions extended
+    by a scaling of those layers that attend to all."""
+    source = "Gemma Team 2025, arXiv:2503.19786, table 1; gemma/config.py of google/gemma_pytorch; released vocabulary"
+    extended = vocabulary != 262144
+    rotations = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_theta": 1e6} | ({"rope_type": "linear", "factor": 8.0} if extended else _UNSCALED),
+    }
+    values = (("query_pre_attn_scalar", scalar), ("rope_parameters", rotations), *more.items())
+    positions = 131072 if extended else 32768
     return _decoder(
         f"gemma-3-{size}", "gemma3_text", source, sizes, vocabulary, positions,
-        head_width=head, tied=True, rope_theta=1e6, config=values,
+        head_width=head, tied=True, config=values,
     )  # fmt: skip
 
 
 def _olmo2(size: str, *sizes: int) -> ModelShape:
-    source = "OLMo Team 2025, arXiv:2501.00656, table 1 and the released configs of 2024 and 2025"
+    source = "OLMo Team 2025, arXiv:2501.00656, table 1; nn/transformer/config.py of allenai/OLMo-core"
     return _decoder(f"olmo-2-{size}", "olmo2", source, sizes, 100352, 4096, rope_theta=500000.0)
 
 
-_MISTRAL = "Jiang et al. 2023, arXiv:2310.06825, table 1; later releases by their configs"
-_PHI3 = "Abdin et al. 2024, arXiv:2404.14219, section 2, and arXiv:2412.08905; released configs"
+_MISTRAL = f"Jiang et al. 2023, arXiv:2310.06825, table 1; later releases by their configs, 7B {_IN_LITGPT}"
+_PHI3 = f"Abdin et al. 2024, arXiv:2404.14219, section 2, and arXiv:2412.08905; configs of 4k context, {_IN_LITGPT}"
+_PHI3_WINDOW = (("rms_norm_eps", 1e-5), ("sliding_window", 2047))
 _DEEPSEEK_V2_LITE = (
     ("kv_lora_rank", 512), ("q_lora_rank", None), ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64),
     ("v_head_dim", 128), ("n_shared_experts", 2), ("first_k_dense_replace", 1), ("intermediate_size", 10944),
     ("norm_topk_prob", False), ("head_dim", 64),
+    ("rope_scaling", {
+        "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 0.707, "mscale_all_dim": 0.707,
+    }),
 )  # fmt: skip
 
 _GPT2_PAPER = "Radford et al. 2019, Language Models are Unsupervised Multitask Learners, table 2"
@@ -501,12 +522,12 @@ _SHAPES: MappingProxyType[str, ModelShape] = MappingProxyType(
             _llama_3_extended("llama-3.2-3b", 28, 3072, 24, 8192, factor=32.0, tied=True, head_width=128),
             _llama_3_extended("llama-3.3-70b", 80, 8192, 64, 28672),
             _qwen25("0.5b", 24, 896, 14, 2, 4864, positions=32768, tied=True),
-            _qwen25("1.5b", 28, 1536, 12, 2, 8960, positions=32768, tied=True),
+            _qwen25("1.5b", 28, 1536, 12, 2, 8960, tied=True),
             _qwen25("3b", 36, 2048, 16, 2, 11008, positions=32768, tied=True),
             _qwen25("7b", 28, 3584, 28, 4, 18944),
-            _qwen25("14b", 48, 5120, 40, 8, 13824),
-            _qwen25("32b", 64, 5120, 40, 8, 27648),
-            _qwen25("72b", 80, 8192, 64, 8, 29568),
+            _qwen25("14b", 48, 5120, 40, 8, 13824, epsilon=1e-5),
+            _qwen25("32b", 64, 5120, 40, 8, 27648, epsilon=1e-5),
+            _qwen25("72b", 80, 8192, 64, 8, 29568, epsilon=1e-5),
             _qwen3("0.6b", 28, 1024, 16, 8, 3072, tied=True),
             _qwen3("1.7b", 28, 2048, 16, 8, 6144, tied=True),
             _qwen3("4b", 36, 2560, 32, 8, 9728, tied=True),
@@ -524,7 +545,7 @@ _SHAPES: MappingProxyType[str, ModelShape] = MappingProxyType(
                 rope_theta=1e6, config=(("sliding_window", None), ("rms_norm_eps", 1e-5)),
             ),
             _decoder(
-                "mistral-nemo-12b", "mistral", _MISTRAL, (40, 5120, 32, 8, 14336), 131072, 131072,
+                "mistral-nemo-12b", "mistral", _MISTRAL, (40, 5120, 32, 8, 14336), 131072, 128000,
                 rope_theta=1e6, head_width=128, config=(("sliding_window", None), ("rms_norm_eps", 1e-5)),
             ),
             _decoder(
@@ -544,10 +565,10 @@ _SHAPES: MappingProxyType[str, ModelShape] = MappingProxyType(
                 source="Javaheripi and Bubeck 2023, Phi-2: The surprising power of small language models; its config",
             ),
             _decoder(
-                "phi-3-mini", "phi3", _PHI3, (32, 3072, 32, 32, 8192), 32064, 4096, config=(("rms_norm_eps", 1e-5),)
+                "phi-3-mini", "phi3", _PHI3, (32, 3072, 32, 32, 8192), 32064, 4096, config=_PHI3_WINDOW
             ),
             _decoder(
-                "phi-3-medium", "phi3", _PHI3, (40, 5120, 40, 10, 17920), 32064, 4096, config=(("rms_norm_eps", 1e-5),)
+                "phi-3-medium", "phi3", _PHI3, (40, 5120, 40, 10, 17920), 32064, 4096, config=_PHI3_WINDOW
             ),
             _decoder(
                 "phi-4", "phi3", _PHI3, (40, 5120, 40, 10, 17920), 100352, 16384,
@@ -556,7 +577,7 @@ _SHAPES: MappingProxyType[str, ModelShape] = MappingProxyType(
             ModelShape(
                 name="deepseek-v2-lite", family="deepseek_v2", layers=27, hidden=2048, heads=16, kv_heads=16, ffn=1408,
                 vocabulary=102400, positions=163840, experts=64, experts_per_token=6, config=_DEEPSEEK_V2_LITE,
-                source="DeepSeek-AI 2024, arXiv:2405.04434, appendix B; released config",
+                source="DeepSeek-AI 2024, arXiv:2405.04434, appendix B; deepseek2-16b.yml of AI-Hypercomputer/maxtext",
             ),
             _olmo2("1b", 16, 2048, 16, 16, 8192),
             _olmo2("7b", 32, 4096, 32, 32, 11008),

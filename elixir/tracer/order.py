@@ -170,8 +170,11 @@ class UseOrder:
     def renew(self, view: TrackedView) -> None:
         """A view stays where it is."""
 
-    def writes(self, parameters: list[nn.Parameter], function: str) -> None:
+    def writes(self, parameters: list[nn.Parameter], function: str, *, of_weights: bool) -> None:
         """Says nothing of when they are read."""
+
+    def wrote(self, parameters: list[nn.Parameter]) -> None:
+        """Nor does this."""
 
     def replaces(self, parameter: nn.Parameter) -> None:
         """No weight is read for it."""

@@ -17,6 +17,9 @@ from elixir.chunk.rcache import RCache
 from elixir.errors import InputError
 from elixir.torch_private import DisableTorchFunctionSubclass
 
+_ALIKE_ON_ALL_RANKS = frozenset("abs_ add_ clamp_ clamp_max_ clamp_min_ clip_ copy_ lerp_ mul_ relu_ zero_".split())
+"""Functions that write the same on all ranks if they get nothing but weights and constants: clamps, moving averages."""
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -187,16 +190,30 @@ class WeightUses:
         if backward_is_running() or self._state().scopes:
             raise InputError(f"{what} is for outside of the model's forward and backward, where weights come and go")
 
-    def writes(self, parameters: list[nn.Parameter], function: str) -> None:
-        """Only what is gathered for writing may be written to."""
+    def writes(self, parameters: list[nn.Parameter], function: str, *, of_weights: bool) -> None:
+        """Refuse what would be lost. Parameters that are gathered for writing may be written to; so may any by the
+        model's own forward where all ranks write the same, as Gemma-3n does when it clamps a weight."""
         if self.loading:
             return
+        inside = bool(self._state().scopes) or backward_is_running()
+        alike = self._chunks[0].alone or (of_weights and function in _ALIKE_ON_ALL_RANKS)
         for parameter in parameters:
-            if parameter not in self.gathered.get(self._chunk_of[parameter], ()):
+            chunk = self._chunks[self._chunk_of[parameter]]
+            if parameter in self.gathered.get(chunk.index, ()):
+                continue
+            if not (inside and alike) or chunk.index in self.gathered or not chunk.may_be_written_inside:
                 raise InputError(
                     f"{function} writes in place to a parameter of shape {list(parameter.shape)} whose home is "
                     "elsewhere, so it would be lost; do it inside `with model.gathered(parameters, write=True)`"
                 )
+            chunk.about_to_write()
+
+    def wrote(self, parameters: list[nn.Parameter]) -> None:
+        """Bring home at once what was written to a block: from there the weights come the next time."""
+        for parameter in parameters:
+            chunk = self._chunks[self._chunk_of[parameter]]
+            if not self.loading and chunk.index not in self.gathered:
+                chunk.take_written(parameter)
 
     def replaces(self, parameter: nn.Parameter) -> None:
         """Refuse other memory, which would be given up, or passed by, at the next step."""

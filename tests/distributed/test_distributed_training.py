@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir.chunk.lanes import Emulation
+from elixir.errors import InputError
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.ddp import LR, Twins, batch_of, parity, plan_for
-from tests.common.parity import hf_loss
+from tests.common.parity import hf_loss, square_loss
 from tests.common.spawn import run_ranks
 from tests.common.tiny_models import tiny
 
@@ -323,3 +324,52 @@ def _own_collectives(rank: int, world_size: int) -> None:
 
 def test_the_users_own_collectives_do_not_interfere() -> None:
     run_ranks(2, _own_collectives)
+
+
+class _Clamped(nn.Module):
+    """Clamps a weight in its forward, as Gemma-3n does, and keeps a moving average of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.average = nn.Parameter(torch.zeros(8, 8), requires_grad=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.before.weight.data.clamp_(-0.1, 0.1)
+            with torch.no_grad():
+                self.average.lerp_(self.before.weight, 0.1)
+        output: torch.Tensor = self.after(self.before(input) @ self.average)
+        return output
+
+
+class _ByInput(_Clamped):
+    """Writes what depends on this rank's rows."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.before.weight.mul_(input.mean())
+        return super().forward(input)
+
+
+def _writes_in_forward(rank: int, world_size: int, kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Clamped() for _ in range(3)))
+    rows = torch.randn(world_size, 4, 8)
+    twins = Twins(model, {"input": rows[rank]}, kind, loss=square_loss, split_number=6)
+    twins.train(4)
+    twins.check()
+    twins.close()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Clamped() for _ in range(3)))
+    plan = plan_for(model, {"input": rows[rank]}, kind, loss=square_loss, split_number=6)
+    model[1].__class__ = _ByInput
+    module = ElixirModule(model, plan, device="cpu")
+    with pytest.raises(InputError, match="mul_ writes in place"):
+        module(rows[rank])
+    module.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_a_forward_writes_what_is_alike_on_all_ranks(kind: str) -> None:
+    run_ranks(2, _writes_in_forward, kind)

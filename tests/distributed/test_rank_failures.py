@@ -20,6 +20,8 @@ from tests.common.tiny_models import tiny
 TIMEOUT_S = 30.0  # planning on rank 0, for which the others wait, must fit on a busy machine
 MARGIN_S = 40.0
 """For starting the ranks on a busy machine."""
+KILLED_S = 30.0
+"""How long the others may live after a rank was killed."""
 
 
 def _train(rank: int, world_size: int, trouble: Any, kind: str) -> None:
@@ -106,6 +108,27 @@ def test_the_others_end_with_a_clear_error(trouble: Any, expected: str) -> None:
 def test_also_where_nothing_is_streamed(trouble: Any) -> None:
     expected = "ended without an answer" if trouble is dies else "bad batch"
     _check(run_to_end(2, _train, trouble, "resident", group_timeout_s=TIMEOUT_S), expected)
+
+
+def _after_the_kill(world_size: int, kind: str) -> list[float]:
+    """How long after rank 1 was killed each other rank ended; the group's timeout is far longer."""
+    outcomes = run_to_end(world_size, _train, dies, kind, group_timeout_s=300.0)
+    killed, others = outcomes[1], [outcome for outcome in outcomes if outcome.rank != 1]
+    assert killed.error == "the process ended without an answer"
+    assert all("RankError" in str(outcome.error) for outcome in others), [outcome.error for outcome in others]
+    return [outcome.seconds - killed.seconds for outcome in others]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind"),
+    [
+        (2, "host"),
+        pytest.param(3, "device", marks=pytest.mark.slow),
+        pytest.param(3, "resident", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_ends_all_others_soon(world_size: int, kind: str) -> None:
+    assert max(_after_the_kill(world_size, kind)) < KILLED_S
 
 
 def _everyone_raises(rank: int, world_size: int) -> None:

@@ -150,7 +150,14 @@ def test_a_shape_of_today_keeps_what_its_config_says() -> None:
     assert (config.query_pre_attn_scalar, config.sliding_window, config.head_dim) == (144, 4096, 128)
     rope = build("llama-3.1-8b").config.rope_parameters if hasattr(config, "rope_parameters") else {}
     assert not rope or (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("llama3", 8.0, 500000.0)
-    assert build("deepseek-v2-lite").config.kv_lora_rank == 512
+    lite = build("deepseek-v2-lite").config
+    assert (lite.kv_lora_rank, lite.rope_parameters["rope_type"], lite.rope_parameters["factor"]) == (512, "yarn", 40.0)
+    scaled = build("gemma-3-4b").config.rope_parameters
+    assert scaled["full_attention"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    assert scaled["sliding_attention"]["rope_theta"] == 1e4
+    assert build("gemma-3-1b").config.rope_parameters["full_attention"]["rope_type"] == "default"
+    assert build("phi-3-mini").config.sliding_window == 2047
+    assert [build(f"qwen2.5-{size}").config.rms_norm_eps for size in ("7b", "14b")] == [1e-6, 1e-5]
 
 
 def test_dtype_is_restored_after_a_build() -> None:

@@ -299,29 +299,6 @@ def test_outside_of_forward_a_view_is_read_as_little_as_its_weight(holding: Pair
             read(view)
 
 
-@pytest.mark.parametrize("write", [lambda view: view.mul_(2), lambda view: view.__setitem__(0, 1.0)])
-def test_views_are_not_written_to(write: Callable[[torch.Tensor], object]) -> None:
-    def forward(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            if layer.writes:
-                write(layer.weight.t())
-        return layer.after(layer.before(x))
-
-    it = case_of(forward, layers=2)
-    for layer in list(it.model)[1:]:  # type: ignore[call-overload]
-        layer.writes = False
-    plan = make_plan(it, "streamed", split_number=12)
-    with Pair(it, plan, optimizer=sgd) as pair:
-        for layer in layers_of(pair):
-            layer.writes = True
-        with pytest.raises(InputError, match="writes in place"):
-            pair.module(**it.inp)
-        for layer in layers_of(pair):
-            layer.writes = False
-        pair.train(2)
-        pair.assert_same_weights()
-
-
 @gpu.not_pretended("nothing is loaded onto it")
 def test_copies_of_views_are_ordinary_and_their_own() -> None:
     copies: list[torch.Tensor] = []

@@ -40,8 +40,11 @@ class Log:
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         self.heard.append(("used", (tuple(self.names[id(p)] for p in parameters), function)))
 
-    def writes(self, parameters: list[nn.Parameter], function: str) -> None:
+    def writes(self, parameters: list[nn.Parameter], function: str, *, of_weights: bool) -> None:
         self.heard.append(("writes", (tuple(self.names[id(p)] for p in parameters), function)))
+
+    def wrote(self, parameters: list[nn.Parameter]) -> None:
+        pass
 
     def view(self, tensor: torch.Tensor) -> Place | None:
         name = self.storages.get(tensor.untyped_storage()._cdata)
