@@ -28,12 +28,18 @@ def conditions() -> Row:
     """When, where and with what a row was measured; `load` is the machine's one-minute load before it."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
-        "device": f"{_processor()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "device": f"{_processor()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}{onednn_limit()}",
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
         "elixir": __version__,
     }
+
+
+def onednn_limit() -> str:
+    """The instruction set that ``ONEDNN_MAX_CPU_ISA`` limits oneDNN to, as rows name it; empty if it is not set."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
+    return f", oneDNN up to {limit}" if limit else ""
 
 
 def _processor() -> str:

@@ -4,7 +4,8 @@
     python benchmark/transformers_classes.py [--only bert opt] [--resume]
                                                          judges those on the list, and appends a row for each
 
-Both go on where they were stopped: the list with ``--list``, the rows with ``--resume``.
+Both go on where they were stopped: the list with ``--list``, the rows with ``--resume``. Rows name the processor, and the
+instruction set if ``ONEDNN_MAX_CPU_ISA`` limits oneDNN to one.
 
 A class is built with a tiny config of two to four layers. It is on the list if plain PyTorch trains it twice with the
 same bits; all others are listed with the reason. Judging it asks four things:
@@ -39,7 +40,7 @@ import transformers
 from torch import nn
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from benchmark.common import Row, append_rows, conditions, quiet_profiler
+from benchmark.common import Row, append_rows, conditions, onednn_limit, quiet_profiler
 from benchmark.observe import observe_step
 from elixir.errors import ElixirError
 from elixir.hardware import preset
@@ -88,10 +89,24 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(["qk_rope_head_dim", "qk_nope_head_dim"], 8),
     **dict.fromkeys(["max_position_embeddings", "n_positions", "n_ctx", "max_source_positions"], 64),
     **dict.fromkeys(["max_target_positions", "max_sequence_length"], 64),
-    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "image_size": 32, "patch_size": 8,
+    **dict.fromkeys(["vocab_size", "src_vocab_size", "tgt_vocab_size", "entity_vocab_size", "shape_vocab_size"], VOCABULARY),
+    **dict.fromkeys(["pronunciation_vocab_size", "vocab_size_per_layer_input", "encoder_hash_byte_group_vocab"], VOCABULARY),
+    **dict.fromkeys(["emb_dim", "d_latents", "num_latents", "projection_dim", "hidden_size_per_layer_input"], 32),
+    **dict.fromkeys(["shape_embed_dim", "pronunciation_embed_dim", "entity_emb_size"], 16),
+    **dict.fromkeys(["num_self_attends_per_block", "num_blocks", "attn_layer_period"], 2),
+    "mamba_chunk_size": 16, "mamba_d_state": 16, "rotary_dim": 8, "attn_layer_offset": 1, "num_kv_shared_layers": 0, "num_experts_per_layer": 4, "zero_expert_num": 4,
+    "num_key_value_heads": 2, "image_size": 32, "patch_size": 8,
     "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "num_feat_extract_layers": 2,
 }  # fmt: skip
-_LISTS: dict[str, list[int]] = {"conv_dim": [32, 32], "conv_stride": [5, 2], "conv_kernel": [10, 3]}
+_LISTS: dict[str, list[int]] = {
+    "conv_dim": [32, 32], "conv_stride": [5, 2], "conv_kernel": [10, 3], "attn_layer_indices": [1],
+    "axial_pos_shape": [4, 4], "axial_pos_embds_dim": [32, 32],
+}  # fmt: skip
+_STAGES: dict[str, Callable[[int], int]] = {
+    **dict.fromkeys(["depths", "num_blocks", "layers_per_stage"], lambda depth: min(depth, 1)),
+    **dict.fromkeys(["hidden_sizes", "embed_dims", "neck_hidden_sizes"], lambda width: max(8, width // 4)),
+}
+"""Lists with one entry for each stage of a network that grows narrower -> what becomes of an entry."""
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"num_key_value_heads": 4},
@@ -106,25 +121,46 @@ def tiny_config(kind: str, variant: dict[str, Any]) -> Any:
     """A config of a model type with its sizes shrunk, dropout off, and special tokens inside the vocabulary."""
     cls = configuration_auto.CONFIG_MAPPING[kind]
     default = cls().to_dict()
+    wanted = _shrunk(default, variant)
+    if default.get("pad_token_id") is None:
+        wanted["pad_token_id"] = 0
+    if default.get("is_encoder_decoder") and default.get("decoder_start_token_id") is None:
+        wanted["decoder_start_token_id"] = 0
+    if "num_experts_per_tok" in default and default["num_experts_per_tok"] is None:
+        wanted["num_experts_per_tok"] = 2
+    if default.get("languages"):
+        wanted["default_language"] = default["languages"][0]
+    return cls(**wanted)
+
+
+def _shrunk(default: dict[str, Any], variant: dict[str, Any]) -> dict[str, Any]:
+    """Values to change in a config, those of the configs inside it included."""
     layers = next(
         (default[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(default.get(n), int)), 0
     )
+    left = variant.get("num_hidden_layers", 2)
     wanted: dict[str, Any] = {}
     for name, value in default.items():
         size = variant.get(name, _SIZES.get(name))
-        if name in _SIZES and isinstance(value, int) and not isinstance(value, bool) and size is not None:
+        if isinstance(value, dict) and "model_type" in value:
+            wanted[name] = value | _shrunk(value, variant)
+        elif name in _SIZES and isinstance(value, int) and not isinstance(value, bool) and size is not None:
             wanted[name] = size
         elif name in _LISTS and isinstance(value, (list, tuple)):
             wanted[name] = _LISTS[name]
+        elif name in _STAGES and isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
+            wanted[name] = [_STAGES[name](each) for each in value]
         elif isinstance(value, float) and ("drop" in name or name.startswith("mask_")):
             wanted[name] = 0.0
         elif name.endswith("token_id") and isinstance(value, int) and value >= VOCABULARY:
             wanted[name] = 3
         elif isinstance(value, list) and layers and len(value) == layers:
-            wanted[name] = value[: variant.get("num_hidden_layers", 2)]
-    if default.get("pad_token_id") is None:
-        wanted["pad_token_id"] = 0
-    return cls(**wanted)
+            value = [_SIZES[name]] if name in _SIZES else value
+            kinds = list(dict.fromkeys(value))[:2]
+            wanted[name] = [kinds[-1 - place % 2 if len(kinds) == 2 else 0] for place in range(left)][::-1]
+        elif name == "per_layer_config" and isinstance(value, dict):
+            wanted[name] = {index: each for index, each in value.items() if int(index) < left}
+    return wanted
 
 
 def _batch(model: nn.Module, task: str) -> dict[str, torch.Tensor]:
@@ -145,12 +181,14 @@ def _batch(model: nn.Module, task: str) -> dict[str, torch.Tensor]:
 
 
 def build(task: str, kind: str, name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A tiny model of a class with its batch; the error of the last variant if none can be built and run."""
+    """A tiny model of a class with its batch; the error of the first variant if none can be built and run."""
     error: Exception | None = None
     for variant in _VARIANTS:
         try:
             config = tiny_config(kind, variant)
             cls = getattr(transformers, name)
+            if cls.config_class is not None and not isinstance(config, cls.config_class):
+                config = config.get_text_config()  # the language model of one that sees or hears as well
             with torch.device("meta"):
                 if sum(p.numel() for p in cls(copy.deepcopy(config)).parameters()) > MOST_NUMEL:
                     raise ValueError(f"more than {MOST_NUMEL:,} parameters after shrinking")
@@ -161,7 +199,7 @@ def build(task: str, kind: str, name: str) -> tuple[nn.Module, dict[str, torch.T
                 raise ValueError("the loss is not finite")
             return model, inp
         except Exception as found:
-            error = found
+            error = error or found
     assert error is not None
     raise error
 
@@ -343,12 +381,15 @@ def make_list(limit_s: float) -> None:
 
 
 def judged() -> set[str]:
-    """Classes that have a row by this version of transformers."""
+    """Classes that have a row by this version of transformers, with the same limit of oneDNN's instruction set."""
     if not ROWS.exists():
         return set()
     with ROWS.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
-        return {row["class"] for row in rows if row["transformers"] == transformers.__version__ and not row["error"]}
+        same = [row for row in rows if row["transformers"] == transformers.__version__ and not row["error"]]
+        return {
+            row["class"] for row in same if row["device"].partition(", oneDNN")[2] == onednn_limit()[len(", oneDNN") :]
+        }
 
 
 def main() -> int:

@@ -369,7 +369,11 @@ class WeightUses:
             if self._chunks[tensor.elixir_place.chunk].plan.resident:
                 return tensor  # its memory stays
             return tensor.clone()  # a use, since it may have been made in a module that has returned long ago
-        with DisableTorchFunctionSubclass():  # where a parameter lies is asked, not what it holds
+        if isinstance(tensor, nn.Parameter) and tensor in self._chunk_of:
+            # A module around this one announces when it reads it; outside of all modules it is a copy, and a use.
+            stays = len(self._state().scopes) > 1 or self._chunks[self._chunk_of[tensor]].plan.resident
+            return tensor if stays else tensor.clone()
+        with DisableTorchFunctionSubclass():  # where a tensor lies is asked, not what it holds
             lies_in_block = self._cache.chunk_at(tensor) is not None
         return tensor.clone() if lies_in_block else tensor
 

@@ -299,6 +299,54 @@ def test_outside_of_forward_a_view_is_read_as_little_as_its_weight(holding: Pair
             read(view)
 
 
+class Returns(nn.Module):
+    """Returns its weight unread, as the attention of GPT-NeoX-Japanese does with its bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, nn.Parameter]:
+        return x @ self.weight, self.bias
+
+
+class Around(nn.Module):
+    """Reads what the module inside returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.after = Returns(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, bias = self.inside(x)
+        output: torch.Tensor = self.after(y) + bias.expand_as(y)
+        return output
+
+
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_a_weight_that_a_module_returns_unread(mode: str) -> None:
+    torch.manual_seed(0)
+    it = Case(nn.Sequential(*(Around() for _ in range(3))), {"input": torch.randn(WIDTH, WIDTH)}, square_loss)
+    with Pair(it, make_plan(it, mode, split_number=20)) as pair:
+        pair.train(3)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_a_weight_that_the_model_returns(mode: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Returns())
+
+    def loss(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
+        y, bias = model(**inp)
+        return (y + bias).square().mean()  # type: ignore[no-any-return]
+
+    it = Case(model, {"input": torch.randn(WIDTH, WIDTH)}, loss)
+    with Pair(it, make_plan(it, mode, split_number=20)) as pair:
+        pair.train(3)
+        pair.assert_same_weights()
+
+
 @gpu.not_pretended("nothing is loaded onto it")
 def test_copies_of_views_are_ordinary_and_their_own() -> None:
     copies: list[torch.Tensor] = []
