@@ -51,9 +51,12 @@ lint: $(VENV)/.installed-test
 ON_CUDA := tests/gpu
 # ... and what takes longer.
 RUNTIME := backward_steps_refused staging backward_steps building rehome wrap user_errors user_mistakes \
-           $(addprefix runtime_,state optimizer rules views asked_gradients training gradients precision moments fused)
+           $(addprefix runtime_,state optimizer rules views asked_gradients training gradients precision moments fused) \
+           states_on_disk disk_in_use
 KERNELS := hybrid_adam fused_kernels cross_entropy kernels_adam
-MORE_ON_CUDA := $(RUNTIME:%=tests/unit/runtime/test_%.py) $(KERNELS:%=tests/unit/kernels/test_%.py)
+CHECKPOINT := resume folder snapshot optimizer_state_dict
+MORE_ON_CUDA := $(RUNTIME:%=tests/unit/runtime/test_%.py) $(KERNELS:%=tests/unit/kernels/test_%.py) \
+                $(CHECKPOINT:%=tests/unit/checkpoint/test_%.py)
 
 # Test files that run at a time, each on one thread: as many as there are cores, at most 8, or what TEST_PROCESSES says.
 TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
