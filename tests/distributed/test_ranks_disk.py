@@ -70,7 +70,19 @@ def failing(rank: int, world_size: int, folder: Path) -> None:
     module.close()
 
 
-@pytest.mark.parametrize("what", [training, failing])
+def full(rank: int, world_size: int, folder: Path) -> None:
+    """The disk of rank 1 has no room: nobody has a module, and a smaller plan works afterwards."""
+    model = tiny("opt")
+    plan = plan_for(model, batch_of(model, rank, world_size), "host", unified_dtype=torch.bfloat16)
+    disk = BrokenDisk(errno.ENOSPC, ("allocate",), at=2 if rank == 1 else None)
+    with pytest.raises(DiskError if rank == 1 else RankError, match="No space left"):
+        started(rank, world_size, on_disk(plan), folder, disk)
+    module, optimizer = started(rank, world_size, in_memory(plan), folder, BrokenDisk(errno.EIO))
+    step(rank, world_size, module, optimizer)
+    module.close()
+
+
+@pytest.mark.parametrize("what", [training, failing, full])
 def test_states_on_a_disk(what: object, tmp_path: Path) -> None:
     run_ranks(2, what, tmp_path)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []

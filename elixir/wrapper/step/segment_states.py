@@ -260,7 +260,7 @@ def _load_moments(part: ChunkOptimizer, moments: Moments, segment: Segment, save
         saved.filled()
         device = moments.exp_avg.device
         write_moments(moments, first, avg.to(device), square.to(device))
-    return {_changed("float32" if saved.dtype("exp_avg", name) == torch.float32 else "another form", "8bit")}
+    return {_changed(dtype_name(saved.dtype("exp_avg", name)), "8bit")}
 
 
 def _load_state(

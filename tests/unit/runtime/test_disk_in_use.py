@@ -130,6 +130,7 @@ class EndedDisk(Files):
         return super().call(operation, path, function, *args)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("code", [None, errno.ENOSPC, errno.ENODEV, errno.EDQUOT])
 def test_whatever_a_disk_fails_with_is_one_typed_error(code: int | None, tmp_path: Path) -> None:
     it = case("gpt2")

@@ -1,0 +1,169 @@
+"""A checkpoint in a run of another kind: other moments, another dtype, plain PyTorch, adapters; and saves that wait."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.checkpoint import load_checkpoint, save_checkpoint
+from elixir.checkpoint_format import open_checkpoint, verify
+from elixir.errors import CheckpointError
+from elixir.files import Files
+from elixir.kernels.adam import make_moments, read_moments, write_moments
+from tests.common.file_faults import FailingFiles, UnsyncedFiles
+from tests.common.parity import Case, adamw, case, hf_loss, make_plan
+from tests.common.resuming import Run, differing, two_groups
+from tests.common.tiny_models import tiny
+
+FILES = UnsyncedFiles()
+
+
+def saved_run(it: Case, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """Weights, in float32 where there are masters, of a run that was saved after two steps."""
+    with Run(it, make_plan(it, "mixed", **options), two_groups()) as run:
+        run.train(2)
+        save_checkpoint(folder, run.state(), wait=True, files=FILES)
+        return {name: value.clone() for name, value in run.module.state_dict().items()}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("theirs", "mine"), [("float32", "8bit"), ("8bit", "float32"), ("bfloat16", "8bit"), ("float32", "bfloat16")]
+)
+def test_moments_of_another_kind_are_rounded_once(theirs: str, mine: str, tmp_path: Path) -> None:
+    """To the bits that writing the saved values gives, and it is said."""
+    it, dtype = case("opt", layers=1), "bfloat16"
+    weights = saved_run(it, tmp_path / "run", unified_dtype=dtype, moments=theirs)
+    with Run(it, make_plan(it, "streamed", unified_dtype=dtype, moments=mine), two_groups()) as run:
+        run.train(1)
+        loaded = load_checkpoint(tmp_path / "run", run.state(), files=FILES)
+        assert not loaded.exact
+        assert f"moments saved in {theirs} are kept in {mine} here, to the nearest that it has" in loaded.notes
+        assert all(torch.equal(value, weights[name]) for name, value in run.module.state_dict().items())
+        found = run.optimizer.state_dict()["state"]
+        with open_checkpoint(tmp_path / "run") as saved:
+            expected = saved.optimizer_state_dict()["state"]
+        assert found.keys() == expected.keys()
+        for number, state in expected.items():
+            values = [state[kind].reshape(-1) for kind in ("exp_avg", "exp_avg_sq")]
+            moments = make_moments(len(values[0]), mine)
+            write_moments(moments, 0, *values)
+            for kind, value in zip(("exp_avg", "exp_avg_sq"), read_moments(moments, len(values[0]), 0), strict=True):
+                assert torch.equal(found[number][kind].reshape(-1), value), (number, kind)
+        run.train(1)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("theirs", "mine"), [(None, "bfloat16"), ("bfloat16", None)])
+def test_masters_are_the_weights_of_a_run_in_float32(theirs: str | None, mine: str | None, tmp_path: Path) -> None:
+    it = case("opt", layers=1)
+    weights = saved_run(it, tmp_path / "run", unified_dtype=theirs)
+    with Run(it, make_plan(it, "mixed", unified_dtype=mine), two_groups()) as run:
+        loaded = load_checkpoint(tmp_path / "run", run.state(), files=FILES)
+        assert loaded.exact, loaded.notes
+        assert all(torch.equal(value, weights[name]) for name, value in run.module.state_dict().items())
+        run.train(1)
+
+
+def test_plain_pytorch_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    it = case("opt", layers=1)
+    with Run(it, make_plan(it, "mixed"), two_groups()) as run:
+        run.train(3)
+        save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
+        losses = [run.step() for _ in range(3)]
+        weights = run.module.state_dict()
+    plain = copy.deepcopy(it.model)
+    optimizer = two_groups()(plain)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5)
+    with open_checkpoint(tmp_path / "run") as saved:
+        plain.load_state_dict(saved.weights())
+        optimizer.load_state_dict(saved.optimizer_state_dict())
+        scheduler.load_state_dict(saved.value("scheduler"))
+    for expected in losses:
+        loss = it.loss(plain, it.inp)
+        assert loss.item() == expected
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(value, weights[name]) for name, value in plain.state_dict().items())
+
+
+def test_adapters_are_saved_without_the_model_below(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = tiny("llama", layers=1)
+
+    def adapted(seed: int) -> Case:
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        return Case(peft.get_peft_model(copy.deepcopy(base), config), case("llama").inp, hf_loss)
+
+    it = adapted(0)
+    plan = make_plan(it, "mixed")
+    with Run(it, plan, two_groups()) as run:
+        run.train(2)
+        save_checkpoint(tmp_path / "run", run.state(), wait=True, frozen=False, files=FILES)
+        run.train(1)
+        expected = run.bits()
+    with open_checkpoint(tmp_path / "run") as saved:
+        assert saved.index.names
+        assert all("lora_" in name for name in saved.index.names)
+    with Run(replace(it, model=adapted(1).model), plan, two_groups()) as run:
+        assert load_checkpoint(tmp_path / "run", run.state(), files=FILES).exact
+        run.train(1)
+        assert differing(expected, run.bits()) == []
+
+
+class HeldFiles(UnsyncedFiles):
+    """Writes once it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
+        if operation == "write":
+            self.go.wait(60.0)
+        return super().call(operation, path, function, *args)
+
+
+def test_a_save_says_whether_it_is_over(tmp_path: Path) -> None:
+    it, files = case("opt", layers=1), HeldFiles()
+    with Run(it, make_plan(it, "mixed"), adamw) as run:
+        run.train(1)
+        saving = save_checkpoint(tmp_path / "run", run.state(), step=1, files=files)
+        assert not saving.done()
+        with pytest.raises(CheckpointError, match="still being written"):
+            saving.wait(timeout=0.01)
+        files.go.set()
+        assert saving.wait(timeout=60.0).step == 1
+        assert saving.done()
+        assert saving.nbytes >= 12 * sum(parameter.numel() for parameter in it.model.parameters())
+    assert verify(tmp_path / "run") == ()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EDQUOT])
+def test_a_folder_that_nobody_may_write_to_fails_the_save_alone(code: int, tmp_path: Path) -> None:
+    it = case("opt", layers=1)
+    with Run(it, make_plan(it, "mixed"), adamw) as run:
+        run.train(1)
+        files = FailingFiles(1, code, forever=True, only=("create", "make"))
+        saving = save_checkpoint(tmp_path / "run", run.state(), files=files)
+        run.train(1)
+        with pytest.raises(CheckpointError, match=os.strerror(code)):
+            saving.wait()
+        run.train(1)
+        (tmp_path / "file").write_text("in the way")
+        with pytest.raises(CheckpointError, match="Not a directory|File exists"):
+            save_checkpoint(tmp_path / "file", run.state(), wait=True, files=Files())
+        save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
+    assert verify(tmp_path / "run") == ()
