@@ -45,7 +45,7 @@ class Pipeline:
         buffers = HostBuffers(Arena(torch.device("cpu")))
         size = whole_blocks(12 * self.numel)
         buffers.add(BufferKind(WINDOW, "state_window", (SizeClass(size, WINDOW_CHUNKS),), paged=True))
-        self.window = StateWindow(self.disk, buffers, lambda: self.file)
+        self.window = StateWindow(self.disk, buffers, lambda nbytes: self.file)
         self.gradient = torch.randn(self.numel, generator=torch.Generator().manual_seed(0))
         self.states, self.parts = [], []
         for index in range(chunks):

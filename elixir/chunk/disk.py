@@ -297,14 +297,14 @@ class StateWindow:
     Args:
         lane: of the disk.
         buffers: have the kind `WINDOW`.
-        open_file: makes the file when the first extent is asked for.
+        open_file: makes the file when the first extent is asked for, given the bytes that will be in it.
     """
 
-    def __init__(self, lane: Lane, buffers: HostBuffers, open_file: Callable[[], ExtentFile]) -> None:
+    def __init__(self, lane: Lane, buffers: HostBuffers, open_file: Callable[[int], ExtentFile]) -> None:
         self._lane, self._buffers, self._open = lane, buffers, open_file
         self._file: ExtentFile | None = None
         self._arena: Arena | None = None
-        self._extents_bytes = 0
+        self._extents_bytes = self._expected_bytes = 0
         self._waiting: deque[tuple[StoredStates, HostBuffer, Ticket]] = deque()
         """Steps whose write has not been given to the lane: reads of what comes next go first."""
         self._keeping = False
@@ -420,7 +420,7 @@ class StateWindow:
         """Room on the disk; `DiskError` if it has none."""
         try:
             if self._file is None:
-                self._file = self._open()
+                self._file = self._open(self._expected_bytes)
             extent = self._file.extent(nbytes)
         except FileError as error:
             raise self._failed(error, name) from error
@@ -433,9 +433,10 @@ class StateWindow:
             self._file.give_back(extent)
         self._count(-extent.nbytes)
 
-    def count_in(self, arena: Arena) -> None:
-        """Have the extents counted by an arena from here on, as under another plan."""
-        self._arena = arena
+    def count_in(self, arena: Arena, expected_bytes: int = 0) -> None:
+        """Have the extents counted by an arena from here on, as under another plan, which foresees so many bytes of
+        them."""
+        self._arena, self._expected_bytes = arena, expected_bytes
         arena.count(self._extents_bytes, "disk", "optimizer_states")
 
     def _count(self, nbytes: int) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import mmap
 import os
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 
 from elixir.errors import InputError
-from elixir.extents import Extent, ExtentFile, Requests
+from elixir.extents import Extent, ExtentFile, Requests, fastest_requests
 from elixir.files import DIRECT_BYTES, FILES, aligned_buffer, file_system, unnamed_file, warn_if_in_memory
 from elixir.hardware import HardwareProfile
 from elixir.microbench.fitting import Job, Series, geometric, sweep
@@ -31,10 +29,6 @@ answers."""
 LARGEST_SHARE = 4
 """The largest amount is this part of the file."""
 SMALLEST_BYTES = MIB // 4
-REQUESTS = (Requests(), Requests(8 * MIB, 2), Requests(MIB, 2), Requests(MIB, 4), Requests(MIB // 4, 16))
-"""Tried in this order; the first are those with which states are moved."""
-NOTICEABLE = 0.95
-"""Other requests are taken if they need less than this part of the time."""
 KEYS = ("disk_write", "disk_read", "disk_read.both", "disk_write.both")
 LONGEST_S = 1.0
 """No amount that would take longer is tried, once there are enough for a fit."""
@@ -95,10 +89,9 @@ def disk_series(bench: Bench, folder: Path) -> list[Series]:
                 ("disk_read.both", file.read_and_write),
             ):
                 way = "write" if key == "disk_write" else "read" if key == "disk_read" else "read and write at once"
-                threads = "one thread" if requests.depth == 1 else f"{requests.depth} threads"
                 how = (
-                    f"{way} of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, {threads} with requests of "
-                    f"{format_bytes(requests.nbytes)}, one file on {file_system(folder)}, {file.how}"
+                    f"{way} of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, {requests}, "
+                    f"one file on {file_system(folder)}, {file.how}"
                 )
                 cases = [(float(amount), partial(_in_turn, move, amount, size)) for amount in sizes]
                 series = sweep(bench.on("cpu"), plan, key, "bytes", how, cases, longest_s=LONGEST_S)
@@ -144,18 +137,9 @@ class _MeasuredFile:
         return "direct" if self.file.is_direct else "synchronised, pages dropped"
 
     def find_requests(self, amount: int) -> Requests:
-        """The requests with which so many bytes are read and written fastest; the first of those alike."""
-        best, least_s = REQUESTS[0], math.inf
-        for requests in REQUESTS:
-            self.file.requests = requests
-            began_s = time.perf_counter()
-            self.write(0, amount)
-            self.read(0, amount)
-            taken_s = time.perf_counter() - began_s
-            if taken_s < NOTICEABLE * least_s:
-                best, least_s = requests, taken_s
-        self.file.requests = best
-        return best
+        """The requests with which so many bytes are moved fastest."""
+        source, target = (memoryview(buffer)[:amount] for buffer in self.buffers)
+        return fastest_requests(self.file, self.extent, source, target)
 
     def write(self, start: int, amount: int) -> None:
         """Until the drive has it. A direct write may still be in the drive's own cache, hence the sync."""

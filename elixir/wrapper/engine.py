@@ -37,7 +37,7 @@ from elixir.chunk.host_buffers import (
 from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes
 from elixir.chunk.rcache import RCache
 from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, RankError
-from elixir.extents import ExtentFile
+from elixir.extents import open_extents
 from elixir.hardware import host_share, host_view
 from elixir.plan import Plan
 from elixir.schedule import StepSchedule
@@ -113,7 +113,7 @@ class Engine:
         self.lanes = make_lanes(device, options.debug.emulation)
         self.host_buffers = HostBuffers(Arena(device))
         """All host memory of this rank that no chunk owns. Kinds that are not the plan's stay when that changes."""
-        open_file = partial(ExtentFile, options.disk_folders, files=options.debug.files)
+        open_file = partial(open_extents, options.disk_folders, files=options.debug.files)
         self.window = StateWindow(self.lanes.disk, self.host_buffers, open_file)
         """Through which masters and states on a disk come and go."""
         # Also where nobody calls `close`: the interpreter must not end with threads inside of torch.
@@ -156,7 +156,7 @@ class Engine:
         debug = self.options.debug
         self.plan, self.arena = plan, Arena(self.device)
         self.host_buffers.count_in(self.arena)
-        self.window.count_in(self.arena)
+        self.window.count_in(self.arena, plan.disk_bytes(self.group.rank))
         if plan.uses_disk:
             self.host_buffers.replace(window_kind(plan))
         self.chunks = build(self.model, plan, self.arena, self.group, self.window)

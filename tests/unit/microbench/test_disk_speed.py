@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from elixir import extents
 from elixir.errors import InputError
 from elixir.files import DIRECT_BYTES
 from elixir.hardware import HardwareProfile, preset
@@ -50,8 +51,8 @@ def test_both_ways_are_measured_and_no_file_is_left(
 
 def test_the_fastest_requests_are_found_and_measured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny requests take longest, so others are taken, and said."""
-    tiny = disk.Requests(DIRECT_BYTES, 1)
-    monkeypatch.setattr(disk, "REQUESTS", (tiny, disk.Requests(MIB, 2)))
+    tiny = extents.Requests(DIRECT_BYTES, 1)
+    monkeypatch.setattr(extents, "REQUESTS", (tiny, extents.Requests(MIB, 2)))
     assert all("2 threads with requests of 1.00 MiB" in series.how for series in disk_series(QUICK, tmp_path))
 
 

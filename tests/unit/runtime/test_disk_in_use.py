@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import elixir
+from elixir import extents
 from elixir.chunk.lanes import Emulation
 from elixir.errors import DiskError
-from elixir.files import Files
+from elixir.files import DIRECT_BYTES, Files
 from elixir.hardware import preset
+from elixir.units import MIB
 from elixir.wrapper.options import Debug
 from tests.common.on_disk import BrokenDisk, on_disk
 from tests.common.parity import Pair, case, hf_loss, make_plan
@@ -78,6 +80,26 @@ def test_states_are_striped_over_several_drives(tmp_path: Path) -> None:
         parts = [disk.moved["abc"[i], way] for i in range(3)]
         assert max(parts) < 2 * min(parts), parts  # the first step has only masters, which lie on the first drive
     assert all(list(folder.iterdir()) == [] for folder in folders)
+
+
+def test_much_is_moved_with_the_requests_that_the_disk_takes_fastest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of a block take longest; where there is little to move nothing is tried."""
+    slow, fast = extents.Requests(DIRECT_BYTES), extents.Requests(MIB, 2)
+    monkeypatch.setattr(extents, "REQUESTS", (slow, fast))
+    monkeypatch.setattr(extents, "TRIED_BYTES", 2 * MIB)
+    it = case("gpt2")
+    plan = on_disk(make_plan(it, "streamed"))
+    for least_bytes, expected in ((plan.disk_bytes(), fast), (plan.disk_bytes() + 1, extents.Requests())):
+        monkeypatch.setattr(extents, "WORTH_TRYING_BYTES", least_bytes)
+        with Pair(copy.deepcopy(it), plan, disk_folder=tmp_path) as pair:
+            file = pair.engine.window._file
+            assert file is not None
+            assert file.requests == expected
+            pair.train(2)
+            pair.assert_same_weights()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_of_several_drives_that_fails_is_named(tmp_path: Path) -> None:
