@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -84,6 +84,44 @@ def run_to_end(
                     process.kill()
                     process.join()
                 process.close()
+
+
+@contextlib.contextmanager
+def child(
+    function: Callable[..., Any], *args: Any
+) -> Iterator[tuple[BaseProcess, multiprocessing.connection.Connection]]:
+    """A process that runs ``function(say, *args)``, to be killed; and what it says by ``say.send``. It is gone
+    afterwards."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with _one_thread():
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_child_main, args=(theirs, function, args), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            yield process, mine
+        finally:
+            process.kill()
+            process.join()
+            process.close()
+            mine.close()
+
+
+def _child_main(
+    say: multiprocessing.connection.Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    function(say, *args)
+
+
+def said(hear: multiprocessing.connection.Connection) -> Iterator[Any]:
+    """All that a process that is gone has said."""
+    with contextlib.suppress(EOFError):
+        while True:
+            yield hear.recv()
 
 
 def _collect(answers: list[multiprocessing.connection.Connection], started: float, wait_s: float) -> list[Outcome]:

@@ -7,9 +7,6 @@ import copy
 import errno
 import logging
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -30,6 +27,7 @@ from elixir.wrapper.engine import engine_of
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.parity import Case, adamw, case, make_plan
 from tests.common.resuming import Run, differing, two_groups
+from tests.common.spawn import child, said
 
 FILES = UnsyncedFiles()
 
@@ -352,49 +350,39 @@ def test_the_package_unpickles_nothing() -> None:
         assert "torch.load" not in text
 
 
-_KILLED = """
-import sys, torch
-from tests.unit.checkpoint.test_folder import planned, adamw, Run
-from elixir.checkpoint import Checkpoints, save_checkpoint
-folder, waits, one = sys.argv[1], sys.argv[2] == "wait", sys.argv[3] == "one"
-with Run(*planned("cnn", "mixed"), adamw) as run:
-    checkpoints = Checkpoints(folder, keep=1)
-    for number in range(1, 100000):
-        run.train(1)
-        state = run.state(number=number)
-        saving = save_checkpoint(folder + "/one", state) if one else checkpoints.save(number, state)
-        if waits:
-            saving.wait()
-            print(number, flush=True)
-        elif number == 1:
-            saving.wait()
-            print(number, flush=True)
-"""
+def _save_until_killed(say: Any, folder: Path, waits: bool, one: bool) -> None:
+    with Run(*planned("cnn", "mixed"), adamw) as run:
+        checkpoints = Checkpoints(folder, keep=1)
+        for number in range(1, 100_000):
+            run.train(1)
+            state = run.state(number=number)
+            saving = save_checkpoint(folder / "one", state) if one else checkpoints.save(number, state)
+            if waits or number == 1:
+                saving.wait()
+                say.send(number)
 
 
 def killed(folder: Path, after_s: float, *, waits: bool, one: bool) -> int:
     """The last number that was said to be committed."""
-    words = [sys.executable, "-c", _KILLED, str(folder), "wait" if waits else "go", "one" if one else "many"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    time.sleep(after_s)
-    process.send_signal(signal.SIGKILL)
-    said = [first, *process.stdout.read().splitlines()]
-    process.wait()
-    return int([line for line in said if line.strip()][-1])
+    with child(_save_until_killed, folder, waits, one) as (process, hear):
+        first: int = hear.recv()
+        time.sleep(after_s)
+        assert process.is_alive()
+        process.kill()
+        process.join()
+        return max(first, *said(hear), first)
 
 
 def kill_and_look(folder: Path, seed: int) -> None:
     waits, one = bool(seed % 2), bool(seed // 2 % 2)
-    said = killed(folder, 0.05 + 0.013 * (seed % 23), waits=waits, one=one)
+    last = killed(folder, 0.05 + 0.013 * (seed % 23), waits=waits, one=one)
     with Run(*planned("cnn", "mixed"), adamw) as run:
         state = run.state(number=0)
         if one:
             load_checkpoint(folder / "one", state)
         else:
             assert Checkpoints(folder).load(state) is not None
-        assert state["number"] >= said
+        assert state["number"] >= last
         run.train(1)
         # Whatever lies there, the next save is whole and alone.
         Checkpoints(folder, keep=1, wait=True).save(10**6, run.state(number=1))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.options import Debug
 from tests.common.on_disk import BrokenDisk, CountedDisk, in_memory, on_disk
 from tests.common.parity import Case, Pair, case, make_plan
+from tests.common.spawn import child
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1),
@@ -245,28 +244,24 @@ def test_a_checkpoint_of_states_on_a_disk_goes_on_in_memory_and_back(
     module.close()
 
 
-KILLED = """
-import sys
-from tests.common.on_disk import on_disk
-from tests.common.parity import case, make_plan
-from tests.unit.runtime.test_states_on_disk import run
-it = case("gpt2")
-plan = on_disk(make_plan(it, "streamed"))
-print("begin", flush=True)
-run(it, plan, steps=100000, disk_folder=sys.argv[1])
-"""
 MOMENTS = 50
+
+
+def _train_until_killed(say: Any, folder: Path) -> None:
+    it = case("gpt2")
+    plan = on_disk(make_plan(it, "streamed"))
+    say.send("begin")
+    run(it, plan, steps=100_000, disk_folder=folder)
 
 
 @pytest.mark.slow
 def test_nothing_is_left_after_a_kill_at_any_moment(tmp_path: Path) -> None:
     """From before the file is made on, through the first step and many others."""
     for number in range(MOMENTS):
-        child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"begin\n"
-        time.sleep(1.5 * number / MOMENTS)
-        assert child.poll() is None  # killed at work, and not after an error
-        child.kill()
-        child.wait()
-        assert list(tmp_path.iterdir()) == []
+        with child(_train_until_killed, tmp_path) as (process, hear):
+            assert hear.recv() == "begin"
+            time.sleep(1.5 * number / MOMENTS)
+            assert process.is_alive()  # killed at work, and not after an error
+            process.kill()
+            process.join()
+            assert list(tmp_path.iterdir()) == []
