@@ -28,7 +28,7 @@ FILES = UnsyncedFiles()
 
 
 def saved_run(it: Case, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """Weights, in float32 where there are masters, of a run that was saved after two steps."""
+    """Weights, or their masters if it has any, of a run that was saved after two steps."""
     with Run(it, make_plan(it, "mixed", **options), two_groups()) as run:
         run.train(2)
         save_checkpoint(folder, run.state(), wait=True, files=FILES)

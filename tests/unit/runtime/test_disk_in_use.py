@@ -85,7 +85,7 @@ def test_states_are_striped_over_several_drives(tmp_path: Path) -> None:
 def test_much_is_moved_with_the_requests_that_the_disk_takes_fastest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests of a block take longest; where there is little to move nothing is tried."""
+    """Requests of a block take longest; a run with little to move tries nothing."""
     slow, fast = extents.Requests(DIRECT_BYTES), extents.Requests(MIB, 2)
     monkeypatch.setattr(extents, "REQUESTS", (slow, fast))
     monkeypatch.setattr(extents, "TRIED_BYTES", 2 * MIB)
