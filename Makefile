@@ -2,6 +2,7 @@
 # make test         lint, types and all CPU tests that are quick
 # make test-all     the slow ones as well
 # make pictures     the pictures of README and docs, made anew
+# make finetune     the fine-tuning under DDP and under a plan: its table and picture, made anew
 # make figures      the figures that README and docs quote, from the newest rows in benchmark/results
 # make test-newest  unit tests with the newest torch and transformers on the package index, in an environment of its own
 # make test-oldest  unit tests and the rehearsed proof with the oldest torch that is supported, in an environment of its own
@@ -18,7 +19,7 @@ PLAN    := $(PLANNED) --out $(OUT)/plan.json --plot $(OUT)/plan.png
 TRAIN   := example/train.py --model opt-125m --batch 4 --seq 64 --activation-checkpointing --device-memory 128MiB --steps 11
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart pictures figures test test-all test-oldest test-newest lint clean
+.PHONY: help quickstart pictures finetune figures test test-all test-oldest test-newest lint clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -38,6 +39,9 @@ pictures: $(VENV)/.installed
 	@mkdir -p docs/images
 	$(BIN)/elixir $(TRACED) --plot docs/images/memory.png
 	$(BIN)/elixir $(PLANNED) --plot docs/images/plan.png
+
+finetune: $(VENV)/.installed
+	$(BIN)/python benchmark/finetune.py
 
 figures: $(VENV)/.installed
 	$(BIN)/python -m benchmark.quoted --write

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "checkpoint_speed": ("model", "ranks", "figure"),
     "cpu_optimizer": ("model", "dtype", "optimizer", "tokens"),
     "cpu_peaks": ("model", "checkpoint", "dtype", "dropout", "batch", "tokens_per_sample"),
+    "finetune": ("ranks", "how", "seed"),
     "host_peak": ("model", "homes", "world_size"),
     "onednn_scratchpads": ("dtype", "rows", "inner", "columns", "left_transposed"),
     "overlap_speed": ("figure",),
