@@ -3,29 +3,36 @@
     python benchmark/disk_pipeline.py FOLDER            1 GiB of states, 5 rounds
     python benchmark/disk_pipeline.py FOLDER --toy      a few MiB, to see that it runs
 
-The two take turns. It prints the median of the ratios (1 is the speed of the disk), and CPU seconds per GB moved by the
-transfers alone. Run it on a quiet machine.
+The two take turns. Prints the medians, and appends them to ``results/disk_pipeline.csv``; fails if one misses its bar.
+Run it on a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmark.common import append_rows, conditions, percentiles, print_table
 from elixir.chunk.buffers import Arena
 from elixir.chunk.disk import MASTERS, StateWindow, StoredStates
 from elixir.chunk.host_buffers import WINDOW, BufferKind, HostBuffers, SizeClass
 from elixir.chunk.lanes import ThreadLane
 from elixir.extents import ExtentFile, whole_blocks
+from elixir.files import file_system
 from elixir.kernels.adam import AdamOptions, Moments, adam_step
 from elixir.plan import WINDOW_CHUNKS
 from elixir.units import MIB
 
+SHARE_BAR, CPU_BAR = 0.95, 0.12
+"""Least share of the bare transfers' speed, and most CPU seconds per GB that they take."""
 OPTIONS = AdamOptions(1e-3, 0.9, 0.999, 1e-8, 0.1, True, False)
 
 
@@ -97,23 +104,37 @@ def timed(work: Callable[[], None]) -> tuple[float, float]:
     return time.perf_counter() - began_s, time.process_time() - cpu_s
 
 
-def main() -> None:
+def main() -> int:
+    """Measure, record, and compare with the bars; 1 if p50 misses one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="on the disk to be measured")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--toy", action="store_true", help="a few MiB")
+    parser.add_argument("--toy", action="store_true", help="a few MiB; nothing is recorded")
+    parser.add_argument("--no-record", action="store_true")
     args = parser.parse_args()
+    before = conditions() | {"threads": torch.get_num_threads()}
     chunks, chunk_bytes = (4, MIB) if args.toy else (12, 1024 * MIB // 12)
     pipeline = Pipeline(args.folder, chunks, chunk_bytes)
     pipeline.step()
     rounds = [(timed(pipeline.bare), timed(pipeline.step)) for _ in range(args.rounds)]
+    moved_bytes = pipeline.moved_bytes
     pipeline.close()
-    shares = sorted(bare[0] / step[0] for bare, step in rounds)
-    per_gb = [bare[1] / pipeline.moved_bytes * 1e9 for bare, _ in rounds]
-    rate = statistics.median(pipeline.moved_bytes / bare[0] for bare, _ in rounds)
-    print(f"bare transfers: {rate / 1e6:.0f} MB/s both ways, {statistics.median(per_gb):.3f} CPU s a GB")
-    print(f"pipeline over bare transfers: {statistics.median(shares):.3f} ({shares[0]:.3f} to {shares[-1]:.3f})")
+    figures = {
+        "bare transfers over the pipeline": [bare[0] / step[0] for bare, step in rounds],
+        "CPU seconds per GB of bare transfers": [bare[1] / moved_bytes * 1e9 for bare, _ in rounds],
+        "GB/s of bare transfers": [moved_bytes / bare[0] / 1e9 for bare, _ in rounds],
+    }
+    rows = []
+    for name, values in figures.items():
+        p20, p50, p80 = (round(value, 4) for value in percentiles(values))
+        row = {**before, "file_system": file_system(args.folder), "states_bytes": moved_bytes // 2, "figure": name}
+        rows.append(row | {"p20": p20, "p50": p50, "p80": p80, "values": len(values)})
+    columns = ("figure", "p20", "p50", "p80")
+    print_table("States through the window", columns, [[row[column] for column in columns] for row in rows])
+    if not (args.toy or args.no_record):
+        print(append_rows("disk_pipeline", rows))
+    return int(rows[0]["p50"] < SHARE_BAR or rows[1]["p50"] > CPU_BAR)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -81,7 +81,12 @@ def homes(mix: str, chunks: int) -> Placement:
     """Where weights and states live in a mix."""
     if mix == "half":
         return Placement(tuple(Home.RESIDENT if chunk % 2 else Home.HOST for chunk in range(chunks)))
-    home = {"resident": Home.RESIDENT, "streamed": Home.HOST}.get(mix, Home.RESIDENT_HOST)
+    home = {
+        "resident": Home.RESIDENT,
+        "streamed": Home.HOST,
+        "states on disk": Home.RESIDENT_DISK,
+        "streamed, states on disk": Home.HOST_DISK,
+    }.get(mix, Home.RESIDENT_HOST)
     return Placement.everywhere(home, chunks)
 
 
@@ -123,7 +128,7 @@ class Timed:
 class Run:
     """A model under a plan; every one has the same weights to begin with, and steps with fused AdamW or a kin of it.
 
-    Options are those of `ElixirOptimizer`.
+    Options are those of `ElixirOptimizer`, and `disk_folder` of `ElixirModule`.
     """
 
     def __init__(
@@ -132,11 +137,13 @@ class Run:
         inp: dict[str, Any],
         plan: Plan,
         adam: type[torch.optim.AdamW] = torch.optim.AdamW,
+        disk_folder: str | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
         self.plan, self._inp = plan, inp
-        self.module = ElixirModule(build_shape(shape, dtype=torch.float32, device="cpu"), plan, device="cpu")
+        model = build_shape(shape, dtype=torch.float32, device="cpu")
+        self.module = ElixirModule(model, plan, device="cpu", disk_folder=disk_folder)
         self.optimizer = ElixirOptimizer(self.module, adam(self.module.parameters(), lr=1e-4, fused=True), **options)
 
     def link(self, to_device_bytes_per_s: float | None, to_host_bytes_per_s: float | None) -> None:
@@ -146,6 +153,13 @@ class Run:
             if not isinstance(lane, ThreadLane):
                 raise SystemExit("only lanes of the CPU backend can be slowed")
             lane._emulation = Emulation(to_host_bytes_per_s if lane is lanes.offload else to_device_bytes_per_s)
+
+    def disk(self, bytes_per_s: float | None) -> None:
+        """Emulate a disk of this speed from now on; None: the disk as it is."""
+        lane = engine_of(self.module).lanes.disk
+        if not isinstance(lane, ThreadLane):
+            raise SystemExit("only lanes of the CPU backend can be slowed")
+        lane._emulation = Emulation(bytes_per_s)
 
     def step(self, *, settle: bool = False) -> Timed:
         """One training step; with `settle` it is over when all that the optimizer set going is."""

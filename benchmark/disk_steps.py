@@ -1,0 +1,133 @@
+"""Seconds of a step with states on a disk as simulated, compared with seconds as measured.
+
+    python benchmark/disk_steps.py FOLDER [--models opt llama] [--rounds 6] [--no-record]
+
+As `simulated_vs_measured.py`, whose calibration it shares, but the links are as fast as memory, and the disk is the one
+of FOLDER, or emulated at four speeds: those at which all reads and writes of a step would take 0.4 to 2.5 of forward's
+and backward's seconds. Judged are plans with all states on the disk: weights resident, and weights streamed from the
+host. The speed of the real disk is measured before anything runs; its case is printed with the others. Run it on a
+quiet machine. Appends to ``results/disk_steps.csv``; fails if a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmark.common import append_rows, conditions, percentiles, print_table
+from benchmark.emulated_runs import SHAPES, Run, Timed, calibrate, median, mixed_plans, run_apart
+from elixir.hardware import HardwareProfile
+from elixir.microbench import with_disk
+from elixir.models import build_shape, default_input, default_step
+from elixir.search.simulator import simulate_step
+from elixir.tracer import trace_step
+
+SHARES = (0.4, 0.9, 1.5, 2.5)
+"""Seconds of all transfers of the disk, over those of forward and backward."""
+MIXES = ("states on disk", "streamed, states on disk")
+CALIBRATING = ("resident", "streamed")
+MEAN_BAR, WORST_BAR = 0.05, 0.12
+"""Mean of the absolute errors, and the largest."""
+
+
+def with_disk_speed(profile: HardwareProfile, bytes_per_s: float | None) -> HardwareProfile:
+    """The profile with a disk of this speed in both directions; None: with its own."""
+    if bytes_per_s is None:
+        return profile
+    fits = {key: fit for key, fit in profile.fits.items() if not key.startswith("disk_")}
+    return dataclasses.replace(
+        profile, fits=fits, disk_read_bytes_per_s=bytes_per_s, disk_write_bytes_per_s=bytes_per_s
+    )
+
+
+def work(folder: str, model: str, rounds: int) -> dict[str, Any]:
+    """Every case of one model: measured seconds, and what was simulated."""
+    from elixir.microbench import measure
+
+    torch.set_num_threads(1)
+    shape, batch, sequence = SHAPES[model]
+    hardware = with_disk(measure(quick=True), folder)
+    meta = build_shape(shape, dtype=torch.float32)
+    inp = default_input(meta, batch=batch, seq=sequence)
+    trace = trace_step(meta, inp, default_step, hardware=hardware, optimizer=None)
+    names = (*CALIBRATING, *MIXES)
+    plans = dict(zip(names, mixed_plans(trace, hardware, names), strict=True))
+    runs = {name: Run(shape, inp, plan, disk_folder=folder) for name, plan in plans.items()}
+    alone = [step for _ in range(2) for step in runs["resident"].turn()]
+    compute_s = median(alone, "forward_s") + median(alone, "backward_s")
+    moved = plans[MIXES[0]].predicted.moved_bytes
+    both_bytes = moved["disk_read"] + moved["disk_write"]
+    speeds = (*(both_bytes / (share * compute_s) for share in SHARES), None)
+    judged = [(mix, speed) for mix in MIXES for speed in speeds]
+    middle = len(judged) // 2
+    calibrating = [(name, None) for name in CALIBRATING]
+    cases = [*calibrating, *judged[:middle], *calibrating, *judged[middle:]]
+    seen: dict[tuple[str, float | None], list[Timed]] = {case: [] for case in cases}
+    for turn in range(rounds):
+        for index in range(len(cases)):
+            name, speed = cases[(index + turn) % len(cases)]
+            runs[name].disk(speed)
+            seen[name, speed] += runs[name].turn()
+    known = calibrate(
+        trace, hardware, plans["resident"], seen["resident", None], plans["streamed"], seen["streamed", None]
+    )
+    found = []
+    for mix, speed in judged:
+        steps, machine = seen[mix, speed], with_disk_speed(known.machine, speed)
+        simulated = simulate_step(plans[mix], known.trace_for(plans[mix]), machine)
+        p20, p50, p80 = percentiles([step.step_s for step in steps])
+        case = {"homes": mix, "disk": "real" if speed is None else "emulated"}
+        case["disk_bytes_per_s"] = round(machine.disk_read_bytes_per_s or 0)
+        case |= {"measured_s": p50, "p20_s": p20, "p80_s": p80, "simulated_s": simulated.step_s, "n": len(steps)}
+        found.append(case)
+    for run in runs.values():
+        run.module.close()
+    return {"model": shape.name, "tokens": batch * sequence, "cases": found}
+
+
+def main() -> int:
+    """Run, record, and compare with the bars; 1 if one is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", help="on the disk")
+    parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--no-record", action="store_true")
+    parser.add_argument("--work", nargs=3, metavar=("FOLDER", "MODEL", "ROUNDS"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        print(json.dumps(work(args.work[0], args.work[1], int(args.work[2]))))
+        return 0
+    if args.folder is None:
+        parser.error("name a folder on the disk")
+    rows = []
+    for model in args.models:
+        before = conditions() | {"threads": 1}
+        answer = run_apart(__file__, args.folder, model, str(args.rounds))
+        for case in answer["cases"]:
+            error = {"error_percent": round(100 * (case["simulated_s"] / case["measured_s"] - 1), 2)}
+            rounded = {name: round(case[name], 4) for name in ("measured_s", "p20_s", "p80_s", "simulated_s")}
+            rows.append({**before, "model": answer["model"], "tokens": answer["tokens"], **case, **rounded, **error})
+    columns = ("model", "homes", "disk", "disk_bytes_per_s", "measured_s", "p20_s", "p80_s", "simulated_s")
+    columns = (*columns, "error_percent")
+    print_table("Steps with states on a disk", columns, [[row[column] for column in columns] for row in rows])
+    errors = [abs(row["error_percent"]) / 100 for row in rows]
+    mean, worst = statistics.mean(errors), max(errors)
+    print(
+        f"error over {len(rows)} cases: mean {mean:.1%} (bar {MEAN_BAR:.0%}), worst {worst:.1%} (bar {WORST_BAR:.0%})"
+    )
+    if not args.no_record:
+        print(append_rows("disk_steps", rows))
+    return int(mean > MEAN_BAR or worst > WORST_BAR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
