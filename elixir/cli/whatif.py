@@ -116,6 +116,7 @@ def run_explain(args: argparse.Namespace) -> int:
     plan, trace, hardware = _planned(args)
     from elixir.search.whatif.explain import explain
     from elixir.show import blocks_table, elsewhere_table, explanation_record, levers_table, summary_text
+    from elixir.show.tables import plan_levers_table
 
     with output.progress() as progress:
         found = explain(plan, trace, hardware, levers=not args.no_levers, progress=progress)
@@ -130,6 +131,7 @@ def run_explain(args: argparse.Namespace) -> int:
     tables = [elsewhere_table(found, args.top)]
     tables += [blocks_table(found)] if found.blocks else []
     tables += [levers_table(found)] if found.levers else []
+    tables += [plan_levers_table(plan, found.changes)] if found.changes else []
     output.say_tables(*tables)
     return 0
 

@@ -11,7 +11,7 @@ from typing import Any
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
-from elixir.search.planner import plan_or_shortage
+from elixir.search.planner import plan_or_shortage, with_levers
 from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.simulator import Rates, main_dtype
 from elixir.step_trace import StepTrace
@@ -185,8 +185,9 @@ class _Trials:
         least_s = option.accumulation * _compute_s(trace, self._hardware, self._request.world_size)
         if self._best is not None and least_s > self._best[0]:
             return replace(option, reason=f"compute alone takes {least_s:.4g} s, longer than another way's step")
+        request = replace(self._request, accumulation=option.accumulation)
         try:
-            plan = plan_or_shortage(trace, self._hardware, replace(self._request, accumulation=option.accumulation))
+            plan = with_levers(plan_or_shortage(trace, self._hardware, request), trace, self._hardware, request)
         except PlanError as error:
             self._nearest = min((known for known in (self._nearest, error) if known is not None), key=_lacking)
             return replace(option, reason=str(error).splitlines()[0])

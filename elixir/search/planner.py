@@ -65,7 +65,15 @@ def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRe
     except PlanError as error:
         budgets = _budgets(hardware, request)
         raise with_what_suffices(error, trace, hardware, request, budgets, tries) from None
-    plan.asks_levers(partial(plan_levers, trace=trace, hardware=hardware, request=request, tries=tries))
+    return with_levers(plan, trace, hardware, request, tries)
+
+
+def with_levers(
+    plan: Plan, trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, tries: Tries | None = None
+) -> Plan:
+    """`plan`, made from `trace` for `request`, which can now say what would help (`Plan.levers`)."""
+    known = tries or PlannerTries(hardware)
+    plan.asks_levers(partial(plan_levers, trace=trace, hardware=hardware, request=request, tries=known))
     return plan
 
 

@@ -16,6 +16,8 @@ from elixir.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from elixir.search.levers import PlanLever
+
 _MOST_RUNS = 3
 NEGLIGIBLE_SHARE = 1e-3
 """Share of the step: a smaller change of one chunk is called no difference. Rates are not known nearly as well."""
@@ -127,7 +129,17 @@ def explanation_record(explanation: Explanation) -> dict[str, Any]:
         ],
         "blocks": [of_change(change) for change in explanation.blocks],
         "levers": [dataclasses.asdict(lever) for lever in explanation.levers],
+        "changes": [_of_training(lever) for lever in explanation.changes],
     }
+
+
+def _of_training(lever: PlanLever) -> dict[str, Any]:
+    record: dict[str, Any] = {"action": lever.action, "options": dict(lever.options), "samples_gain": lever.gain}
+    if lever.plan is not None:
+        predicted = lever.plan.predicted
+        record |= {"step_s": predicted.step_s, "tokens_per_s": lever.plan.tokens_per_s}
+        record |= {"device_peak_bytes": predicted.device_peak_bytes, "host_peak_bytes": predicted.host_peak_bytes}
+    return record
 
 
 def summary_text(explanation: Explanation) -> str:

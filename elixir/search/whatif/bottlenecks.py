@@ -110,22 +110,28 @@ def lever_effects(
     return tuple(sorted(found, key=lambda lever: (lever.change_s, lever.action)))
 
 
+def request_of(plan: Plan, hardware: HardwareProfile) -> SearchRequest:
+    """The question that `plan` answers, asked for this machine."""
+    return SearchRequest(
+        world_size=plan.world_size,
+        optimizer_type=plan.optimizer,
+        overlap=plan.overlap,
+        device_memory=plan.device_budget_bytes,
+        host_memory=plan.host_budget_bytes,
+        disk_memory=plan.disk_budget_bytes if hardware.knows_disk else None,
+        placement=plan.placement,
+        accumulation=plan.accumulation,
+        moments=plan.moments,
+        step_in_backward=plan.may_step_in_backward,
+        speculate=any(chunk.speculates for chunk in plan.chunks),
+        clipping=plan.clipping,
+    )
+
+
 def _planned_s(plan: Plan, trace: StepTrace, hardware: HardwareProfile, device_bytes: int, host_bytes: int) -> float:
     """Seconds of the step under the plan that would be made for this machine."""
+    request = replace(request_of(plan, hardware), device_memory=device_bytes, host_memory=host_bytes)
     try:
-        request = SearchRequest(
-            world_size=plan.world_size,
-            optimizer_type=plan.optimizer,
-            overlap=plan.overlap,
-            device_memory=device_bytes,
-            host_memory=host_bytes,
-            disk_memory=plan.disk_budget_bytes if hardware.knows_disk else None,
-            placement=plan.placement,
-            accumulation=plan.accumulation,
-            moments=plan.moments,
-            step_in_backward=plan.may_step_in_backward,
-            clipping=plan.clipping,
-        )
         found = plan_or_shortage(trace, hardware, request)
     except PlanError:  # the budgets are those of a plan made elsewhere, by hand for example
         return float("inf")

@@ -14,11 +14,12 @@ from typing import Literal
 from elixir.errors import InputError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Home, Plan
-from elixir.search.planner import PREFETCH_DEPTH
+from elixir.search.levers import PlanLever, plan_levers
+from elixir.search.planner import PREFETCH_DEPTH, PlannerTries
 from elixir.search.problem import MemoryModel, Placement, placement_of, setting_of, workload_of
 from elixir.search.propose import Candidate, weigh
 from elixir.search.simulator import SimulatedCost, simulate_step
-from elixir.search.whatif.bottlenecks import LeverEffect, lever_effects
+from elixir.search.whatif.bottlenecks import LeverEffect, lever_effects, request_of
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes
 
@@ -111,7 +112,9 @@ class Explanation:
     blocks: tuple[Change, ...]
     """One rCache block fewer and one more, where that is possible."""
     levers: tuple[LeverEffect, ...]
-    """Empty where they were not asked for."""
+    """Changes of the machine; empty where they were not asked for."""
+    changes: tuple[PlanLever, ...] = ()
+    """Changes of the training, those of `Plan.levers`; likewise."""
 
 
 def explain(
@@ -128,7 +131,8 @@ def explain(
         plan: made from `trace`.
         trace: the step that was planned.
         hardware: the machine whose rates count.
-        levers: also plan again with more of what the machine is made of (`lever_effects`).
+        levers: also plan again with more of what the machine is made of (`lever_effects`), and with changes of the
+            training (`plan_levers`).
         progress: told what comes next, how much is done, and of how much.
 
     Raises:
@@ -162,6 +166,9 @@ def explain(
         chunks=tuple(chunks),
         blocks=tuple(variants.blocks()),
         levers=lever_effects(plan, trace, hardware, progress=progress) if levers else (),
+        changes=plan_levers(plan, trace, hardware, request_of(plan, hardware), PlannerTries(hardware))
+        if levers
+        else (),
     )
 
 

@@ -267,3 +267,13 @@ def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
     assert choice.option.checkpoint == min(times, key=lambda way: times[way])
     if share in (0.3, 0.6):
         assert choice.option.checkpoint not in ("none", "non-reentrant")
+
+
+def test_the_chosen_way_knows_what_would_help() -> None:
+    """Levers of the way that was chosen: its trace, and as many batches."""
+    choice = search_batches(trace_of, HARDWARE, 1, samples=2, device_memory=900 * MIB, host_memory=PLENTY)
+    by_action = {lever.action: lever.plan for lever in choice.plan.levers()}
+    more = by_action[f"accumulate {4 * choice.option.accumulation} batches a step"]
+    assert more is not None
+    assert more.accumulation == 4 * choice.plan.accumulation
+    assert more.model_fingerprint == choice.plan.model_fingerprint

@@ -272,3 +272,15 @@ def test_tables_and_json_hold_the_same(found: Explanation) -> None:
     assert len(record["chunks"]) == len(found.chunks)
     assert record["chunks"][0]["elsewhere"][0]["change_s"] == found.chunks[0].elsewhere[0].change.change_s
     assert "fits" in record["chunks"][0]["elsewhere"][0]
+
+
+@pytest.mark.slow
+def test_changes_of_the_training_are_the_levers_of_the_plan(plan: Plan, trace: StepTrace) -> None:
+    """Also of a plan that comes from a file, which does not know its step."""
+    back = Plan.from_json(plan.to_json())
+    found = explain(back, trace, HARDWARE)
+    known = {lever.action: lever.plan and lever.plan.predicted.step_s for lever in plan.levers()}
+    assert {lever.action: lever.plan and lever.plan.predicted.step_s for lever in found.changes} == known
+    record = {change["action"]: change for change in explanation_record(found)["changes"]}
+    assert record["keep Adam's moments in 8 bits"]["options"] == {"moments": "8bit"}
+    assert record["keep Adam's moments in 8 bits"]["step_s"] == known["keep Adam's moments in 8 bits"]
