@@ -45,11 +45,13 @@ class Situation(NamedTuple):
     host_memory: str
     device_memory: str | None = None
     """None: what the device has, less a reserve."""
+    per_host: int | None = None
+    """Ranks of one machine; None: all of them."""
 
     @property
     def hardware(self) -> HardwareProfile:
-        """The preset, with all ranks in one machine."""
-        return replace(preset(self.machine), devices_per_host=self.ranks)
+        """The preset, with as many devices in each machine."""
+        return replace(preset(self.machine), devices_per_host=self.per_host or self.ranks)
 
 
 SITUATIONS = {

@@ -17,13 +17,15 @@ from elixir.search.simulator.rates import (
 )
 from elixir.search.simulator.replay import RESOURCES, Span
 from elixir.search.simulator.step import SimulatedCost, Simulation, simulate_step
-from elixir.search.simulator.uncertainty import extremes, with_host_speed, worst_case
+from elixir.search.simulator.uncertainty import MEASURED_RANGE, SLOW_HOST_ADAM, extremes, with_host_speed, worst_case
 
 __all__ = [
     "ADAM_TRAFFIC_BYTES",
     "ARITHMETIC_NUMEL_PER_S",
     "DEVICE_ROUNDING_BYTES",
+    "MEASURED_RANGE",
     "RESOURCES",
+    "SLOW_HOST_ADAM",
     "Cluster",
     "Rates",
     "SimulatedCost",
