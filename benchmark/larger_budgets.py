@@ -32,7 +32,7 @@ SLOWER = 1e-3
 CHOSEN_BAR = 0.01
 
 DEVICE_SHARES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""Of the device's memory."""
+"""Budgets of a device, over its memory."""
 HOST_PER_DEVICE = (0.75, 1.5, 6.0)
 """Host memory for one rank, over the memory of its device."""
 

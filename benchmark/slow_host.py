@@ -56,7 +56,7 @@ CHOSEN = {
 
 
 def request(it: Situation, host_memory: str | int, placement: str = "auto") -> SearchRequest:
-    """What is asked of the planner."""
+    """The question to the planner."""
     return SearchRequest.of(
         it.ranks, host_memory=host_memory, device_memory=it.device_memory, placement=placement, clipping=True
     )

@@ -120,7 +120,11 @@ def main() -> None:
             plans = [saved.value("plan")]
     elif rank == 0:
         # Two seconds of measuring, so that the predicted seconds are those of this machine.
-        machine = profile_for(None) if cuda else measure_briefly(2.0, dtype=dtype, tokens=args.batch * args.seq)
+        machine = (
+            profile_for(None)
+            if cuda
+            else measure_briefly(2.0, dtype=dtype, tokens=args.batch * args.seq, hidden=shape.hidden)
+        )
         if args.disk_folder:
             machine = with_disk(machine, args.disk_folder)
         plan = optimal_search(
@@ -141,7 +145,9 @@ def main() -> None:
     plan = Plan.from_json(plans[0])
 
     model = ElixirModule(model, plan, disk_folder=args.disk_folder)
-    optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters(), lr=args.lr), max_norm=args.max_norm)
+    optimizer = ElixirOptimizer(
+        model, torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True), max_norm=args.max_norm
+    )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "plan": plans[0]}
     checkpoints = elixir.Checkpoints(folder) if folder else None

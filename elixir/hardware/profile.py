@@ -44,6 +44,7 @@ _POSITIVE_FIELDS = (
 )
 _NETWORK_FIELDS = ("network_bytes_per_s", "network_latency_s")
 _START_FIELDS = ("host_pin_bytes_per_s",)
+_NOT_NEGATIVE_FIELDS = ("network_latency_s", "contention")
 _SUSTAINED_FIELDS = ("sustained_flops_share", "sustained_memory_share", "launch_s")
 _DISK_FIELDS = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_free_bytes")
 
@@ -77,7 +78,7 @@ class HardwareProfile(Artifact):
     """
 
     artifact: ClassVar[str] = "hardware_profile"
-    schema_version: ClassVar[int] = 6
+    schema_version: ClassVar[int] = 7
     anew: ClassVar[str] = "measure it anew with `elixir hardware --measure`, or name a preset"
 
     name: str
@@ -137,7 +138,11 @@ class HardwareProfile(Artifact):
     learned: Learned | None = None
     """The runs that its rates agree with; see `elixir.hardware.learn`."""
     launch_s: float | None = None
-    """Seconds that the host needs per operator. Where kernels are shorter than that, it is what counts."""
+    """Seconds that the host needs per operator. Where kernels are shorter than that, it is what counts; on a CPU, which
+    runs them itself, it is added."""
+    contention: float | None = None
+    """Seconds that compute loses for each second in which a lane works next to it: on a CPU copies and Adam take cores,
+    caches and memory from it. None: nothing, as where copies have engines."""
     host_pin_bytes_per_s: float | None = None
     """How fast host memory is made ready when a model is wrapped: touched for the first time and, where the device is
     no CPU, registered with CUDA."""
@@ -160,9 +165,7 @@ class HardwareProfile(Artifact):
                 check_positive(name, getattr(self, name))
         for bound in self.step_range or ():
             check_positive("step_range", bound)
-        latency_s = self.network_latency_s
-        if latency_s is not None and not (is_finite(latency_s) and latency_s >= 0):
-            raise InputError(f"hardware field 'network_latency_s' must be finite and at least 0, found {latency_s!r}")
+        self._check_not_negative()
         if self.matmul_efficiency > 1:
             raise InputError(
                 f"hardware field 'matmul_efficiency' is a share above 0 and at most 1, found {self.matmul_efficiency}"
@@ -176,6 +179,12 @@ class HardwareProfile(Artifact):
                 raise InputError(
                     f"hardware field 'measured_at' must be a date such as '2026-01-31', found {self.measured_at!r}"
                 ) from None
+
+    def _check_not_negative(self) -> None:
+        for name in _NOT_NEGATIVE_FIELDS:
+            value = getattr(self, name)
+            if value is not None and not (is_finite(value) and value >= 0):
+                raise InputError(f"hardware field '{name}' must be finite and at least 0, found {value!r}")
 
     def _check_rates(self) -> None:
         if not self.flops_per_s:

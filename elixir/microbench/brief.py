@@ -2,20 +2,24 @@
 
 `measure` fits latency and rate by size and takes a minute. Here each rate is one number: all work done over all time
 taken, in turns until the time is over, so that other programs on the same cores slow it as much as they will slow
-training.
+training. Compute goes through autograd, since a step does. The work of lanes, copies and CPU Adam, is measured while
+compute multiplies, and so is what compute loses by it: all of them share the cores.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from elixir.errors import InputError
 from elixir.hardware import (
@@ -32,17 +36,27 @@ from elixir.microbench.measurement import threads_text, today
 from elixir.units import MIB, dtype_name
 
 HIDDEN = 768
-"""Width of the matrix products: of the smallest models that are trained, so that larger ones are not promised too much.
-"""
-WEIGHTS = 16
+"""Width of the matrix products, if none is given: of the smallest models that are trained, so that larger ones are not
+promised too much."""
+WEIGHTS_BYTES, MOST_WEIGHTS = 256 * MIB, 16
 """Weight matrices that are multiplied one after the other: more than caches hold, as in a step."""
 TENSOR_BYTES = 8 * MIB
-ADAM_NUMEL = 2**20
-TURN_S = 0.02
+TENSORS = 16
+ADAM_NUMEL, ADAM_TENSORS = 2**20, 8
+"""Elements of one parameter, and parameters that are stepped one after the other: more than caches hold."""
+DROPPED = 0.1
+"""Share of the activations that dropout sets to zero: what BERT, GPT-2 and OPT were trained with."""
+BLOCK_OPERATORS = 10
+"""Operators of `between_products`, forward and backward, views left out."""
+BLOCK_PASSES = 24
+"""How often they read or write a tensor of the activations' size."""
+PRODUCT_OPERATORS = 3
+LAUNCH_NUMEL = 8
+"""Elements of an operator that takes no time but that of its call."""
+TURN_S = 0.05
 """How long one rate is measured before it is the next one's turn."""
-STEP_RANGE = (0.9, 1.7)
-"""Seconds of a step over those predicted: few rates were measured, and none while others were at work. On two machines
-steps of the quickstart took 1.05 to 1.65 of the prediction."""
+STEP_RANGE = (0.8, 1.4)
+"""Seconds of a step over those predicted: two seconds tell no more, least of all of a machine with other work on it."""
 
 
 @dataclass
@@ -56,12 +70,16 @@ class _Rate:
 
     def turn(self, shortest_s: float) -> None:
         """Runs for `shortest_s`, at least once."""
+        self.until(lambda passed_s: passed_s >= shortest_s)
+
+    def until(self, over: Callable[[float], bool]) -> None:
+        """Runs until seconds passed are enough, at least once."""
         began_s = time.perf_counter()
         while True:
             self.run()
             self.done += self.amount
             passed_s = time.perf_counter() - began_s
-            if passed_s >= shortest_s:
+            if over(passed_s):
                 break
         self.spent_s += passed_s
 
@@ -69,100 +87,198 @@ class _Rate:
     def per_s(self) -> float:
         return self.done / self.spent_s
 
+    @property
+    def run_s(self) -> float:
+        """Seconds of one run."""
+        return self.spent_s * self.amount / self.done
 
-def measure_briefly(seconds: float = 2.0, *, dtype: torch.dtype = torch.float32, tokens: int = 256) -> HardwareProfile:
+
+@dataclass(frozen=True)
+class _Lane:
+    """Work of a lane, next to products."""
+
+    lane: _Rate
+    products: _Rate
+    """Those that compute does meanwhile."""
+    worker: ThreadPoolExecutor
+
+    def turn(self, shortest_s: float) -> None:
+        """Both for `shortest_s`, at least once."""
+        over = threading.Event()
+        working = self.worker.submit(self.lane.until, lambda _: over.is_set())
+        try:
+            self.products.turn(shortest_s)
+        finally:
+            over.set()
+            working.result()
+
+
+def measure_briefly(
+    seconds: float = 2.0, *, dtype: torch.dtype = torch.float32, tokens: int = 256, hidden: int = HIDDEN
+) -> HardwareProfile:
     """Measures this machine's CPU as device and host: enough to predict the seconds of a step on it.
 
     Args:
         seconds: how long the measurement takes; libraries that load in the first run come on top.
         dtype: of the matrix products. Rates of other dtypes are those of the preset ``cpu``.
         tokens: rows of the matrix products, those of the micro-batch that will be trained.
+        hidden: width of the model that will be trained.
 
     Returns:
         A profile of plain rates without fits. Collectives, disks and host memory bandwidth under several ranks need
         `measure`.
 
     Raises:
-        InputError: the time or the number of tokens is not positive, or the CPU cannot multiply in `dtype`.
+        InputError: the time or a size is not positive, or the CPU cannot multiply in `dtype`.
     """
-    if not seconds > 0 or tokens < 1:
-        raise InputError(f"expected a positive time and one token or more, found {seconds} s and {tokens} tokens")
+    if not seconds > 0 or tokens < 1 or hidden < 1:
+        raise InputError(
+            f"expected a positive time, one token or more and a positive width, found {seconds} s, {tokens} tokens and "
+            f"a width of {hidden}"
+        )
     share = host_share([host_view()], 0)
     threads, cores = rank_threads(share, torch.get_num_threads())
-    with ThreadPoolExecutor(1, "elixir adam") as worker:
-        worker.submit(use_threads, threads, cores).result()
-        rates = _rates(dtype, tokens, worker)
+    with ThreadPoolExecutor(1, "elixir adam") as adam, ThreadPoolExecutor(1, "elixir fetch") as fetch, _apart():
+        adam.submit(use_threads, threads, cores).result()
+        rates = _compute_rates(dtype, tokens, hidden) | _lane_rates()
         for rate in rates.values():
             rate.run()  # pays for page faults and libraries, and is not counted
+        slowed = dataclasses.replace(rates["flops"])
+        alone = [rate for name, rate in rates.items() if name not in ("link", "adam")]
+        turns: list[_Rate | _Lane] = [*alone, _Lane(rates["link"], slowed, fetch), _Lane(rates["adam"], slowed, adam)]
         until_s = time.perf_counter() + seconds
-        for rate in itertools.cycle(rates.values()):
-            rate.turn(TURN_S)
-            if time.perf_counter() >= until_s and all(rate.done for rate in rates.values()):
+        for count, turn in enumerate(itertools.cycle(turns), 1):
+            turn.turn(TURN_S)
+            if time.perf_counter() >= until_s and count >= len(turns):
                 break
-    return _profile(dtype, {name: rate.per_s for name, rate in rates.items()}, seconds, tokens, threads)
+    product = f"linear in {dtype_name(dtype)}, {tokens} x {hidden} x {4 * hidden}, forward and backward"
+    return _profile(dtype, rates, slowed, f"measured for {seconds:g} s in turns", product, threads)
 
 
-def _rates(dtype: torch.dtype, tokens: int, worker: ThreadPoolExecutor) -> dict[str, _Rate]:
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """With gradients, whatever the caller has set, and without a trace in its random numbers."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        yield
+
+
+def _compute_rates(dtype: torch.dtype, tokens: int, hidden: int) -> dict[str, _Rate]:
     random = torch.Generator().manual_seed(0)
-    rows = torch.randn(tokens, HIDDEN, generator=random).to(dtype)
-    weights = itertools.cycle([torch.randn(HIDDEN, 4 * HIDDEN, generator=random).to(dtype) for _ in range(WEIGHTS)])
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random).to(dtype).requires_grad_()
+
+    rows, gradient = tensor(tokens, hidden), tensor(tokens, 4 * hidden).detach()
+    weight_numel = 4 * hidden * hidden
+    count = max(2, min(MOST_WEIGHTS, WEIGHTS_BYTES // (weight_numel * dtype.itemsize)))
+    weights = [tensor(4 * hidden, hidden) for _ in range(count)]
+    turns = itertools.cycle(weights)
+
+    def multiply() -> None:
+        weight = next(turns)
+        F.linear(rows, weight).backward(gradient)
+        rows.grad = weight.grad = None
+
     try:
-        torch.mm(rows, next(weights))
+        multiply()
     except RuntimeError as error:
         raise InputError(f"the CPU cannot multiply {dtype_name(dtype)} matrices: {error}") from None
+    few = tensor(1, LAUNCH_NUMEL)
+    moved_bytes = float(BLOCK_PASSES * rows.numel() * dtype.itemsize)
+    return {
+        "flops": _Rate(multiply, 6.0 * tokens * weight_numel),
+        "operators": _Rate(lambda: _memory_bound(rows), moved_bytes),
+        "launch": _Rate(lambda: _memory_bound(few), float(BLOCK_OPERATORS)),
+    }
+
+
+def _memory_bound(rows: torch.Tensor) -> None:
+    """Forward and backward of `between_products`."""
+    between_products(rows).backward(rows.detach())
+    rows.grad = None
+
+
+def between_products(rows: torch.Tensor) -> torch.Tensor:
+    """Operators such as a transformer block has between its products, without weights."""
+    return rows + F.dropout(F.relu(F.layer_norm(rows, rows.shape[-1:])), DROPPED)
+
+
+def _lane_rates() -> dict[str, _Rate]:
     numel = TENSOR_BYTES // 4
-    first, second, third = (torch.ones(WEIGHTS, numel) for _ in range(3))
-    places = itertools.cycle(range(WEIGHTS))
+    first, second, third = (torch.ones(TENSORS, numel) for _ in range(3))
+    places = itertools.cycle(range(TENSORS))
 
     def add() -> None:
         place = next(places)
         torch.add(first[place], second[place], out=third[place])
 
-    def copy() -> None:
-        place = next(places)
-        third[place].copy_(first[place])
+    copied = itertools.cycle(range(TENSORS))
 
-    parameter = torch.nn.Parameter(torch.ones(ADAM_NUMEL))
-    parameter.grad = torch.full_like(parameter, 1e-3)
-    optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+    def copy() -> None:
+        place = next(copied)
+        with torch.no_grad():
+            third[place].copy_(first[place])
+
+    steps = []
+    for _ in range(ADAM_TENSORS):
+        parameter = torch.nn.Parameter(torch.ones(ADAM_NUMEL))
+        parameter.grad = torch.full_like(parameter, 1e-3)
+        optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+        optimizer.step()  # makes the states, whose pages are then there
+        steps.append(optimizer.step)
+    on_device, on_host = itertools.cycle(steps), itertools.cycle(steps)
     return {
-        "flops": _Rate(lambda: torch.mm(rows, next(weights)), 2.0 * tokens * HIDDEN * 4 * HIDDEN),
         "memory": _Rate(add, 3.0 * TENSOR_BYTES),
+        "device_adam": _Rate(lambda: next(on_device)(), float(ADAM_NUMEL)),
         "link": _Rate(copy, float(TENSOR_BYTES)),
         # On a thread with as many OpenMP threads as training gives to Adam.
-        "adam": _Rate(lambda: worker.submit(optimizer.step).result(), float(ADAM_NUMEL)),
+        "adam": _Rate(lambda: next(on_host)(), float(ADAM_NUMEL)),
     }
 
 
-def _profile(dtype: torch.dtype, per_s: dict[str, float], seconds: float, tokens: int, threads: int) -> HardwareProfile:
-    base = preset("cpu")
-    how = f"measured for {seconds:g} s together with the others, {threads_text()}"
+def _profile(
+    dtype: torch.dtype, rates: dict[str, _Rate], slowed: _Rate, how: str, product: str, threads: int
+) -> HardwareProfile:
+    base, per_s = preset("cpu"), {name: rate.per_s for name, rate in rates.items()}
+    launch_s = 1 / per_s["launch"]
+
+    def without_calls(name: str, operators: int) -> float:
+        """The rate while operators work."""
+        run_s = rates[name].run_s
+        return rates[name].amount / max(run_s - operators * launch_s, run_s / 2)
+
     fields: dict[str, tuple[str, str]] = {
         "device_memory_bytes_per_s": ("memory", "c = a + b"),
         "host_memory_bytes_per_s": ("memory", "c = a + b"),
-        "host_to_device_bytes_per_s": ("link", "copy within host memory"),
-        "device_to_host_bytes_per_s": ("link", "copy within host memory"),
-        "device_to_device_bytes_per_s": ("link", "copy within host memory"),
-        "host_adam_numel_per_s": ("adam", f"torch AdamW(fused=True) on {threads_text(threads)}"),
-        "device_adam_numel_per_s": ("adam", f"torch AdamW(fused=True) on {threads_text(threads)}"),
+        "host_to_device_bytes_per_s": ("link", "copy within host memory, next to products"),
+        "device_to_host_bytes_per_s": ("link", "copy within host memory, next to products"),
+        "device_to_device_bytes_per_s": ("link", "copy within host memory, next to products"),
+        "host_adam_numel_per_s": ("adam", f"torch AdamW(fused=True) on {threads_text(threads)}, next to products"),
+        "device_adam_numel_per_s": ("device_adam", f"torch AdamW(fused=True), {threads_text()}"),
     }
     name, total = dtype_name(dtype), total_host_bytes()
     measured: dict[str, Any] = {field: per_s[rate] for field, (rate, _) in fields.items()}
-    product = f"torch.mm in {name}, {tokens} x {HIDDEN} x {4 * HIDDEN}; other dtypes as in the preset cpu"
+    operators = f"add, dropout, ReLU and layer norm in {name}"
     return dataclasses.replace(
         base,
         name="measured-briefly",
         device_name=f"{cpu_name()}, {threads_text()}",
         device_memory_bytes=total,
         host_memory_bytes=total,
-        flops_per_s={**base.flops_per_s, name: per_s["flops"]},
+        flops_per_s={**base.flops_per_s, name: without_calls("flops", PRODUCT_OPERATORS)},
+        sustained_memory_share=without_calls("operators", BLOCK_OPERATORS) / per_s["memory"],
+        launch_s=launch_s,
+        contention=max(0.0, 1 - slowed.per_s / per_s["flops"]),
         sources=base.sources
         | {field: f"{how}: {what}" for field, (_, what) in fields.items()}
         | {
-            "flops_per_s": f"{how}: {product}",
+            "flops_per_s": f"{how}: {product}; other dtypes as in the preset cpu",
+            "sustained_memory_share": f"{how}: {operators}, forward and backward, over c = a + b",
+            "launch_s": f"{how}: {operators} of {LAUNCH_NUMEL} elements, forward and backward",
+            "contention": f"{how}: {product}, next to copies and to CPU Adam",
             "device_memory_bytes": "read from the operating system: the same memory as the host's",
             "host_memory_bytes": "read from the operating system and its control groups",
-            "step_range": "steps of the quickstart on two machines took 1.05 to 1.65 of the prediction",
+            "step_range": "assumption: two seconds tell no more",
         },
         measured_at=today(),
         step_range=STEP_RANGE,

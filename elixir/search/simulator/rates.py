@@ -130,6 +130,8 @@ class Rates:
         self._line(f"matmul.{dtype}.square")  # refuses a dtype without FLOP/s before any work
         self.device_memory = self._line(f"elementwise.{dtype}")
         self.host_memory = Line(0.0, host_memory)
+        self.contention = hardware.contention or 0.0
+        """Seconds that compute loses for each that a lane works next to it."""
         self._cluster = self._made(network_bytes_per_s, network_latency_s)
         self._algorithm: Algorithm = algorithm
 
@@ -169,13 +171,15 @@ class Rates:
         return self._line("disk_write").shared(self._ranks)
 
     def accesses_s(self, trace: StepTrace) -> Floats:
-        """Compute seconds of every access: the sum over its operators, but no less than their launches take."""
+        """Compute seconds of every access: the sum over its operators, with the time that their calls take."""
         seconds = np.array([self._operation_s(operation) for operation in trace.operations], dtype=np.float64)
         counts = np.array([len(event.operations) for event in trace.accesses], dtype=np.int64)
         run = np.fromiter(itertools.chain.from_iterable(event.operations for event in trace.accesses), dtype=np.int64)
         access = np.repeat(np.arange(len(counts)), counts)
         kernels = np.bincount(access, weights=seconds[run], minlength=len(counts))
-        found: Floats = np.maximum(kernels, (self._hardware.launch_s or 0.0) * counts)
+        calls = (self._hardware.launch_s or 0.0) * counts
+        # A CPU runs its operators itself, so their calls come on top.
+        found: Floats = kernels + calls if self._hardware.device_kind == "cpu" else np.maximum(kernels, calls)
         return found
 
     def _operation_s(self, operation: Operation) -> float:

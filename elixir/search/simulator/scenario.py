@@ -10,6 +10,7 @@ from elixir.schedule import ScheduleResult, StepSchedule
 from elixir.search.problem import Placement
 from elixir.search.simulator.events import Events, WorkTimes
 from elixir.search.simulator.replay import Machine
+from elixir.search.simulator.shared_cores import SharedCores
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Case:
     """Whether a step has several batches."""
 
     def machine(self, *, record: bool) -> Machine:
-        return Machine(
+        kind = SharedCores if self.times.rates.contention else Machine
+        return kind(
             self.times,
             self.placement,
             self.grad_blocks,

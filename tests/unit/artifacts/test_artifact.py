@@ -56,6 +56,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 
 RATES = st.floats(1, 1e18)
 SIZES = st.integers(1, 2**80)
+SOME = st.floats(1e-9, 1e9)
 
 
 def profiles() -> st.SearchStrategy[HardwareProfile]:
@@ -74,6 +75,11 @@ def profiles() -> st.SearchStrategy[HardwareProfile]:
         "network_bytes_per_s": st.none() | RATES,
         "host_pin_bytes_per_s": st.none() | RATES,
         "network_latency_s": st.none() | st.floats(0, 1e9),
+        "contention": st.none() | st.floats(0, 1e9),
+        "launch_s": st.none() | SOME,
+        "sustained_flops_share": st.none() | SOME,
+        "sustained_memory_share": st.none() | SOME,
+        "step_range": st.none() | st.tuples(SOME, SOME),
         "disk_read_bytes_per_s": st.none() | RATES,
         "disk_write_bytes_per_s": st.none() | RATES,
         "disk_free_bytes": st.none() | SIZES,

@@ -81,6 +81,11 @@ def test_many_small_kernels_take_their_launches() -> None:
     assert seconds(hardware, PRODUCT, small) == pytest.approx(1.0), "the host runs ahead of a long kernel"
 
 
+def test_a_cpu_takes_time_for_each_call() -> None:
+    hardware = machine(device_kind="cpu", compute_capability=None, launch_s=0.01)
+    assert seconds(hardware, PRODUCT, replace(ADD, moved_bytes=10)) == pytest.approx(1.02)
+
+
 @pytest.mark.parametrize("name", ["h200", "h100", "a100", "rtx4090"])
 def test_presets_sustain_less_than_their_best_products(name: str) -> None:
     hardware = preset(name)
