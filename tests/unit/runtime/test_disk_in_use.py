@@ -22,10 +22,10 @@ from elixir.files import DIRECT_BYTES, Files
 from elixir.hardware import preset
 from elixir.units import MIB
 from elixir.wrapper.options import Debug
-from tests.common.on_disk import BrokenDisk, on_disk
+from tests.common.on_disk import BrokenDisk, in_memory, on_disk
 from tests.common.parity import Pair, case, hf_loss, make_plan
 from tests.common.tiny_models import FAMILIES
-from tests.unit.runtime.test_states_on_disk import OPTIMIZERS, run
+from tests.unit.runtime.test_states_on_disk import OPTIMIZERS, assert_same, run
 
 
 def test_wrap_plans_for_a_disk_where_nothing_else_fits_and_trains_the_same(tmp_path: Path) -> None:
@@ -175,15 +175,29 @@ def test_whatever_a_disk_fails_with_is_one_typed_error(code: int | None, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAMILIES, "cnn", "encoder", "attention", "recurrent", "albert"])
-@pytest.mark.parametrize(
-    "options", [{}, {"step_in_backward": True}, {"accumulation": 2}], ids=["", "backward", "accumulated"]
-)
-def test_every_family_has_the_bits_of_plain_pytorch(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["clipped", "stepped in backward", "accumulated"])
+def test_every_family_has_the_bits_of_plain_pytorch(name: str, way: str, tmp_path: Path) -> None:
     it = case(name)
-    plan = on_disk(make_plan(it, "streamed", **options))
-    with Pair(it, plan, disk_folder=tmp_path, max_norm=None if options else 0.5) as pair:
-        pair.train(3)
+    plan = on_disk(make_plan(it, "streamed", step_in_backward=way == "stepped in backward"))
+    with Pair(it, plan, disk_folder=tmp_path, max_norm=0.5 if way == "clipped" else None) as pair:
+        for _ in range(3):
+            for _ in range(2 if way == "accumulated" else 1):
+                pair.backward()
+            pair.step()
         pair.assert_same_weights()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+def test_every_family_in_bfloat16_has_the_bits_of_states_in_memory(name: str, moments: Any, tmp_path: Path) -> None:
+    plan = make_plan(case(name), "streamed", unified_dtype="bfloat16", moments=moments)
+    ends = []
+    for homes, options in ((in_memory(plan), {}), (on_disk(plan), {"disk_folder": tmp_path})):
+        module, optimizer = run(case(name), homes, steps=3, **options)
+        ends.append((module.state_dict(), optimizer.state_dict()))
+        module.close()
+    assert_same(*ends)
 
 
 @pytest.mark.slow
