@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from elixir.errors import InputError, PlanError, StateError
 
@@ -93,30 +94,23 @@ class EvictionPolicy:
 
     def __init__(self, required: Sequence[Sequence[int]]) -> None:
         self.required: tuple[tuple[int, ...], ...] = tuple(
-            (chunks[0],) if len(chunks) == 1 else tuple(sorted(set(chunks))) for chunks in required
+            tuple(chunks) if len(chunks) < 2 else tuple(sorted(set(chunks))) for chunks in required
         )
-        if any(chunks and chunks[0] < 0 for chunks in self.required):
+        self.slot_chunk: list[int] = [chunk for chunks in self.required for chunk in chunks]
+        if min(self.slot_chunk, default=0) < 0:
             raise InputError("chunk ids must be 0 or larger")
-        self.slot_chunk: list[int] = []
-        self.first_slot: list[int] = []
-        self.slots_of: dict[int, list[int]] = {}
-        for chunks in self.required:
-            self.first_slot.append(len(self.slot_chunk))
-            for chunk in chunks:
-                self.slots_of.setdefault(chunk, []).append(len(self.slot_chunk))
-                self.slot_chunk.append(chunk)
         self.end = len(self.slot_chunk)
-        self.first_slot.append(self.end)
-        self.slot_chunk.extend(range(max(self.slots_of, default=-1) + 1))
-        after = dict.fromkeys(self.slots_of, 0)
-        reversed_uses: list[tuple[tuple[int, int], ...]] = []
-        for position in range(len(self.required) - 1, -1, -1):
-            chunks, first = self.required[position], self.first_slot[position]
-            reversed_uses.append(tuple((chunk, after[chunk] or self.end + chunk) for chunk in chunks))
-            for offset, chunk in enumerate(chunks):
-                after[chunk] = first + offset
-        self.next_slots = reversed_uses[::-1]
-        """Per position: (chunk, slot of its next use after this position)."""
+        self.first_slot: list[int] = [0, *accumulate(map(len, self.required))]
+        """By position, and the end."""
+        self.next_slot: list[int] = [0] * self.end
+        """By slot, that of the chunk's next request."""
+        self.first_request: dict[int, int] = {}
+        """By chunk, its first slot."""
+        for slot in range(self.end - 1, -1, -1):
+            chunk = self.slot_chunk[slot]
+            self.next_slot[slot] = self.first_request.get(chunk, self.end + chunk)
+            self.first_request[chunk] = slot
+        self.slot_chunk.extend(range(max(self.slot_chunk, default=-1) + 1))
 
     def next_use(self, chunk: int, position: int) -> int | None:
         """First position from `position` on that requires `chunk`; None if no position does."""
@@ -124,18 +118,6 @@ class EvictionPolicy:
         if slot >= self.end:
             return None
         return bisect_left(self.first_slot, slot + 1) - 1
-
-    def upcoming(self, position: int, depth: int) -> tuple[int, ...]:
-        """The next `depth` distinct chunks needed after `position` that `position` itself does not require."""
-        found: dict[int, None] = {}
-        here = self.required[position]
-        for slot in range(self.first_slot[position + 1], self.end):
-            if len(found) == depth:
-                break
-            chunk = self.slot_chunk[slot]
-            if chunk not in here:
-                found[chunk] = None
-        return tuple(found)
 
     def victim(self, position: int, residents: Iterable[int], pinned: Iterable[int] = ()) -> int | None:
         """The resident to evict at `position`, or None where all are pinned.
@@ -154,11 +136,13 @@ class EvictionPolicy:
         return CacheView(self)
 
     def _slot(self, chunk: int, position: int) -> int:
-        slots = self.slots_of.get(chunk)
-        if slots is None:
+        slot = self.first_request.get(chunk)
+        if slot is None:
             return self.end + len(self.slot_chunk) + chunk
-        index = bisect_left(slots, self.first_slot[min(position, len(self.required))])
-        return slots[index] if index < len(slots) else self.end + chunk
+        begin = self.first_slot[min(position, len(self.required))]
+        while slot < begin:
+            slot = self.next_slot[slot]
+        return slot
 
 
 class CacheView:
@@ -170,7 +154,7 @@ class CacheView:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._next: dict[int, int] = {chunk: slots[0] for chunk, slots in policy.slots_of.items()}
+        self._next = dict(policy.first_request)
         self._mask = 0
         self.residents: set[int] = set()
 
@@ -194,10 +178,12 @@ class CacheView:
 
     def passed(self, position: int) -> None:
         """`position` is over: what it required is next used later."""
-        for chunk, slot in self._policy.next_slots[position]:
+        policy = self._policy
+        for slot in range(policy.first_slot[position], policy.first_slot[position + 1]):
+            chunk, following = policy.slot_chunk[slot], policy.next_slot[slot]
             if chunk in self.residents:
-                self._mask ^= (1 << self._next[chunk]) | (1 << slot)
-            self._next[chunk] = slot
+                self._mask ^= (1 << self._next[chunk]) | (1 << following)
+            self._next[chunk] = following
 
 
 class StepSchedule:
@@ -206,14 +192,18 @@ class StepSchedule:
     While `t` runs, its *window* lies in blocks: `required[t]` and the next `prefetch_depth` distinct chunks needed
     after it. A window that fits can always be loaded, so prefetch cannot deadlock.
 
+    Args:
+        required: see `EvictionPolicy`, or the policy of another schedule of the same order.
+        prefetch_depth: chunks fetched ahead.
+
     Raises:
         InputError: `prefetch_depth` is negative.
     """
 
-    def __init__(self, required: Sequence[Sequence[int]], prefetch_depth: int = 0) -> None:
+    def __init__(self, required: Sequence[Sequence[int]] | EvictionPolicy, prefetch_depth: int = 0) -> None:
         if prefetch_depth < 0:
             raise InputError(f"prefetch depth must be 0 or larger, got {prefetch_depth}")
-        self.policy = EvictionPolicy(required)
+        self.policy = required if isinstance(required, EvictionPolicy) else EvictionPolicy(required)
         self.prefetch_depth = prefetch_depth
         self.windows = self._windows()
         self.min_blocks = max(map(len, self.windows), default=0)
@@ -221,18 +211,17 @@ class StepSchedule:
         self._results: dict[tuple[int, tuple[int, ...]], ScheduleResult] = {}
 
     def _windows(self) -> tuple[tuple[int, ...], ...]:
-        policy, depth = self.policy, self.prefetch_depth
+        required, depth = self.policy.required, self.prefetch_depth
         if depth == 0:
-            return policy.required
-        if depth > 1:
-            return tuple(here + policy.upcoming(position, depth) for position, here in enumerate(policy.required))
-        windows = []  # the usual depth, without a call per position
-        for position, here in enumerate(policy.required):
-            slot = policy.first_slot[position + 1]
-            while slot < policy.end and policy.slot_chunk[slot] in here:
-                slot += 1
-            windows.append((*here, policy.slot_chunk[slot]) if slot < policy.end else here)
-        return tuple(windows)
+            return required
+        most = depth + max(map(len, required), default=0)
+        windows: list[tuple[int, ...]] = []
+        ahead: tuple[int, ...] = ()  # distinct chunks of later positions, the next first
+        for here in reversed(required):
+            if ahead[: len(here)] != here:
+                ahead = (here + tuple([chunk for chunk in ahead if chunk not in here]))[:most]
+            windows.append(ahead[: len(here) + depth])
+        return tuple(reversed(windows))
 
     def simulate(self, blocks: int, held: tuple[int, ...] = ()) -> ScheduleResult:
         """Walk the order once with `blocks` blocks; an answer given once is remembered.
@@ -289,8 +278,9 @@ class StepSchedule:
         timeline: list[tuple[int, int]] = []
         fresh: set[int] = set()
         hits = 0
+        before: tuple[int, ...] = ()
         for position, window in enumerate(self.windows):
-            for chunk in window:
+            for chunk in window if window != before else ():
                 if chunk in residents:
                     continue
                 if len(residents) == blocks:
@@ -303,12 +293,15 @@ class StepSchedule:
                 cache.admit(chunk)
                 fresh.add(chunk)
                 timeline.append((position, chunk))
-            for chunk in self.policy.required[position]:
+            before = window
+            here = self.policy.required[position]
+            for chunk in here:
                 if chunk in fresh:
                     fresh.discard(chunk)
                 else:
                     hits += 1
-            cache.passed(position)
+            if here:
+                cache.passed(position)
         left = tuple(sorted(residents))
         return ScheduleResult(blocks, self.prefetch_depth, len(timeline), hits, tuple(timeline), left)
 

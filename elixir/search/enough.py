@@ -79,6 +79,12 @@ def with_what_suffices(
     )
 
 
+def settled_arguments(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> frozenset[str]:
+    """Arguments that `with_what_suffices` tries, whatever is missing."""
+    changes = (*_of_the_job(trace, request), *_more_ranks(hardware, request))
+    return frozenset(name for change in changes for name, _ in change.options)
+
+
 def _of_the_job(trace: StepTrace, request: SearchRequest) -> list[Change]:
     found = [change for change in job_changes(trace, request) if change.checkpoint != "none"]
     found += smaller_batch(trace, request)
@@ -99,6 +105,10 @@ def _of_the_machine(
     elif error.needed_bytes <= hardware.device_memory_bytes - CUDA_CONTEXT_BYTES or hardware.device_kind == "cpu":
         action = "let the plan have more of the device"
         yield Change(("machine",), action, (("device_memory", needed),), _sized("device", needed))
+    yield from _more_ranks(hardware, request)
+
+
+def _more_ranks(hardware: HardwareProfile, request: SearchRequest) -> Iterator[Change]:
     ranks = 2 * request.world_size
     if ranks <= hardware.devices_per_host or hardware.network_bytes_per_s is not None:
         yield Change(("machine",), f"run on {ranks} ranks", (("world_size", str(ranks)),), (("world_size", ranks),))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -40,13 +40,14 @@ class _Least:
     parts: dict[str, int]
 
 
-def shortage(case: Case, budgets: Budgets, least_host_bytes: int) -> PlanError:
+def shortage(case: Case, budgets: Budgets, least_host_bytes: int, settled: Collection[str] = ()) -> PlanError:
     """The error for a case that has no plan within its budgets.
 
     Args:
         case: what was asked for.
         budgets: what it was searched with.
         least_host_bytes: least host need of all that the search found to fit the device.
+        settled: arguments of which others will say whether they suffice; what they save is not worked out.
     """
     device = _least_device(case)
     if device.bytes > budgets.device_bytes:
@@ -54,7 +55,7 @@ def shortage(case: Case, budgets: Budgets, least_host_bytes: int) -> PlanError:
             _device_message(case, budgets, device),
             needed_bytes=device.bytes,
             available_bytes=budgets.device_bytes,
-            levers=tuple(_device_levers(case, budgets, device)),
+            levers=tuple(_device_levers(case, budgets, device, settled)),
         )
     estimate = _least_host(case, budgets.device_bytes)
     host = replace(estimate, bytes=min(estimate.bytes, least_host_bytes))
@@ -65,7 +66,7 @@ def shortage(case: Case, budgets: Budgets, least_host_bytes: int) -> PlanError:
         f"{case.trace.model_name} at world size {case.setting.world_size} does not fit the host memory{provided}",
         needed_bytes=host.bytes,
         available_bytes=budgets.host_bytes,
-        levers=tuple(_host_levers(case, budgets, host)),
+        levers=tuple(_host_levers(case, budgets, host, settled)),
     )
 
 
@@ -89,22 +90,22 @@ def _device_message(case: Case, budgets: Budgets, least: _Least) -> str:
     return f"{where} does not fit the device memory, even with everything else on the host"
 
 
-def _device_levers(case: Case, budgets: Budgets, least: _Least) -> Iterator[Lever]:
+def _device_levers(case: Case, budgets: Budgets, least: _Least, settled: Collection[str]) -> Iterator[Lever]:
     setting, trace = case.setting, case.trace
     if budgets.device_reserve_bytes:
         yield Lever("keep back less of the device", budgets.device_reserve_bytes, "adds", "device_reserve")
     if case.hardware.device_kind == "cuda" and least.bytes <= case.hardware.device_memory_bytes - CUDA_CONTEXT_BYTES:
         more = least.bytes - budgets.device_bytes
         yield Lever("let the plan have more of the device", more, "adds", "device_memory", _enough(least.bytes))
-    halved = least.bytes - _least_device(replace(case, trace=_half_batch(trace))).bytes
-    if halved > 0:
-        yield Lever("halve the batch of each rank, or the length of its sequences", halved, argument="batch")
+    halved = _with_half_batch(case)
+    if "batch" not in settled and (saved := least.bytes - _least_device(halved).bytes) > 0:
+        yield Lever("halve the batch of each rank, or the length of its sequences", saved, argument="batch")
     if not trace.checkpointed_modules:
         yield Lever("turn on activation checkpointing and trace again", 0, argument="checkpoint")
-    doubled = least.bytes - _least_device(_twice_the_ranks(case)).bytes
-    if doubled > 0:
+    doubled = _twice_the_ranks(case)
+    if "world_size" not in settled and (saved := least.bytes - _least_device(doubled).bytes) > 0:
         ranks = 2 * setting.world_size
-        yield Lever(f"run on {ranks} ranks", doubled, argument="world_size", value=str(ranks))
+        yield Lever(f"run on {ranks} ranks", saved, argument="world_size", value=str(ranks))
     if case.request.placement == "cuda":
         moved = least.bytes - _least_device(_asking(case, placement="auto")).bytes
         if moved > 0:
@@ -116,7 +117,7 @@ def _device_levers(case: Case, budgets: Budgets, least: _Least) -> Iterator[Leve
             yield Lever("let optimal_search choose the chunk size", chosen)
 
 
-def _host_levers(case: Case, budgets: Budgets, least: _Least) -> Iterator[Lever]:
+def _host_levers(case: Case, budgets: Budgets, least: _Least, settled: Collection[str]) -> Iterator[Lever]:
     more = max(least.bytes - budgets.host_bytes, 0)
     if budgets.host_reserve_bytes:
         yield Lever("keep back less of the host", budgets.host_reserve_bytes, "adds", "host_reserve")
@@ -127,10 +128,9 @@ def _host_levers(case: Case, budgets: Budgets, least: _Least) -> Iterator[Lever]
         (f"run on {ranks} ranks", _twice_the_ranks(case), "world_size", ranks),
         (half, _with_half_batch(case), "batch", ""),
     ):
-        saved = least.bytes - _least_host(other, budgets.device_bytes).bytes
-        if saved > 0:
+        if argument not in settled and (saved := least.bytes - _least_host(other, budgets.device_bytes).bytes) > 0:
             yield Lever(action, saved, argument=argument, value=value)
-    for kind, other in _fewer_bits(case):
+    for kind, other in _fewer_bits(case) if "moments" not in settled else ():
         saved = least.bytes - _least_host(other, budgets.device_bytes).bytes
         if saved > 0:
             yield Lever(f"keep Adam's moments in {kind} (moments)", saved, argument="moments", value=kind)

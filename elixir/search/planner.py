@@ -15,7 +15,7 @@ from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import ADAM_FAMILIES, MASTER_BYTES, check_kind, optimizer_name, state_size
 from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPrediction, check_step_in_backward
 from elixir.search.budgets import disk_budget, resolve_budgets
-from elixir.search.enough import Tries, lacks_device, lacks_room, with_what_suffices
+from elixir.search.enough import Tries, lacks_device, lacks_room, settled_arguments, with_what_suffices
 from elixir.search.infeasible import Case, moments_instead, shortage
 from elixir.search.levers import plan_levers
 from elixir.search.problem import MemoryModel, Setting, Spill
@@ -27,7 +27,7 @@ from elixir.search.propose import (
     SearchSpace,
     everything_resident,
     find_best,
-    settle,
+    settled,
     speculating,
     weigh,
 )
@@ -61,7 +61,7 @@ def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRe
     request = SearchRequest.of(asked, **options)
     tries = PlannerTries(hardware)
     try:
-        plan = plan_or_shortage(trace, hardware, request)
+        plan = plan_or_shortage(trace, hardware, request, others_tried=True)
     except PlanError as error:
         budgets = _budgets(hardware, request)
         raise with_what_suffices(error, trace, hardware, request, budgets, tries) from None
@@ -95,8 +95,13 @@ class PlannerTries(Tries):
         return None if found is None else _plan_of(found, budgets, request)
 
 
-def plan_or_shortage(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> Plan:
-    """As `plan_from_trace`, but the error says only what is missing: nothing else is planned for it."""
+def plan_or_shortage(
+    trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, *, others_tried: bool = False
+) -> Plan:
+    """As `plan_from_trace`, but the error says only what is missing: nothing else is planned for it.
+
+    With `others_tried` it leaves out what changes would save that `with_what_suffices` tries.
+    """
     setting, budgets = setting_for(trace, hardware, request), _budgets(hardware, request)
     if budgets.device_reserve_bytes or budgets.host_reserve_bytes:
         logger.info(
@@ -121,7 +126,8 @@ def plan_or_shortage(trace: StepTrace, hardware: HardwareProfile, request: Searc
                     instead,
                 )
     if found is None:
-        raise shortage(Case(trace, hardware, setting, request), budgets, least_host_bytes)
+        settled = settled_arguments(trace, hardware, request) if others_tried else ()
+        raise shortage(Case(trace, hardware, setting, request), budgets, least_host_bytes, settled)
     return _plan_of(found, budgets, request)
 
 
@@ -232,10 +238,12 @@ def _search(
 def _forced(space: SearchSpace, budgets: Budgets, placement: HomeChoice, sizes: tuple[int, ...], depth: int) -> Outcome:
     found: list[Candidate] = []
     for model in (space.model(size) for size in sizes):
-        proposals = [settle(model, _everything(model, placement), depth, budgets.device_bytes, space.cost)]
-        if placement == "cuda":
-            proposals.append(everything_resident(model, budgets.device_bytes, space.cost))
-        found.extend(candidate for candidate in proposals if candidate is not None)
+        choice = settled(model, _everything(model, placement), depth, budgets.device_bytes)
+        if choice is not None:
+            found.append(weigh(model, *choice, depth, space.cost))
+        whole = everything_resident(model, budgets.device_bytes, space.cost) if placement == "cuda" else None
+        if whole is not None:
+            found.append(whole)
     best = min((c for c in found if _fits(c, budgets)), key=lambda candidate: candidate.sort_key, default=None)
     least_host = min(found, key=lambda candidate: candidate.need.host_bytes, default=None)
     return Outcome(best, len(found), least_host, None if best is None else best.seconds["total"])
@@ -389,7 +397,7 @@ def step_range_s(space: SearchSpace, best: Candidate) -> tuple[float, float]:
     """Between what the step may take, as far as the machine's rates are uncertain."""
     total_s = []
     for hardware, compute_scale in extremes(space.hardware):
-        cost = SimulatedCost(space.trace, hardware, space.setting, compute_scale=compute_scale)
+        cost = SimulatedCost(space.trace, hardware, space.setting, compute_scale=compute_scale, like=space.cost)
         total_s.append(cost.estimate(best.work, best.placement, best.schedule, overlap=best.overlap)["total"])
     fastest, slowest = total_s
     return fastest, slowest

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from elixir.schedule import StepSchedule
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.placement import Placement
-from elixir.step_traffic import Backwards, ChunkRoute, StepTraffic, step_traffic
+from elixir.step_traffic import StepTraffic
 
 
 @dataclass(frozen=True)
@@ -29,20 +31,11 @@ class Traffic(StepTraffic):
 def traffic(model: MemoryModel, placement: Placement, schedule: StepSchedule, blocks: int) -> Traffic:
     """Bytes of one rank; formulas in `docs/appendix/packing.md`."""
     chunks, setting = model.work.chunks, model.setting
-    routes = [
-        ChunkRoute(
-            facts.bytes,
-            facts.bytes // setting.world_size,
-            home.resident,
-            home.weights_on_device,
-            home.states_on_device,
-            facts.trainable,
-            facts.grad_bytes > 0,
-        )
-        for facts, home in zip(chunks, placement.homes, strict=True)
-    ]
     loads = schedule.step(blocks, setting.accumulation)
-    several = setting.world_size > 1
-    moved = step_traffic(routes, loads.by_chunk, Backwards(setting.accumulation), several_ranks=several)
+    always, per_load = model.link_bytes
+    here = np.arange(len(chunks)), placement.codes
+    counts = np.array([loads.by_chunk.get(chunk, 0) for chunk in range(len(chunks))], dtype=np.int64)
+    moved = (always[here] + counts[:, None] * per_load[here]).sum(axis=0)
     disk = sum(int(model.disk_shard_bytes[index]) for index in placement.state_on_disk if chunks[index].grad_bytes)
-    return Traffic(**vars(moved), disk_bytes=disk, loads=loads.loads, hits=loads.hits)
+    down, up, network = moved.tolist()
+    return Traffic(down, up, network, disk_bytes=disk, loads=loads.loads, hits=loads.hits)

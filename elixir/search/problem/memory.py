@@ -7,9 +7,9 @@ of a machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +23,12 @@ from elixir.optimizer_states import (
     master_bytes,
     second_set_bytes,
 )
-from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
+from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS, Home
 from elixir.search.problem.packed_step import Workload
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import (
     DISK,
+    HOMES,
     RESIDENT,
     STATES,
     WEIGHTS,
@@ -37,22 +38,25 @@ from elixir.search.problem.placement import (
     Placement,
     Setting,
 )
+from elixir.step_traffic import Backwards, ChunkRoute, step_traffic
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
     """Peaks of one candidate and what they are made of; the parts sum to the peak."""
 
-    device_parts: dict[str, int]
+    device_bytes: int
+    """Peak on one device."""
     host_parts: dict[str, int]
     grad_blocks: int
-    disk_bytes: int = 0
+    disk_bytes: int
     """Need of the disk of one machine."""
+    _device_parts: Callable[[], dict[str, int]] = field(repr=False, compare=False)
 
-    @property
-    def device_bytes(self) -> int:
-        """Peak on one device."""
-        return sum(self.device_parts.values())
+    @cached_property
+    def device_parts(self) -> dict[str, int]:
+        """Bytes of the device peak; worked out when they are asked for, as few of a search's thousands are."""
+        return self._device_parts()
 
     @property
     def host_bytes(self) -> int:
@@ -172,6 +176,35 @@ class MemoryModel:
             "staging": (WEIGHTS & ~STATES) * rounded[:, None],
         }
 
+    @cached_property
+    def link_bytes(self) -> tuple[Ints, Ints]:
+        """[chunk, home, link]: what a step moves whatever the rCache does, and with each load of the chunk on top.
+
+        Links as in `StepTraffic`.
+        """
+        facts_of = [(chunk.bytes, chunk.trainable, chunk.grad_bytes > 0) for chunk in self.work.chunks]
+        known = {facts: [self._link_bytes(*facts, home) for home in HOMES] for facts in dict.fromkeys(facts_of)}
+        found: Ints = np.array([known[facts] for facts in facts_of], dtype=np.int64)
+        return found[:, :, 0], found[:, :, 1]
+
+    def _link_bytes(self, nbytes: int, trainable: bool, gradient: bool, home: Home) -> tuple[list[int], list[int]]:
+        """Those of one chunk at one home."""
+        setting = self.setting
+        route = ChunkRoute(
+            nbytes,
+            nbytes // setting.world_size,
+            home.resident,
+            home.weights_on_device,
+            home.states_on_device,
+            trainable,
+            gradient,
+        )
+        backwards, several = Backwards(setting.accumulation), setting.world_size > 1
+        none, one = (
+            list(vars(step_traffic([route], {0: loads}, backwards, several_ranks=several)).values()) for loads in (0, 1)
+        )
+        return none, [with_one - without for with_one, without in zip(one, none, strict=True)]
+
     # --- host and disk
     # -------------------------------------------------------------------------------------------------
 
@@ -207,7 +240,7 @@ class MemoryModel:
             all_slots: look at every slot, so that `DeviceNeed.at` is the first of the highest, and not only at those
                 that may be the highest.
         """
-        over = self._all_slots if all_slots else self._telling_slots
+        over = self._all_slots if all_slots else self.telling_slots
         chunks: Ints | slice = slice(None) if some is None else some
         on_device = STATES[codes] & self.trainable[chunks]
         stepped = on_device.astype(np.float64)
@@ -263,11 +296,6 @@ class MemoryModel:
         sizes = [self.work.chunks[chunk].bytes for chunk in gathering if self.work.chunks[chunk].outsized]
         return max(sizes, default=0) if self.setting.overlap or self.setting.world_size > 1 else 0
 
-    @property
-    def waiting_gradients(self) -> Floats:
-        """[chunk, slot]: device bytes of gradients that wait there for a step on the device."""
-        return self._all_slots.curves
-
     def _gathering(self, codes: Codes, chunks: Ints | slice) -> Bools:
         """Flags of chunks whose gradients are put together in a block: to leave for the host, or to be reduced over
         ranks."""
@@ -276,12 +304,23 @@ class MemoryModel:
 
     def need(self, placement: Placement, blocks: int) -> MemoryNeed:
         """Peaks of a placement with `blocks` rCache blocks."""
-        work, codes = self.work, placement.codes
-        ids = np.arange(len(codes))
+        codes = placement.codes
+        device = self.device(codes[None])
+        disk = int(self._host_tables["state_window"][np.arange(len(codes)), codes].sum())
+        return MemoryNeed(
+            int(device.rest_bytes[0]) + blocks * self.work.packing.block_bytes,
+            self.host_parts(placement),
+            int(device.grad_blocks[0]),
+            disk * self.setting.ranks_per_host,
+            partial(self._device_parts, codes, blocks),
+        )
+
+    def _device_parts(self, codes: Codes, blocks: int) -> dict[str, int]:
+        work, ids = self.work, np.arange(len(codes))
         device = self.device(codes[None], all_slots=True)
         slot, weights = int(device.at[0]), self.device_weights[ids, codes]
         resident = int(weights[RESIDENT[codes]].sum())
-        device_parts = {
+        return {
             "activations": int(work.facts.live_bytes[slot]),
             "buffers": work.facts.trace.buffer_bytes,
             "rcache": blocks * work.packing.block_bytes,
@@ -293,10 +332,6 @@ class MemoryModel:
             "gradient_in_flight": int(self.transient[slot]) if device.in_flight[0] else 0,
             "optimizer_temporaries": int(device.temporary[0]) if slot == work.facts.slots - 1 else 0,
         }
-        disk = int(self._host_tables["state_window"][ids, codes].sum())
-        return MemoryNeed(
-            device_parts, self.host_parts(placement), int(device.grad_blocks[0]), disk * self.setting.ranks_per_host
-        )
 
     @cached_property
     def temporaries(self) -> Floats:
@@ -332,7 +367,7 @@ class MemoryModel:
         )
 
     @cached_property
-    def _telling_slots(self) -> _Slots:
+    def telling_slots(self) -> _Slots:
         """Gradients only get more until the step: a slot counts if nothing later in forward, or in backward, is as
         high."""
         facts, whole = self.work.facts, self._all_slots

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,8 +16,8 @@ from elixir.units import dtype_bytes
 OrderEntry = tuple[Phase, tuple[int, ...], int]
 """Phase, chunks and pin of one entry of the order."""
 
-SCHEDULES_KEPT = 64
-"""Per packing. A search looks at thousands of sets of resident chunks, and comes back to few."""
+RESIDENTS_KEPT = 64
+"""Sets of resident chunks whose schedules are kept, per packing. A search looks at thousands, and comes back to few."""
 
 
 class StepFacts:
@@ -102,6 +101,7 @@ class Workload:
     """One packing of one trace.
 
     Attributes:
+        entries: the recorded order in chunk ids; consecutive accesses of the same chunks in one phase are one entry.
         required: per entry of `order`, the chunks that lie on the device while it runs: used by it or pinned from
             before.
         first_backward: the first entry that is not forward.
@@ -112,33 +112,39 @@ class Workload:
         self.facts = facts
         self.packing = packing
         self.chunks = tuple(self._chunk_facts(index) for index in range(len(packing.chunks)))
-        self._order, self.entry_of = _collapse(facts, packing)
-        self.required = required_chunks((chunks, pin_until) for _, chunks, pin_until in self._order)
+        self.entries, self.entry_of = _collapse(facts, packing)
+        self.required = required_chunks((chunks, pin_until) for _, chunks, pin_until in self.entries)
         self.first_backward = next(
-            (entry for entry, (phase, _, _) in enumerate(self._order) if phase != "forward"), len(self._order)
+            (entry for entry, (phase, _, _) in enumerate(self.entries) if phase != "forward"), len(self.entries)
         )
-        used = {chunk for _, chunks, _ in self._order for chunk in chunks}
+        used = {chunk for _, chunks, _ in self.entries for chunk in chunks}
         self.used = tuple(index in used for index in range(len(self.chunks)))
-        self._schedules: dict[tuple[frozenset[int], int], StepSchedule] = {}
+        self._schedules: dict[frozenset[int], dict[int, StepSchedule]] = {}  # by resident chunks, and by depth
         self._can_step_in_backward: dict[int, bool] = {}
 
     @property
     def order(self) -> tuple[ChunkUse, ...]:
-        """The recorded order in chunk ids; consecutive accesses of the same chunks in one phase are one entry."""
-        return tuple(ChunkUse(phase=phase, chunks=chunks, pin_until=until) for phase, chunks, until in self._order)
+        """The entries as a plan has them."""
+        return tuple(ChunkUse(phase=phase, chunks=chunks, pin_until=until) for phase, chunks, until in self.entries)
 
     def schedule(self, residents: frozenset[int], prefetch_depth: int) -> StepSchedule:
         """The order with resident chunks left out; positions stay those of `order`."""
-        key = (residents, prefetch_depth)
-        found = self._schedules.get(key)
-        if found is None:
-            required: Sequence[Sequence[int]] = self.required
-            if residents:
-                required = [[c for c in chunks if c not in residents] for chunks in required]
-            if len(self._schedules) == SCHEDULES_KEPT:
+        by_depth = self._schedules.get(residents)
+        if by_depth is None:
+            if len(self._schedules) == RESIDENTS_KEPT:
                 del self._schedules[next(iter(self._schedules))]
-            found = self._schedules[key] = StepSchedule(required, prefetch_depth)
+            by_depth = self._schedules[residents] = {}
+        found = by_depth.get(prefetch_depth)
+        if found is None:
+            of_another = next((schedule.policy for schedule in by_depth.values()), None)
+            found = by_depth[prefetch_depth] = StepSchedule(of_another or self._without(residents), prefetch_depth)
         return found
+
+    def _without(self, residents: frozenset[int]) -> list[tuple[int, ...]]:
+        return [
+            chunks if residents.isdisjoint(chunks) else tuple(chunk for chunk in chunks if chunk not in residents)
+            for chunks in self.required
+        ]
 
     @cached_property
     def arrived_grad_bytes(self) -> Ints:

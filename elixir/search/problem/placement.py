@@ -17,7 +17,7 @@ Bools = npt.NDArray[np.bool_]
 Codes = npt.NDArray[np.int8]
 HOMES = tuple(Home)
 """The number of a home is its place in here."""
-_NUMBER = {home.value: np.int8(number) for number, home in enumerate(HOMES)}
+_NUMBER = {home: number for number, home in enumerate(HOMES)}
 RESIDENT, WEIGHTS, STATES, DISK = (
     np.array([getattr(home, name) for home in HOMES], dtype=bool)
     for name in ("resident", "weights_on_device", "states_on_device", "states_on_disk")
@@ -30,6 +30,9 @@ class Placement:
     """Homes of all chunks of a packing, by chunk id. That of a frozen chunk has its states where its weights are."""
 
     homes: tuple[Home, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.codes.tobytes())
 
     @classmethod
     def everywhere(cls, home: Home, chunks: int) -> Placement:
@@ -44,32 +47,32 @@ class Placement:
     @cached_property
     def codes(self) -> Codes:
         """As numbers of homes."""
-        return np.array([_NUMBER[home.value] for home in self.homes], dtype=np.int8)
+        return np.array([_NUMBER[home] for home in self.homes], dtype=np.int8)
 
     @cached_property
     def resident(self) -> tuple[bool, ...]:
         """Which chunks are gathered on the device for the whole step."""
-        return tuple(home.resident for home in self.homes)
+        return tuple(RESIDENT[self.codes].tolist())
 
     @cached_property
     def weight_on_device(self) -> tuple[bool, ...]:
         """Flags of chunks whose weights live there."""
-        return tuple(home.weights_on_device for home in self.homes)
+        return tuple(WEIGHTS[self.codes].tolist())
 
     @cached_property
     def state_on_device(self) -> tuple[bool, ...]:
         """Flags of chunks whose states live there."""
-        return tuple(home.states_on_device for home in self.homes)
+        return tuple(STATES[self.codes].tolist())
 
     @cached_property
     def state_on_disk(self) -> frozenset[int]:
         """Ids of chunks with master weights and states on the disk."""
-        return frozenset(index for index, home in enumerate(self.homes) if home.states_on_disk)
+        return frozenset(np.flatnonzero(DISK[self.codes]).tolist())
 
     @cached_property
     def residents(self) -> frozenset[int]:
         """Ids of the resident chunks."""
-        return frozenset(index for index, home in enumerate(self.homes) if home.resident)
+        return frozenset(np.flatnonzero(RESIDENT[self.codes]).tolist())
 
     @property
     def keeps_everything(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elixir.search.propose.best import MOST_AHEAD, Outcome, find_best
-from elixir.search.propose.candidate import Candidate, everything_resident, settle, speculating, weigh
+from elixir.search.propose.candidate import Candidate, everything_resident, settled, speculating, weigh
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.local_search import Polish
@@ -24,7 +24,7 @@ __all__ = [
     "classic_candidates",
     "everything_resident",
     "find_best",
-    "settle",
+    "settled",
     "speculating",
     "spilled",
     "weigh",

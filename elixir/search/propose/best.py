@@ -8,15 +8,17 @@ What the first Elixir would have chosen is a candidate, too: no plan that leaves
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elixir.search.problem import MemoryModel, Placement
-from elixir.search.propose.candidate import Candidate, everything_resident, settle
-from elixir.search.propose.greedy import PlacementBuilder, by_saving, loads_per_chunk
-from elixir.search.propose.local_search import Polish
+from elixir.search.propose.candidate import Candidate, everything_resident
+from elixir.search.propose.fillings import Fillings
+from elixir.search.propose.local_search import EXACTLY, Polish
 from elixir.search.propose.original_elixir import classic_candidates
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.units import LARGEST_BYTES
 
 MOST_AHEAD = 4
 """Chunks fetched ahead at most: each takes a block, and what is fetched earlier than that waits there."""
@@ -29,6 +31,8 @@ NEAR = 1.01
 """A plan that takes this many times the fastest one's seconds is as good, as far as rates are known."""
 MOST_WEIGHED = 24
 """Plans whose worst case is simulated, at most."""
+ROUNDING_S = 1e-9
+"""Seconds that put candidates in order are rounded to so much."""
 STARTS = 8
 """Starting points of the search over homes of few chunks; one with more."""
 
@@ -112,14 +116,17 @@ def _surest(space: SearchSpace, budgets: Budgets, found: _Collection) -> Candida
     sparing = sorted(near.values(), key=lambda candidate: (_hosted_numel(candidate), candidate.sort_key))
     # The work of a host that is slow is what makes the worst case, so the plans with least of it come first.
     for candidate in sparing[:MOST_WEIGHED]:
-        worst_s.setdefault(id(candidate), _worst_s(space, candidate))
+        most_worst_s = min(worst_s.values()) * EXACTLY + ROUNDING_S
+        floor_s = space.worst_cost.floor_of(candidate.work, candidate.placement, candidate.schedule.blocks)
+        if id(candidate) not in worst_s and floor_s <= most_worst_s:
+            worst_s[id(candidate)] = _worst_s(space, candidate)
     weighed = [candidate for candidate in (fastest, *sparing) if id(candidate) in worst_s]
 
     def risk(candidate: Candidate) -> tuple[float, tuple[float, ...]]:
         return round(worst_s[id(candidate)], 9), candidate.sort_key
 
     best = min(weighed, key=risk)
-    for candidate in _with_fewer_blocks(space, budgets, best):
+    for candidate in _with_fewer_blocks(space, budgets, best, most_s * EXACTLY):
         if candidate.seconds["total"] <= most_s:
             worst_s[id(candidate)] = _worst_s(space, candidate)
             weighed.append(candidate)
@@ -133,17 +140,21 @@ def _worst_s(space: SearchSpace, candidate: Candidate) -> float:
     return found["total"]
 
 
-def _with_fewer_blocks(space: SearchSpace, budgets: Budgets, best: Candidate) -> list[Candidate]:
-    """The same packing with a half, a quarter, ... of the blocks, and what then fits instead of them."""
+def _with_fewer_blocks(space: SearchSpace, budgets: Budgets, best: Candidate, most_s: float) -> list[Candidate]:
+    """The same packing with a half, a quarter, ... of the blocks, and what then fits instead of them.
+
+    Maybe without what takes longer than `most_s`.
+    """
     model, depth = space.model(best.work.packing.capacity_bytes), best.schedule.prefetch_depth
-    fewest = block_range(space, model, budgets.device_bytes, depth).start
+    fillings = Fillings(model, budgets.device_bytes, space.cost)
+    fewest = fillings.block_range(depth).start
     counts, blocks = [], best.schedule.blocks // 2
     while blocks > fewest:
         counts.append(blocks)
         blocks //= 2
     if not best.placement.keeps_everything:
         counts.append(fewest)
-    found = _at(space, model, budgets, counts, depth)
+    found = (candidate for blocks in counts for candidate in fillings.at(blocks, depth, most_s))
     return [candidate for candidate in found if candidate.need.host_bytes <= budgets.host_bytes]
 
 
@@ -161,6 +172,7 @@ class _Trials:
         self.few_chunks = len(model.work.chunks) <= FEW_CHUNKS
         self.best: Candidate | None = None
         self._tried: dict[tuple[int, int], Candidate | None] = {}
+        self._fillings = Fillings(model, budgets.device_bytes, space.cost)
 
     def order(self) -> tuple[bool, tuple[float, ...]]:
         """Packings without anything that fits come last."""
@@ -172,7 +184,7 @@ class _Trials:
         if resident is not None:
             self._take([resident])
         for depth in depths:
-            counts = block_range(self.space, self.model, self.budgets.device_bytes, depth)
+            counts = self._fillings.block_range(depth)
             for blocks in sorted({counts.start, counts.stop - 1}):
                 self._try(blocks, depth)
 
@@ -181,7 +193,7 @@ class _Trials:
         here = min((key for key, tried in self._tried.items() if tried is not None), key=self._order, default=None)
         if here is None:
             return
-        most = block_range(self.space, self.model, self.budgets.device_bytes, here[1]).stop - 1
+        most = self._fillings.block_range(here[1]).stop - 1
         step = max(most // 4, 1)
         while step:
             blocks, depth = here
@@ -246,7 +258,16 @@ class _Trials:
     def _try(self, blocks: int, depth: int) -> None:
         key = (blocks, depth)
         if key not in self._tried:
-            self._tried[key] = self._take(_at(self.space, self.model, self.budgets, [blocks], depth))
+            self._tried[key] = self._take(self._fillings.at(blocks, depth, self._most_s(), self.found.most_host_bytes))
+
+    def _most_s(self) -> float:
+        """What takes longer is neither the best of this packing nor as good as the best of all.
+
+        With few chunks searches of homes begin at what is neither, too.
+        """
+        if self.few_chunks or self.best is None or self.found.best is None:
+            return math.inf
+        return max(self.best.seconds["total"], self.found.best.seconds["total"] * NEAR) * EXACTLY + ROUNDING_S
 
     def _take(self, candidates: Iterable[Candidate]) -> Candidate | None:
         best = self.found.take(candidates)
@@ -257,59 +278,6 @@ class _Trials:
     def _order(self, key: tuple[int, int]) -> tuple[float, ...]:
         tried = self._tried[key]
         return () if tried is None else tried.sort_key
-
-
-def block_range(space: SearchSpace, model: MemoryModel, device_bytes: int, prefetch_depth: int) -> range:
-    """Legal block counts when all that can be streamed is; the one fewest count where not even that fits."""
-    builder = PlacementBuilder(model, 0)
-    fewest = model.work.schedule(builder.placement().residents, prefetch_depth).min_blocks
-    most = builder.most_blocks(device_bytes)
-    return range(fewest, max(most, fewest) + 1)
-
-
-def _at(
-    space: SearchSpace, model: MemoryModel, budgets: Budgets, counts: Iterable[int], prefetch_depth: int
-) -> Iterator[Candidate]:
-    """Candidates of one packing with the given block counts, each with several ways of choosing homes."""
-    for blocks in counts:
-        seen = set()
-        for builder in _placed(space, model, blocks, budgets.device_bytes, prefetch_depth):
-            placement = builder.placement()
-            if placement not in seen:
-                seen.add(placement)
-                candidate = settle(model, builder, prefetch_depth, budgets.device_bytes, space.cost)
-                if candidate is not None:
-                    yield candidate
-
-
-def _placed(
-    space: SearchSpace, model: MemoryModel, blocks: int, device_bytes: int, prefetch_depth: int
-) -> Iterator[PlacementBuilder]:
-    single = space.setting.world_size == 1
-    use_order = range(len(model.work.chunks))
-    plain = PlacementBuilder(model, blocks)
-    if not plain.squeeze(device_bytes):
-        return
-    plain.move_all(use_order, state=True, resident=single, budget_bytes=device_bytes)
-    if not single:
-        plain.move_all(
-            [chunk for chunk, there in enumerate(plain.weight) if not there],
-            state=False,
-            resident=False,
-            budget_bytes=device_bytes,
-        )
-    yield plain
-    saving = PlacementBuilder(model, blocks)
-    schedule = model.work.schedule(saving.placement().residents, prefetch_depth)
-    if blocks < schedule.min_blocks or not saving.squeeze(device_bytes):
-        return
-    loads = loads_per_chunk(len(use_order), schedule.simulate(blocks).timeline)
-    if not single:
-        wanted = [chunk for chunk in by_saving(model, loads, whole=False) if loads[chunk] > 1]
-        saving.move_all(wanted, state=False, resident=False, budget_bytes=device_bytes)
-    order = by_saving(model, loads, whole=True)
-    saving.move_all(order, state=True, resident=single, budget_bytes=device_bytes)
-    yield saving
 
 
 class _Collection:
@@ -324,6 +292,12 @@ class _Collection:
         """The best of those with everything on the device."""
         self.least_host: Candidate | None = None
         self.take(candidates)
+
+    @property
+    def most_host_bytes(self) -> int:
+        """What needs more is neither within the budget nor the least."""
+        least = self.least_host
+        return LARGEST_BYTES if least is None else max(self._host_bytes, least.need.host_bytes)
 
     def take(self, candidates: Iterable[Candidate]) -> Candidate | None:
         """Look at candidates; the best of those that fit the host."""

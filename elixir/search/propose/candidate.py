@@ -45,18 +45,16 @@ class Candidate:
         )
 
 
-def settle(
-    model: MemoryModel, builder: PlacementBuilder, prefetch_depth: int, budget_bytes: int, cost: SimulatedCost
-) -> Candidate | None:
+def settled(
+    model: MemoryModel, builder: PlacementBuilder, prefetch_depth: int, budget_bytes: int
+) -> tuple[Placement, int] | None:
     """The placement of a builder, with as many blocks as fit now; None if the smallest legal number does not."""
     most = builder.most_blocks(budget_bytes)
     placement = _gathered_for_good(model, builder.placement(), most)
-    schedule = model.work.schedule(placement.residents, prefetch_depth)
+    fewest = model.work.schedule(placement.residents, prefetch_depth).min_blocks
     # Where everything is resident nothing is streamed, and no block is needed.
-    blocks = min(most, builder.streamed) if schedule.min_blocks else 0
-    if most < 0 or blocks < schedule.min_blocks:
-        return None
-    return weigh(model, placement, blocks, prefetch_depth, cost)
+    blocks = min(most, builder.streamed) if fewest else 0
+    return None if most < 0 or blocks < fewest else (placement, blocks)
 
 
 def weigh(model: MemoryModel, placement: Placement, blocks: int, prefetch_depth: int, cost: SimulatedCost) -> Candidate:

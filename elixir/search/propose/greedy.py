@@ -42,10 +42,10 @@ class PlacementBuilder:
         self._grad_chunks = len(gathering) - len(self._outsized)
         self._open = model.open_blocks([c for c in gathering if not chunks[c].outsized])
         self._open_max = int(self._open.max())
-        self._curve: Floats = model.base.astype(np.float64)
+        self._curve: Floats = model.telling_slots.base
         self._temporary = 0.0
         self._constant = sum(chunk.bytes for chunk in chunks if chunk.outsized)
-        self._stepped = False
+        self._outsized_bytes = model.outsized_grad_bytes(self._outsized)
         self._curve_peak = self._peak_over_time(self._curve, 0.0, bool(gathering))
         self._weights: list[list[int]] = model.device_weights[:, [_SHARDS, _RESIDENT]].tolist()
         self._states: list[int] = model.device_states[:, _RESIDENT].tolist()
@@ -57,7 +57,7 @@ class PlacementBuilder:
 
     def peak_bytes(self) -> int:
         """Device peak as it stands."""
-        pool = self._pool(self.streamed, self._open_max, self._grad_chunks, self._outsized)
+        pool = self._pool(self.streamed, self._open_max, self._grad_chunks, self._outsized_bytes)
         return self._curve_peak + self._constant + pool
 
     def most_blocks(self, budget_bytes: int) -> int:
@@ -78,28 +78,28 @@ class PlacementBuilder:
             constant -= self._weight_bytes(chunk, self.resident[chunk])
         constant += self._weight_bytes(chunk, resident)
         streamed = self.streamed - (resident and not self.resident[chunk])
-        outsized, grad_chunks = self._outsized, self._grad_chunks
-        opened, open_max = self._open, self._open_max
+        outsized, outsized_bytes, grad_chunks = self._outsized, self._outsized_bytes, self._grad_chunks
+        opened, open_max, over_time = self._open, self._open_max, self._curve_peak
         if state and facts.trainable and not self.state[chunk]:
             constant += self._states[chunk]
-            curve = curve + model.waiting_gradients[chunk]
+            curve = curve + model.telling_slots.curves[chunk]
             temporary = max(temporary, float(model.temporaries[chunk]))
             if facts.grad_slots is None or model.setting.world_size > 1:
                 pass  # its gradients take the same way as before
             elif facts.outsized:
                 outsized = tuple(c for c in outsized if c != chunk)
+                outsized_bytes = model.outsized_grad_bytes(outsized)
             else:
                 opened = opened.copy()
                 opened[facts.grad_slots[0] : facts.grad_slots[1] + 1] -= 1
                 open_max, grad_chunks = int(opened.max()), grad_chunks - 1
-        stepped = self._stepped or (state and facts.trainable)
-        in_flight = bool(outsized or grad_chunks) or (stepped and model.setting.accumulation > 1)
-        over_time = self._peak_over_time(curve, temporary, in_flight)
-        if over_time + constant + self._pool(streamed, open_max, grad_chunks, outsized) > budget_bytes:
+            in_flight = bool(outsized or grad_chunks) or model.setting.accumulation > 1
+            over_time = self._peak_over_time(curve, temporary, in_flight)
+        if over_time + constant + self._pool(streamed, open_max, grad_chunks, outsized_bytes) > budget_bytes:
             return False
         self._constant, self._curve, self._temporary, self._curve_peak = constant, curve, temporary, over_time
-        self._open, self._open_max, self._outsized, self._grad_chunks = opened, open_max, outsized, grad_chunks
-        self.streamed, self._stepped = streamed, stepped
+        self._open, self._open_max, self._grad_chunks = opened, open_max, grad_chunks
+        self._outsized, self._outsized_bytes, self.streamed = outsized, outsized_bytes, streamed
         self.weight[chunk] = True
         self.resident[chunk] = resident
         self.state[chunk] = self.state[chunk] or state or not facts.trainable
@@ -121,7 +121,7 @@ class PlacementBuilder:
         freed = block if resident and self.give_back and self.streamed <= self.blocks else 0
         if self.model.setting.world_size == 1:  # with more ranks gradients are gathered wherever their states live
             freed += block if self._grad_chunks else 0
-            freed += self.model.outsized_grad_bytes(self._outsized)
+            freed += self._outsized_bytes
             if self._grad_chunks + len(self._outsized) == 1:
                 freed += self.model.work.facts.largest_grad_bytes
         return freed
@@ -154,14 +154,13 @@ class PlacementBuilder:
         return self._weights[chunk][resident]
 
     def _peak_over_time(self, curve: Floats, temporary: float, in_flight: bool) -> int:
-        running = curve[:-1] + self.model.transient[:-1] if in_flight else curve[:-1]
+        running = curve[:-1] + self.model.telling_slots.transient[:-1] if in_flight else curve[:-1]
         return max(int(running.max()), int(curve[-1] + temporary))
 
-    def _pool(self, streamed: int, open_max: int, grad_chunks: int, outsized: Sequence[int]) -> int:
+    def _pool(self, streamed: int, open_max: int, grad_chunks: int, outsized_bytes: int) -> int:
         blocks = min(self.blocks, streamed) if self.give_back else self.blocks
         grad_blocks = min(open_max + self.model.setting.overlap, grad_chunks) if grad_chunks else 0
-        pool = (blocks + grad_blocks) * self.model.work.packing.block_bytes
-        return pool + self.model.outsized_grad_bytes(outsized)
+        return (blocks + grad_blocks) * self.model.work.packing.block_bytes + outsized_bytes
 
 
 def by_saving(model: MemoryModel, loads: Sequence[int], *, whole: bool) -> list[int]:

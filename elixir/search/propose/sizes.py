@@ -81,7 +81,7 @@ class SearchSpace:
     @cached_property
     def worst_cost(self) -> SimulatedCost:
         """The time model where CPU Adam and the links are as slow as they may be (`worst_case`)."""
-        return SimulatedCost(self.trace, worst_case(self.hardware), self.setting)
+        return SimulatedCost(self.trace, worst_case(self.hardware), self.setting, like=self.cost)
 
     @cached_property
     def waste_size(self) -> int:

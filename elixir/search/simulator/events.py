@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from elixir.schedule import StepSchedule
+from elixir.schedule import EvictionPolicy, StepSchedule
 from elixir.search.problem import Floats, Ints, Placement, Workload
 from elixir.search.simulator.rates import Rates
 
@@ -46,7 +48,23 @@ class WorkTimes:
     def __init__(
         self, work: Workload, rates: Rates, accesses_s: Floats, block_bytes: int, disk_bytes: Sequence[int] = ()
     ) -> None:
-        self.work, self.rates, self.world_size = work, rates, rates.world_size
+        self.work, self.disk_bytes, self._block_bytes = work, tuple(disk_bytes), block_bytes
+        self._walks: WeakKeyDictionary[EvictionPolicy, Ints] = WeakKeyDictionary()
+        self._index_order()
+        self._index_gradients()
+        self.measure(rates, accesses_s)
+
+    def at(self, rates: Rates, accesses_s: Floats) -> WorkTimes:
+        """The same packing of the same trace at other rates."""
+        other = copy.copy(self)
+        for cached in ("disk_read_s", "disk_write_s"):
+            other.__dict__.pop(cached, None)
+        other.measure(rates, accesses_s)
+        return other
+
+    def measure(self, rates: Rates, accesses_s: Floats) -> None:
+        """Take the seconds at these rates."""
+        self.rates, self.world_size, work = rates, rates.world_size, self.work
         size = np.array([chunk.bytes for chunk in work.chunks], dtype=np.int64)
         numel = np.array([chunk.numel for chunk in work.chunks], dtype=np.int64) // self.world_size
         shard = size // self.world_size
@@ -54,7 +72,7 @@ class WorkTimes:
         self.shard_bytes: list[int] = shard.tolist()
         self.rounded = [chunk.low_precision for chunk in work.chunks]
         """Whether new weights are rounded by the host where they live on the device."""
-        self.pooled: list[bool] = (size <= block_bytes).tolist()
+        self.pooled: list[bool] = (size <= self._block_bytes).tolist()
         self.fetch_s: list[float] = rates.fetch(shard).tolist()
         self.device_copy_s: list[float] = rates.device_copy(size).tolist()
         self.gather_s: list[float] = rates.gather(size).tolist()
@@ -70,24 +88,20 @@ class WorkTimes:
         self.host_adam_in_backward_s: list[float] = rates.host_step(numel, 2 * shard).tolist()
         """Likewise, while gradients of other chunks come down as well."""
         self.device_adam_s: list[float] = rates.device_step(numel, self.rounded).tolist()
-        self.disk_bytes = tuple(disk_bytes)
         self._before_s = np.concatenate(([0.0], np.cumsum(accesses_s)))
-        self._index_order()
-        self._index_gradients()
 
     def _index_order(self) -> None:
         work = self.work
-        order = work.order
-        self.phases = [use.phase for use in order]
-        self.entry_chunks = [use.chunks for use in order]
+        self.phases = [phase for phase, _, _ in work.entries]
+        self.entry_chunks = [chunks for _, chunks, _ in work.entries]
         with_parameters = np.flatnonzero([bool(event.parameters) for event in work.facts.trace.accesses])
         _, first = np.unique(np.array(work.entry_of), return_index=True)
         # One access after the last, for what happens at the end.
-        self._access_of = np.append(with_parameters[first], len(self._before_s) - 1)
-        entries = len(order)
+        self._access_of = np.append(with_parameters[first], len(work.facts.trace.accesses))
+        entries = len(work.entries)
         several = len(work.chunks)
         self._lone_chunk = np.array(
-            [use.chunks[0] if len(use.chunks) == 1 else several for use in order], dtype=np.int64
+            [chunks[0] if len(chunks) == 1 else several for chunks in self.entry_chunks], dtype=np.int64
         )
         used = [(chunk, entry) for entry, chunks in enumerate(self.entry_chunks) for chunk in chunks]
         self._stride, self._behind = entries + 1, 2 * (entries + 1)
@@ -255,6 +269,10 @@ class WorkTimes:
         Positions are left out as long as what is used lies in blocks for the position before; entries that use only
         resident chunks do not walk. The number of entries stands for: never.
         """
+        # The same at any depth of prefetch, so schedules of one policy share it.
+        known = self._walks.get(schedule.policy)
+        if known is not None:
+            return known
         required, backward = schedule.policy.required, self.work.first_backward
         lone = self._lone_chunk
         streamed = ~np.append(np.array(resident, dtype=bool), False)[lone]  # those of several chunks are looked at
@@ -284,7 +302,8 @@ class WorkTimes:
             positions.append(here)
             entries.append(entry)
         walks = np.searchsorted(np.array(positions, dtype=np.int64), np.arange(len(required)))
-        return np.append(np.array(entries, dtype=np.int64), len(required))[walks]
+        found = self._walks[schedule.policy] = np.append(np.array(entries, dtype=np.int64), len(required))[walks]
+        return found
 
 
 def _rows(keys: Ints, kind: int, chunks: Ints | list[int]) -> tuple[Ints, Ints, Ints]:

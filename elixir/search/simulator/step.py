@@ -10,14 +10,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from elixir.errors import InputTypeError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
 from elixir.schedule import ScheduleResult
 from elixir.search.problem import (
+    RESIDENT,
+    STATES,
+    WEIGHTS,
     Bools,
     Floats,
     Ints,
@@ -175,6 +180,7 @@ class SimulatedCost:
         hardware: the machine.
         setting: world size, ranks per machine, overlap (which decides how many gradient blocks there are).
         compute_scale, network_bytes_per_s, network_latency_s, algorithm: those of `simulate_step`.
+        like: of the same trace and setting on another machine, whose view of each packing is shared.
 
     Raises:
         InputError: the profile has no FLOP/s for the step's dtype, or an argument makes no sense.
@@ -190,8 +196,10 @@ class SimulatedCost:
         network_bytes_per_s: float | None = None,
         network_latency_s: float | None = None,
         algorithm: Algorithm = "ring",
+        like: SimulatedCost | None = None,
     ) -> None:
         check_positive("compute_scale", compute_scale)
+        self._like = like
         self._rates = Rates(
             hardware,
             main_dtype(trace),
@@ -205,7 +213,7 @@ class SimulatedCost:
         self._setting = setting
         self._ahead = hardware.device_kind == "cuda"
         self._accesses_s = self._rates.accesses_s(trace) * compute_scale
-        self._known: WeakKeyDictionary[Workload, _Known] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Workload, Known] = WeakKeyDictionary()
 
     def estimate(
         self, work: Workload, placement: Placement, schedule: ScheduleResult, *, overlap: bool
@@ -342,13 +350,19 @@ class SimulatedCost:
         self, work: Workload, chunks: Ints, resident: Bools, weight: Bools, state: Bools, blocks: Ints
     ) -> Floats:
         """Seconds that no step with these homes, and no more than so many blocks, can beat; see `Floor.seconds`."""
-        known = self._of(work)
+        known = self.known(work)
         # Batches after the first have their compute at least.
         more_s = (self._setting.accumulation - 1) * known.times.total_s
         return known.floor.seconds(chunks, resident, weight, state, blocks) + more_s
 
+    def floor_of(self, work: Workload, placement: Placement, blocks: int) -> float:
+        """`floor_s` of one placement."""
+        codes = placement.codes[None]
+        homes = RESIDENT[codes], WEIGHTS[codes], STATES[codes]
+        return float(self.floor_s(work, np.arange(codes.shape[1]), *homes, np.array([blocks]))[0])
+
     def _case(self, work: Workload, placement: Placement, result: ScheduleResult, *, overlap: bool) -> Case:
-        known = self._of(work)
+        known = self.known(work)
         schedule = work.schedule(placement.residents, result.prefetch_depth)
         grad_blocks = int(known.model.grad_blocks(placement.codes[None])[0][0])
         return Case(
@@ -363,23 +377,31 @@ class SimulatedCost:
             accumulates=self._setting.accumulation > 1,
         )
 
-    def _of(self, work: Workload) -> _Known:
+    def known(self, work: Workload) -> Known:
+        """What is worked out once for a packing."""
         found = self._known.get(work)
         if found is None:
-            model = MemoryModel(work, self._setting)
-            times = WorkTimes(
-                work, self._rates, self._accesses_s, work.packing.block_bytes, model.disk_shard_bytes.tolist()
+            other = None if self._like is None else self._like.known(work)
+            model = MemoryModel(work, self._setting) if other is None else other.model
+            disk_bytes = model.disk_shard_bytes.tolist()
+            times = (
+                WorkTimes(work, self._rates, self._accesses_s, work.packing.block_bytes, disk_bytes)
+                if other is None
+                else other.times.at(self._rates, self._accesses_s)
             )
-            found = self._known[work] = _Known(times, model, Floor(times, self._setting.step_in_backward))
+            found = self._known[work] = Known(times, model, self._setting.step_in_backward)
         return found
 
 
-class _Known(NamedTuple):
+class Known:
     """Values that `SimulatedCost` works out once per packing."""
 
-    times: WorkTimes
-    model: MemoryModel
-    floor: Floor
+    def __init__(self, times: WorkTimes, model: MemoryModel, step_in_backward: bool) -> None:
+        self.times, self.model, self._step_in_backward = times, model, step_in_backward
+
+    @cached_property
+    def floor(self) -> Floor:
+        return Floor(self.times, self._step_in_backward)
 
 
 def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
