@@ -261,7 +261,7 @@ class _Trials:
             self._tried[key] = self._take(self._fillings.at(blocks, depth, self._most_s(), self.found.most_host_bytes))
 
     def _most_s(self) -> float:
-        """What takes longer is neither the best of this packing nor as good as the best of all.
+        """Seconds above which a candidate is neither the best of this packing nor as good as the best of all.
 
         With few chunks searches of homes begin at what is neither, too.
         """
@@ -295,7 +295,7 @@ class _Collection:
 
     @property
     def most_host_bytes(self) -> int:
-        """What needs more is neither within the budget nor the least."""
+        """Bytes above which a candidate is neither within the budget nor the one with the least."""
         least = self.least_host
         return LARGEST_BYTES if least is None else max(self._host_bytes, least.need.host_bytes)
 

@@ -378,7 +378,7 @@ class SimulatedCost:
         )
 
     def known(self, work: Workload) -> Known:
-        """What is worked out once for a packing."""
+        """Values that are worked out once for a packing."""
         found = self._known.get(work)
         if found is None:
             other = None if self._like is None else self._like.known(work)
