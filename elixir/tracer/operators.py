@@ -313,12 +313,18 @@ class OperatorCache:
             return _grouped_mm(op.func, args, kwargs)
         if op.draws and self._draw is not None and _on_host(arguments.tensors, kwargs):
             return self._draw(op.func, args, kwargs)
+        if op.func in _FILLS_WITH_A_TENSOR and args[0].is_meta and not args[2].is_meta:
+            # Kernels take a number on the CPU next to a tensor elsewhere, meta's do not.
+            return op.func(*args[:2], args[2].to(_META), **kwargs)
         return op.func(*args, **kwargs)
 
     @property
     def signatures(self) -> int:
         """How many distinct signatures it remembers."""
         return len(self._seen) + len(self._fits)
+
+
+_FILLS_WITH_A_TENSOR = frozenset({aten.masked_fill.Tensor, aten.masked_fill_.Tensor})
 
 
 def _repeated(container: type, specs: list[Any], cost: Cost) -> tuple[Any, list[Any], Cost]:

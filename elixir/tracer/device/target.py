@@ -303,8 +303,8 @@ class CpuTarget(Target):
     def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
         """Buffers of each thread, and copies that kernels make; as many threads as PyTorch has here.
 
-        The rules follow `FlashAttentionKernel.cpp`, `layer_norm_kernel.cpp`, `LossCTC.cpp` and `Normalization.cpp`;
-        operators for which there is none are run and observed (`elixir.tracer.device.kernel_memory`).
+        The rules follow `FlashAttentionKernel.cpp`, `layer_norm_kernel.cpp`, `LossCTC.cpp`, `Normalization.cpp` and
+        `SoftMax.cpp`; operators for which there is none are run and observed (`elixir.tracer.device.kernel_memory`).
         """
         if torch.Tag.pointwise in func.tags:
             return _promoted_bytes(func, args)
@@ -324,6 +324,8 @@ class CpuTarget(Target):
         if func is aten.native_layer_norm_backward.default:
             sums: int = 2 * self._threads * math.prod(args[2]) * args[0].itemsize
             return _contiguous_copy(args[0]) + sums
+        if func in _CONTIGUOUS_INPUTS:
+            return sum(_contiguous_copy(item) for item in args[: _CONTIGUOUS_INPUTS[func]])
         if func is aten._ctc_loss_backward.default:
             return int(args[6].nbytes)  # the betas, as large as the alphas (`LossCTC.cpp`)
         if func is aten.native_batch_norm_backward.default:
@@ -346,6 +348,15 @@ class CpuTarget(Target):
                 output, *statistics = result
                 return (output, *(torch.empty_like(statistic, dtype=args[0].dtype) for statistic in statistics))
         return super().results(func, args, result)
+
+
+_CONTIGUOUS_INPUTS = {
+    aten._softmax.default: 1,
+    aten._log_softmax.default: 1,
+    aten._softmax_backward_data.default: 2,
+    aten._log_softmax_backward_data.default: 2,
+}
+"""Kernel -> how many of its first arguments it copies if they are not contiguous (`SoftMax.cpp`)."""
 
 
 def _cpu_flash_buffers(query: torch.Tensor, key: torch.Tensor, threads: int, *, backward: bool) -> int:

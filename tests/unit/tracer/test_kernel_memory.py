@@ -80,6 +80,9 @@ CASES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Build]] = {
     # operands of two dtypes
     "product with a bool mask": (lambda _, h: (h * MASK.to(h.device)).tanh(), lambda: None),
     # kernels that allocate memory
+    "log_softmax with a transposed gradient": (lambda _, h: h.log_softmax(1).t().contiguous(), lambda: None),
+    "softmax of a transposed input": (lambda _, h: h.t().softmax(1).contiguous(), lambda: None),
+    "a number in a tensor on the CPU": (lambda _, h: h.masked_fill(MASK.to(h.device), torch.tensor(0.5)), lambda: None),
     "kthvalue": (lambda _, h: h.kthvalue(3, 1).values, lambda: None),
     "matrix exponential": (lambda _, h: torch.linalg.matrix_exp(h.view(8, WIDTH, WIDTH) * 0.1), lambda: None),
     "RReLU": (lambda _, h: F.rrelu(h, training=True), lambda: None),
