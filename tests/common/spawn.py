@@ -52,6 +52,14 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **optio
     return [outcome.result for outcome in outcomes]
 
 
+def as_launched(rank: int, world_size: int) -> None:
+    """The environment that torchrun gives; the group is there already."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
 def run_to_end(
     world_size: int,
     function: Callable[..., Any],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.common.spawn import run_ranks
+from tests.common.spawn import as_launched, run_ranks
 
 ROOMY = {"device_memory": "64MiB", "host_memory": "64MiB"}
 PLANS = {"on the host": {**ROOMY, "placement": "cpu"}, "resident": {**ROOMY, "placement": "cuda"}}
 TOLERANCE = 1e-6
-
-
-def as_launched(rank: int, world_size: int) -> None:
-    """The environment that torchrun gives; the group is there already."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
 
 
 def trained(rank: int, world_size: int, folder: Path, elixir: dict[str, Any] | None, more: dict[str, Any]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from elixir.errors import InputError
 from elixir.integrations.accelerate import ElixirAccelerator
+from tests.common.accelerated import Loop, same
 from tests.common.trainers import collate, llama, rows
 
 ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement": "cpu"}
@@ -27,43 +27,6 @@ def _anew() -> Iterator[None]:
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
-
-
-class Loop:
-    """A script of the user's: accumulation, clipping and a schedule."""
-
-    def __init__(self, accelerator: Any, samples: int = 6) -> None:
-        model = llama()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        loader = DataLoader(rows(samples, 0), batch_size=2, collate_fn=collate, shuffle=True)
-        self.accelerator = accelerator
-        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
-            model, optimizer, loader, scheduler
-        )
-
-    def epoch(self) -> list[float]:
-        """The losses and norms of a pass over the data."""
-        found = []
-        torch.manual_seed(7)
-        for batch in self.loader:
-            with self.accelerator.accumulate(self.model):
-                loss = self.model(**batch).loss
-                self.accelerator.backward(loss)
-                found.append(loss.item())
-                if self.accelerator.sync_gradients:
-                    found.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)))
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
-        return found
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: value.clone() for name, value in self.accelerator.get_state_dict(self.model).items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_loop_gives_the_same_bits_and_is_resumed(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""A training loop over an Accelerator, plain or of Elixir's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from tests.common.trainers import collate, llama, rows
+
+
+class Loop:
+    """A script of the user's: accumulation, clipping and a schedule."""
+
+    def __init__(self, accelerator: Any, samples: int = 6) -> None:
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        loader = DataLoader(rows(samples, 0), batch_size=2, collate_fn=collate, shuffle=True)
+        self.accelerator = accelerator
+        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+
+    def epoch(self) -> list[float]:
+        """The losses and norms of a pass over the data."""
+        found = []
+        torch.manual_seed(7)
+        for batch in self.loader:
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                self.accelerator.backward(loss)
+                found.append(loss.item())
+                if self.accelerator.sync_gradients:
+                    found.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return found
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self.accelerator.get_state_dict(self.model).items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
