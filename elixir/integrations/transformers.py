@@ -118,6 +118,7 @@ class ElixirMixin(_Base):  # type: ignore[misc]
     def _elixir_refuse(self, options: dict[str, Any]) -> None:
         args = self.args
         dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+        optim = str(getattr(args.optim, "value", args.optim))
         refused = {
             "torch_compile cannot run with weights that are streamed; leave it out": args.torch_compile,
             "auto_find_batch_size would try batches that are not planned for; ask `elixir fit`, or trainer.plan()": (
@@ -126,8 +127,9 @@ class ElixirMixin(_Base):  # type: ignore[misc]
             "bf16_full_eval and fp16_full_eval: evaluation runs in the plan's dtype; set bf16 or fp16 instead": (
                 (args.bf16_full_eval and dtype != "bf16") or (args.fp16_full_eval and dtype != "fp16")
             ),
-            f"optim={str(args.optim)!r} keeps states by itself; use optim='adamw_torch' with elixir={{'moments': "
-            "'8bit'}": any(word in str(args.optim) for word in ("8bit", "paged")),
+            f"optim={optim!r} keeps states by itself; use optim='adamw_torch' with elixir={{'moments': '8bit'}}": any(
+                word in optim for word in ("8bit", "paged")
+            ),
             "step_in_backward updates weights before the norm is known; set max_grad_norm=0": (
                 options.get("step_in_backward") and args.max_grad_norm > 0
             ),

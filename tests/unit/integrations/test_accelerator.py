@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch.utils.data import DataLoader
 
 from elixir.errors import InputError
@@ -108,3 +109,22 @@ def test_what_all_accelerators_share_stays() -> None:
     Loop(ElixirAccelerator(cpu=True, gradient_accumulation_steps=2, elixir=ON_HOST), samples=4)
     assert shared.gradient_state.plugin_kwargs == before
     assert type(shared) is Accelerator
+
+
+@pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
+def test_other_backends_are_refused_when_they_are_configured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType[name])
+    with pytest.raises(InputError, match=rf"{name} is configured .* remove one of the two"):
+        ElixirAccelerator.adopt(accelerator, {})
+
+
+def test_other_precisions_and_kinds_of_parallelism_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    with monkeypatch.context() as changed:
+        changed.setattr(Accelerator, "mixed_precision", "fp8")
+        with pytest.raises(InputError, match="'fp8' is not known here"):
+            ElixirAccelerator.adopt(accelerator, {})
+    monkeypatch.setattr(Accelerator, "parallelism_config", SimpleNamespace(total_size=2), raising=False)
+    with pytest.raises(InputError, match="data-parallel ranks only"):
+        ElixirAccelerator.adopt(accelerator, {})

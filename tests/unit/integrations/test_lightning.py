@@ -18,6 +18,13 @@ from tests.common.lit import ByHand, Late, Module, data, fitted, same, states, t
 ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement_policy": "cpu"}
 
 
+class Asking(Module):
+    """Asks its trainer for something, which a copy that is traced has not."""
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return super().training_step(batch, index) * self.trainer.world_size
+
+
 def callbacks(folder: Path) -> list[Any]:
     return [
         ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1),
@@ -89,6 +96,10 @@ def test_a_dry_run_and_refusals(tmp_path: Path) -> None:
         fitted(ElixirStrategy(**ON_HOST), tmp_path, callbacks=[StochasticWeightAveraging(1e-2)])
     with pytest.raises(InputError, match="comes from Trainer"):
         ElixirStrategy(max_norm=1.0)
+    with pytest.raises(InputError, match="sync_batchnorm"):
+        fitted(ElixirStrategy(**ON_HOST), tmp_path, sync_batchnorm=True)
+    with pytest.raises((InputError, TraceError), match=r"self\.trainer; give ElixirStrategy\(step_fn"):
+        ElixirStrategy(**ON_HOST)._elixir_traced(Asking(), next(iter(data())))
     with pytest.raises((InputError, TraceError), match="step_fn"):
         fitted(ElixirStrategy(**ON_HOST), tmp_path, ByHand(), accumulate_grad_batches=1, gradient_clip_val=None)
 

@@ -215,12 +215,18 @@ def test_a_dry_run_plans_and_says_what_would_fit(tmp_path: Path) -> None:
         ({}, {"auto_find_batch_size": True}, "elixir fit"),
         ({}, {"bf16_full_eval": True}, "the plan's dtype"),
         ({"step_in_backward": True}, {}, "max_grad_norm=0"),
+        ({}, {"optim": "adamw_bnb_8bit"}, "'8bit'"),
     ],
     ids=str,
 )
 def test_refuses_before_planning(elixir: Any, more: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises((InputError, InputTypeError), match=says):
         make(ElixirTrainer, tmp_path, elixir=elixir, **SHORT, **more)
+
+
+def test_refuses_an_optimizer_that_is_not_elementwise(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="Adafactor"):
+        make(ElixirTrainer, tmp_path, elixir=ON_HOST, **SHORT, optim="adafactor").train()
 
 
 def test_options_come_from_the_command_line(tmp_path: Path) -> None:
