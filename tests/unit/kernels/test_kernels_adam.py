@@ -20,7 +20,7 @@ import torch
 
 from elixir.errors import InputError, InputTypeError
 from elixir.kernels import AdamOptions, Moments, adam_, adam_scalars, adam_step, make_moments, read_moments, state_bytes
-from elixir.kernels.adam import Background, ready
+from elixir.kernels.adam import Background, when_compiled
 from elixir.kernels.adam import compiled as compiling
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +31,7 @@ KINDS = ("float32", "bfloat16", "8bit")
 def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled unless a test asks, and what a test left of combinations does not reach the next."""
     monkeypatch.setenv("ELIXIR_COMPILE", "0")
-    monkeypatch.setattr(ready, "_progress", {})
+    monkeypatch.setattr(when_compiled, "_progress", {})
 
 
 def recorded(
@@ -274,25 +274,27 @@ def test_compiling_begins_when_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     monkeypatch.setenv("ELIXIR_COMPILE", "1")
     monkeypatch.setattr(Background, "start", lambda self: started.append(self.name))
-    monkeypatch.setattr(ready, "missing_compiler", lambda device_type: None)
+    monkeypatch.setattr(when_compiled, "missing_compiler", lambda device_type: None)
     monkeypatch.setattr(
-        ready, "COMPILE_COST_S", ready.GAIN_S_PER_NUMEL["cpu", "float32"] * 3 * ready.SMALL_NUMEL["float32"]
+        when_compiled,
+        "COMPILE_COST_S",
+        when_compiled.GAIN_S_PER_NUMEL["cpu", "float32"] * 3 * when_compiled.SMALL_NUMEL["float32"],
     )
-    moments = make_moments(ready.SMALL_NUMEL["float32"])
-    step_once(ready.SMALL_NUMEL["float32"] - 1)
-    assert not ready._progress  # small shards do not count
+    moments = make_moments(when_compiled.SMALL_NUMEL["float32"])
+    step_once(when_compiled.SMALL_NUMEL["float32"] - 1)
+    assert not when_compiled._progress  # small shards do not count
     for begun in (False, False, True):
-        step_once(ready.SMALL_NUMEL["float32"], moments)
+        step_once(when_compiled.SMALL_NUMEL["float32"], moments)
         assert bool(started) is begun
 
 
 def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("ELIXIR_COMPILE", "now")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    moments = make_moments(ready.SMALL_NUMEL["float32"])
+    moments = make_moments(when_compiled.SMALL_NUMEL["float32"])
     with caplog.at_level(logging.INFO, logger="elixir.kernels"):
         for _ in range(3):
-            step_once(ready.SMALL_NUMEL["float32"], moments)
+            step_once(when_compiled.SMALL_NUMEL["float32"], moments)
     assert len(caplog.records) == 1
     assert "no-such-compiler" in caplog.text
 
@@ -329,7 +331,7 @@ def test_a_broken_compiler_is_named_and_eager_steps_go_on(
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
     }.items():
         monkeypatch.setenv(variable, value)
-    numel = ready.SMALL_NUMEL["float32"]
+    numel = when_compiled.SMALL_NUMEL["float32"]
     master = torch.ones(numel)
     with caplog.at_level(logging.WARNING, logger="elixir.kernels"):
         adam_step(torch.ones(numel), master, None, make_moments(numel), AdamOptions(lr=0.5), 1)
@@ -377,9 +379,9 @@ def test_compiled_steps_give_eager_numbers(monkeypatch: pytest.MonkeyPatch) -> N
     """All combinations in one process, where one must not run the code of another."""
     if compiling.missing_compiler("cpu"):
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(ready, "SMALL_NUMEL", dict.fromkeys(ready.SMALL_NUMEL, 2))
+    monkeypatch.setattr(when_compiled, "SMALL_NUMEL", dict.fromkeys(when_compiled.SMALL_NUMEL, 2))
     # Not in a child: what is tested is the code, and another process would import torch once more.
-    monkeypatch.setattr(ready, "_child_source", lambda combination: None)
+    monkeypatch.setattr(when_compiled, "_child_source", lambda combination: None)
     for kind, gradient_dtype, weight_dtype in COMBINATIONS:
         for numel in (3, 1000, 5000):  # one compilation for all
             results = []
@@ -393,8 +395,8 @@ def test_compiled_steps_give_eager_numbers(monkeypatch: pytest.MonkeyPatch) -> N
                 results.append(master)
                 assert out is None or torch.equal(out, master.to(out.dtype))
             assert distance(*results) < (1e-6 if kind == "float32" else 1e-3)
-    assert len(ready._progress) == len(COMBINATIONS)
-    for progress in ready._progress.values():
+    assert len(when_compiled._progress) == len(COMBINATIONS)
+    for progress in when_compiled._progress.values():
         assert progress.background is not None
         assert progress.background.step is not None
 
@@ -403,7 +405,7 @@ def test_compiled_code_that_gives_other_numbers_is_not_used(monkeypatch: pytest.
     def wrong(gradient: torch.Tensor, master: torch.Tensor, *_: object) -> None:
         master.zero_()
 
-    monkeypatch.setattr(ready, "compile_step", lambda function, example, narrow: (wrong, None))
+    monkeypatch.setattr(when_compiled, "compile_step", lambda function, example, narrow: (wrong, None))
     with pytest.raises(RuntimeError, match="does not give what the plain one gives"):
         ready.build_step(ready.Combination("cpu", torch.bfloat16, None, "float32"))
 
@@ -438,8 +440,8 @@ def test_a_compiled_step_does_not_keep_other_threads_from_running(monkeypatch: p
     """It runs while the training thread submits compute, which must not wait for the interpreter's lock."""
     if compiling.missing_compiler("cpu"):
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(ready, "_progress", {})
-    monkeypatch.setattr(ready, "_child_source", lambda combination: None)
+    monkeypatch.setattr(when_compiled, "_progress", {})
+    monkeypatch.setattr(when_compiled, "_child_source", lambda combination: None)
     monkeypatch.setenv("ELIXIR_COMPILE", "wait")
     numel = 1 << 24
     master, gradient, moments = torch.ones(numel), torch.ones(numel, dtype=torch.bfloat16), make_moments(numel)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elixir.chunk.norms import PIECE_NUMEL, ROW_NUMEL, PartNorms, norms_of
-from elixir.wrapper.step import norm as gradient_norm
+from elixir.wrapper.step import clipping as gradient_norm
 from tests.common import gpu
 from tests.common.parity import Pair, case, make_plan
 
