@@ -407,7 +407,7 @@ def test_compiled_code_that_gives_other_numbers_is_not_used(monkeypatch: pytest.
 
     monkeypatch.setattr(when_compiled, "compile_step", lambda function, example, narrow: (wrong, None))
     with pytest.raises(RuntimeError, match="does not give what the plain one gives"):
-        ready.build_step(ready.Combination("cpu", torch.bfloat16, None, "float32"))
+        when_compiled.build_step(when_compiled.Combination("cpu", torch.bfloat16, None, "float32"))
 
 
 def test_each_combination_has_a_code_object_of_its_own() -> None:
