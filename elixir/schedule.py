@@ -30,10 +30,10 @@ class TooFewBlocksError(PlanError):
     def __init__(self, *, needed: int, available: int, position: int, prefetch_depth: int) -> None:
         self.needed, self.available, self.position = needed, available, position
         self.needed_bytes, self.available_bytes, self.levers = 0, 0, ()
-        slots = f", prefetch slots ({prefetch_depth}) included" if prefetch_depth else ""
+        ahead = f", {prefetch_depth} to prefetch included" if prefetch_depth else ""
         RuntimeError.__init__(
             self,
-            f"position {position} of the order needs {needed} rCache blocks at once{slots}, there are {available}; "
+            f"position {position} of the order needs {needed} rCache blocks at once{ahead}, there are {available}; "
             "give it more blocks, smaller chunks or a smaller prefetch depth",
         )
 
@@ -81,9 +81,9 @@ class EvictionPolicy:
     Two forms. `victim(position, residents, pinned)` keeps nothing between calls. `start()` gives a `CacheView` that
     follows residents step by step and answers in constant time; both give the same answer.
 
-    Every request of the order gets a *slot*, counted through all positions; a chunk that is never used again has a
-    slot after the end, so that of those the one with the highest id leaves first. Slots are unique, so no ties are
-    left, and chunks required at the same position leave in falling order of id.
+    The order is a row of *requests*, one for each chunk at each position, counted through all positions. A chunk that
+    is never used again has a request after the end, so that of those the one with the highest id leaves first.
+    Requests are unique, so no ties are left, and chunks required at the same position leave in falling order of id.
 
     Args:
         required: chunk ids (not negative) per position; repetitions within a position are ignored.
@@ -96,28 +96,28 @@ class EvictionPolicy:
         self.required: tuple[tuple[int, ...], ...] = tuple(
             tuple(chunks) if len(chunks) < 2 else tuple(sorted(set(chunks))) for chunks in required
         )
-        self.slot_chunk: list[int] = [chunk for chunks in self.required for chunk in chunks]
-        if min(self.slot_chunk, default=0) < 0:
+        self.requested: list[int] = [chunk for chunks in self.required for chunk in chunks]
+        if min(self.requested, default=0) < 0:
             raise InputError("chunk ids must be 0 or larger")
-        self.end = len(self.slot_chunk)
-        self.first_slot: list[int] = [0, *accumulate(map(len, self.required))]
-        """By position, and the end."""
-        self.next_slot: list[int] = [0] * self.end
-        """By slot, that of the chunk's next request."""
+        self.end = len(self.requested)
+        self.starts: list[int] = [0, *accumulate(map(len, self.required))]
+        """By position, its first request; and the end."""
+        self.next_request: list[int] = [0] * self.end
+        """By request, the next one of the same chunk."""
         self.first_request: dict[int, int] = {}
-        """By chunk, its first slot."""
-        for slot in range(self.end - 1, -1, -1):
-            chunk = self.slot_chunk[slot]
-            self.next_slot[slot] = self.first_request.get(chunk, self.end + chunk)
-            self.first_request[chunk] = slot
-        self.slot_chunk.extend(range(max(self.slot_chunk, default=-1) + 1))
+        """By chunk, its first request."""
+        for request in range(self.end - 1, -1, -1):
+            chunk = self.requested[request]
+            self.next_request[request] = self.first_request.get(chunk, self.end + chunk)
+            self.first_request[chunk] = request
+        self.requested.extend(range(max(self.requested, default=-1) + 1))
 
     def next_use(self, chunk: int, position: int) -> int | None:
         """First position from `position` on that requires `chunk`; None if no position does."""
-        slot = self._slot(chunk, position)
-        if slot >= self.end:
+        request = self._request(chunk, position)
+        if request >= self.end:
             return None
-        return bisect_left(self.first_slot, slot + 1) - 1
+        return bisect_left(self.starts, request + 1) - 1
 
     def victim(self, position: int, residents: Iterable[int], pinned: Iterable[int] = ()) -> int | None:
         """The resident to evict at `position`, or None where all are pinned.
@@ -127,7 +127,7 @@ class EvictionPolicy:
         kept = frozenset(pinned)
         return max(
             (chunk for chunk in residents if chunk not in kept),
-            key=lambda chunk: (self._slot(chunk, position), chunk),
+            key=lambda chunk: (self._request(chunk, position), chunk),
             default=None,
         )
 
@@ -135,20 +135,20 @@ class EvictionPolicy:
         """An empty cache at the start of the order."""
         return CacheView(self)
 
-    def _slot(self, chunk: int, position: int) -> int:
-        slot = self.first_request.get(chunk)
-        if slot is None:
-            return self.end + len(self.slot_chunk) + chunk
-        begin = self.first_slot[min(position, len(self.required))]
-        while slot < begin:
-            slot = self.next_slot[slot]
-        return slot
+    def _request(self, chunk: int, position: int) -> int:
+        request = self.first_request.get(chunk)
+        if request is None:
+            return self.end + len(self.requested) + chunk
+        begin = self.starts[min(position, len(self.required))]
+        while request < begin:
+            request = self.next_request[request]
+        return request
 
 
 class CacheView:
     """The chunks that lie in blocks while the order is walked, ready to name a victim at once.
 
-    Residents are the bits of an integer at the slots of their next uses: the furthest is the highest bit. Only for
+    Residents are the bits of an integer at the requests of their next uses: the furthest is the highest bit. Only for
     chunks that the order knows; a runtime that has fetched another asks `EvictionPolicy.victim`.
     """
 
@@ -174,13 +174,13 @@ class CacheView:
         for chunk in pinned:
             if chunk in self.residents:
                 mask ^= 1 << self._next[chunk]
-        return self._policy.slot_chunk[mask.bit_length() - 1] if mask else None
+        return self._policy.requested[mask.bit_length() - 1] if mask else None
 
     def passed(self, position: int) -> None:
         """`position` is over: what it required is next used later."""
         policy = self._policy
-        for slot in range(policy.first_slot[position], policy.first_slot[position + 1]):
-            chunk, following = policy.slot_chunk[slot], policy.next_slot[slot]
+        for request in range(policy.starts[position], policy.starts[position + 1]):
+            chunk, following = policy.requested[request], policy.next_request[request]
             if chunk in self.residents:
                 self._mask ^= (1 << self._next[chunk]) | (1 << following)
             self._next[chunk] = following

@@ -76,10 +76,10 @@ class Program:
         large = sorted(range(len(table.bytes)), key=lambda index: (-table.bytes[index], index))[:LARGE_PARAMETERS]
         groups: dict[tuple[object, ...], list[int]] = {}
         for index, param in enumerate(self.trace.parameters):
-            slot = None if param.grad_access is None else facts.slot(param.grad_access)
+            stretch = None if param.grad_access is None else facts.stretch(param.grad_access)
             alone = index if index in large else None
             used = (table.in_forward[index], table.in_backward[index])
-            groups.setdefault((slot, param.dtype, param.trainable, used, alone), []).append(index)
+            groups.setdefault((stretch, param.dtype, param.trainable, used, alone), []).append(index)
         keys, members = list(groups), list(groups.values())
         self.bytes = np.array([sum(table.bytes[i] for i in group) for group in members], dtype=np.float64)
         self.weight_bytes = [dtype_bytes(str(key[1])) for key in keys]
@@ -88,7 +88,7 @@ class Program:
         self.low_precision = item < MASTER_BYTES
         self.trainable = np.array([bool(key[2]) for key in keys])
         self.trained = np.array([key[0] is not None for key in keys])
-        self.slot: Ints = np.array([-1 if key[0] is None else key[0] for key in keys], dtype=np.int64)
+        self.stretch: Ints = np.array([-1 if key[0] is None else key[0] for key in keys], dtype=np.int64)
         self.in_forward = np.array([key[3][0] for key in keys])  # type: ignore[index]
         self.in_backward = np.array([key[3][1] for key in keys])  # type: ignore[index]
         self.alone = [number for number, key in enumerate(keys) if key[4] is not None]
@@ -210,16 +210,16 @@ class Program:
         master = np.where(self.trainable & self.low_precision, masters, 0) * self.numel / world
         gradient = np.where(self.trained, self.bytes, 0.0) / world
         live = facts.live_bytes + self.trace.buffer_bytes
-        for slot in self._slots_that_count():
-            row = self._row("device memory", float(budgets.device_bytes - live[slot]))
+        for stretch in self._stretches_that_count():
+            row = self._row("device memory", float(budgets.device_bytes - live[stretch]))
             # One rank: gradients as they arrive. Several: when their chunk is complete, which may be at the end.
-            arrived = self.slot <= slot if world == 1 else slot == facts.slots - 1
+            arrived = self.stretch <= stretch if world == 1 else stretch == facts.stretches - 1
             row[self.states] = self.bytes / world + state + master + np.where(arrived, gradient, 0.0)
             row[self.weights] = self.bytes / world
             if self.gathered is not None:
                 row[self.gathered] = self.bytes * (1 - 1 / world)
             row[[self.blocks, self.grad_blocks]] = 1.0
-            if facts.first_backward_slot <= slot < facts.slots - 1:
+            if facts.first_backward_stretch <= stretch < facts.stretches - 1:
                 row[self.in_flight] = facts.largest_grad_bytes
         ranks = self.setting.ranks_per_host
         row = self._row("host memory", float(budgets.host_bytes))
@@ -247,16 +247,16 @@ class Program:
         """Seconds of one byte of a machine, there and back; each of its ranks moves its part."""
         return (1 / self.rates.disk_read.per_s + 1 / self.rates.disk_write.per_s) / self.setting.ranks_per_host
 
-    def _slots_that_count(self) -> list[int]:
-        """Gradients only ever get more: a slot counts where nothing later is as high, its gradient in flight
+    def _stretches_that_count(self) -> list[int]:
+        """Gradients only ever get more: a stretch counts where nothing later is as high, its gradient in flight
         included."""
         facts = self.space.facts
-        last = facts.slots - 1
+        last = facts.stretches - 1
         found, highest, highest_in_backward = [last], int(facts.live_bytes[last]), -1
-        for slot in range(last - 1, -1, -1):
-            height, in_backward = int(facts.live_bytes[slot]), slot >= facts.first_backward_slot
+        for stretch in range(last - 1, -1, -1):
+            height, in_backward = int(facts.live_bytes[stretch]), stretch >= facts.first_backward_stretch
             if height > (highest_in_backward if in_backward else highest):
-                found.append(slot)
+                found.append(stretch)
             highest = max(highest, height)
             highest_in_backward = max(highest_in_backward, height if in_backward else -1)
         return found

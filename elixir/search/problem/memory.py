@@ -1,8 +1,8 @@
 """Bytes that a placement needs of device, host and disk. Formulas: `docs/appendix/plan_memory.md`.
 
 All formulas work on many placements of one packing at once: `homes[placement, chunk]`, numbers of `HOMES`. One
-placement is a batch of one. Device bytes are per rank, over the slots of `StepFacts`; host and disk bytes of all ranks
-of a machine.
+placement is a batch of one. Device bytes are per rank, over the stretches of `StepFacts`; host and disk bytes of all
+ranks of a machine.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class DeviceNeed(NamedTuple):
     constant: Ints
     """Weights, master weights and states."""
     at: Ints
-    """Index of the highest slot, of those that were looked at."""
+    """Index of the highest stretch, of those that were looked at."""
     live: Floats
-    """[placement, slot]: all that comes and goes."""
+    """[placement, stretch]: all that comes and goes."""
     gradients: Floats
-    """[placement, slot]: of `live`, gradients that wait for a step on the device."""
+    """[placement, stretch]: of `live`, gradients that wait for a step on the device."""
     in_flight: Bools
     """Whether gradients exist next to where they go: in a block, or, with accumulation, in those before them."""
     temporary: Floats
@@ -91,13 +91,13 @@ class DeviceNeed(NamedTuple):
         return found
 
 
-class _Slots(NamedTuple):
+class _Stretches(NamedTuple):
     """Slots that are looked at; the last is that of the step."""
 
     base: Floats
     transient: Floats
     curves: Floats
-    """[chunk, slot]: gradients that wait for a step on the device; with accumulation those of the batch before as well.
+    """[chunk, stretch]: gradients that wait for a step on the device; with accumulation of the batch before, too.
     """
 
 
@@ -108,13 +108,13 @@ class MemoryModel:
         self.work, self.setting = work, setting
         facts, chunks, ranks = work.facts, work.chunks, setting.world_size
         self.base: Ints = facts.live_bytes + facts.trace.buffer_bytes
-        self.transient: Ints = np.zeros(facts.slots, dtype=np.int64)
+        self.transient: Ints = np.zeros(facts.stretches, dtype=np.int64)
         # The step begins when the last gradient has been taken over.
-        self.transient[facts.first_backward_slot : -1] = facts.largest_grad_bytes
+        self.transient[facts.first_backward_stretch : -1] = facts.largest_grad_bytes
         self.trainable: Bools = np.array([chunk.trainable for chunk in chunks], dtype=bool)
         self.outsized: Bools = np.array([chunk.outsized for chunk in chunks], dtype=bool)
         self._low_precision: Bools = np.array([chunk.low_precision for chunk in chunks], dtype=bool)
-        self.gets_gradients: Bools = np.array([chunk.grad_slots is not None for chunk in chunks], dtype=bool)
+        self.gets_gradients: Bools = np.array([chunk.grad_stretches is not None for chunk in chunks], dtype=bool)
         self._bytes: Ints = np.array([chunk.bytes for chunk in chunks], dtype=np.int64)
         self.shard_bytes: Ints = self._bytes // ranks
         """By chunk, one rank's part of the weights."""
@@ -231,16 +231,16 @@ class MemoryModel:
     # --- device
     # --------------------------------------------------------------------------------------------------------
 
-    def device(self, codes: Codes, some: Ints | None = None, *, all_slots: bool = False) -> DeviceNeed:
+    def device(self, codes: Codes, some: Ints | None = None, *, all_stretches: bool = False) -> DeviceNeed:
         """Device bytes without rCache blocks; floats hold these whole numbers exactly.
 
         Args:
             codes: the placements.
             some: chunks that the columns of `codes` stand for; all by default.
-            all_slots: look at every slot, so that `DeviceNeed.at` is the first of the highest, and not only at those
+            all_stretches: look at every stretch, so that `DeviceNeed.at` is the first of the highest, not only at those
                 that may be the highest.
         """
-        over = self._all_slots if all_slots else self.telling_slots
+        over = self._all_stretches if all_stretches else self.telling_stretches
         chunks: Ints | slice = slice(None) if some is None else some
         on_device = STATES[codes] & self.trainable[chunks]
         stepped = on_device.astype(np.float64)
@@ -281,13 +281,13 @@ class MemoryModel:
         return np.broadcast_to(found, len(codes)), np.broadcast_to(alone, len(codes))
 
     def open_blocks(self, chunks: Iterable[int]) -> Ints:
-        """By slot, how many gradient blocks are being filled."""
-        change = np.zeros(self.work.facts.slots + 1, dtype=np.int64)
+        """By stretch, how many gradient blocks are being filled."""
+        change = np.zeros(self.work.facts.stretches + 1, dtype=np.int64)
         for chunk in chunks:
-            slots = self.work.chunks[chunk].grad_slots
-            if slots is not None:
-                change[slots[0]] += 1
-                change[slots[1] + 1] -= 1
+            stretches = self.work.chunks[chunk].grad_stretches
+            if stretches is not None:
+                change[stretches[0]] += 1
+                change[stretches[1] + 1] -= 1
         opened: Ints = np.cumsum(change[:-1])
         return opened
 
@@ -317,20 +317,20 @@ class MemoryModel:
 
     def _device_parts(self, codes: Codes, blocks: int) -> dict[str, int]:
         work, ids = self.work, np.arange(len(codes))
-        device = self.device(codes[None], all_slots=True)
-        slot, weights = int(device.at[0]), self.device_weights[ids, codes]
+        device = self.device(codes[None], all_stretches=True)
+        stretch, weights = int(device.at[0]), self.device_weights[ids, codes]
         resident = int(weights[RESIDENT[codes]].sum())
         return {
-            "activations": int(work.facts.live_bytes[slot]),
+            "activations": int(work.facts.live_bytes[stretch]),
             "buffers": work.facts.trace.buffer_bytes,
             "rcache": blocks * work.packing.block_bytes,
             "resident_weights": resident,
             "weight_shards": int(weights.sum()) - resident,
             "optimizer_states": int(self.device_states[ids, codes].sum()),
-            "gradients": int(device.gradients[0, slot]),
+            "gradients": int(device.gradients[0, stretch]),
             "gradient_blocks": int(device.grad_block_bytes[0]),
-            "gradient_in_flight": int(self.transient[slot]) if device.in_flight[0] else 0,
-            "optimizer_temporaries": int(device.temporary[0]) if slot == work.facts.slots - 1 else 0,
+            "gradient_in_flight": int(self.transient[stretch]) if device.in_flight[0] else 0,
+            "optimizer_temporaries": int(device.temporary[0]) if stretch == work.facts.stretches - 1 else 0,
         }
 
     @cached_property
@@ -349,38 +349,40 @@ class MemoryModel:
         return np.asarray(taken * self.trainable, dtype=np.float64)
 
     @cached_property
-    def _all_slots(self) -> _Slots:
-        setting, slots = self.setting, self.work.facts.slots
+    def _all_stretches(self) -> _Stretches:
+        setting, stretches = self.setting, self.work.facts.stretches
         if setting.world_size == 1:
             curves = self.work.arrived_grad_bytes
             if setting.accumulation > 1:
-                curves = np.repeat(curves[:, -1:], slots, axis=1)
+                curves = np.repeat(curves[:, -1:], stretches, axis=1)
         else:
             # Reduced when the last has arrived; with accumulation it waits for the next batch all the time.
-            last = [(chunk.grad_slots or (0, slots))[1] for chunk in self.work.chunks]
-            arrived = np.arange(slots) >= np.array(last)[:, None]
+            last = [(chunk.grad_stretches or (0, stretches))[1] for chunk in self.work.chunks]
+            arrived = np.arange(stretches) >= np.array(last)[:, None]
             curves = (arrived | (setting.accumulation > 1)) * self.grad_shard_bytes[:, None]
-        return _Slots(
+        return _Stretches(
             self.base.astype(np.float64),
             self.transient.astype(np.float64),
             curves.astype(np.float64) * self.trainable[:, None],
         )
 
     @cached_property
-    def telling_slots(self) -> _Slots:
-        """Gradients only get more until the step: a slot counts if nothing later in forward, or in backward, is as
+    def telling_stretches(self) -> _Stretches:
+        """Gradients only get more until the step: a stretch counts if nothing later in forward, or in backward, is as
         high."""
-        facts, whole = self.work.facts, self._all_slots
-        backward = facts.first_backward_slot
-        parts = [np.arange(backward), np.arange(backward, facts.slots - 1), np.array([facts.slots - 1])]
-        slots = np.concatenate([part[_above_all_later(self.base[part])] for part in parts])
-        return _Slots(whole.base[slots], whole.transient[slots], np.ascontiguousarray(whole.curves[:, slots]))
+        facts, whole = self.work.facts, self._all_stretches
+        backward = facts.first_backward_stretch
+        parts = [np.arange(backward), np.arange(backward, facts.stretches - 1), np.array([facts.stretches - 1])]
+        stretches = np.concatenate([part[_above_all_later(self.base[part])] for part in parts])
+        return _Stretches(
+            whole.base[stretches], whole.transient[stretches], np.ascontiguousarray(whole.curves[:, stretches])
+        )
 
     @cached_property
     def _filling(self) -> npt.NDArray[np.float32]:
-        """[chunk, slot]: whether a gradient block of it is open, at slots in which any is opened: there most are."""
-        slots = np.array([chunk.grad_slots or (0, -1) for chunk in self.work.chunks], dtype=np.int64)
-        first, last = slots[:, :1], slots[:, 1:]
+        """[chunk, stretch]: whether a gradient block of it is open, where any is opened: there most are."""
+        stretches = np.array([chunk.grad_stretches or (0, -1) for chunk in self.work.chunks], dtype=np.int64)
+        first, last = stretches[:, :1], stretches[:, 1:]
         opening = np.unique(first[self.gets_gradients & ~self.outsized])
         return ((first <= opening) & (opening <= last) & ~self.outsized[:, None]).astype(np.float32)
 

@@ -23,8 +23,8 @@ RESIDENTS_KEPT = 64
 class StepFacts:
     """Facts of a trace that do not depend on the packing. Made once per search.
 
-    Time is cut into *slots*: stretches of accesses between which no gradient arrives, and one last slot for the
-    optimizer step. `live_bytes[s]` is the highest live amount within the slot.
+    Time is cut into *stretches* of accesses between which no gradient arrives, and one last stretch for the
+    optimizer step. `live_bytes[s]` is the highest live amount within the stretch.
     """
 
     def __init__(self, trace: StepTrace) -> None:
@@ -37,8 +37,8 @@ class StepFacts:
         live = np.array([access.live_bytes for access in accesses], dtype=np.int64)
         at_step = trace.input_bytes + trace.workspace_bytes
         self.live_bytes: Ints = np.concatenate((np.maximum.reduceat(live, self.edges), [at_step]))
-        self.slots = len(self.live_bytes)
-        self.first_backward_slot = int(np.searchsorted(self.edges, first_backward))
+        self.stretches = len(self.live_bytes)
+        self.first_backward_stretch = int(np.searchsorted(self.edges, first_backward))
         self.largest_grad_bytes = max(
             (param.numel * dtype_bytes(param.dtype) for param in trace.parameters if param.grad_access is not None),
             default=0,
@@ -67,8 +67,8 @@ class StepFacts:
             access: int(np.searchsorted(self.edges, access, side="right")) - 1 for access in sorted(arrivals)
         }
 
-    def slot(self, access: int) -> int:
-        """The slot of an access in which a gradient arrives."""
+    def stretch(self, access: int) -> int:
+        """The stretch of an access in which a gradient arrives."""
         return self._slot_of[access]
 
     def last_use(self, access: int) -> int:
@@ -88,7 +88,7 @@ class ChunkFacts:
     outsized: bool
     grad_bytes: int
     """0 where no parameter of it gets a gradient."""
-    grad_slots: tuple[int, int] | None
+    grad_stretches: tuple[int, int] | None
     """Slots in which its first and its last gradient arrive."""
 
     @property
@@ -148,13 +148,13 @@ class Workload:
 
     @cached_property
     def arrived_grad_bytes(self) -> Ints:
-        """[chunk, slot]: bytes of its gradients that have arrived by the slot, parameter by parameter."""
-        arrived = np.zeros((len(self.chunks), self.facts.slots), dtype=np.int64)
+        """[chunk, stretch]: bytes of its gradients that have arrived by the stretch, parameter by parameter."""
+        arrived = np.zeros((len(self.chunks), self.facts.stretches), dtype=np.int64)
         for index, chunk in enumerate(self.packing.chunks):
             for member in chunk.parameters:
                 param = self.facts.trace.parameters[member]
                 if param.grad_access is not None:
-                    arrived[index, self.facts.slot(param.grad_access)] += param.numel * dtype_bytes(param.dtype)
+                    arrived[index, self.facts.stretch(param.grad_access)] += param.numel * dtype_bytes(param.dtype)
         cumulated: Ints = np.cumsum(arrived, axis=1)
         return cumulated
 
@@ -188,7 +188,7 @@ class Workload:
             trainable=chunk.trainable,
             outsized=chunk.outsized,
             grad_bytes=chunk.bytes if arrivals else 0,
-            grad_slots=(self.facts.slot(min(arrivals)), self.facts.slot(max(arrivals))) if arrivals else None,
+            grad_stretches=(self.facts.stretch(min(arrivals)), self.facts.stretch(max(arrivals))) if arrivals else None,
         )
 
 

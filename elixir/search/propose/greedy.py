@@ -42,7 +42,7 @@ class PlacementBuilder:
         self._grad_chunks = len(gathering) - len(self._outsized)
         self._open = model.open_blocks([c for c in gathering if not chunks[c].outsized])
         self._open_max = int(self._open.max())
-        self._curve: Floats = model.telling_slots.base
+        self._curve: Floats = model.telling_stretches.base
         self._temporary = 0.0
         self._constant = sum(chunk.bytes for chunk in chunks if chunk.outsized)
         self._outsized_bytes = model.outsized_grad_bytes(self._outsized)
@@ -82,16 +82,16 @@ class PlacementBuilder:
         opened, open_max, over_time = self._open, self._open_max, self._curve_peak
         if state and facts.trainable and not self.state[chunk]:
             constant += self._states[chunk]
-            curve = curve + model.telling_slots.curves[chunk]
+            curve = curve + model.telling_stretches.curves[chunk]
             temporary = max(temporary, float(model.temporaries[chunk]))
-            if facts.grad_slots is None or model.setting.world_size > 1:
+            if facts.grad_stretches is None or model.setting.world_size > 1:
                 pass  # its gradients take the same way as before
             elif facts.outsized:
                 outsized = tuple(c for c in outsized if c != chunk)
                 outsized_bytes = model.outsized_grad_bytes(outsized)
             else:
                 opened = opened.copy()
-                opened[facts.grad_slots[0] : facts.grad_slots[1] + 1] -= 1
+                opened[facts.grad_stretches[0] : facts.grad_stretches[1] + 1] -= 1
                 open_max, grad_chunks = int(opened.max()), grad_chunks - 1
             in_flight = bool(outsized or grad_chunks) or model.setting.accumulation > 1
             over_time = self._peak_over_time(curve, temporary, in_flight)
@@ -154,7 +154,7 @@ class PlacementBuilder:
         return self._weights[chunk][resident]
 
     def _peak_over_time(self, curve: Floats, temporary: float, in_flight: bool) -> int:
-        running = curve[:-1] + self.model.telling_slots.transient[:-1] if in_flight else curve[:-1]
+        running = curve[:-1] + self.model.telling_stretches.transient[:-1] if in_flight else curve[:-1]
         return max(int(running.max()), int(curve[-1] + temporary))
 
     def _pool(self, streamed: int, open_max: int, grad_chunks: int, outsized_bytes: int) -> int:

@@ -89,7 +89,7 @@ def test_too_few_blocks_say_how_many_are_needed() -> None:
         simulate([[0], [1, 2, 3]], blocks=2)
     assert (caught.value.needed, caught.value.available, caught.value.position) == (3, 2, 1)
     assert isinstance(caught.value, PlanError)
-    with pytest.raises(TooFewBlocksError, match="prefetch slots"):
+    with pytest.raises(TooFewBlocksError, match="to prefetch included"):
         simulate([[0], [1]], blocks=1, prefetch_depth=1)
 
 
