@@ -4,8 +4,9 @@ A large model dispatches the same few operators on the same few shapes over and 
 signatures in tens of thousands of dispatches), and PyTorch's meta kernels are slow. With the cache off the result is
 the same to the byte, because an operator is remembered only under three conditions:
 
-* Its schema says that all it returns is tensors, either new ones or the first argument that it writes to, and that
-  neither shapes nor results follow from data. In-place operators that change sizes or strides are out.
+* Its schema says that all it returns is tensors, either new ones or the first argument that it writes to, or lengths
+  next to new ones, and that neither shapes nor results follow from data. In-place operators that change sizes or
+  strides are out.
 * Its arguments are ordinary dense meta tensors, numbers, dtypes and the like. Their types, shapes and strides, the
   numbers and the default dtype are all that shape propagation depends on.
 * The first run has confirmed it: every result has a storage that `empty_strided` would make, and an in-place operator
@@ -25,9 +26,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import TopDispatch
-from elixir.tracer.device import Target
+from elixir.tracer.device import LENGTHS_IN_TENSORS, WRITES_IN_PLACE, Target
 from elixir.tracer.operation_kinds import operation_of
-from elixir.tracer.values import user_location
+from elixir.tracer.values import CHOOSES, CONSTANTS_LIKE, user_location
 
 aten = torch.ops.aten
 
@@ -102,11 +103,15 @@ class Traits:
 
     __slots__ = (
         "category",
+        "constant_like",
         "draws",
         "foreach",
+        "formula_may_write",
         "func",
+        "lengths_in_tensors",
         "makes_tensors",
         "matrix_product",
+        "may_choose",
         "needs_values",
         "one_dtype",
         "rewrites_first",
@@ -135,12 +140,16 @@ class Traits:
         self.matrix_product = func in _MATRIX_PRODUCTS
         self.one_dtype = self.matrix_product or func is aten.convolution.default
         self.needs_values = func in DATA_DEPENDENT or func is aten.index.Tensor
+        self.lengths_in_tensors = func in LENGTHS_IN_TENSORS
+        self.formula_may_write = func in WRITES_IN_PLACE
+        self.constant_like = func in CONSTANTS_LIKE
+        self.may_choose = func in CHOOSES
 
 
 def _returns_tensors(schema: Any) -> bool:
-    """Whether it returns one tensor, several, or one list of them."""
+    """Whether it returns one tensor, several, or one list of them; perhaps lengths as well, as attention does."""
     kinds = [str(returned.type) for returned in schema.returns]
-    return kinds == ["List[Tensor]"] or (bool(kinds) and all(kind == "Tensor" for kind in kinds))
+    return kinds == ["List[Tensor]"] or (kinds[:1] == ["Tensor"] and set(kinds) <= {"Tensor", "int"})
 
 
 def _returns_first_if_any(schema: Any, written: list[int]) -> bool:
@@ -334,9 +343,10 @@ def _repeated(container: type, specs: list[Any], cost: Cost) -> tuple[Any, list[
         tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META)
         return tensor, [tensor], cost
     outputs = [
-        None if spec is None else torch.empty_strided(spec[0], spec[1], dtype=spec[2], device=_META) for spec in specs
+        torch.empty_strided(spec[0], spec[1], dtype=spec[2], device=_META) if type(spec) is tuple else spec
+        for spec in specs
     ]
-    tensors = [item for item in outputs if item is not None]
+    tensors = [item for item in outputs if isinstance(item, torch.Tensor)]
     return (outputs if container is list else tuple(outputs)), tensors, cost
 
 
@@ -431,15 +441,15 @@ def _outputs(result: Any) -> list[Any]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
-def _spec(item: torch.Tensor | None) -> Any:
-    return None if item is None else (item.size(), item.stride(), item.dtype)
+def _spec(item: torch.Tensor | int | None) -> Any:
+    return (item.size(), item.stride(), item.dtype) if isinstance(item, torch.Tensor) else item
 
 
 def _repeatable(outputs: list[Any], inputs: list[torch.Tensor]) -> bool:
-    """Whether `empty_strided` gives the same: tensors (or None), nothing aliased, nothing larger than its view."""
+    """Whether `empty_strided` gives the same tensors: nothing aliased, nothing larger than its view."""
     seen = {tensor.untyped_storage()._cdata for tensor in inputs}
     for item in outputs:
-        if item is None:
+        if item is None or type(item) is int:
             continue
         if type(item) is not torch.Tensor or item.device != _META or item.storage_offset() or item.dtype.is_complex:
             return False

@@ -22,7 +22,6 @@ from elixir.access import (
 )
 from elixir.step_trace import Operation, Phase
 from elixir.torch_private import (
-    DisableTorchFunctionSubclass,
     OpOverload,
     current_autograd_node,
     sequence_number,
@@ -147,9 +146,11 @@ class UseOrder:
         """
         if self._finished:
             return
-        with DisableTorchFunctionSubclass():
-            found = {self._storages.get(storage_of(tensor)): None for tensor in tensors}
-        unseen = [index for index in found if index is not None and not self._is_announced(index)]
+        unseen: dict[int, None] = {}
+        for tensor in tensors:
+            index = self._storages.get(storage_of(tensor))
+            if index is not None and not self._is_announced(index):
+                unseen[index] = None
         if unseen:
             name = operator._schema.name.partition("::")[2]
             if not operator_reads_only_metadata(name):

@@ -13,7 +13,6 @@ from elixir.step_trace import Kind
 from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map
 from elixir.tracer.device import (
     LENGTHS_IN_TENSORS,
-    WRITES_IN_PLACE,
     Autocast,
     Target,
     accumulates_in_place,
@@ -26,7 +25,6 @@ from elixir.tracer.operators import Arguments, Category, OperatorCache, Traits, 
 from elixir.tracer.order import UseOrder
 from elixir.tracer.regions import CheckpointedRegions, HostRandom
 from elixir.tracer.values import (
-    CONSTANTS_LIKE,
     MAX_EAGER_SHADOW_NUMEL,
     SELECTIONS,
     Routing,
@@ -105,15 +103,16 @@ class Recorder(TorchDispatchMode):
         if self._regions.beginning:
             self._regions.settle()
         self._ledger.begin_operator()
-        if func in LENGTHS_IN_TENSORS:
-            func, args = self._lengths_as_numbers(*LENGTHS_IN_TENSORS[func], args)
         op = traits(func)
+        if op.lengths_in_tensors:
+            func, args = self._lengths_as_numbers(*LENGTHS_IN_TENSORS[func], args)
+            op = traits(func)
         if op.category is Category.VIEW:
             return func(*args, **kwargs)
         if func is aten.add.Tensor and accumulates_in_place(args, depth=2):
             self._order.cost(passing(args[0], 3 * args[0].nbytes))
             return args[0]
-        if func in WRITES_IN_PLACE and self._formula_writes(func, args):
+        if op.formula_may_write and self._formula_writes(func, args):
             moved = sum(item.nbytes for item in args if isinstance(item, torch.Tensor))
             self._order.cost(passing(args[0], moved))
             return args[0]
@@ -155,9 +154,9 @@ class Recorder(TorchDispatchMode):
             self._order.cost(cost.operation)
         if real:
             return result
-        if self._may_be_known(func, arguments, tensors):
+        if self._may_be_known(op, arguments, tensors):
             self._shadows.derive(func, args, kwargs, arguments.tensors, tensors)
-        choice = choice_of(func, args, kwargs, tensors)
+        choice = choice_of(func, args, kwargs, tensors) if op.may_choose else None
         if choice is not None:
             self._routing.route(self._shadows, self._order.innermost(), choice)
         return result
@@ -267,8 +266,8 @@ class Recorder(TorchDispatchMode):
         record.shadow = None
         return True
 
-    def _may_be_known(self, func: Any, arguments: Arguments, outputs: list[Any]) -> bool:
-        if not arguments.tensors or func in CONSTANTS_LIKE:
+    def _may_be_known(self, op: Traits, arguments: Arguments, outputs: list[Any]) -> bool:
+        if not arguments.tensors or op.constant_like:
             return any(not t.is_floating_point() or t.numel() <= MAX_EAGER_SHADOW_NUMEL for t in outputs)
         for tensor in arguments.tensors:
             if tensor.device.type == "meta":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elixir.tracer.values.expert_choice import (
+    CHOOSES,
     BalancedRouting,
     RecordedRouting,
     Routing,
@@ -14,6 +15,7 @@ from elixir.tracer.values.shadows import CONSTANTS_LIKE, MAX_EAGER_SHADOW_NUMEL,
 from elixir.tracer.values.unknowns import is_user_code, printable, undecidable, unknown_number, user_location
 
 __all__ = [
+    "CHOOSES",
     "CONSTANTS_LIKE",
     "MAX_EAGER_SHADOW_NUMEL",
     "SELECTIONS",

@@ -52,7 +52,7 @@ def choice_of(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) ->
         kwargs: as well.
         results: the tensors it gave.
     """
-    if func not in _CHOOSES or not results or not args[0].is_floating_point() or not args[0].dim():
+    if func not in CHOOSES or not results or not args[0].is_floating_point() or not args[0].dim():
         return None
     scores, given = args[0], {**dict(zip(_names(func), args, strict=False)), **kwargs}
     axis = given.get("dim", -1)
@@ -68,7 +68,7 @@ def choice_of(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) ->
     return Choice(scores, results[1], axis, keeps_axis=True, ordered=func is not aten.topk.default)
 
 
-_CHOOSES = frozenset(
+CHOOSES = frozenset(
     {
         aten.topk.default,
         aten.argmax.default,
@@ -159,7 +159,7 @@ class RoutingRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _CHOOSES:
+        if func in CHOOSES:
             results = [result] if isinstance(result, torch.Tensor) else list(result)
             choice = choice_of(func, args, kwargs or {}, results)
             if choice is not None:
