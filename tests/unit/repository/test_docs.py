@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from elixir.cli import main
 from elixir.cli.options import build_parser, normalise
@@ -130,6 +131,9 @@ def test_quickstart_page_shows_what_is_printed(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Line for line; only the time that tracing took, and the plan's fingerprint, may differ."""
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "requirements.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    if pinned is None or torch.__version__.split("+")[0] != pinned[1]:
+        pytest.skip("the page was printed with the PyTorch that requirements.txt names; others run other operators")
     page = QUICKSTART.read_text(encoding="utf-8")
     found = re.search(rf"^\$ elixir ({command} .*)\n((?:.+\n)+)", page, re.MULTILINE)
     assert found is not None
