@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmark.common import append_rows, conditions, percentiles, print_table
-from benchmark.emulated_runs import SHAPES, Run, Timed, calibrate, median, mixed_plans, run_apart
+from benchmark.common import append_rows, conditions, percentiles
+from benchmark.emulated_runs import (
+    SHAPES,
+    Run,
+    Timed,
+    calibrate,
+    judge_errors,
+    median,
+    mixed_plans,
+    run_apart,
+    with_error,
+)
 from elixir.hardware import HardwareProfile
 from elixir.microbench import with_disk
 from elixir.models import build_shape, default_input, default_step
@@ -113,20 +122,13 @@ def main() -> int:
         before = conditions() | {"threads": 1}
         answer = run_apart(__file__, args.folder, model, str(args.rounds))
         for case in answer["cases"]:
-            error = {"error_percent": round(100 * (case["simulated_s"] / case["measured_s"] - 1), 2)}
-            rounded = {name: round(case[name], 4) for name in ("measured_s", "p20_s", "p80_s", "simulated_s")}
-            rows.append({**before, "model": answer["model"], "tokens": answer["tokens"], **case, **rounded, **error})
-    columns = ("model", "homes", "disk", "disk_bytes_per_s", "measured_s", "p20_s", "p80_s", "simulated_s")
-    columns = (*columns, "error_percent")
-    print_table("Steps with states on a disk", columns, [[row[column] for column in columns] for row in rows])
-    errors = [abs(row["error_percent"]) / 100 for row in rows]
-    mean, worst = statistics.mean(errors), max(errors)
-    print(
-        f"error over {len(rows)} cases: mean {mean:.1%} (bar {MEAN_BAR:.0%}), worst {worst:.1%} (bar {WORST_BAR:.0%})"
+            rows.append(with_error({**before, "model": answer["model"], "tokens": answer["tokens"], **case}))
+    missed = judge_errors(
+        "Steps with states on a disk", ("model", "homes", "disk", "disk_bytes_per_s"), rows, MEAN_BAR, WORST_BAR
     )
     if not args.no_record:
         print(append_rows("disk_steps", rows))
-    return int(mean > MEAN_BAR or worst > WORST_BAR)
+    return int(missed)
 
 
 if __name__ == "__main__":

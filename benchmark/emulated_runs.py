@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmark.common import print_table
 from elixir.chunk.lanes import Emulation, ThreadLane
 from elixir.hardware import HardwareProfile
 from elixir.models import ModelShape, build_shape, describe
@@ -300,6 +301,29 @@ def calibrate(
         )
         found = dataclasses.replace(found, contention=contention)
     return found
+
+
+def with_error(case: dict[str, Any]) -> dict[str, Any]:
+    """A row of one case: its seconds rounded, and the error of the simulated ones."""
+    error = {"error_percent": round(100 * (case["simulated_s"] / case["measured_s"] - 1), 2)}
+    return case | {name: round(case[name], 4) for name in _SECONDS} | error
+
+
+def judge_errors(
+    title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], mean_bar: float, worst_bar: float
+) -> bool:
+    """Print what `with_error` made; whether a bar is missed, mean or worst error as a share."""
+    shown = (*columns, *_SECONDS, "error_percent")
+    print_table(title, shown, [[row[column] for column in shown] for row in rows])
+    errors = [abs(row["error_percent"]) / 100 for row in rows]
+    mean, worst = statistics.mean(errors), max(errors)
+    print(
+        f"error over {len(rows)} cases: mean {mean:.1%} (bar {mean_bar:.0%}), worst {worst:.1%} (bar {worst_bar:.0%})"
+    )
+    return mean > mean_bar or worst > worst_bar
+
+
+_SECONDS = ("measured_s", "p20_s", "p80_s", "simulated_s")
 
 
 def run_apart(script: str, *arguments: str, keep_freed: bool = True) -> Any:

@@ -36,8 +36,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmark.common import append_rows, conditions, percentiles, print_table
-from benchmark.emulated_runs import MIXES, SHAPES, Run, Timed, calibrate, median, mixed_plans, run_apart
+from benchmark.common import append_rows, conditions, percentiles
+from benchmark.emulated_runs import (
+    MIXES,
+    SHAPES,
+    Run,
+    Timed,
+    calibrate,
+    judge_errors,
+    median,
+    mixed_plans,
+    run_apart,
+    with_error,
+)
 from elixir.models import build_shape, default_input, default_step
 from elixir.search.simulator import Simulation, simulate_step, with_link_speed
 from elixir.tracer import trace_step
@@ -152,28 +163,13 @@ def main() -> int:
             parts = case.pop("parts")
             if args.parts:
                 print(case["homes"], case["transfers_over_compute"], json.dumps(parts))
-            error = {"error_percent": round(100 * (case["simulated_s"] / case["measured_s"] - 1), 2)}
-            rounded = {name: round(case[name], 4) for name in ("measured_s", "p20_s", "p80_s", "simulated_s")}
-            rows.append({**before, "model": answer["model"], "tokens": answer["tokens"], **case, **rounded, **error})
-    columns = (
-        "model",
-        "homes",
-        "transfers_over_compute",
-        "measured_s",
-        "p20_s",
-        "p80_s",
-        "simulated_s",
-        "error_percent",
-    )
-    print_table("Simulated and measured steps", columns, [[row[column] for column in columns] for row in rows])
-    errors = [abs(row["error_percent"]) / 100 for row in rows]
-    mean, worst = statistics.mean(errors), max(errors)
-    print(
-        f"error over {len(rows)} cases: mean {mean:.1%} (bar {MEAN_BAR:.0%}), worst {worst:.1%} (bar {WORST_BAR:.0%})"
+            rows.append(with_error({**before, "model": answer["model"], "tokens": answer["tokens"], **case}))
+    missed = judge_errors(
+        "Simulated and measured steps", ("model", "homes", "transfers_over_compute"), rows, MEAN_BAR, WORST_BAR
     )
     if not args.no_record:
         print(append_rows("simulated_vs_measured", rows))
-    return int(mean > MEAN_BAR or worst > WORST_BAR)
+    return int(missed)
 
 
 if __name__ == "__main__":

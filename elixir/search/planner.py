@@ -126,8 +126,8 @@ def plan_or_shortage(
                     instead,
                 )
     if found is None:
-        settled = settled_arguments(trace, hardware, request) if others_tried else ()
-        raise shortage(Case(trace, hardware, setting, request), budgets, least_host_bytes, settled)
+        tried = settled_arguments(trace, hardware, request) if others_tried else ()
+        raise shortage(Case(trace, hardware, setting, request), budgets, least_host_bytes, tried)
     return _plan_of(found, budgets, request)
 
 

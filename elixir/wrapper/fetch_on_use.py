@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access import TrackedView, backward_is_running, current_node_number, storage_of
+from elixir.access import TrackedParameter, TrackedView, backward_is_running, current_node_number, storage_of
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.rcache import RCache
@@ -369,7 +369,7 @@ class WeightUses:
             if self._chunks[tensor.elixir_place.chunk].plan.resident:
                 return tensor  # its memory stays
             return tensor.clone()  # a use, since it may have been made in a module that has returned long ago
-        if isinstance(tensor, nn.Parameter) and tensor in self._chunk_of:
+        if type(tensor) is TrackedParameter and tensor in self._chunk_of:
             # A module around this one announces when it reads it; outside of all modules it is a copy, and a use.
             stays = len(self._state().scopes) > 1 or self._chunks[self._chunk_of[tensor]].plan.resident
             return tensor if stays else tensor.clone()

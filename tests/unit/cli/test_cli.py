@@ -22,6 +22,7 @@ from elixir.search.request import SearchRequest
 from elixir.show import record_of, show_value
 from elixir.show.tables import _label
 from elixir.step_trace import StepTrace
+from tests.common.command_line import fails, run
 from tests.common.samples import make_hardware, make_plan, make_trace
 
 PROFILE_KEYS = {
@@ -68,26 +69,6 @@ class Stub:
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
     return Stub(monkeypatch)
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    """Exit status, standard output, standard error."""
-    try:
-        status = main(argv)
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else -1
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def fails(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 2) -> str:
-    """The one line a command that fails leaves on standard error."""
-    found, out, err = run(capsys, *argv)
-    assert (found, out) == (status, "")
-    assert "Traceback" not in err
-    assert err.startswith("elixir")
-    assert err.count("\n") == 1
-    return err
 
 
 # ------------------------------------------------------------------------------------------------------------- profile

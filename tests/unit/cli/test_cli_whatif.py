@@ -13,29 +13,9 @@ from elixir.cli import main
 from elixir.cli.options import build_parser, normalise
 from elixir.plan import Plan
 from elixir.search.whatif import SweepRow
+from tests.common.command_line import fails, run
 
 PLAN = "plan opt-125m --hardware rtx4090 --batch 2 --seq 64 --device-memory 700MiB --host-memory 4GiB --brief"
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    """Exit status, standard output, standard error."""
-    try:
-        status = main(argv)
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else -1
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The one line a command that fails leaves on standard error."""
-    found, out, err = run(capsys, *argv)
-    assert (found, out) == (2, "")
-    assert "Traceback" not in err
-    assert "internal" not in err
-    assert err.startswith("elixir")
-    assert err.count("\n") == 1
-    return err
 
 
 @pytest.fixture(scope="module")

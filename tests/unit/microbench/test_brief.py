@@ -67,17 +67,17 @@ def test_what_lanes_take_from_products_is_seen() -> None:
         with lock:
             time.sleep(seconds)
 
-    alone, beside = brief._Rate(lambda: hold(1e-3), 1.0), brief._Rate(lambda: hold(1e-3), 1.0)
+    alone, held_up = brief._Rate(lambda: hold(1e-3), 1.0), brief._Rate(lambda: hold(1e-3), 1.0)
     with ThreadPoolExecutor(1) as worker:
         lane = brief._Rate(lambda: hold(5e-3), 1.0)
-        brief._Lane(lane, beside, worker).turn(0.1)
+        brief._Lane(lane, held_up, worker).turn(0.1)
     alone.turn(0.1)
     assert lane.done >= 2
-    assert beside.per_s < 0.7 * alone.per_s
+    assert held_up.per_s < 0.7 * alone.per_s
 
 
 class _Block(nn.Module):
-    """`brief.memory_bound` between products: what is counted must be what a trace counts of it."""
+    """`brief.between_products` in a module: what is counted must be what a trace counts of it."""
 
     def __init__(self, bound: bool) -> None:
         super().__init__()

@@ -22,12 +22,12 @@ def step(speeds: Speeds, contention: float | None, homes: str = "sss") -> Simula
 def test_compute_loses_its_share_of_every_second_of_the_lanes() -> None:
     """Lanes are so fast that compute never waits long for them."""
     speeds = Speeds(use=8.0, fetch=0.5, offload=0.5, adam=0.25)
-    alone, beside = step(speeds, None), step(speeds, 0.5)
-    lanes_s = sum(beside.busy_s[lane] for lane in LANES)
+    alone, sharing = step(speeds, None), step(speeds, 0.5)
+    lanes_s = sum(sharing.busy_s[lane] for lane in LANES)
     assert lanes_s == pytest.approx(sum(alone.busy_s[lane] for lane in LANES))
-    assert beside.busy_s["compute"] - alone.busy_s["compute"] == pytest.approx(0.5 * lanes_s)
+    assert sharing.busy_s["compute"] - alone.busy_s["compute"] == pytest.approx(0.5 * lanes_s)
     waited_s = sum(alone.waited_s.values())
-    assert 0.5 * lanes_s - waited_s <= beside.step_s - alone.step_s <= 0.5 * lanes_s
+    assert 0.5 * lanes_s - waited_s <= sharing.step_s - alone.step_s <= 0.5 * lanes_s
 
 
 def test_parts_still_sum_to_the_step() -> None:
@@ -40,9 +40,9 @@ def test_parts_still_sum_to_the_step() -> None:
 def test_compute_that_waits_for_a_lane_loses_nothing_by_it() -> None:
     """CPU Adam of all chunks takes far longer than forward, so the step is as long as that."""
     speeds = Speeds(use=0.5, adam=20.0)
-    alone, beside = step(speeds, None), step(speeds, 0.5)
-    assert beside.step_s < 1.1 * alone.step_s
-    assert beside.busy_s["compute"] > alone.busy_s["compute"] + 0.4 * beside.busy_s["host_adam"]
+    alone, sharing = step(speeds, None), step(speeds, 0.5)
+    assert sharing.step_s < 1.1 * alone.step_s
+    assert sharing.busy_s["compute"] > alone.busy_s["compute"] + 0.4 * sharing.busy_s["host_adam"]
 
 
 @pytest.mark.parametrize("adam", [0.1, 1.0, 10.0])
