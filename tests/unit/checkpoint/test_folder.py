@@ -7,6 +7,7 @@ import copy
 import errno
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -287,10 +288,12 @@ def test_everything_else_that_writes_waits_for_what_is_read(tmp_path: Path) -> N
 
 
 def test_a_weight_that_is_written_to_by_hand_fails_the_save(tmp_path: Path) -> None:
+    written = threading.Event()
+
     class Held(UnsyncedFiles):
         def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
             if operation == "create" and "rank" in path:
-                time.sleep(0.3)
+                assert written.wait(60)
             return super().call(operation, path, function, *args)
 
     it = planned("cnn", "mixed")[0]
@@ -299,6 +302,7 @@ def test_a_weight_that_is_written_to_by_hand_fails_the_save(tmp_path: Path) -> N
         saving = save_checkpoint(tmp_path / "run", run.state(), files=Held())
         with torch.no_grad():
             next(run.module.module.parameters()).add_(1)
+        written.set()
         with pytest.raises(CheckpointError, match="was written to while it was being saved"):
             saving.wait()
         run.train(1)

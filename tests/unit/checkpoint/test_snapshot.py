@@ -153,7 +153,7 @@ def test_a_save_that_failed_holds_nobody_up() -> None:
 
     def full(key: str, number: int, data: memoryview) -> None:
         waiting.start()
-        time.sleep(0.05)
+        time.sleep(0.3)  # so long that the other thread has begun to wait
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="full"):

@@ -69,8 +69,8 @@ def test_what_lanes_take_from_products_is_seen() -> None:
 
     alone, held_up = brief._Rate(lambda: hold(1e-3), 1.0), brief._Rate(lambda: hold(1e-3), 1.0)
     with ThreadPoolExecutor(1) as worker:
-        lane = brief._Rate(lambda: hold(5e-3), 1.0)
-        brief._Lane(lane, held_up, worker).turn(0.1)
+        lane = brief._Rate(lambda: hold(0.05), 1.0)
+        brief._Lane(lane, held_up, worker).turn(0.3)
     alone.turn(0.1)
     assert lane.done >= 2
     assert held_up.per_s < 0.7 * alone.per_s

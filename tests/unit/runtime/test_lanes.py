@@ -87,13 +87,15 @@ def test_work_builds_no_graph(lane: ThreadLane) -> None:
 
 
 def test_an_emulated_link_takes_its_time() -> None:
-    lane = ThreadLane("link", Emulation(bytes_per_s=1e6))
+    lane, submitted = ThreadLane("link", Emulation(bytes_per_s=1e6)), threading.Event()
     started = time.perf_counter()
-    tickets = [lane.submit(lambda: None, nbytes=10_000) for _ in range(3)]
-    assert time.perf_counter() - started < 0.01  # submitting does not wait
+    tickets = [lane.submit(submitted.wait, nbytes=10_000) for _ in range(3)]  # submitting does not wait
+    assert not tickets[0].done()
+    submitted.set()
+    until_now = time.perf_counter() - started
     tickets[-1].wait()
     assert time.perf_counter() - started >= 0.03
-    assert lane.waited_s > 0.01
+    assert lane.waited_s >= 0.03 - until_now - 0.001
     lane.close()
 
 
