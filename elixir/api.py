@@ -21,21 +21,22 @@ from torch import nn
 
 from elixir.chunk.group import Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
-from elixir.files import PathLike
 from elixir.hardware import HardwareProfile, check_host_threads
 from elixir.microbench import with_disk
-from elixir.optimizer_states import family_of, moments_of
+from elixir.optimizer_states import check_kind, family_of, moments_of
 from elixir.plan import Plan
 from elixir.search.replan import Observation, correct
 from elixir.search.request import Function, SearchRequest, bound, check_options, options_of, takes
 from elixir.search.searches import Traced, profile_for
 from elixir.step_trace import StepTrace
+from elixir.units import parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account import StepReport
-from elixir.wrapper.build import compute_device
+from elixir.wrapper.build import agree_on_plan, check_weights, compute_device
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.module import refuse_wrapped
-from elixir.wrapper.step import clips_in_backward
+from elixir.wrapper.loss_scale import LossScale
+from elixir.wrapper.module import folders_of, refuse_wrapped
+from elixir.wrapper.step import check_optimizer, clips_in_backward
 
 logger = logging.getLogger(__name__)
 
@@ -129,11 +130,11 @@ def wrap(  # noqa: PLR0913 - a public entry point
         TraceError, InputError, InputTypeError: see `trace_step`, `SearchRequest`, `ElixirModule`, `ElixirOptimizer`.
         RankError: another rank could not plan.
     """
-    check_host_threads(host_threads)
+    _check_numbers(host_threads, initial_scale)
     how = {"unified_dtype": dtype, "inp": inp, "step_fn": step_fn, "hardware": hardware}
     question = _Question.of(model, optimizer, plan, how, {**options, "max_norm": max_norm})
     made, trace = question.answered(group)
-    for_module = {name: value for name, value in options.items() if name in _MODULE_OPTIONS}
+    for_module = dict(question.for_module)
     if question.profile.device_kind == "cpu":
         for_module.setdefault("device", "cpu")
     module = ElixirModule(model, made, group, dtype=None if plan is None else dtype, **for_module)
@@ -154,12 +155,30 @@ def dry_run(
     """The plan that `wrap` would run with the same arguments; nothing is wrapped, moved or allocated.
 
     Raises:
-        PlanError and others: as `wrap`.
+        PlanError and others: as `wrap`; of `weights` the names are compared, and no value is read.
     """
     given = bound(wrap, (model, optimizer), arguments)
+    _check_numbers(given["host_threads"], given["initial_scale"])
     how = {"unified_dtype": given["dtype"], **{name: given[name] for name in ("inp", "step_fn", "hardware")}}
     options = {name: arguments[name] for name in ("max_norm", *_OPTIONS, *_MODULE_OPTIONS) if name in arguments}
-    return _Question.of(model, optimizer, given["plan"], how, options).answered(given["group"])[0]
+    question = _Question.of(model, optimizer, given["plan"], how, options)
+    plan, _ = question.answered(given["group"])
+    if given["plan"] is not None:  # it may be for something else
+        for each in question.optimizers:
+            check_optimizer(each, plan.moments)
+        ranks = Group(given["group"])
+        try:
+            dtype = None if given["dtype"] is None else parse_dtype(given["dtype"])
+            agree_on_plan(ranks, model, plan, dtype, folders_of(options.get("disk_folder")))
+        finally:
+            ranks.close()
+    return plan
+
+
+def _check_numbers(host_threads: object, initial_scale: float) -> None:
+    """Refuse what would be refused only once the model is wrapped."""
+    check_host_threads(host_threads)
+    LossScale(True, initial_scale, 1)
 
 
 @dataclass(frozen=True)
@@ -174,7 +193,8 @@ class _Question:
     asked: dict[str, Any]
     """Options of the search."""
     clipping: bool
-    disk_folder: PathLike | Sequence[PathLike] | None = None
+    for_module: dict[str, Any]
+    """Arguments of `ElixirModule`."""
 
     @classmethod
     def of(
@@ -201,14 +221,16 @@ class _Question:
         if how["hardware"] is None and compute_device(options.get("device")).type == "cpu":
             how["hardware"] = "cpu"  # this is a run, so what is planned for is where it runs
         traced = Traced(**how, use_fused_kernels=options.get("use_fused_kernels", False))
-        return cls(
-            model, optimizers, plan, profile_for(how["hardware"]), traced, asked, clips, options.get("disk_folder")
-        )
+        for_module = {name: options[name] for name in _MODULE_OPTIONS if name in options}
+        if plan is None:
+            for each in optimizers:
+                check_optimizer(each, check_kind(moments_of(each, asked.get("moments"))))
+        return cls(model, optimizers, plan, profile_for(how["hardware"]), traced, asked, clips, for_module)
 
     @cached_property
     def machine(self) -> HardwareProfile:
         """The profile, with the disk that states may go to; measured on the rank that asks."""
-        folder = self.disk_folder
+        folder = self.for_module.get("disk_folder")
         if self.asked.get("disk_memory") is None or folder is None or self.profile.knows_disk:
             return self.profile
         return with_disk(self.profile, folder if isinstance(folder, (str, os.PathLike)) else folder[0])
@@ -222,6 +244,8 @@ class _Question:
             planning.close()
 
     def _make_plan(self, world_size: int) -> tuple[Plan, StepTrace | None]:
+        if self.for_module.get("weights") is not None:  # before a minute is spent on a trace
+            check_weights(self.model, self.for_module["weights"], strict=self.for_module.get("strict", True))
         if self.plan is not None:
             return (self.plan if isinstance(self.plan, Plan) else Plan.load(self.plan)), None
         families = {family_of(each) for each in self.optimizers}

@@ -121,7 +121,7 @@ class ElixirModule(nn.Module):
         debug = debug or Debug()
         self._origins = Origins(module)
         ranks = Group(group)
-        folders = _folders(disk_folder)
+        folders = folders_of(disk_folder)
         agree_on_plan(ranks, module, plan, dtype, folders)
         where = compute_device(device)
         if ranks.rank == 0:
@@ -433,7 +433,8 @@ class ElixirModule(nn.Module):
             raise unsaved
 
 
-def _folders(given: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
+def folders_of(given: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
+    """The folders in `disk_folder`, absolute; `InputTypeError` if it is something else."""
     if given is None:
         return ()
     each = [given] if isinstance(given, (str, os.PathLike)) else list(given)

@@ -18,7 +18,7 @@ from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.phase import STEP_OR_LEAVE_OUT
-from elixir.wrapper.step import Stepper, has_stepped, load_whole_states, whole_states
+from elixir.wrapper.step import Stepper, check_optimizer, load_whole_states, whole_states
 
 
 class ElixirOptimizer(torch.optim.Optimizer):
@@ -59,8 +59,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             raise InputTypeError(f"module must be an ElixirModule, got {type(module).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ElixirOptimizer):
             raise InputTypeError(f"optimizer must be a plain torch optimizer, got {type(optimizer).__name__}")
-        if any(has_stepped(state) for state in optimizer.state.values()):
-            raise InputError("the optimizer has stepped already, and its states would be lost; give one that has not")
+        check_optimizer(optimizer, module.plan.moments)
         asked_threads = check_host_threads(host_threads)
         scale = LossScale(module.plan.dtype == "float16", initial_scale, growth_interval)
         self._ready = False

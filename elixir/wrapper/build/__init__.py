@@ -13,7 +13,7 @@ from elixir.wrapper.build.chunks import (
 from elixir.wrapper.build.initialise import OwnInitialisation
 from elixir.wrapper.build.origins import Origins
 from elixir.wrapper.build.shared_buffers import SharedBuffers
-from elixir.wrapper.build.weights import Weights, few
+from elixir.wrapper.build.weights import Weights, check_weights, few
 
 __all__ = [
     "Origins",
@@ -22,6 +22,7 @@ __all__ = [
     "Weights",
     "agree_on_plan",
     "build_chunks",
+    "check_weights",
     "compute_device",
     "few",
     "move_chunks",

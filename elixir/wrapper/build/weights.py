@@ -48,8 +48,9 @@ class WeightSource:
         self._names = _names(model)
         self._given: Mapping[str, torch.Tensor] | None = None
         if given is not None:
-            self._given = given if isinstance(given, Mapping) else _of_files(given)
-            self._check_names(self._given, strict)
+            self._given, different = check_weights(model, given, strict=strict)
+            if different:
+                logger.warning("the weights given are not all of %s: %s", type(model).__name__, different)
         self._own = OwnInitialisation(model, seed)
 
     def parameter(self, name: str) -> torch.Tensor:
@@ -75,26 +76,34 @@ class WeightSource:
                     module._buffers[name] = _shaped(given[full], buffer, full).to(buffer.dtype, copy=True)
         self._own.fill_buffers()
 
-    def _check_names(self, given: Mapping[str, torch.Tensor], strict: bool) -> None:
-        persistent = [
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in self._model.named_modules(remove_duplicate=False)
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        ]
-        missing = [names[0] for names in self._names.values() if not any(name in given for name in names)]
-        missing += [name for name in persistent if name not in given]
-        known = {name for names in self._names.values() for name in names} | set(persistent)
-        unexpected = [name for name in given if name not in known]
-        if not (missing or unexpected):
-            return
-        found = f"missing {few(missing)}, unexpected {few(unexpected)}"
-        if strict or not known & set(given):
-            raise InputError(
-                f"the weights given are not those of {type(self._model).__name__}: {found}; rename or complete them, "
-                "or give strict=False to leave those that are missing to the model's own modules"
-            )
-        logger.warning("the weights given are not all of %s: %s", type(self._model).__name__, found)
+
+def check_weights(model: nn.Module, given: Weights, *, strict: bool) -> tuple[Mapping[str, torch.Tensor], str]:
+    """The values in `given`, of which none is read, and a sentence on names that differ from the model's; "" if none.
+
+    Raises:
+        InputError, InputTypeError: see `WeightSource`.
+    """
+    values = given if isinstance(given, Mapping) else _of_files(given)
+    own = _names(model).values()
+    persistent = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+    missing = [names[0] for names in own if not any(name in values for name in names)]
+    missing += [name for name in persistent if name not in values]
+    known = {name for names in own for name in names} | set(persistent)
+    unexpected = [name for name in values if name not in known]
+    if not (missing or unexpected):
+        return values, ""
+    found = f"missing {few(missing)}, unexpected {few(unexpected)}"
+    if strict or not known & set(values):
+        raise InputError(
+            f"the weights given are not those of {type(model).__name__}: {found}; rename or complete them, "
+            "or give strict=False to leave those that are missing to the model's own modules"
+        )
+    return values, found
 
 
 def _of_files(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Mapping[str, torch.Tensor]:

@@ -56,8 +56,6 @@ class Stepper:
         self.max_norm = max_norm
         self.check_plan(engine.plan)
         self._refuse_parameters()
-        if engine.plan.moments == "float32":  # others are stepped by `FusedAdam`, whatever the class
-            self.user.check_elementwise()
         self.clip_once = 0.0
         self.asked_for_norm = False
         """Whether somebody has asked for the norm, so that it is summed while gradients arrive: other bits than later.

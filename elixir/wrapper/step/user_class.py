@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
+from elixir.optimizer_states import MomentKind
 from elixir.torch_private import tree_map
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.fused_adam import FusedAdam, MakeZeros, Stretch, can_fuse
+from elixir.wrapper.step.fused_adam import FusedAdam, MakeZeros, Stretch, can_fuse, check_moments
 
 _NAMES = frozenset("Adafactor LAMB Lamb LARS Muon Shampoo SOAP LBFGS SparseAdam NovoGrad".split())
 _SHAPE = (6, 4)
@@ -35,7 +36,6 @@ class UserOptimizer:
         self, given: torch.optim.Optimizer, groups: Callable[[], list[dict[str, Any]]], engine: Engine
     ) -> None:
         self.given = given
-        self._class = type(given)
         self._groups, self._engine = groups, engine
         self.number = len(engine.steppers)
         """Its place among the optimizers of the engine."""
@@ -56,27 +56,47 @@ class UserOptimizer:
         groups = []
         for index, options in enumerate(self.hyperparameters()):
             groups.append({**options, "params": [segment.weights for segment in segments if segment.group == index]})
-        return self._make(groups)
+        return _like(self.given, groups)
 
     def fused_over(
         self, master: torch.Tensor, segments: Sequence[Stretch], zeros: MakeZeros | None = None
     ) -> FusedAdam:
         """An optimizer that steps a shard in one pass, with the groups' options; `zeros` as of `FusedAdam`."""
-        decoupled = issubclass(self._class, torch.optim.AdamW)
+        decoupled = isinstance(self.given, torch.optim.AdamW)
         return FusedAdam(master, segments, self.hyperparameters(), decoupled, self._engine.plan.moments, zeros)
 
-    def check_elementwise(self) -> None:
-        """See `check_elementwise`, with the options of each group."""
-        for group in self._groups():
-            check_elementwise(self._class, partial(self._make_over, group))
 
-    def _make_over(self, group: dict[str, Any], weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return self._make([{**shard_options(group), "params": weights}])
+def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> None:
+    """Refuse an optimizer by whose rule shards cannot be stepped, or that has stepped whole weights already.
 
-    def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        defaults = {key: value for key, value in self.given.defaults.items() if key not in ("differentiable",)}
-        made: torch.optim.Optimizer = self._class(groups, **accepted_options(self._class, shard_options(defaults)))
-        return made
+    Args:
+        given: the user's, over whole parameters.
+        moments: of the plan; others than float32 are stepped by `FusedAdam`, whatever the class.
+
+    Raises:
+        InputError: says what to give instead.
+    """
+    if any(has_stepped(state) for state in given.state.values()):
+        raise InputError("the optimizer has stepped already, and its states would be lost; give one that has not")
+    check_moments(given, can_fuse(given), moments)
+    if moments != "float32":
+        return
+    for group in given.param_groups:
+        check_elementwise(type(given), partial(_over_one_group, given, group))
+
+
+def _over_one_group(
+    given: torch.optim.Optimizer, group: dict[str, Any], weights: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    return _like(given, [{**shard_options(group), "params": weights}])
+
+
+def _like(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer of the same class with the same defaults, over other tensors."""
+    kind = type(given)
+    defaults = {key: value for key, value in given.defaults.items() if key not in ("differentiable",)}
+    made: torch.optim.Optimizer = kind(groups, **accepted_options(kind, shard_options(defaults)))
+    return made
 
 
 def check_elementwise(cls: type, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:

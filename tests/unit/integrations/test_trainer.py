@@ -224,9 +224,12 @@ def test_refuses_before_planning(elixir: Any, more: dict[str, Any], says: str, t
         make(ElixirTrainer, tmp_path, elixir=elixir, **SHORT, **more)
 
 
-def test_refuses_an_optimizer_that_is_not_elementwise(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="Adafactor"):
-        make(ElixirTrainer, tmp_path, elixir=ON_HOST, **SHORT, optim="adafactor").train()
+@pytest.mark.parametrize("call", ["plan", "train"])
+def test_refuses_an_optimizer_that_is_not_elementwise(call: str, tmp_path: Path) -> None:
+    trainer = make(ElixirTrainer, tmp_path, elixir=ON_HOST, **SHORT, optim="adafactor")
+    with pytest.raises(InputError, match="Adafactor is not elementwise"):
+        getattr(trainer, call)()
+    assert trainer.elixir is None
 
 
 def test_options_come_from_the_command_line(tmp_path: Path) -> None:

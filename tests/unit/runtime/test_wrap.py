@@ -12,7 +12,7 @@ from torch import nn
 
 import elixir
 from elixir import api
-from elixir.errors import InputError, InputTypeError, PlanError
+from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
 from elixir.hardware import preset
 from elixir.plan import Plan
 from elixir.search.replan import Correction, Observation, calibrated, correct
@@ -239,6 +239,52 @@ def test_a_refused_optimizer_leaves_the_model_as_it_was() -> None:
     with pytest.raises(InputError, match="1 parameters of the optimizer are not the model's"):
         elixir.wrap(it.model, torch.optim.AdamW([nn.Parameter(torch.ones(2))]), inp=it.inp, hardware="cpu")
     elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB")[0].close()
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adamw(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "more", "says"),
+    [
+        (lambda model: torch.optim.Adafactor(model.parameters()), {}, "Adafactor is not elementwise"),
+        (lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True), {"moments": "8bit"}, "without amsgrad"),
+        (stepped, {}, "has stepped already"),
+        (adamw, {"host_threads": 0}, "host_threads must be"),
+        (adamw, {"initial_scale": 0.0}, "initial_scale must be"),
+        (adamw, {"weights": {"nothing": torch.ones(1)}}, "unexpected nothing"),
+        (adamw, {"weights": "/nowhere"}, "no safetensors at /nowhere"),
+    ],
+    ids=["adafactor", "amsgrad", "stepped", "threads", "scale", "other weights", "no weights"],
+)
+def test_a_dry_run_refuses_what_the_run_does(
+    make: Any, more: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("opt", layers=1)
+    optimizer = make(model)
+
+    def traced(*args: Any) -> None:
+        raise AssertionError("this is refused before a step is traced")
+
+    monkeypatch.setattr(api.Traced, "plan", traced)
+    for call in (elixir.wrap, api.dry_run):
+        with pytest.raises(InputError, match=says):
+            call(model, optimizer, hardware="cpu", **more)
+
+
+def test_a_dry_run_of_a_plan_for_something_else_is_refused() -> None:
+    plan = make_plan(case("opt"), "streamed")
+    one, other = tiny("opt"), tiny("opt", layers=1)
+    assert api.dry_run(one, adamw(one), plan=plan) == plan
+    with pytest.raises(InputError, match="Adafactor is not elementwise"):
+        api.dry_run(one, torch.optim.Adafactor(one.parameters()), plan=plan)
+    with pytest.raises(ArtifactError, match="only in the plan"):
+        api.dry_run(other, adamw(other), plan=plan)
 
 
 @pytest.mark.slow
