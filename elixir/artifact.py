@@ -25,6 +25,8 @@ from elixir.files import FILES, Files, temporary_name
 
 T = TypeVar("T", bound="Artifact")
 
+_PLAIN = frozenset((bool, int, float, str))
+
 
 @dataclasses.dataclass(frozen=True)
 class Artifact:
@@ -169,6 +171,8 @@ def _parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def _decode(expected: Any, value: Any, path: str, source: str) -> Any:
     """`value` (plain JSON) as `expected` (a type annotation); errors name `path`."""
+    if expected in _PLAIN:
+        return _decode_plain(expected, value, path, source)
     origin, args = _parts(expected)
     if dataclasses.is_dataclass(expected):
         return _decode_dataclass(typing.cast(type, expected), value, path, source)

@@ -33,6 +33,7 @@ from elixir.checkpoint_format import (
     rank_file,
     shared_file,
 )
+from elixir.checkpoint_format.checksum import CHECKSUM_KIND
 from elixir.checkpoint_format.slices import slice_header
 from elixir.chunk.group import Group
 from elixir.errors import (
@@ -509,6 +510,7 @@ def _index(
         step=options.step,
         world_size=len(parts),
         plan_fingerprint=states.plan.fingerprint,
+        checksum_kind=CHECKSUM_KIND,
         files={file.name: file.nbytes for file in files},
         tensors=tensors,
         steps={name: each.step for name, each in sorted(small.items()) if each.step is not None},

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, NoReturn
 
 from elixir.artifact import Artifact
+from elixir.checkpoint_format.checksum import CHECKSUM_KIND
 from elixir.checkpoint_format.tensors import SavedTensor
 from elixir.errors import ArtifactError, CheckpointCorrupt, InputError
 from elixir.units import MIB
@@ -46,7 +47,7 @@ class Index(Artifact):
     """
 
     artifact: ClassVar[str] = "checkpoint"
-    schema_version: ClassVar[int] = 1
+    schema_version: ClassVar[int] = 2
 
     id: str
     """Hexadecimal digits that no other save has; the name of every file begins with them."""
@@ -59,6 +60,8 @@ class Index(Artifact):
     plan_fingerprint: str
     moments: str | None
     """Kind of Adam's moments; None for other optimizers, or none."""
+    checksum_kind: str
+    """How the checksums of spans are computed: `CHECKSUM_KIND`."""
     files: dict[str, int]
     """Name -> bytes."""
     tensors: dict[str, SavedTensor]
@@ -87,6 +90,12 @@ class Index(Artifact):
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
             raise _wrong("id", f"must be 8 to 32 hexadecimal digits, found {self.id!r:.60}")
+        if self.checksum_kind != CHECKSUM_KIND:
+            raise _wrong(
+                "checksum_kind",
+                f"is {self.checksum_kind!r:.40}, this version of Elixir knows {CHECKSUM_KIND!r} alone; read it "
+                "with the version that saved it",
+            )
         for name, least in (("sequence", 1), ("world_size", 1), ("step", 0)):
             found = getattr(self, name)
             if found is not None and found < least:

@@ -9,10 +9,11 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from elixir.checkpoint_format.checksum import crc32
+from elixir.checkpoint_format.checksum import checksum
 from elixir.checkpoint_format.commit import read_index
 from elixir.checkpoint_format.index import Index
 from elixir.checkpoint_format.slices import header_in_index
@@ -23,7 +24,17 @@ from elixir.files import FILES, File, Files, PathLike
 OPEN_FILES = 16
 """Files kept open at once: a checkpoint of thousands of ranks must not use up the handles of a process."""
 READING_THREADS = 4
-"""Spans read and checked at a time. One thread waits for the drive while others check what they have read."""
+"""Threads that read and check spans. One waits for the drive while others check what they have read."""
+
+
+class _Read(NamedTuple):
+    """One whole span of a piece, to be read into `view` and checked."""
+
+    file: File
+    key: str
+    piece: Piece
+    number: int
+    view: memoryview
 
 
 class SliceReader:
@@ -45,6 +56,8 @@ class SliceReader:
         self._open: OrderedDict[str, File] = OrderedDict()
         self._scratch: bytearray | None = None
         self._pool: ThreadPoolExecutor | None = None
+        self._batch: list[_Read] = []
+        self._batch_bytes = 0
         self._begun: list[Future[None]] = []
         self._starts: dict[str, list[int]] = {}
 
@@ -104,23 +117,42 @@ class SliceReader:
                 at = (low - start) * size + a - first
                 target = view[at : at + b - a]
                 if b - a == nbytes:
-                    self._submit(key, piece, number, target)
+                    self._add(_Read(self._file(piece.file), key, piece, number, target))
                     continue
                 scratch = memoryview(self._scratch_bytes())[:nbytes]
                 self._read_span(key, piece, number, scratch)
                 target[:] = scratch[a - begin : b - begin]
 
     def finish(self) -> None:
-        """Wait for all that `begin_to_read` has begun; raises what went wrong first."""
-        begun, self._begun = self._begun, []
-        wait(begun)  # the threads write to the callers' tensors
-        for each in begun:
-            each.result()
+        """Read what is left, and wait for all that `begin_to_read` has begun; raises what went wrong first."""
+        batch, begun = self._take_batch(), self._begun
+        self._begun = []
+        try:
+            self._read_batch(batch)
+        finally:
+            wait(begun)  # the threads write to the callers' tensors
+            for each in begun:
+                each.result()
 
-    def _submit(self, key: str, piece: Piece, number: int, view: memoryview) -> None:
+    def _add(self, read: _Read) -> None:
+        """Have a span read, together with others of small tensors: to hand one over costs as much as to read 100 KB."""
+        self._batch.append(read)
+        self._batch_bytes += len(read.view)
+        if self._batch_bytes >= SPAN_BYTES:
+            self._send()
+
+    def _send(self) -> None:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(READING_THREADS, "elixir load")
-        self._begun.append(self._pool.submit(self._check_span, self._file(piece.file), key, piece, number, view))
+        self._begun.append(self._pool.submit(self._read_batch, self._take_batch()))
+
+    def _take_batch(self) -> list[_Read]:
+        batch, self._batch, self._batch_bytes = self._batch, [], 0
+        return batch
+
+    def _read_batch(self, batch: list[_Read]) -> None:
+        for each in batch:
+            self._check_span(each)
 
     def _pieces(self, key: str, saved: SavedTensor, start: int, stop: int) -> Iterator[Piece]:
         if start == stop:
@@ -133,19 +165,21 @@ class SliceReader:
 
     def _read_span(self, key: str, piece: Piece, number: int, view: memoryview) -> None:
         """One whole span into `view`, checked."""
-        self._check_span(self._file(piece.file), key, piece, number, view)
+        self._check_span(_Read(self._file(piece.file), key, piece, number, view))
 
-    def _check_span(self, file: File, key: str, piece: Piece, number: int, view: memoryview) -> None:
-        path = self.folder / piece.file
-        offset = piece.offset + number * SPAN_BYTES
+    def _check_span(self, read: _Read) -> None:
+        offset, nbytes = read.piece.offset + read.number * SPAN_BYTES, len(read.view)
         try:
-            count = file.read_into(view, offset)
+            count = read.file.read_into(read.view, offset)
         except FileError as error:
-            raise CheckpointError(f"{key} cannot be read: {error}") from error
-        if count < len(view):
-            raise CheckpointCorrupt(f"ends at byte {offset + count}, expected {offset + len(view)}", path=path, key=key)
-        if crc32(view) != piece.crc32[number]:
-            raise CheckpointCorrupt(f"wrong checksum of bytes {offset} to {offset + len(view)}", path=path, key=key)
+            raise CheckpointError(f"{read.key} cannot be read: {error}") from error
+        if count < nbytes:
+            problem = f"ends at byte {offset + count}, expected {offset + nbytes}"
+        elif checksum(read.view) != read.piece.checksums[read.number]:
+            problem = f"wrong checksum of bytes {offset} to {offset + nbytes}"
+        else:
+            return
+        raise CheckpointCorrupt(problem, path=self.folder / read.piece.file, key=read.key)
 
     def _scratch_bytes(self) -> bytearray:
         if self._scratch is None:
@@ -160,6 +194,7 @@ class SliceReader:
         path, expected = self.folder / name, self.index.files[name]
         self.check_file(name)
         if len(self._open) >= OPEN_FILES:
+            self._send()
             wait(self._begun)  # a thread may read the file that is closed
         while len(self._open) >= OPEN_FILES:
             self._open.popitem(last=False)[1].close()

@@ -1,4 +1,4 @@
-"""Files of flat slices: safetensors layout, written piece by piece in any order, with a crc32 of every span.
+"""Files of flat slices: safetensors layout, written piece by piece in any order, with a checksum of every span.
 
 The header comes first and is known beforehand, because sizes are. Its ``DCP_SHARDING_INFO`` says where in the flattened
 tensor each slice begins, so that torch's `HuggingFaceStorageReader` reads all files of a folder as flat tensors.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from elixir.checkpoint_format.checksum import crc32
+from elixir.checkpoint_format.checksum import checksum
 from elixir.checkpoint_format.tensors import (
     SAFETENSORS_NAMES,
     SPAN_BYTES,
@@ -108,7 +108,7 @@ class SliceWriter:
             self._offsets[each.key] = at
             at += each.nbytes
         self.nbytes = at
-        self._crc32: dict[str, list[int | None]] = {each.key: [None] * span_count(each.nbytes) for each in ordered}
+        self._checksums: dict[str, list[int | None]] = {each.key: [None] * span_count(each.nbytes) for each in ordered}
         self._file = files.create(self.path, at, flush_every_bytes=FLUSH_EVERY_BYTES)
         self._checking = ThreadPoolExecutor(1, "elixir checksums")
         try:
@@ -119,8 +119,8 @@ class SliceWriter:
 
     def spans(self, key: str) -> Iterator[tuple[int, int]]:
         """(number, bytes) of every span of a slice that is not written yet."""
-        for number, checksum in enumerate(self._crc32[key]):
-            if checksum is None:
+        for number, found in enumerate(self._checksums[key]):
+            if found is None:
                 yield number, self._span_bytes(key, number)
 
     def write_span(self, key: str, number: int, data: Buffer) -> None:
@@ -128,17 +128,17 @@ class SliceWriter:
         meanwhile."""
         expected = self._span_bytes(key, number)
         with memoryview(data) as whole, whole.cast("B") as view:
-            if len(view) != expected or self._crc32[key][number] is not None:
+            if len(view) != expected or self._checksums[key][number] is not None:
                 raise StateError(
                     f"{self.path.name}: span {number} of {key} has {expected} bytes and is written once, found "
                     f"{len(view)} bytes"
                 )
-            checksum = self._checking.submit(crc32, view)
+            checked = self._checking.submit(checksum, view)
             try:
                 self._file.write(view, self._offsets[key] + number * SPAN_BYTES)
             finally:
-                found = checksum.result()  # it still reads the caller's memory
-        self._crc32[key][number] = found
+                found = checked.result()  # it still reads the caller's memory
+        self._checksums[key][number] = found
 
     def write_tensor(self, key: str, tensor: torch.Tensor) -> None:
         """Write all of a slice, or what is left of it, from a contiguous tensor in host memory."""
@@ -160,10 +160,10 @@ class SliceWriter:
         synchronised."""
         tensors = {}
         for key, each in self._slices.items():
-            found = tuple(value for value in self._crc32[key] if value is not None)
-            if len(found) < len(self._crc32[key]):
+            found = tuple(value for value in self._checksums[key] if value is not None)
+            if len(found) < len(self._checksums[key]):
                 raise StateError(
-                    f"{self.path.name}: {len(self._crc32[key]) - len(found)} spans of {key} were never written"
+                    f"{self.path.name}: {len(self._checksums[key]) - len(found)} spans of {key} were never written"
                 )
             pieces = (Piece(self.path.name, each.start, each.numel, self._offsets[key], found),) if each.numel else ()
             tensors[key] = SavedTensor(dtype_name(each.dtype), each.shape, each.block_numel, pieces)

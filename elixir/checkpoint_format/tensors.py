@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from elixir.checkpoint_format.checksum import LARGEST_CHECKSUM
 from elixir.errors import InputError
 from elixir.units import MIB, dtype_name
 
 SPAN_BYTES = 4 * MIB
-"""A span is what is written, checked and read at once; every span of a piece has a crc32. The last one may be
+"""A span is what is written, checked and read at once; every span of a piece has a checksum. The last one may be
 shorter."""
 
 SAFETENSORS_NAMES = {
@@ -26,8 +27,6 @@ SAFETENSORS_NAMES = {
 STORED_DTYPES = {dtype_name(dtype): dtype for dtype in SAFETENSORS_NAMES}
 """The same, by the names that the index uses."""
 
-_LARGEST_CRC32 = 2**32 - 1
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -39,8 +38,8 @@ class Piece:
     numel: int
     offset: int
     """First byte in the file."""
-    crc32: tuple[int, ...]
-    """Checksums of every span of `SPAN_BYTES`, in order."""
+    checksums: tuple[int, ...]
+    """One for every span of `SPAN_BYTES`, in order."""
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.numel < 1 or self.offset < 8:
@@ -48,8 +47,8 @@ class Piece:
                 f"a piece has start 0 or more, numel 1 or more and offset 8 or more, found {self.start}, {self.numel} "
                 f"and {self.offset}"
             )
-        if not all(0 <= value <= _LARGEST_CRC32 for value in self.crc32):
-            raise InputError("a crc32 is at least 0 and below 2^32")
+        if not all(0 <= value <= LARGEST_CHECKSUM for value in self.checksums):
+            raise InputError("a checksum is at least 0 and below 2^64")
 
     @property
     def stop(self) -> int:
@@ -76,11 +75,11 @@ class SavedTensor:
         if self.block_numel is not None and self.block_numel < 1:
             raise InputError(f"blocks of {self.block_numel} elements make no sense")
         for piece in self.pieces:
-            if len(piece.crc32) != span_count(piece.numel * self.itemsize):
+            if len(piece.checksums) != span_count(piece.numel * self.itemsize):
                 raise InputError(
                     f"a piece of {piece.numel * self.itemsize} bytes has {span_count(piece.numel * self.itemsize)} "
                     "spans, "
-                    f"found {len(piece.crc32)} checksums"
+                    f"found {len(piece.checksums)} checksums"
                 )
 
     @property

@@ -26,6 +26,7 @@ from elixir.checkpoint_format import (
     remove_stale,
     settle,
 )
+from elixir.checkpoint_format.checksum import CHECKSUM_KIND
 from elixir.errors import CheckpointNotFound, FileError
 from elixir.files import FILES, Files
 
@@ -92,6 +93,7 @@ def write(
             "step": None,
             "model_fingerprint": "",
             "plan_fingerprint": "",
+            "checksum_kind": CHECKSUM_KIND,
             "moments": None,
             "steps": {},
             "scalars": {},

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import re
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,8 @@ from elixir.checkpoint_format import (
     remove_checkpoint,
     verify,
 )
-from elixir.checkpoint_format.checksum import crc32
+from elixir.checkpoint_format.checksum import LARGEST_CHECKSUM, checksum
+from elixir.checkpoint_format.reader import OPEN_FILES
 from elixir.checkpoint_format.tensors import SAFETENSORS_NAMES
 from elixir.errors import (
     CheckpointCorrupt,
@@ -403,10 +402,39 @@ def test_nothing_in_the_package_can_run_what_it_reads() -> None:
         assert found in ([], ["allow_"]), (path.name, found)  # json's allow_nan
 
 
-def test_a_checksum_is_that_of_zlib_whichever_library_computes_it() -> None:
-    data = os.urandom(SPAN_BYTES + 5)
-    assert crc32(memoryview(data)[1:]) == zlib.crc32(data[1:])
-    assert crc32(memoryview(b"123456789")) == 0xCBF43926  # the check value of the standard
+def test_a_checksum_is_what_the_index_says_and_sees_bits_order_and_length() -> None:
+    assert checksum(memoryview(b"")) == 0x2D06800538D394C2  # as xxHash's specification has it, without a seed
+    data = bytearray(random.Random(0).randbytes(100_000))
+    others = [data[:-1], data + b"\0", data[8:] + data[:8], data[64:128] + data[:64] + data[128:]]
+    for at in range(0, len(data), 997):
+        others.append(bytearray(data))
+        others[-1][at] ^= 1 << at % 8
+    assert len({checksum(memoryview(each)) for each in [data, *others]}) == len(others) + 1
+    assert 0 <= checksum(memoryview(data)) <= LARGEST_CHECKSUM
+
+
+def test_small_and_large_reads_of_several_files_are_done_by_any_number_of_threads(tmp_path: Path) -> None:
+    """More files than are kept open; a damaged one is told of, and what comes after an error is right again."""
+    tensors = {f"weight/{i}": torch.randn(60_000 if i % 3 else 7) for i in range(2 * OPEN_FILES)}
+    tensors["weight/large"] = torch.randn(3 * SPAN_BYTES // 4 + 11)
+    index = save(tmp_path, tensors, world_size=2 * OPEN_FILES + 1)
+    with SliceReader(tmp_path) as reader:
+        for _ in range(2):
+            out = {key: torch.empty(each.numel()) for key, each in tensors.items()}
+            for key, each in out.items():
+                reader.begin_to_read(key, 0, each)
+            reader.finish()
+            assert all(torch.equal(out[key], each) for key, each in tensors.items())
+        piece = index.tensors["weight/3"].pieces[0]
+        raw = bytearray((tmp_path / piece.file).read_bytes())
+        raw[piece.offset] ^= 1
+        (tmp_path / piece.file).write_bytes(raw)
+        for key, each in out.items():
+            reader.begin_to_read(key, 0, each)
+        with pytest.raises(CheckpointCorrupt, match="checksum") as caught:
+            reader.finish()
+        assert caught.value.key == "weight/3"
+        assert torch.equal(reader.read("weight/large"), tensors["weight/large"])
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
