@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,34 +16,14 @@ from elixir.chunk.gradients import ChunkGradient
 from elixir.chunk.lanes import Ticket, known
 from elixir.chunk.pinned import host_zeros
 from elixir.kernels import HybridAdam
-from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
+from elixir.wrapper.step.first_states import FirstStates, state_region
 from elixir.wrapper.step.fused_adam import FusedAdam, KeptMoments, MakeZeros
+from elixir.wrapper.step.segments import Arrived, Segment, step_segments
 from elixir.wrapper.step.user_class import UserOptimizer
-
-
-@dataclass
-class Segment:
-    """A stretch of one parameter inside this rank's shard."""
-
-    name: str
-    group: int
-    start: int
-    """In elements from the start of the shard."""
-    place: int
-    """Position of its parameter among those of the chunk."""
-    weights: nn.Parameter
-    """The tensor that the chunk's optimizer steps: float32 master weights, or the weights themselves."""
-    source: nn.Parameter
-    """The model's parameter."""
-    version: int
-    """Its version when the segment was made."""
-
 
 _ALIGNED_NUMEL = 16
 """Alignment of a float32 moment: 64 bytes, as PyTorch's allocator aligns what it makes one by one."""
-Arrived = list[tuple[Segment, torch.Tensor]]
-"""Segments that got a gradient, with it."""
 
 
 @dataclass(frozen=True)
@@ -97,24 +77,6 @@ class ShardStates:
             self.weights.copy_(self.master)
 
 
-def step_segments(
-    optimizer: torch.optim.Optimizer, segments: Sequence[Segment], arrived: Arrived, factor: float | torch.Tensor
-) -> None:
-    """A step of an optimizer over `segments`, of which some got a gradient."""
-    before = [segment.weights.grad for segment in segments]  # of ordinary parameters, which keep theirs
-    for segment in segments:
-        segment.weights.grad = None
-    for segment, gradient in arrived:
-        # In float32 without a factor the gradient itself is stepped with, as plain PyTorch would.
-        value = gradient.to(segment.weights.dtype)
-        if isinstance(factor, torch.Tensor) or factor != 1.0:
-            value = value * factor if value is gradient else value.mul_(factor)
-        segment.weights.grad = value.view_as(segment.weights)
-    optimizer.step()
-    for segment, kept in zip(segments, before, strict=True):
-        segment.weights.grad = kept
-
-
 def can_copy(state: Mapping[str, Any] | None) -> bool:
     """Whether a parameter's state is there, and all of it can be copied."""
     kinds = (torch.Tensor, bool, int, float, type(None))
@@ -161,14 +123,18 @@ class ChunkOptimizer:
         ordinary = not self._separate and not fuses and engine.is_ordinary(chunk)
         self.segments = self._cut(self._master, ordinary=ordinary)
         self.optimizer: torch.optim.Optimizer | FusedAdam
+        self._waits_for_states = chunk.index in engine.leaving
+        """Whether `take_states` comes next, so that what the class has made now must not replace what is to come."""
+        stored = chunk.stored
+        self._first = None if stored is None or fuses else FirstStates(stored, chunk.shard_numel)
         if fuses:
             self.optimizer = user.fused_over(self._master, self.segments, self._zeros())
+        elif self._first is not None:
+            self.optimizer = self._first.construct(user.over, self.segments, come_later=self._waits_for_states)
         else:
             self.optimizer = user.over(self.segments)
         self._counted_states = chunk.stored is not None  # they are part of an extent, which is
         self._versions: dict[str, int] = {}  # of the parameters, after the last step that changed them
-        self._waits_for_states = chunk.index in engine.leaving
-        """Whether `take_states` comes next, so that what the class has made now must not replace what is to come."""
         self.stow()
 
     def gradients(self, used: Collection[str]) -> Arrived:
@@ -196,7 +162,7 @@ class ChunkOptimizer:
         # Those on a disk are views of their extent from the beginning.
         if isinstance(self.optimizer, FusedAdam):
             self.optimizer.make_moments()
-        elif isinstance(self.optimizer, HybridAdam):
+        elif isinstance(self.optimizer, HybridAdam) and self._first is None:
             self.optimizer.make_states()
         elif type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
             self._make_moments(self.optimizer)
@@ -221,7 +187,7 @@ class ChunkOptimizer:
 
         def zeros(name: str) -> torch.Tensor:
             if stored is not None:
-                return stored.region(_region(name, dtype), numel, dtype)
+                return stored.region(state_region(name, dtype), numel, dtype)
             return host_zeros(numel, dtype) if on_host else torch.zeros(numel, dtype=dtype, device=device)
 
         buffers = {name: zeros(name) for name in names}
@@ -256,7 +222,7 @@ class ChunkOptimizer:
         for segment in self.segments:
             for kind, value in self.optimizer.state.get(segment.weights, {}).items():
                 if isinstance(value, torch.Tensor) and value.shape == segment.weights.shape:
-                    name = _region(kind, value.dtype)
+                    name = state_region(kind, value.dtype)
                     if not stored.has(name):
                         stored.region(name, self.chunk.shard_numel, value.dtype)
                     stored.keep(self, value, name, segment.start)
@@ -270,11 +236,11 @@ class ChunkOptimizer:
 
     def _own_region(self, kind: str, dtype: torch.dtype) -> str:
         """Moments of a whole shard have parts of it that are another optimizer's, so each optimizer has its own."""
-        return _region(kind if not self._user.number else f"{kind} of optimizer {self._user.number}", dtype)
+        return state_region(kind if not self._user.number else f"{kind} of optimizer {self._user.number}", dtype)
 
     def where_stored(self, kind: str, dtype: torch.dtype) -> str:
         """Name of the region of the extent that has a state."""
-        return self._own_region(kind, dtype) if isinstance(self.optimizer, FusedAdam) else _region(kind, dtype)
+        return self._own_region(kind, dtype) if isinstance(self.optimizer, FusedAdam) else state_region(kind, dtype)
 
     @property
     def shard_gradients(self) -> torch.Tensor | None:
@@ -360,6 +326,8 @@ class ChunkOptimizer:
     def states_were_made(self) -> None:
         """Count states that came otherwise than by a step."""
         self._waits_for_states = False
+        if self._first is not None and not isinstance(self.optimizer, FusedAdam):
+            self._first.complete(self._user.over, self.optimizer, self.segments)
         self.stow()
         if self.optimizer.state:
             self._count_states()
@@ -430,7 +398,10 @@ class ChunkOptimizer:
                 out = self.chunk.shard_weights if states.weights is None else states.weights
             states.optimizer.step(arrived, self.shard_gradients, float(factor), out)
         else:
-            step_segments(states.optimizer, states.segments, arrived, factor)
+            if self._first is None:
+                step_segments(states.optimizer, states.segments, arrived, factor)
+            else:
+                self._first.step(states.optimizer, states.segments, arrived, float(factor))
             if staged is not None:
                 self._copy(arrived, states.master, staged)
             self.stow()  # the first step of some classes makes states
@@ -551,7 +522,3 @@ class ChunkOptimizer:
                 if isinstance(value, torch.Tensor) and value.numel() > 1
             )
         self._engine.arena.count(states, self.chunk.plan.update_home, "optimizer_states")
-
-
-def _region(kind: str, dtype: torch.dtype) -> str:
-    return f"{kind} {dtype_name(dtype)}"

@@ -18,7 +18,8 @@ from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError
 from elixir.torch_private import tree_flatten
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.chunk_optimizer import Arrived, ChunkOptimizer
+from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
+from elixir.wrapper.step.segments import Arrived
 from elixir.wrapper.step.updates import update
 from elixir.wrapper.step.user_class import UserOptimizer
 

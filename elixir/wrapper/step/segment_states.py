@@ -18,8 +18,9 @@ from elixir.errors import InputError
 from elixir.kernels.adam import Moments, write_moments
 from elixir.optimizer_states import BLOCK_NUMEL
 from elixir.units import dtype_name
-from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer, Segment
+from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.fused_adam import FusedAdam
+from elixir.wrapper.step.segments import Segment
 
 SCALE_SUFFIX = "_scale"
 """Kind of the scales of 8-bit codes: ``exp_avg`` -> ``exp_avg_scale``."""

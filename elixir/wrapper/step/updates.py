@@ -14,7 +14,8 @@ from elixir.chunk.lanes import Ticket, Work, known, over
 from elixir.errors import StepError
 from elixir.wrapper.build import few
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.chunk_optimizer import Arrived, ChunkOptimizer
+from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
+from elixir.wrapper.step.segments import Arrived
 
 
 def update(
