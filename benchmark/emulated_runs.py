@@ -250,7 +250,7 @@ def lane_work_s(plan: Plan, machine: HardwareProfile, trace: StepTrace) -> tuple
     copied = [0, 0]
     for position, chunk in plan.schedule().simulate(plan.block_count).timeline:
         copied[plan.order[position].phase != "forward"] += plan.chunks[chunk].weight_bytes
-    hosted = [chunk for chunk in plan.chunks if chunk.trainable and chunk.state_home == "host"]
+    hosted = [chunk for chunk in plan.chunks if chunk.trainable and chunk.update_home == "host"]
     forward_s, backward_s = (amount / machine.host_to_device_bytes_per_s for amount in copied)
     returned = sum(chunk.weight_bytes for chunk in hosted if chunk.weight_home == "device")
     updates_s = returned / machine.host_to_device_bytes_per_s

@@ -230,10 +230,10 @@ class _Question:
     @cached_property
     def machine(self) -> HardwareProfile:
         """The profile, with the disk that states may go to; measured on the rank that asks."""
-        folder = self.for_module.get("disk_folder")
-        if self.asked.get("disk_memory") is None or folder is None or self.profile.knows_disk:
+        folders = folders_of(self.for_module.get("disk_folder"))
+        if self.asked.get("disk_memory") is None or not folders or self.profile.knows_disk:
             return self.profile
-        return with_disk(self.profile, folder if isinstance(folder, (str, os.PathLike)) else folder[0])
+        return with_disk(self.profile, *folders)
 
     def answered(self, group: dist.ProcessGroup | None) -> tuple[Plan, StepTrace | None]:
         """Rank 0's plan on every rank, and the trace on rank 0."""

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,15 +17,16 @@ import torch
 
 from elixir.errors import InputError
 from elixir.extents import Extent, ExtentFile, Requests, fastest_requests
-from elixir.files import DIRECT_BYTES, FILES, aligned_buffer, file_system, unnamed_file, warn_if_in_memory
+from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer, file_system, unnamed_file, warn_if_in_memory
 from elixir.hardware import HardwareProfile
 from elixir.microbench.fitting import Job, Series, geometric, sweep
 from elixir.microbench.measurement import Bench
 from elixir.units import MIB, format_bytes
 
-FILE_BYTES = {False: 512 * MIB, True: 32 * MIB}
+FILE_BYTES = {False: 512 * MIB, True: 128 * MIB}
 """Size of the one file, by whether it is quick. Each amount walks through all of it, so that no drive's cache
-answers."""
+answers. A run does not wait for the drive's cache after each write as a measurement does: of amounts that are much
+smaller that would be a good part of the time."""
 LARGEST_SHARE = 4
 """The largest amount is this part of the file."""
 SMALLEST_BYTES = MIB // 4
@@ -70,18 +71,19 @@ def free_disk_bytes(folder: str | os.PathLike[str]) -> int:
     return FILES.free_bytes(folder)
 
 
-def disk_series(bench: Bench, folder: Path) -> list[Series]:
+def disk_series(bench: Bench, *folders: Path) -> list[Series]:
     """``disk_write`` (until the drive has the bytes), ``disk_read``, and both at once, over one file that is gone
-    afterwards; with the requests that this disk moves fastest.
+    afterwards, or one striped over several drives; with the requests that these move fastest.
 
     Raises:
         InputError: the disk failed, or nothing gets past the page cache here.
     """
     size, plan = FILE_BYTES[bench.quick], bench.on("cpu").effort()
     sizes = geometric(SMALLEST_BYTES, size // LARGEST_SHARE, plan.amounts, DIRECT_BYTES)
-    found = []
+    found, where = [], ", ".join(str(folder) for folder in folders)
+    files = " and ".join(f"one file on {file_system(folder)}" for folder in folders)
     try:
-        with _file(folder, size) as file:
+        with _file(folders, size) as file:
             requests = file.find_requests(sizes[-1])
             for key, move in (
                 ("disk_write", file.write),
@@ -89,32 +91,31 @@ def disk_series(bench: Bench, folder: Path) -> list[Series]:
                 ("disk_read.both", file.read_and_write),
             ):
                 way = "write" if key == "disk_write" else "read" if key == "disk_read" else "read and write at once"
-                how = (
-                    f"{way} of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, {requests}, "
-                    f"one file on {file_system(folder)}, {file.how}"
-                )
+                how = f"{way} of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, {requests}, {files}, {file.how}"
                 cases = [(float(amount), partial(_in_turn, move, amount, size)) for amount in sizes]
                 series = sweep(bench.on("cpu"), plan, key, "bytes", how, cases, longest_s=LONGEST_S)
                 found.append(replace(series, how=how))  # threads of torch have no part in it
     except OSError as error:
-        raise InputError(f"the disk of {folder} failed: {error.strerror}") from None
+        raise InputError(f"the disk of {where} failed: {error.strerror}") from None
     return [*found, replace(found[-1], key="disk_write.both")]
 
 
-def with_disk(profile: HardwareProfile, folder: str | os.PathLike[str]) -> HardwareProfile:
-    """A profile with the rates of the disk that a folder is on, measured quickly.
+def with_disk(profile: HardwareProfile, *folders: PathLike) -> HardwareProfile:
+    """A profile with the rates of the disk that a folder is on, measured quickly; of several drives together if there
+    are several folders.
 
     Raises:
         InputError: see `check_folder` and `disk_series`.
     """
-    path = check_folder(folder, quick=True)
-    series = {each.key: each for each in disk_series(Bench(torch.device("cpu"), quick=True), path)}
+    paths = [check_folder(folder, quick=True) for folder in folders]
+    series = {each.key: each for each in disk_series(Bench(torch.device("cpu"), quick=True), *paths)}
     rates: dict[str, Any] = {}
     for way in ("disk_read", "disk_write"):
         amount, seconds = series[way].points[-1]
         rates[f"{way}_bytes_per_s"] = amount / seconds
     sources = {name: series[name.removesuffix("_bytes_per_s")].how for name in rates}
-    return replace(profile, **rates, disk_free_bytes=free_disk_bytes(path), sources={**profile.sources, **sources})
+    free = len(paths) * min(free_disk_bytes(path) for path in paths)  # extents take as much of each
+    return replace(profile, **rates, disk_free_bytes=free, sources={**profile.sources, **sources})
 
 
 def _in_turn(move: Callable[[int, int], None], amount: int, file_bytes: int) -> Callable[[], object]:
@@ -160,11 +161,11 @@ class _MeasuredFile:
 
 
 @contextlib.contextmanager
-def _file(folder: Path, size: int) -> Iterator[_MeasuredFile]:
+def _file(folders: Sequence[Path], size: int) -> Iterator[_MeasuredFile]:
     """A file full of bytes that no drive can compress. It has no name, so it is gone whatever happens."""
     if not hasattr(os, "posix_fadvise"):
         raise InputError("this system has no way past the page cache, so its disks cannot be measured")
-    file = ExtentFile([folder])
+    file = ExtentFile(folders)
     try:
         # Not closed: where a transfer failed, the error's traceback still holds a view of them.
         piece = size // LARGEST_SHARE

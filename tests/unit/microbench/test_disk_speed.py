@@ -64,6 +64,19 @@ def test_a_profile_learns_of_a_disk(tmp_path: Path) -> None:
     assert known.disk_free_bytes is not None
 
 
+def test_several_drives_are_measured_together(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    series = disk_series(QUICK, *folders)
+    assert all(each.how.count("one file on") == 2 for each in series)
+    one, both = (disk.with_disk(preset("h200"), *given) for given in (folders[:1], folders))
+    assert (one.disk_free_bytes or 0) > 0
+    # Both are on the one disk of the test, on which others write and free at the same time.
+    assert (both.disk_free_bytes or 0) > 1.5 * (one.disk_free_bytes or 0)
+    assert all(list(folder.iterdir()) == [] for folder in folders)
+
+
 def test_writes_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synchronised: list[int] = []
     sync = os.fdatasync
