@@ -123,7 +123,12 @@ def _against_bound(
     started = time.process_time()
     try:
         plan = plan_from_trace(
-            step, hardware, world_size, device_memory=budgets.device_bytes, host_memory=budgets.host_bytes
+            step,
+            hardware,
+            world_size,
+            device_memory=budgets.device_bytes,
+            host_memory=budgets.host_bytes,
+            speculate=False,  # the bound knows of no update before the norm
         )
     except PlanError:
         plan = None

@@ -65,7 +65,13 @@ def rows(name: str) -> list[Row]:
             started = time.perf_counter()
             try:
                 plan = plan_from_trace(
-                    step, hardware, world, device_memory=gib * 2**30, host_memory=HOST_MEMORY, optimizer_type="Adam"
+                    step,
+                    hardware,
+                    world,
+                    device_memory=gib * 2**30,
+                    host_memory=HOST_MEMORY,
+                    optimizer_type="Adam",
+                    speculate=False,  # homes are compared, under the same rules
                 )
             except PlanError as error:
                 print(f"{name:10} {gib:4} GiB x {world}: {str(error).splitlines()[0]}")

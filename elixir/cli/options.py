@@ -188,9 +188,11 @@ FLAGS: dict[str, Flag] = {
     "--step-in-backward": _switch(
         "the host updates chunks while backward still runs: for one backward a step, no clipping, not fp16"
     ),
-    "--speculate": _switch(
-        "the host makes new states of chunks in backward next to the old ones, which clipping may still need"
-    ),
+    "--speculate": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "the host makes new states of chunks in backward next to the old ones, which clipping may still need "
+        "(default: where that clearly shortens the step)",
+    },
     "--no-clipping": {
         "dest": "clipping",
         "action": "store_const",

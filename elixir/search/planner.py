@@ -139,9 +139,10 @@ def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: Sear
     space, outcome = found
     if outcome.best is None:
         raise ValueError("a search that found something has a best")
-    best = speculating(space, outcome.best, budgets.host_bytes)
+    best = with_speculation(space, outcome.best, budgets)
     optimizer = optimizer_name(request.optimizer_type)
-    return to_plan(space, best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
+    fastest_s = None if outcome.fastest_s is None else min(outcome.fastest_s, best.seconds["total"])
+    return to_plan(space, best, budgets, optimizer, request.placement, fastest_s=fastest_s)
 
 
 def simple_plan(
@@ -164,7 +165,9 @@ def simple_plan(
     limits: dict[str, Any] = {
         name: LARGEST_BYTES for name in ("device_memory", "host_memory") if getattr(request, name) is None
     }
-    setting = replace(setting_for(trace, hardware, request), every_in_backward=request.step_in_backward)
+    setting = setting_for(trace, hardware, request)
+    # By hand, nothing is chosen that was not asked for.
+    setting = replace(setting, every_in_backward=request.step_in_backward, speculate=bool(setting.speculate))
     budgets = resolve_budgets(hardware, replace(request, **limits))
     space = SearchSpace(trace, hardware, setting)
     size = max(space.table.largest_bytes, -(-space.table.total_bytes // split_number))
@@ -177,7 +180,7 @@ def simple_plan(
     candidate = weigh(model, builder.placement(), blocks, depth, space.cost)
     if not _fits(candidate, budgets):
         raise _too_large(candidate, budgets)
-    candidate = speculating(space, candidate, budgets.host_bytes)
+    candidate = with_speculation(space, candidate, budgets)
     made = to_plan(space, candidate, budgets, optimizer_name(request.optimizer_type), request.placement)
     taken = made.predicted
     return replace(
@@ -296,10 +299,19 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
         request.accumulation,
         moments=kind,
         step_in_backward=bool(request.step_in_backward),
-        speculate=bool(request.speculate) and optimizer_name(request.optimizer_type) in ADAM_FAMILIES,
+        speculate=_speculate(hardware, request),
         # In float16 the loss is scaled, so that each step looks for an overflow.
         clipping=clipping or trace.dtype == "float16",
     )
+
+
+def _speculate(hardware: HardwareProfile, request: SearchRequest) -> bool | None:
+    """`SearchRequest.speculate` as it concerns this machine and optimizer; other classes have no kernel for it."""
+    if optimizer_name(request.optimizer_type) not in ADAM_FAMILIES:
+        return False
+    # The cores of a CPU that is the device compute backward, so that host updates during it do not come for nothing.
+    elsewhere = request.step_in_backward or hardware.device_kind == "cpu"
+    return False if request.speculate is None and elsewhere else request.speculate
 
 
 def _check_step_in_backward(trace: StepTrace, accumulation: int) -> None:
@@ -311,6 +323,15 @@ def _check_step_in_backward(trace: StepTrace, accumulation: int) -> None:
             "last "
             "backward only; plan with step_in_backward=False"
         )
+
+
+def with_speculation(space: SearchSpace, best: Candidate, budgets: Budgets) -> Candidate:
+    """The candidate with the chunks speculating that are worth the memory. Unless the user asked for that, memory for
+    the copies of a checkpoint comes first."""
+    host_bytes = budgets.host_bytes
+    if space.setting.speculate is None:
+        host_bytes -= _copies_bytes(_chunk_plans(space.trace, best, ()), space.setting)
+    return speculating(space, best, host_bytes)
 
 
 def to_plan(
@@ -388,9 +409,14 @@ def to_plan(
 def _for_checkpoints(chunks: Sequence[ChunkPlan], setting: Setting, spare_bytes: int) -> dict[str, int]:
     """The part of host memory for copies while a checkpoint is written: what the budget has to spare, at most
     `CHECKPOINT_CHUNKS`. Nothing but a save depends on it."""
-    largest = max(chunk.saved_bytes(setting.world_size, setting.states) for chunk in chunks)
-    amount = min(spare_bytes, CHECKPOINT_CHUNKS * largest * setting.ranks_per_host)
+    amount = min(spare_bytes, _copies_bytes(chunks, setting))
     return {CHECKPOINT_PART: amount} if amount > 0 else {}
+
+
+def _copies_bytes(chunks: Sequence[ChunkPlan], setting: Setting) -> int:
+    """Bytes of one machine of `CHECKPOINT_CHUNKS` copies of the largest chunk's states."""
+    largest = max(chunk.saved_bytes(setting.world_size, setting.states) for chunk in chunks)
+    return CHECKPOINT_CHUNKS * largest * setting.ranks_per_host
 
 
 def step_range_s(space: SearchSpace, best: Candidate) -> tuple[float, float]:
@@ -398,7 +424,10 @@ def step_range_s(space: SearchSpace, best: Candidate) -> tuple[float, float]:
     total_s = []
     for hardware, compute_scale in extremes(space.hardware):
         cost = SimulatedCost(space.trace, hardware, space.setting, compute_scale=compute_scale, like=space.cost)
-        total_s.append(cost.estimate(best.work, best.placement, best.schedule, overlap=best.overlap)["total"])
+        seconds = cost.estimate(
+            best.work, best.placement, best.schedule, overlap=best.overlap, speculating=best.speculating
+        )
+        total_s.append(seconds["total"])
     fastest, slowest = total_s
     return fastest, slowest
 

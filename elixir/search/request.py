@@ -62,10 +62,11 @@ class SearchRequest:
     step_in_backward: bool = False
     """The host updates chunks while backward still runs. For steps of one backward, without clipping and without loss
     scaling; docs/training.md says what else cannot be done between backward and step."""
-    speculate: bool = False
-    """The host makes new states of chunks while backward still runs, next to the old ones, where that is faster and the
-    host has memory left; with clipping, loss scaling and accumulation, too. It changes no number. docs/training.md says
-    what else it asks for."""
+    speculate: bool | None = None
+    """The host makes new states of chunks while backward still runs, next to the old ones, in host memory that is left;
+    with clipping, loss scaling and accumulation, too. It changes no number. None: where that shortens the step by more
+    than 1 %, on a device that is no CPU, and leaves the copies of a checkpoint their memory. True: wherever it is
+    faster at all. False: nowhere."""
     clipping: bool | None = None
     """Whether the run clips gradients by their norm, which a step has to read. None: it does, unless
     `step_in_backward`."""
@@ -98,18 +99,22 @@ class SearchRequest:
                     f"{which}_reserve="
                     f"{reserve!r}, or leave out {which}_memory to keep that much back of what is there"
                 )
-        if self.clipping is not None and not isinstance(self.clipping, bool):
-            raise InputTypeError(f"clipping must be True, False or None, got {self.clipping!r}")
-        if self.speculate and self.step_in_backward:
-            raise InputError("speculate keeps the old states, and step_in_backward does not; plan with one of the two")
+        for name in ("clipping", "speculate"):
+            wanted = getattr(self, name)
+            if wanted is not None and not isinstance(wanted, bool):
+                raise InputTypeError(f"{name} must be True, False or None, got {wanted!r}")
         if self.step_in_backward:
-            check_step_in_backward("as built", self.accumulation)
-            if self.clipping:
-                raise InputError(
-                    "clipping needs the norm of all gradients before the first update, and step_in_backward updates "
-                    "before "
-                    "that; plan with one of the two"
-                )
+            self._check_step_in_backward()
+
+    def _check_step_in_backward(self) -> None:
+        if self.speculate:
+            raise InputError("speculate keeps the old states, and step_in_backward does not; plan with one of the two")
+        check_step_in_backward("as built", self.accumulation)
+        if self.clipping:
+            raise InputError(
+                "clipping needs the norm of all gradients before the first update, and step_in_backward updates before "
+                "that; plan with one of the two"
+            )
 
     @classmethod
     def of(cls, asked: SearchRequest | int, **options: Any) -> SearchRequest:

@@ -216,8 +216,15 @@ class Recounter:
                 if chunk.state_home != "device" and self.arrivals[c]
             ]
             amount += min(len(added), 2) * max(added, default=0)
+        amount += sum(self.second_set(c) for c, chunk in enumerate(self.plan.chunks) if chunk.speculates)
         on_disk = [amount for amount in map(self.on_disk, range(len(self.size))) if amount]
         return amount + min(len(on_disk), 2) * max(on_disk, default=0)
+
+    def second_set(self, c: int) -> int:
+        """New states of a shard next to the old ones: with a master, and the weights that are rounded from it."""
+        chunk = self.plan.chunks[c]
+        numel, low = chunk.numel // self.world, ITEMSIZE[chunk.dtype] < FP32_BYTES
+        return self.state_bytes(numel, chunk.dtype) + numel * self.master(chunk.dtype) + self.shard[c] * low
 
     def checkpoint_bytes(self) -> int:
         """Host memory of a machine for copies while a checkpoint is written: what is left, at most two chunks."""

@@ -111,7 +111,8 @@ class Setting:
     fastest."""
     every_in_backward: bool = False
     """If so, whether it does so with all that can be, whatever that takes."""
-    speculate: bool = False
-    """Whether the host may make new states of chunks in backward next to the old ones, with memory that is left."""
+    speculate: bool | None = False
+    """Whether the host may make new states of chunks in backward next to the old ones, with memory that is left; None:
+    where that clearly shortens the step."""
     clipping: bool = True
     """Whether the norm of all gradients is worked out before each step, which clipping needs, and loss scaling."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elixir.search.problem import MemoryModel, Placement
-from elixir.search.propose.candidate import Candidate, everything_resident
+from elixir.search.propose.candidate import NEAR, Candidate, everything_resident
 from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.local_search import EXACTLY, Polish
 from elixir.search.propose.original_elixir import classic_candidates
@@ -27,8 +27,6 @@ SIZES_KEPT = 3
 SIZES_POLISHED = 2
 FEW_CHUNKS = 16
 """Up to so many, all homes are looked at unless they are too many in spite of what can be ruled out."""
-NEAR = 1.01
-"""A plan that takes this many times the fastest one's seconds is as good, as far as rates are known."""
 MOST_WEIGHED = 24
 """Plans whose worst case is simulated, at most."""
 ROUNDING_S = 1e-9

@@ -13,6 +13,9 @@ from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.sizes import SearchSpace
 from elixir.search.simulator import SimulatedCost
 
+NEAR = 1.01
+"""A plan that takes this many times the fastest one's seconds is as good, as far as rates are known."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -57,38 +60,55 @@ def settled(
     return None if most < 0 or blocks < fewest else (placement, blocks)
 
 
-def weigh(model: MemoryModel, placement: Placement, blocks: int, prefetch_depth: int, cost: SimulatedCost) -> Candidate:
+def weigh(
+    model: MemoryModel,
+    placement: Placement,
+    blocks: int,
+    prefetch_depth: int,
+    cost: SimulatedCost,
+    early: frozenset[int] = frozenset(),
+) -> Candidate:
     """The candidate with exactly this placement and block count, which must be legal; but for states that `spilled`
-    puts on the disk, where the search may use it."""
+    puts on the disk, where the search may use it. The chunks `early`, with states on the host, speculate."""
     work, setting, placement = model.work, model.setting, spilled(model, placement)
     schedule = work.schedule(placement.residents, prefetch_depth)
     result = schedule.simulate(blocks)
     moved = traffic(model, placement, schedule, blocks)
-    seconds = cost.estimate(work, placement, result, overlap=setting.overlap)
-    return Candidate(work, placement, result, model.need(placement, blocks), moved, seconds, setting.overlap)
+    seconds = cost.estimate(work, placement, result, overlap=setting.overlap, speculating=early)
+    need = _with_second_sets(model, model.need(placement, blocks), early)
+    return Candidate(work, placement, result, need, moved, seconds, setting.overlap, early)
 
 
 def speculating(space: SearchSpace, best: Candidate, host_bytes: int) -> Candidate:
     """The candidate with those chunks speculating with which its step is shortest, in the host memory that is left.
 
+    No chunk gets another home. Without a wish of the user the candidate stays as it is if its step takes at most `NEAR`
+    times as long: rates are not known well enough to give memory for less.
+
     Args:
         space: it was found in.
         best: the candidate.
-        host_bytes: budget of one machine.
+        host_bytes: of one machine, for the candidate and its second set of states.
     """
     setting = space.setting
-    if not setting.speculate:
+    if setting.speculate is False:
         return best
     model = space.model(best.work.packing.capacity_bytes)
     left = host_bytes - best.need.host_bytes
     chosen, seconds = space.cost.speculating(
         best.work, best.placement, best.schedule, overlap=best.overlap, left_bytes=left, needed=model.second_set_bytes
     )
-    if not chosen:
+    least_gain = 1.0 if setting.speculate else NEAR
+    if not chosen or best.seconds["total"] <= seconds["total"] * least_gain:
         return best
-    undo = sum(model.second_set_bytes[chunk] for chunk in chosen)
-    need = replace(best.need, host_parts={**best.need.host_parts, "undo": undo})
-    return replace(best, need=need, seconds=seconds, speculating=chosen)
+    return replace(best, need=_with_second_sets(model, best.need, chosen), seconds=seconds, speculating=chosen)
+
+
+def _with_second_sets(model: MemoryModel, need: MemoryNeed, early: frozenset[int]) -> MemoryNeed:
+    if not early:
+        return need
+    undo = sum(model.second_set_bytes[chunk] for chunk in early)
+    return replace(need, host_parts={**need.host_parts, "undo": undo})
 
 
 def everything_resident(model: MemoryModel, budget_bytes: int, cost: SimulatedCost) -> Candidate | None:

@@ -216,15 +216,21 @@ class SimulatedCost:
         self._known: WeakKeyDictionary[Workload, Known] = WeakKeyDictionary()
 
     def estimate(
-        self, work: Workload, placement: Placement, schedule: ScheduleResult, *, overlap: bool
+        self,
+        work: Workload,
+        placement: Placement,
+        schedule: ScheduleResult,
+        *,
+        overlap: bool,
+        speculating: frozenset[int] = frozenset(),
     ) -> Mapping[str, float]:
         """Seconds by phase (``forward``, ``backward``, ``optimizer``), busy seconds by resource, and ``total``.
 
         Without `overlap` a gradient that no block holds is waited for; otherwise the runtime's lanes always run while
         compute does, and without prefetch there is little for them to do ahead of it.
         """
-        _, seconds = self._fastest(self._case(work, placement, schedule, overlap=overlap))
-        return seconds
+        case = self._case(work, placement, schedule, overlap=overlap)
+        return self._speculating(case, speculating) if speculating else self._fastest(case)[1]
 
     def in_backward(
         self, work: Workload, placement: Placement, schedule: ScheduleResult, *, overlap: bool
@@ -251,10 +257,7 @@ class SimulatedCost:
             left_bytes: host memory of one machine that is left.
             needed: by chunk, host memory of one machine that it takes.
         """
-        case = replace(
-            self._case(work, placement, schedule, overlap=overlap),
-            speculative_share=OUT_OF_PLACE_SHARE[self._setting.moments],
-        )
+        case = self._case(work, placement, schedule, overlap=overlap)
         later = case.events(case.result.timeline, updated=True)
         best = frozenset[int](), self._seconds(case, case.machine(record=False), later)
         able = can_step(work, placement) - placement.state_on_disk
@@ -263,19 +266,25 @@ class SimulatedCost:
         machine = self._before_step(case)
         homes = {chunk: at_s for chunk, at_s in machine.home_s.items() if chunk in able}
         times = case.times
-        update_s = [seconds * case.speculative_share for seconds in times.host_adam_in_backward_s]
+        share = OUT_OF_PLACE_SHARE[self._setting.moments]
+        update_s = [seconds * share for seconds in times.host_adam_in_backward_s]
         chosen = worth_stepping(homes, machine.now_s, update_s, times.update_order)
         orders = times.update_order, sorted(homes, key=lambda chunk: homes[chunk])
         all_bytes = sum(needed[chunk] for chunk in chosen)
         # Fewer may be better where gradients that are added to others wait on the same lane.
         rooms = [min(left_bytes, all_bytes // part) for part in (1, 2, 4)]
         for chunks in dict.fromkeys(found for room in rooms for found in within(chosen, orders, needed, room)):
-            machine = self._before_step(replace(case, speculating=chunks))
-            machine.restart()
-            seconds = self._seconds(case, machine, later)
+            seconds = self._speculating(case, chunks)
             if seconds["total"] < best[1]["total"]:
                 best = chunks, seconds
         return best
+
+    def _speculating(self, case: Case, chunks: frozenset[int]) -> dict[str, float]:
+        """The step's seconds if these chunks speculate."""
+        share = OUT_OF_PLACE_SHARE[self._setting.moments]
+        machine = self._before_step(replace(case, speculating=chunks, speculative_share=share))
+        machine.restart()
+        return self._seconds(case, machine, case.events(case.result.timeline, updated=True))
 
     def _before_step(self, case: Case) -> Machine:
         """A machine that comes to its first optimizer step."""

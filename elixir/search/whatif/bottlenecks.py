@@ -123,7 +123,7 @@ def request_of(plan: Plan, hardware: HardwareProfile) -> SearchRequest:
         accumulation=plan.accumulation,
         moments=plan.moments,
         step_in_backward=plan.may_step_in_backward,
-        speculate=any(chunk.speculates for chunk in plan.chunks),
+        speculate=None if plan.speculates else False,
         clipping=plan.clipping,
     )
 

@@ -225,7 +225,9 @@ class _Variants:
         schedule = self._model.work.schedule(placement.residents, depth)
         # Below the first the schedule cannot be walked, beyond the second a block would never be used.
         blocks = max(min(wanted_blocks, streamed), schedule.min_blocks)
-        return weigh(self._model, placement, blocks, depth, self._cost)
+        chunks = zip(self._plan.chunks, placement.homes, strict=True)
+        early = frozenset(i for i, (chunk, home) in enumerate(chunks) if chunk.speculates and home.states == "host")
+        return weigh(self._model, placement, blocks, depth, self._cost, early)
 
     def _against(self, other: Candidate) -> Change:
         base, plan = self._base, self._plan

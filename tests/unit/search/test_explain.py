@@ -57,8 +57,10 @@ def found(plan: Plan, trace: StepTrace) -> Explanation:
 
 def with_chunk(plan: Plan, index: int, spot: Spot) -> Plan:
     """The plan with one chunk in another place, as a new plan."""
+    now, stays = plan.chunks[index], spot.states == "host"
     chunk = dataclasses.replace(
-        plan.chunks[index],
+        now,
+        speculates=now.speculates and stays,
         resident=spot.weights == "resident",
         weight_home="host" if spot.weights == "host" else "device",
         state_home=spot.states if spot.states != "none" else ("host" if spot.weights == "host" else "device"),  # type: ignore[arg-type]

@@ -259,7 +259,7 @@ def test_a_searched_plan_is_counted_as_it_was_predicted(stack: StepTrace, world_
 
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_from_the_second_step_on_all_are_the_same(stack: StepTrace, world_size: int) -> None:
-    plan = plan_from_trace(stack, HARDWARE, world_size, device_memory=1 << 40, placement="cpu")
+    plan = plan_from_trace(stack, HARDWARE, world_size, device_memory=1 << 40, placement="cpu", speculate=False)
     first, second, third, tenth = (simulate_step(plan, stack, HARDWARE, steps=steps) for steps in (1, 2, 3, 10))
     assert second == third == tenth
     assert first.step_s < second.step_s

@@ -12,6 +12,7 @@ from elixir.hardware import HardwareProfile
 from elixir.plan import CHECKPOINT_PART, Plan
 from elixir.search import plan_from_trace
 from elixir.search.planner import simple_plan
+from elixir.search.propose.candidate import NEAR
 from elixir.search.replan import correct
 from elixir.search.request import SearchRequest
 from elixir.search.simulator import simulate_step
@@ -44,8 +45,8 @@ def chosen(plan: Plan) -> list[int]:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_is_shorter_for_memory_that_is_left(stack: StepTrace, world_size: int, accumulation: int) -> None:
-    today = planned(stack, world_size, accumulation=accumulation)
-    plan = planned(stack, world_size, accumulation=accumulation, speculate=True)
+    today = planned(stack, world_size, accumulation=accumulation, speculate=False)
+    plan = planned(stack, world_size, accumulation=accumulation)
     assert plan.speculates
     assert not today.speculates
     assert plan.clipping
@@ -60,7 +61,7 @@ def test_a_step_is_shorter_for_memory_that_is_left(stack: StepTrace, world_size:
 
 
 def test_memory_that_is_left_is_never_passed(stack: StepTrace) -> None:
-    today = planned(stack)
+    today = planned(stack, speculate=False)
     need, before_s = today.predicted.host_peak_bytes, today.predicted.seconds["total"]
     need -= today.predicted.host_parts.get(CHECKPOINT_PART, 0)  # takes what is left over
     roomy = planned(stack, speculate=True)
@@ -80,6 +81,38 @@ def test_nothing_is_chosen_that_does_not_pay(stack: StepTrace) -> None:
     assert not roomy.speculates  # all states are on the device
 
 
+@pytest.mark.parametrize("host_adam_numel_per_s", [2.5e8, 5e8, 1e9, 1.2e9, 1.4e9, 1.6e9, 2e9, 4e9])
+def test_without_a_wish_it_takes_a_gain_of_more_than_a_percent(stack: StepTrace, host_adam_numel_per_s: float) -> None:
+    machine = replace(SLOW, host_adam_numel_per_s=host_adam_numel_per_s)
+    never, wherever, plan = (planned(stack, machine=machine, speculate=wish) for wish in (False, True, None))
+    gain = never.predicted.step_s / wherever.predicted.step_s
+    assert gain >= 1
+    assert plan.speculates == (gain > NEAR)
+    best = wherever if plan.speculates else never
+    assert chosen(plan) == chosen(best)
+    assert plan.predicted.step_s == best.predicted.step_s
+    assert [chunk.home for chunk in plan.chunks] == [chunk.home for chunk in never.chunks]
+
+
+def test_without_a_wish_the_cores_of_a_cpu_and_steps_in_backward_are_left_alone(stack: StepTrace) -> None:
+    cpu = replace(SLOW, device_kind="cpu", compute_capability=None)
+    assert not planned(stack, machine=cpu).speculates
+    early = planned(stack, step_in_backward=True)
+    assert not early.speculates
+    assert any(chunk.steps_in_backward for chunk in early.chunks)
+
+
+def test_the_range_is_of_the_step_that_speculates(stack: StepTrace) -> None:
+    plan = planned(stack)
+    assert plan.speculates
+    fastest_s, slowest_s = plan.predicted.range_s or (0.0, 0.0)
+    assert fastest_s <= plan.predicted.step_s <= slowest_s
+    never = planned(stack, speculate=False).predicted.range_s or (0.0, 0.0)
+    assert slowest_s < never[1]
+    assert plan.predicted.fastest_s is not None
+    assert plan.predicted.fastest_s <= plan.predicted.step_s
+
+
 def test_weights_on_the_device_return_after_the_norm(stack: StepTrace) -> None:
     plan = planned(stack, speculate=True)
     chunks = tuple(replace(chunk, resident=True, weight_home="device") for chunk in plan.chunks)
@@ -93,6 +126,13 @@ def test_weights_on_the_device_return_after_the_norm(stack: StepTrace) -> None:
     assert set(made) == set(chosen(plan))
     backward = min(span.start_s for span in spans if span.name == "backward")
     assert all(span.end_s > backward for span in made.values())
+
+
+def test_from_the_second_step_on_all_take_as_long(stack: StepTrace) -> None:
+    plan = planned(stack)
+    first, second, third, tenth = (simulate_step(plan, stack, SLOW, steps=steps).step_s for steps in (1, 2, 3, 10))
+    assert first < second
+    assert [third, tenth] == pytest.approx([second, second], rel=1e-12)
 
 
 def test_a_plan_that_is_made_again_speculates_with_all_that_pay(stack: StepTrace) -> None:
