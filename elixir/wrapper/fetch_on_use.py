@@ -232,8 +232,8 @@ class WeightUses:
             if slot.parameter is parameter and self._gradients.holds(chunk, slot.name):
                 raise InputError(
                     f"{slot.name}.grad is None because its gradient lies sharded at the home of its optimizer states: "
-                    "clip with max_norm= or model.clip_grad_norm_(), step and zero_grad() with the ElixirOptimizer, "
-                    "and "
+                    "clip with max_norm= or model.clip_grad_norm_(), which gives the norm, step and zero_grad() with "
+                    "the ElixirOptimizer, and "
                     "change gradients in a hook (parameter.register_hook)"
                 )
 

@@ -80,6 +80,8 @@ def test_a_dry_run_prepares_nothing() -> None:
     assert accelerator.elixir is None
     assert torch.equal(before, torch.get_rng_state())
     assert not model.lm_head.weight.is_meta
+    with pytest.raises(InputError, match="Adafactor is not elementwise"):
+        accelerator.plan(model, torch.optim.Adafactor(model.parameters()), loader)
 
 
 def test_refusals() -> None:

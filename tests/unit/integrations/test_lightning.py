@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
+from torch.utils.data import DataLoader
 
 import elixir.integrations.lightning as ours
 from elixir.errors import InputError, TraceError
@@ -23,6 +26,66 @@ class Asking(Module):
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         return super().training_step(batch, index) * self.trainer.world_size
+
+
+class Adafactor(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+class Norms(Module):
+    """Logs its gradients' norms, as Lightning's documentation shows it."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, 2))
+
+
+class Two(ByHand):
+    """Two optimizers, stepped by hand."""
+
+    def training_step(self, batch: Any, index: int) -> None:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+        self.log("loss", loss, on_step=True)
+
+    def configure_optimizers(self) -> Any:
+        body, head = self.body.parameters(), self.head.parameters()
+        return torch.optim.AdamW(body, lr=1e-2), torch.optim.AdamW(head, lr=1e-3)
+
+
+class Level(Module):
+    """Logs something that never becomes better."""
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        super().validation_step(batch, index)
+        self.log("level", torch.tensor(1.0))
+
+
+@dataclass
+class Pair:
+    """A batch in which nobody finds tensors who does not know it."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def to(self, device: Any) -> Pair:
+        return self
+
+
+class OfPairs(Module):
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return super().training_step((batch.x, batch.y), index)
+
+
+def pairs(rows: list[Any]) -> Pair:
+    return Pair(torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows]))
+
+
+def by_hand(module: Any, batch: Any) -> None:
+    nn.functional.cross_entropy(module(batch[0]), batch[1]).backward()
 
 
 def callbacks(folder: Path) -> list[Any]:
@@ -62,16 +125,50 @@ def test_a_second_fit_manual_optimization_and_meta(tmp_path: Path) -> None:
     done, _ = fitted(done.strategy.__class__(**ON_HOST), tmp_path, done.strategy.elixir.module.release())
     assert done.logger.plain() == plain.logger.plain()
 
-    def step(module: Any, batch: Any) -> None:
-        nn.functional.cross_entropy(module(batch[0]), batch[1]).backward()
-
     more = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
-    plain, _ = fitted("ddp", tmp_path, ByHand(), **more)
-    done, _ = fitted(ElixirStrategy(step_fn=step, **ON_HOST), tmp_path, ByHand(), **more)
-    assert done.logger.plain() == plain.logger.plain()
+    for kind in (ByHand, Two):
+        plain, _ = fitted("ddp", tmp_path, kind(), **more)
+        done, _ = fitted(ElixirStrategy(step_fn=by_hand, **ON_HOST), tmp_path, kind(), **more)
+        assert done.logger.plain() == plain.logger.plain()
+        assert len(done.strategy.elixir.optimizers) == (2 if kind is Two else 1)
     meta, _ = fitted(ElixirStrategy(init_on_meta=True, **ON_HOST), tmp_path, Late())
     assert [row["val_loss"] for row in meta.logger.rows if "val_loss" in row][-1] < 2
     assert not any(value.is_meta for value in meta.strategy.elixir.module.release().parameters())
+
+
+def test_gradients_are_out_of_reach_and_their_norm_is_logged(tmp_path: Path) -> None:
+    more = {"max_epochs": 1, "val_check_interval": None, "enable_checkpointing": False}
+    with pytest.raises(InputError, match=r"body\.0\.weight\.grad is None .* model\.clip_grad_norm_\(\)"):
+        fitted(ElixirStrategy(**ON_HOST), tmp_path, Norms(), **more)
+    plain, _ = fitted("ddp", tmp_path, Norms(), **more)
+    done, _ = fitted(ElixirStrategy(**ON_HOST), tmp_path, **more)
+    norms = [row["grad_2.0_norm_total"] for row in plain.logger.rows if "loss" in row]
+    found = [row["elixir/grad_norm"] for row in done.logger.rows if "elixir/step_s" in row]
+    assert found == pytest.approx(norms, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_stops_early_and_tests_the_best_weights(tmp_path: Path) -> None:
+    outcomes = []
+    for name, strategy in (("plain", "ddp"), ("ours", ElixirStrategy(**ON_HOST))):
+        keep = ModelCheckpoint(tmp_path / name, "{step}", monitor="val_loss", save_top_k=1)
+        stop = EarlyStopping("level", patience=1)
+        done, module = fitted(strategy, tmp_path, Level(), callbacks=[stop, keep], max_epochs=9)
+        tested = done.test(module, data(8), ckpt_path="best", verbose=False)
+        outcomes.append((done.global_step, done.logger.plain(), Path(keep.best_model_path).name, tested))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0] < 9  # of 27 steps
+
+
+@pytest.mark.slow
+def test_a_batch_of_a_class_of_the_users(tmp_path: Path) -> None:
+    logs = []
+    for strategy in ("ddp", ElixirStrategy(**ON_HOST)):
+        torch.manual_seed(5)
+        made = trainer(strategy, tmp_path)
+        made.fit(OfPairs(), DataLoader(data().dataset, batch_size=4, collate_fn=pairs), data(8))
+        logs.append(made.logger.plain())
+    assert logs[0] == logs[1]
 
 
 @pytest.mark.slow
@@ -94,6 +191,9 @@ def test_a_dry_run_and_refusals(tmp_path: Path) -> None:
         trainer(ElixirStrategy(**ON_HOST), tmp_path, precision="64-true")
     with pytest.raises(InputError, match="StochasticWeightAveraging"):
         fitted(ElixirStrategy(**ON_HOST), tmp_path, callbacks=[StochasticWeightAveraging(1e-2)])
+    with pytest.raises(InputError, match="Adafactor is not elementwise"):
+        other = ElixirStrategy(**ON_HOST)
+        other.dry_run(trainer(other, tmp_path), Adafactor(), train_dataloaders=data())
     with pytest.raises(InputError, match="comes from Trainer"):
         ElixirStrategy(max_norm=1.0)
     with pytest.raises(InputError, match="sync_batchnorm"):

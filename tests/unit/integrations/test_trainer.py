@@ -17,6 +17,7 @@ from transformers import HfArgumentParser, LlamaForCausalLM, Trainer
 from elixir.errors import InputError, InputTypeError, PlanError, TraceError
 from elixir.integrations.transformers import ElixirTrainer, ElixirTrainingArguments, with_elixir
 from elixir.plan import Plan
+from tests.common.early import all_early
 from tests.common.trainers import PLAIN, Trained, arguments, llama, logged, make, rows, train
 
 ROOMY = {"device_memory": "64MiB", "host_memory": "64MiB"}
@@ -26,13 +27,13 @@ PLANS = {
     "on the host": ON_HOST,
     "tight": {**ROOMY, "device_memory": "90KiB"},
 }
-SHORT = {
+SHORT_ARGUMENTS = {
     "num_train_epochs": 1,
-    "samples": 5,
     "eval_strategy": "no",
     "save_strategy": "no",
     "load_best_model_at_end": False,
 }
+SHORT = {**SHORT_ARGUMENTS, "samples": 5}
 
 
 def same(one: Path, other: Path, name: str = "model.safetensors") -> bool:
@@ -60,8 +61,11 @@ def test_logs_predicts_and_saves_what_trainer_does(tmp_path: Path) -> None:
     assert first["elixir/tokens_per_s"] > 0
     assert first["elixir/micro_batches"] == 2
     assert Plan.load(tmp_path / "ours" / "elixir_plan.json").placement == "cpu"
-    assert all(chunk.state_home == "host" for chunk in ours.trainer.elixir.module.plan.chunks)
-    ours.trainer.elixir.module.close()
+    module = ours.trainer.elixir.module
+    assert all(chunk.state_home == "host" for chunk in module.plan.chunks)
+    assert not module.last_report.surprises()  # accumulation is planned for
+    ours.trainer.model.zero_grad()  # the plain model's own, which some callbacks call
+    module.close()
 
 
 @pytest.mark.slow
@@ -100,6 +104,9 @@ def test_a_model_on_meta_is_resumed_with_its_weights(tmp_path: Path) -> None:
 def test_adapters_are_saved_and_equal(tmp_path: Path) -> None:
     plain = train(PLAIN, tmp_path / "plain", lora=True)
     ours = train(ElixirTrainer, tmp_path / "ours", lora=True, elixir=ON_HOST)
+    frozen = [chunk for chunk in ours.trainer.elixir.module.plan.chunks if not chunk.trainable]
+    assert frozen
+    assert any(not chunk.resident for chunk in frozen)
     assert_same(plain, ours)
     assert same(tmp_path / "plain" / "final", tmp_path / "ours" / "final", "adapter_model.safetensors")
     trained = load_file(tmp_path / "ours" / "final" / "adapter_model.safetensors")
@@ -177,6 +184,18 @@ def test_a_step_that_overflows_moves_no_schedule(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_steps_in_backward_without_a_norm(tmp_path: Path) -> None:
+    more = {**SHORT, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1}
+    plain = train(PLAIN, tmp_path / "plain", **more)
+    plan = make(ElixirTrainer, tmp_path, elixir={**ON_HOST, "step_in_backward": True}, **more).plan()
+    all_early(plan).save(tmp_path / "early.json")  # of a tiny model the planner steps no chunk in backward
+    ours = train(ElixirTrainer, tmp_path / "ours", elixir={"plan": str(tmp_path / "early.json")}, **more)
+    assert ours.trainer.elixir.module.plan.steps_in_backward
+    assert [entry.get("loss") for entry in ours.history] == [entry.get("loss") for entry in plain.history]
+    assert same(tmp_path / "plain" / "final", tmp_path / "ours" / "final")
+
+
+@pytest.mark.slow
 def test_a_second_run_and_a_new_model_are_wrapped(tmp_path: Path) -> None:
     trainer = make(ElixirTrainer, tmp_path, elixir=ON_HOST, **SHORT)
     assert trainer.evaluate()["eval_loss"] > 0  # before training: the plain model
@@ -230,6 +249,25 @@ def test_refuses_an_optimizer_that_is_not_elementwise(call: str, tmp_path: Path)
     with pytest.raises(InputError, match="Adafactor is not elementwise"):
         getattr(trainer, call)()
     assert trainer.elixir is None
+
+
+def test_refuses_a_model_on_meta_whose_weights_are_not_there(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        models = llama(), llama(lora=True)
+    trainer, adapters = (make(ElixirTrainer, tmp_path, model=model, elixir=ON_HOST, **SHORT) for model in models)
+    with pytest.raises(InputError, match="evaluation needs weights"):
+        trainer.evaluate()
+    with pytest.raises(InputError, match="adapters cannot be resumed over a base on meta"):
+        adapters._load_from_checkpoint(str(tmp_path))
+
+
+def test_uses_one_gpu_of_several(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = arguments(tmp_path, **SHORT_ARGUMENTS)
+    args._n_gpu = 4
+    with caplog.at_level("WARNING", "elixir"):
+        trainer = make(ElixirTrainer, tmp_path, args=args, elixir=ON_HOST)
+    assert trainer.args.n_gpu == 1
+    assert "4 GPUs are visible, one is used: start one process for each" in caplog.text
 
 
 def test_options_come_from_the_command_line(tmp_path: Path) -> None:
