@@ -191,9 +191,10 @@ def test_a_dry_run_and_refusals(tmp_path: Path) -> None:
         trainer(ElixirStrategy(**ON_HOST), tmp_path, precision="64-true")
     with pytest.raises(InputError, match="StochasticWeightAveraging"):
         fitted(ElixirStrategy(**ON_HOST), tmp_path, callbacks=[StochasticWeightAveraging(1e-2)])
+    other = ElixirStrategy(**ON_HOST)
+    trainer_of_it = trainer(other, tmp_path)
     with pytest.raises(InputError, match="Adafactor is not elementwise"):
-        other = ElixirStrategy(**ON_HOST)
-        other.dry_run(trainer(other, tmp_path), Adafactor(), train_dataloaders=data())
+        other.dry_run(trainer_of_it, Adafactor(), train_dataloaders=data())
     with pytest.raises(InputError, match="comes from Trainer"):
         ElixirStrategy(max_norm=1.0)
     with pytest.raises(InputError, match="sync_batchnorm"):
