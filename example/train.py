@@ -74,7 +74,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device-memory", help="budget of one device, such as 300MiB; what is free by default")
     parser.add_argument("--host-memory", help="budget of the machine; what is free by default")
     parser.add_argument("--disk-memory", help="budget of the machine's disk for optimizer states; none by default")
-    parser.add_argument("--disk-folder", help="a folder on that disk; it is measured first")
+    parser.add_argument("--disk-folder", nargs="+", help="a folder on that disk, or one on each drive; measured first")
     parser.add_argument(
         "--weights-on-meta", action="store_true", help="build on the meta device; no rank ever holds the whole model"
     )
@@ -126,7 +126,7 @@ def main() -> None:
             else measure_briefly(2.0, dtype=dtype, tokens=args.batch * args.seq, hidden=shape.hidden)
         )
         if args.disk_folder:
-            machine = with_disk(machine, args.disk_folder)
+            machine = with_disk(machine, *args.disk_folder)
         plan = optimal_search(
             model,
             ranks,

@@ -19,8 +19,8 @@ from elixir.search.problem import Placement
 from elixir.search.simulator.events import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events, WorkTimes
 
 RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_adam", "refresh", "disk")
-"""After compute the runtime's lanes `fetch`, `offload`, `network`, `host_adam` and `refresh`; it has none for a disk
-yet. Reads and writes are one lane, as they share the drive."""
+"""After compute the runtime's lanes `fetch`, `offload`, `network`, `host_adam`, `refresh` and `disk`. Reads and writes
+are one lane, as they share the drive."""
 COMPUTE, FETCH, OFFLOAD, NETWORK, HOST_ADAM, REFRESH, DISK = RESOURCES
 
 
