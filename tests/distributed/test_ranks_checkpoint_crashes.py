@@ -83,7 +83,7 @@ def _look(rank: int, world_size: int, folder: str, said: int) -> int:
         return int(state["number"])
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(100))
 def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
     folder = tmp_path / "runs"
     outcomes = run_to_end(2, _save_until_killed, str(folder), seed, group_timeout_s=20.0)
