@@ -4,7 +4,7 @@
 
 As `simulated_vs_measured.py`, whose calibration it shares, but the links are as fast as memory, and the disk is the one
 of FOLDER, or emulated at four speeds: those at which all reads and writes of a step would take 0.4 to 2.5 of forward's
-and backward's seconds. Judged are plans with all states on the disk: weights resident, and weights streamed from the
+and backward's seconds, or longer, as the emulated disk is on that of FOLDER and must be the slower one. Judged are plans with all states on the disk: weights resident, and weights streamed from the
 host. The speed of the real disk is measured before anything runs; its case is printed with the others. Run it on a
 quiet machine. Appends to ``results/disk_steps.csv``; fails if a bar is missed.
 """
@@ -40,8 +40,11 @@ from elixir.models import build_shape, default_input, default_step
 from elixir.search.simulator import simulate_step
 from elixir.tracer import trace_step
 
-SHARES = (0.4, 0.9, 1.5, 2.5)
-"""Seconds of all transfers of the disk, over those of forward and backward."""
+SHARES = (0.4, 2.5)
+"""Seconds of all transfers of the fastest emulated disk, and of the slowest, over those of forward and backward."""
+SPEEDS, LEAST_RANGE, SLOWER = 4, 2.0, 0.7
+"""Emulated speeds; the slowest takes at least so many times as long as the fastest, whose speed is at most this part of
+the real disk's."""
 MIXES = ("states on disk", "streamed, states on disk")
 CALIBRATING = ("resident", "streamed")
 MEAN_BAR, WORST_BAR = 0.05, 0.12
@@ -56,6 +59,21 @@ def with_disk_speed(profile: HardwareProfile, bytes_per_s: float | None) -> Hard
     return dataclasses.replace(
         profile, fits=fits, disk_read_bytes_per_s=bytes_per_s, disk_write_bytes_per_s=bytes_per_s
     )
+
+
+def emulated_speeds(moved_bytes: float, compute_s: float, hardware: HardwareProfile) -> list[float]:
+    """Bytes a second of the disks that are emulated, evenly spaced by their ratios.
+
+    Args:
+        moved_bytes: by the disk in a step, both ways.
+        compute_s: seconds of forward and backward.
+        hardware: knows the real disk.
+    """
+    real = 2 / sum(1 / hardware.rate(way).per_s for way in ("disk_read", "disk_write"))
+    fastest = max(SHARES[0], moved_bytes / (SLOWER * real * compute_s))
+    slowest = max(SHARES[1], LEAST_RANGE * fastest)
+    shares = [fastest * (slowest / fastest) ** (index / (SPEEDS - 1)) for index in range(SPEEDS)]
+    return [moved_bytes / (share * compute_s) for share in shares]
 
 
 def work(folder: str, model: str, rounds: int) -> dict[str, Any]:
@@ -75,7 +93,7 @@ def work(folder: str, model: str, rounds: int) -> dict[str, Any]:
     compute_s = median(alone, "forward_s") + median(alone, "backward_s")
     moved = plans[MIXES[0]].predicted.moved_bytes
     both_bytes = moved["disk_read"] + moved["disk_write"]
-    speeds = (*(both_bytes / (share * compute_s) for share in SHARES), None)
+    speeds = (*emulated_speeds(both_bytes, compute_s, hardware), None)
     judged = [(mix, speed) for mix in MIXES for speed in speeds]
     middle = len(judged) // 2
     calibrating = [(name, None) for name in CALIBRATING]
