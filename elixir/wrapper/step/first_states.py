@@ -78,17 +78,26 @@ class FirstStates:
     ) -> None:
         """`step_segments`, in which segments without states get them."""
         new = [(segment, gradient) for segment, gradient in arrived if not optimizer.state.get(segment.weights)]
+        if not new:
+            step_segments(optimizer, segments, arrived, factor)
+            return
         places = {segment.place for segment, _ in new}
         before = _twin(optimizer)
         # What is stepped in pieces takes part with one element, so that the optimizer itself counts the step.
         rest = [(segment, gradient[:1] if segment.place in places else gradient) for segment, gradient in arrived]
         with _of_one_element([segment for segment, _ in new]):
             step_segments(optimizer, segments, rest, factor)
-        self._make_room(optimizer, [segment for segment, _ in new])
-        for segment, gradient in new:
+        # Those that get no states even now need no pieces.
+        at_once = [(segment, gradient) for segment, gradient in new if not optimizer.state.get(segment.weights)]
+        if at_once:
+            whole = [segment for segment, _ in at_once]
+            step_segments(_twin(before, whole), whole, at_once, factor)
+        begun = [(segment, gradient) for segment, gradient in new if optimizer.state.get(segment.weights)]
+        self._make_room(optimizer, [segment for segment, _ in begun])
+        for segment, gradient in begun:
 
             def stepped(piece: Segment, first: int, gradient: torch.Tensor = gradient) -> torch.optim.Optimizer:
-                twin = _twin(before, piece)
+                twin = _twin(before, [piece])
                 step_segments(twin, [piece], [(piece, gradient[first : first + piece.weights.numel()])], factor)
                 return twin
 
@@ -149,14 +158,14 @@ def _of_one_element(segments: Sequence[Segment]) -> Iterator[None]:
             segment.weights.data = data
 
 
-def _twin(optimizer: torch.optim.Optimizer, piece: Segment | None = None) -> torch.optim.Optimizer:
-    """An optimizer without states that has counted what this one has; over a piece, or nothing."""
+def _twin(optimizer: torch.optim.Optimizer, segments: Sequence[Segment] = ()) -> torch.optim.Optimizer:
+    """An optimizer over segments, without states, that has counted what this one has."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     for name, value in optimizer.__dict__.items():
         twin.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
     twin.state = defaultdict(dict)
     twin.param_groups = [
-        {**group, "params": [] if piece is None or index != piece.group else [piece.weights]}
+        {**group, "params": [segment.weights for segment in segments if segment.group == index]}
         for index, group in enumerate(optimizer.param_groups)
     ]
     return twin
