@@ -47,6 +47,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "search_optimality": ("part", "case", "world_size", "device_bytes", "host_bytes"),
     "search_vs_original": ("hardware", "model", "batch", "seq", "device_gib", "world_size"),
     "simulated_vs_measured": ("model", "tokens", "homes", "transfers_over_compute"),
+    "situations": ("situation",),
+    "speculation_simulated": ("model", "tokens", "homes", "transfers_over_compute"),
+    "speculation_speed": ("figure",),
     "trace_speed": ("part", "model", "what", "batch", "seq", "dtype"),
 }
 """File -> the columns that say which case a row measured."""
