@@ -137,7 +137,9 @@ class ParameterAccess:
         self._open: list[tuple[nn.Module, Any]] = []
         self._scripts = _script_functions_announce() if scripts else None
         for module in model.modules():
-            for parameter in module.parameters(recurse=False):
+            for parameter in module._parameters.values():
+                if parameter is None:
+                    continue
                 wanted = parameters is None or parameter in parameters
                 if wanted and not isinstance(parameter, TrackedParameter):
                     self._classes.append((parameter, parameter.__class__))

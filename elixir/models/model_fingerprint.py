@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -22,21 +24,26 @@ def fingerprint(model: nn.Module) -> str:
     # Identity is only a key here, never an order: dicts keep the order of `named_parameters`.
     names: dict[int, list[str]] = {}
     layout: dict[int, tuple[list[int], bool]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if is_lazy(param):
-            raise _lazy(name)
-        names.setdefault(id(param), []).append(name)
-        layout[id(param)] = (list(param.shape), param.requires_grad)
+    modules = list(model.named_modules(remove_duplicate=False))
+    for prefix, module in modules:
+        for own, param in module._parameters.items():
+            if param is None:
+                continue
+            name = f"{prefix}.{own}" if prefix else own
+            if is_lazy(param):
+                raise _lazy(name)
+            names.setdefault(id(param), []).append(name)
+            layout[id(param)] = (list(param.shape), param.requires_grad)
     parameters = [(first, *layout[key], aliases) for key, (first, *aliases) in names.items()]
-    return digest(parameters, _persistent_buffers(model))
+    return digest(parameters, _persistent_buffers(modules))
 
 
-def _persistent_buffers(model: nn.Module) -> list[tuple[str, list[int]]]:
+def _persistent_buffers(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, list[int]]]:
     found = []
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+    for prefix, module in modules:
+        for name, buffer in module._buffers.items():
             # torch has no public query for this, and `state_dict()` would run hooks that may gather full weights.
-            if name in module._non_persistent_buffers_set:
+            if buffer is None or name in module._non_persistent_buffers_set:
                 continue
             full_name = f"{prefix}.{name}" if prefix else name
             if is_lazy(buffer):

@@ -67,8 +67,7 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     twin = observed.twin
     alive = ledger.alive_at(peak)
     last = alive[-1] if alive else None
-    distinct = dict.fromkeys(operation for use in order.uses for operation in use.operations)
-    operations = {operation: index for index, operation in enumerate(distinct)}
+    operations, numbers = _distinct(order)
     return StepTrace(
         model_name=observed.model_name,
         model_fingerprint=observed.model_fingerprint,
@@ -91,7 +90,7 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         peak_contributors=_contributors(alive),
         # A gradient that is still summed up is with autograd; a plan counts it from the event at which it is complete.
         operations=tuple(operations),
-        accesses=_accesses(order, other + ledger.incomplete_gradients()[:end], operations),
+        accesses=_accesses(order, other + ledger.incomplete_gradients()[:end], numbers),
         curve=_samples(curve, order, observed, state_bytes),
         operators=observed.operators,
         checkpointed_modules=order.checkpointed(),
@@ -105,7 +104,21 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
 
 def _records_before(ledger: Ledger, position: int) -> int:
     """How many records were born before a log position."""
-    return sum(1 for entry in ledger.log[:position] if entry >= 0)
+    return int(np.count_nonzero(np.asarray(ledger.log[:position]) >= 0))
+
+
+def _distinct(order: UseOrder) -> tuple[dict[Operation, int], dict[int, int]]:
+    """Each different operation and its number, and that number by the object's identity.
+
+    What a repeated operator costs is mostly the same object, and an identity is found sooner than four fields.
+    """
+    operations: dict[Operation, int] = {}
+    numbers: dict[int, int] = {}
+    for use in order.uses:
+        for operation in use.operations:
+            if id(operation) not in numbers:
+                numbers[id(operation)] = operations.setdefault(operation, len(operations))
+    return operations, numbers
 
 
 def _parameters(twin: Twin, order: UseOrder) -> tuple[ParamInfo, ...]:
@@ -123,13 +136,14 @@ def _parameters(twin: Twin, order: UseOrder) -> tuple[ParamInfo, ...]:
     )
 
 
-def _accesses(order: UseOrder, other: Int64Array, operations: Mapping[Operation, int]) -> tuple[Access, ...]:
+def _accesses(order: UseOrder, other: Int64Array, numbers: Mapping[int, int]) -> tuple[Access, ...]:
     starts = np.minimum([use.log_position for use in order.uses], len(other) - 1)
     starts[0] = 0  # what comes before the first use belongs to it
     # A use begins with what the one before left alive, hence one entry earlier.
     begins = np.maximum(starts - 1, 0)
     ends = np.append(starts[1:], len(other))
-    highest = [int(np.max(other[b : max(e, b + 1)])) for b, e in zip(begins, ends, strict=True)]
+    # The highest from every first to every second position of a pair; one entry more, as a position must lie inside.
+    highest = np.maximum.reduceat(np.append(other, 0), np.stack((begins, ends), axis=1).ravel())[::2].tolist()
     return tuple(
         Access(
             phase=use.phase,
@@ -137,7 +151,7 @@ def _accesses(order: UseOrder, other: Int64Array, operations: Mapping[Operation,
             pin_until=use.pin_until,
             module=use.module,
             operator=use.operator,
-            operations=tuple(operations[operation] for operation in use.operations),
+            operations=tuple([numbers[id(operation)] for operation in use.operations]),
             live_bytes=live,
         )
         for use, live in zip(order.uses, highest, strict=True)

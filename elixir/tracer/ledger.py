@@ -102,7 +102,11 @@ class Ledger:
 
     def find(self, tensor: torch.Tensor) -> StorageRecord | None:
         """The record of the tensor's storage, if it is followed."""
-        ref = self._live.get(tensor.untyped_storage()._cdata)
+        return self.at(tensor.untyped_storage()._cdata)
+
+    def at(self, storage: int) -> StorageRecord | None:
+        """The record of the storage of this number (`elixir.access.storage_of`), if it is followed."""
+        ref = self._live.get(storage)
         return None if ref is None else ref.record
 
     def add(self, tensor: torch.Tensor, kind: Kind, module: str, operator: Any, copies: int = 1) -> StorageRecord:
@@ -149,10 +153,11 @@ class Ledger:
     def incomplete_gradients(self) -> Int64Array:
         """Bytes of gradients that autograd still adds to, after every entry of the log."""
         change = np.zeros(len(self.log) + 1, dtype=np.int64)
-        for position, entry in enumerate(self.log):
-            if entry >= 0 and self.records[entry].complete_at > position:
-                change[position] += self.records[entry].nbytes
-                change[self.records[entry].complete_at] -= self.records[entry].nbytes
+        born_at = np.flatnonzero(np.asarray(self.log) >= 0)
+        for record in self.records:
+            if record.complete_at and record.complete_at > born_at[record.index]:
+                change[born_at[record.index]] += record.nbytes
+                change[record.complete_at] -= record.nbytes
         incomplete: Int64Array = np.cumsum(change[:-1])
         return incomplete
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -78,7 +78,12 @@ def product_class(rows: int, inner: int, columns: int) -> OperatorKind:
 
 def passing(tensor: torch.Tensor, moved_bytes: int) -> Operation:
     """An operator that only reads and writes, such as a sum in place."""
-    return Operation("elementwise", dtype_name(tensor.dtype), 0, moved_bytes)
+    return _passing(tensor.dtype, moved_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _passing(dtype: torch.dtype, moved_bytes: int) -> Operation:
+    return Operation("elementwise", dtype_name(dtype), 0, moved_bytes)
 
 
 @cache

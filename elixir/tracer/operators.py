@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from elixir.access import storage_of
 from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import TopDispatch
@@ -115,6 +116,7 @@ class Traits:
         "needs_values",
         "one_dtype",
         "rewrites_first",
+        "views",
         "written",
     )
 
@@ -127,6 +129,7 @@ class Traits:
             if argument.alias_info is not None
         ]
         self.category = Category.MUTATES if schema.is_mutable else Category.VIEW if aliased else Category.PLAIN
+        self.views = self.category is Category.VIEW
         self.written = tuple((position, name) for position, name, is_write in aliased if is_write)
         """(position, name) of the arguments that it writes to."""
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -205,7 +208,7 @@ class Arguments:
     There is no key where shape propagation may depend on more than that.
     """
 
-    __slots__ = ("all_meta", "key", "tensors")
+    __slots__ = ("all_meta", "key", "storages", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -217,11 +220,16 @@ class Arguments:
                 parts.append(name)
                 cacheable = self._scan((kwargs[name],), parts) and cacheable
         self.key: tuple[Any, ...] | None = tuple(parts) if cacheable and self.all_meta else None
+        self.storages = [storage_of(tensor) for tensor in self.tensors]
 
     def _scan(self, items: Any, parts: list[Any]) -> bool:
         cacheable = True
         for item in items:
-            if isinstance(item, torch.Tensor):
+            kind = type(item)
+            if kind in _ATOMS:
+                # 1, 1.0 and True are equal as keys, and mean different result types
+                parts.append((kind, item))
+            elif isinstance(item, torch.Tensor):
                 self.tensors.append(item)
                 if not item.is_meta:
                     self.all_meta = False
@@ -229,13 +237,10 @@ class Arguments:
                     continue
                 dtype = item.dtype
                 # Only complex tensors, and parts of them, can be views that conjugate or negate what they show.
-                if item.layout is not _STRIDED or dtype.is_complex or item.is_neg() or not _is_plain(type(item)):
+                if item.layout is not _STRIDED or dtype.is_complex or item.is_neg() or not _is_plain(kind):
                     cacheable = False
                     continue
                 parts.append((item.shape, item.stride(), dtype))
-            elif type(item) in _ATOMS:
-                # 1, 1.0 and True are equal as keys, and mean different result types
-                parts.append((type(item), item))
             elif isinstance(item, (list, tuple)):
                 parts.append(len(item))
                 cacheable = self._scan(item, parts) and cacheable

@@ -116,6 +116,21 @@ class UseOrder:
         marks, modules = self._marks
         return modules[bisect.bisect_right(marks, node._sequence_nr()) - 1]
 
+    def place(self) -> tuple[Phase, str, int]:
+        """Phase, module, and number of the autograd node that runs now: -1 where it runs a module again or none does.
+
+        As `phase` and `module`, at once.
+        """
+        phase = self.phase()
+        if phase != "backward":
+            return phase, self._scopes[-1].module if self._scopes else "", -1
+        node = current_autograd_node()
+        if node is None:
+            return phase, "", -1
+        number = int(node._sequence_nr())
+        marks, modules = self._marks
+        return phase, modules[bisect.bisect_right(marks, number) - 1], number
+
     def innermost(self) -> object:
         """Something that stays the same object while one call of the innermost module lasts."""
         return self._scopes[-1] if self._scopes else None
@@ -138,8 +153,8 @@ class UseOrder:
         else:
             self._outside.update(indices)
 
-    def reached(self, tensors: Iterable[torch.Tensor], operator: OpOverload) -> None:
-        """An operator is about to run. Weights that it reads and no torch function has announced are used here.
+    def reached(self, storages: Iterable[int], operator: OpOverload) -> None:
+        """An operator is about to run on storages. Weights there that no torch function has announced are used here.
 
         TorchScript, `torch.vmap` and compiled extensions call operators so; the runtime sees them through
         `elixir.access.placeholders`.
@@ -147,8 +162,8 @@ class UseOrder:
         if self._finished:
             return
         unseen: dict[int, None] = {}
-        for tensor in tensors:
-            index = self._storages.get(storage_of(tensor))
+        for storage in storages:
+            index = self._storages.get(storage)
             if index is not None and not self._is_announced(index):
                 unseen[index] = None
         if unseen:

@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
         if op.lengths_in_tensors:
             func, args = self._lengths_as_numbers(*LENGTHS_IN_TENSORS[func], args)
             op = traits(func)
-        if op.category is Category.VIEW:
+        if op.views:
             return func(*args, **kwargs)
         if func is aten.add.Tensor and accumulates_in_place(args, depth=2):
             self._order.cost(passing(args[0], 3 * args[0].nbytes))
@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):
             value = self._shadows.real(args[0])
             return unknown_number(args[0]) if value is None else value.item()
         arguments = Arguments(args, kwargs)
-        self._order.reached(arguments.tensors, func)
+        self._order.reached(arguments.storages, func)
         if func is aten._to_copy.default and args[0].device.type == "meta" and _names_host(kwargs.get("device")):
             return self._to_host(func, args, kwargs)
         if op.needs_values and (func is not aten.index.Tensor or _indexes_by_mask(args)):
@@ -138,11 +138,9 @@ class Recorder(TorchDispatchMode):
         real = bool(tensors) and tensors[0].device.type != "meta"
         if real and not self._target.counts_host_tensors:
             return result
-        phase = self._order.phase()
-        module = self._order.module(phase)
+        phase, module, node = self._order.place()
         if op.matrix_product:
             self._hold_workspace(phase == "forward", module, func)
-        node = current_node_number() if phase == "backward" else -1
         for tensor in tensors:
             copies = self.copies.get(tensor.shape, 1) if self.copies else 1
             self._ledger.add(tensor, self.new_kind, module, func, copies).node = node
@@ -269,9 +267,9 @@ class Recorder(TorchDispatchMode):
     def _may_be_known(self, op: Traits, arguments: Arguments, outputs: list[Any]) -> bool:
         if not arguments.tensors or op.constant_like:
             return any(not t.is_floating_point() or t.numel() <= MAX_EAGER_SHADOW_NUMEL for t in outputs)
-        for tensor in arguments.tensors:
-            if tensor.device.type == "meta":
-                record = self._ledger.find(tensor)
+        for tensor, storage in zip(arguments.tensors, arguments.storages, strict=True):
+            if tensor.is_meta:
+                record = self._ledger.at(storage)
                 if record is None or record.shadow is None:
                     return False
         return True

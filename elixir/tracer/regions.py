@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from elixir.torch_private import DisableTorchFunction
+
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
 
@@ -66,6 +68,16 @@ class HostRandom:
                 self.generator.set_state(present)
 
         return again
+
+
+def _unseen(function: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """`function`, which asks each saved tensor for its metadata, unseen by the mode that hears of torch functions."""
+
+    def unseen(tensor: torch.Tensor) -> Any:
+        with DisableTorchFunction():
+            return function(tensor)
+
+    return unseen
 
 
 @functools.cache
@@ -127,5 +139,8 @@ class CheckpointedRegions:
             if "fn" in cells and "preserve_rng_state" in cells:
                 cells["fn"].cell_contents = self._random.replaying(cells["fn"].cell_contents)
                 cells["preserve_rng_state"].cell_contents = False
+            region = names.get("new_frame")
+            if region is not None and hasattr(region, "metadata_fn"):
+                region.metadata_fn = _unseen(region.metadata_fn)
         self._count_state(state)
         return True

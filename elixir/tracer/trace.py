@@ -150,12 +150,12 @@ def trace_step(  # noqa: PLR0913 - a public entry point
 def _run_step(
     twin: Twin, inp: dict[Any, Any], step_fn: StepFn, recorder: Recorder, order: UseOrder, ledger: Ledger
 ) -> None:
-    access = ParameterAccess(twin.model, order, scripts=False)
-    handles = [
+    handles = [  # before the parameters announce what they are asked
         parameter.register_post_accumulate_grad_hook(order.gradient_ready)
         for parameter in twin.parameters
         if parameter.requires_grad
     ]
+    access = ParameterAccess(twin.model, order, scripts=False)
     try:
         with recorder:
             step_fn(twin.model, inp)
