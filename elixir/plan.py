@@ -27,6 +27,7 @@ from elixir.chunk_plan import (
     itemsize_of,
 )
 from elixir.errors import ArtifactError, InputError
+from elixir.hardware import preset_names
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, check_adam, extent_bytes, moments_size
 from elixir.schedule import StepSchedule, required_chunks
 from elixir.step_trace import StepShape
@@ -415,7 +416,7 @@ class Plan(Artifact):
         if share is not None:
             parts.append(f"{predicted.flops_per_s / 1e12:.3g} TFLOP/s a device, {100 * share:.0f} % of its peak")
         hosted = any(chunk.trainable and chunk.state_home != "device" for chunk in self.chunks)
-        if hosted and self.host_threads is None:
+        if hosted and self.host_threads is None and self.hardware_name in preset_names():
             parts.append("threads of the host not known")
         return "".join(f"; {part}" for part in parts)
 

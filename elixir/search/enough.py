@@ -27,6 +27,9 @@ class Tries(Protocol):
     def has_room(self, trace: StepTrace, request: SearchRequest) -> bool:
         """Whether all memory together holds weights and states, whatever a batch takes."""
 
+    def least_host_bytes(self, trace: StepTrace, request: SearchRequest) -> int | None:
+        """Host memory of a machine for a plan with overlap and chunks of a sensible size; None where none is enough."""
+
     def plan(self, trace: StepTrace, request: SearchRequest, *, briefly: bool) -> Plan | None:
         """The plan; None where nothing fits. `briefly`, without the sizes that are tried when nothing else fits."""
 
@@ -52,7 +55,7 @@ def with_what_suffices(
         budgets: what it came to.
         tries: plans with each change.
     """
-    changes = [*_of_the_job(trace, request), *_of_the_machine(error, hardware, request, budgets)]
+    changes = [*_of_the_job(trace, request), *_of_the_machine(error, trace, hardware, request, budgets, tries)]
     tried = {change: _step_s(change, trace, hardware, request, tries) for change in changes}
     enough = {change: step_s for change, step_s in tried.items() if step_s is not None}
     if not enough:
@@ -65,7 +68,12 @@ def with_what_suffices(
         for c, step_s in enough.items()
     ]
     settled = {name for change in tried for name, _ in change.options}
-    rest = [lever for lever in error.levers if lever.argument not in settled]
+    fewer_bits = any(change.kinds == ("moments",) for change in enough)
+    rest = [
+        replace(lever, comes_last=lever.comes_last or (fewer_bits and lever.argument == "disk_memory"))
+        for lever in error.levers
+        if lever.argument not in settled
+    ]
     short = [
         Lever(change.action, 0, argument=change.options[0][0], options=change.options, enough=False)
         for change in tried
@@ -95,12 +103,22 @@ def _of_the_job(trace: StepTrace, request: SearchRequest) -> list[Change]:
 
 
 def _of_the_machine(
-    error: PlanError, hardware: HardwareProfile, request: SearchRequest, budgets: Budgets
+    error: PlanError,
+    trace: StepTrace,
+    hardware: HardwareProfile,
+    request: SearchRequest,
+    budgets: Budgets,
+    tries: Tries,
 ) -> Iterator[Change]:
-    """More of what is short, as far as one can ask for it, and twice the ranks."""
+    """More of what is short, as far as one can ask for it, and twice the ranks.
+
+    Of the host, as much as a plan with overlap needs: the least of all without it is hardly less, and makes slow steps.
+    """
     needed = readable_bytes(error.needed_bytes, up=True).replace(" ", "")
     lacks_device = error.available_bytes == budgets.device_bytes and error.available_bytes != budgets.host_bytes
     if not lacks_device:
+        with_overlap = tries.least_host_bytes(trace, request) or 0
+        needed = readable_bytes(max(with_overlap, error.needed_bytes), up=True).replace(" ", "")
         yield Change(("machine",), "give the host more memory", (("host_memory", needed),), _sized("host", needed))
     elif error.needed_bytes <= hardware.device_memory_bytes - CUDA_CONTEXT_BYTES or hardware.device_kind == "cpu":
         action = "let the plan have more of the device"

@@ -138,8 +138,8 @@ def _host_levers(case: Case, budgets: Budgets, least: _Least, settled: Collectio
     on_disk = replace(case, setting=replace(case.setting, spill=disk))
     saved = least.bytes - _least_host(on_disk, budgets.device_bytes).bytes
     if saved > 0:
-        instead = moments_instead(case, budgets)
-        yield Lever(_disk_action(case), saved, argument="disk_memory", comes_last=instead is not None)
+        instead = "moments" not in settled and moments_instead(case, budgets) is not None
+        yield Lever(_disk_action(case), saved, argument="disk_memory", comes_last=instead)
     if case.request.placement == "cpu":
         saved = least.bytes - _least_host(_asking(case, placement="auto"), budgets.device_bytes).bytes
         if saved > 0:

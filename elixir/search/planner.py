@@ -87,6 +87,15 @@ class PlannerTries(Tries):
         setting = setting_for(trace, self._hardware, request)
         return not lacks_room(trace, setting, _budgets(self._hardware, request))
 
+    def least_host_bytes(self, trace: StepTrace, request: SearchRequest) -> int | None:
+        if request.placement != "auto" or request.search != "optimal" or not request.overlap:
+            return None
+        space = SearchSpace(trace, self._hardware, setting_for(trace, self._hardware, request))
+        none = replace(_budgets(self._hardware, request), host_bytes=0)
+        found = find_best(space, none, space.sizes(outsized=True), PREFETCH_DEPTH, briefly=True)
+        nearest = found.best or found.least_host
+        return None if nearest is None else nearest.need.host_bytes
+
     def plan(self, trace: StepTrace, request: SearchRequest, *, briefly: bool) -> Plan | None:
         setting, budgets = setting_for(trace, self._hardware, request), _budgets(self._hardware, request)
         if lacks_room(trace, setting, budgets) or lacks_device(trace, budgets):

@@ -249,7 +249,7 @@ class _Trials:
         """The homes that need least of the host, where all can be looked at."""
         if not self.few_chunks:
             return
-        found = Polish(self.model, self.budgets, self.space.cost).least_host(depth)
+        found = Polish(self.model, self.budgets, self.space.cost).least_host(depth, self.found.most_host_bytes)
         if found is not None:
             self._take([found])
 

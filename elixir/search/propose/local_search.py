@@ -55,7 +55,7 @@ class Polish:
 
     def all(self, best: Candidate | None, depths: Sequence[int]) -> Candidate | None:
         """The best of all homes and depths; if there are too many, less than that, and maybe only `best`."""
-        codes = self._branches(best)
+        codes = self._branches(best, self.budgets.host_bytes)
         if codes is None:
             return best
         look = self.variants.look(codes, self.budgets.device_bytes)
@@ -70,9 +70,10 @@ class Polish:
                     best = found
         return best
 
-    def least_host(self, depth: int) -> Candidate | None:
-        """The homes that need least of the host; None where nothing fits the device, or too much is to be tried."""
-        codes = self._branches(None, any_host=True)
+    def least_host(self, depth: int, most_host_bytes: int) -> Candidate | None:
+        """The homes that need least of the host, and no more than so much; None where none do and fit the device, or
+        too much is to be tried."""
+        codes = self._branches(None, most_host_bytes)
         if codes is None:
             return None
         look = self.variants.look(codes, self.budgets.device_bytes)
@@ -84,7 +85,7 @@ class Polish:
                 return found
         return None
 
-    def _branches(self, best: Candidate | None, *, any_host: bool = False) -> Codes | None:
+    def _branches(self, best: Candidate | None, most_host_bytes: int) -> Codes | None:
         """All variants that may be allowed and better than `best`; None where that takes more than `LOOKS`.
 
         Chunk after chunk, the largest first, gets all its homes; what the chunks so far rule out is left out at once.
@@ -100,7 +101,7 @@ class Polish:
             if looks > LOOKS:
                 return None
             look = self.variants.look(codes, self.budgets.device_bytes, np.array(order[:count]))
-            codes = codes[self._may_be(look, best, any_host=any_host)]
+            codes = codes[self._may_be(look, best, most_host_bytes)]
         back = np.argsort(order)
         return np.ascontiguousarray(codes[:, back])
 
@@ -173,18 +174,16 @@ class Polish:
             found[np.arange(len(changes)), list(chunks)] = others
         return found
 
-    def _may_be(self, look: Look, best: Candidate | None, *, any_host: bool = False) -> npt.NDArray[np.bool_]:
+    def _may_be(self, look: Look, best: Candidate | None, most_host_bytes: int) -> npt.NDArray[np.bool_]:
         """Which may be allowed, and better than the best."""
-        good = look.blocks >= 0
-        if not any_host:
-            good &= look.host_bytes <= self.budgets.host_bytes
+        good = (look.blocks >= 0) & (look.host_bytes <= most_host_bytes)
         if best is not None:
             good &= look.floor_s <= best.seconds["total"] * EXACTLY
         return np.asarray(good, dtype=bool)
 
     def _promising(self, look: Look, best: Candidate | None) -> list[int]:
         """Rows that may be allowed and better than the best, the most promising first."""
-        rows: Ints = np.flatnonzero(self._may_be(look, best))
+        rows: Ints = np.flatnonzero(self._may_be(look, best, self.budgets.host_bytes))
         # Rounded, so that the last bits of a sum, which machines may give differently, do not put equal ones in order.
         floors_s = np.round(look.floor_s[rows], DECIMALS)
         order: list[int] = rows[np.argsort(floors_s, kind="stable")].tolist()

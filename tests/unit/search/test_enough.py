@@ -64,6 +64,27 @@ def test_what_was_tried_in_vain_says_so_and_comes_last(trace: StepTrace) -> None
     assert "moments='8bit' (not enough alone)" in str(error)
 
 
+def test_as_much_of_the_host_is_advised_as_a_plan_with_overlap_needs(trace: StepTrace) -> None:
+    error = refusal(trace, device_memory=600 * MIB, host_memory=900 * MIB)
+    asked = dict(next(lever.options for lever in error.levers if lever.argument == "host_memory"))["host_memory"]
+    advised, least = (
+        plan_from_trace(trace, MACHINE, 1, device_memory=600 * MIB, host_memory=memory).predicted
+        for memory in (asked, error.needed_bytes)
+    )
+    assert advised.host_peak_bytes <= 1.05 * least.host_peak_bytes
+    assert advised.step_s < 0.95 * least.step_s
+
+
+def test_threads_are_said_to_be_unknown_of_a_named_host_alone(trace: StepTrace) -> None:
+    here = replace(MACHINE, name="measured-briefly", measured_at="2026-01-31")
+    of_preset, of_measured = (
+        str(plan_from_trace(trace, machine, 1, device_memory=700 * MIB, host_memory=8 * GIB))
+        for machine in (MACHINE, here)
+    )
+    assert "threads of the host not known" in of_preset
+    assert "threads" not in of_measured
+
+
 def test_levers_of_a_plan_are_plans(trace: StepTrace) -> None:
     made = plan_from_trace(trace, MACHINE, 1, device_memory=GIB, host_memory=8 * GIB)
     levers = made.levers()
