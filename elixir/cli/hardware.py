@@ -28,7 +28,8 @@ def run_hardware(args: argparse.Namespace) -> int:
         if args.disk_folder:
             from elixir.microbench.disk import check_folder
 
-            check_folder(args.disk_folder, quick=args.quick)
+            for folder in args.disk_folder:
+                check_folder(folder, quick=args.quick)
         with joined() as ranks:
             profile = _measure(args, ranks)
         if ranks.rank != 0:

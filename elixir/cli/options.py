@@ -227,7 +227,9 @@ FLAGS: dict[str, Flag] = {
         "with --show: fold the seconds of a run's steps into the profile (JSON of report.to_dict(), or a list)", "FILE"
     ),
     "--quick": _switch("with --measure: fewer and smaller runs"),
-    "--disk-folder": _flag("with --measure: also measure the disk that DIR is on", "DIR"),
+    "--disk-folder": _flag(
+        "with --measure: also measure the disk that DIR is on; several: their drives together", "DIR", nargs="+"
+    ),
     "--no-spawn": _switch("with --measure: without torchrun, start no ranks for collectives"),
     # Checkpoints.
     "action": _flag("what to do", None, choices=("show", "verify", "export", "prune")),

@@ -35,17 +35,17 @@ LONGEST_S = 1.0
 """No amount that would take longer is tried, once there are enough for a fit."""
 
 
-def disk_jobs(bench: Bench, folder: str | os.PathLike[str]) -> list[Job]:
-    """Writing to the disk that `folder` is on, and reading from it, by one process.
+def disk_jobs(bench: Bench, *folders: PathLike) -> list[Job]:
+    """Writing to the disk that a folder is on, and reading from it, by one process; or several drives together.
 
     Raises:
-        InputError: the folder is none, cannot be written, or has too little room.
+        InputError: a folder is none, cannot be written, or has too little room.
     """
-    path = check_folder(folder, quick=bench.quick)
-    return [Job("disk, written and read", KEYS, lambda: disk_series(bench, path))]
+    paths = [check_folder(folder, quick=bench.quick) for folder in folders]
+    return [Job("disk, written and read", KEYS, lambda: disk_series(bench, *paths))]
 
 
-def check_folder(folder: str | os.PathLike[str], *, quick: bool = False) -> Path:
+def check_folder(folder: PathLike, *, quick: bool = False) -> Path:
     """`folder`, after making sure that a file can be made there and that there is room; `InputError` otherwise."""
     path, needed = Path(folder), FILE_BYTES[quick]
     if not path.is_dir():
@@ -66,9 +66,9 @@ def check_folder(folder: str | os.PathLike[str], *, quick: bool = False) -> Path
     return path
 
 
-def free_disk_bytes(folder: str | os.PathLike[str]) -> int:
-    """Bytes that are free to this user on the disk of `folder`."""
-    return FILES.free_bytes(folder)
+def free_disk_bytes(*folders: PathLike) -> int:
+    """Bytes that are free to this user for extents, which take as much of the drive of each folder."""
+    return len(folders) * min(FILES.free_bytes(folder) for folder in folders)
 
 
 def disk_series(bench: Bench, *folders: Path) -> list[Series]:
@@ -114,8 +114,7 @@ def with_disk(profile: HardwareProfile, *folders: PathLike) -> HardwareProfile:
         amount, seconds = series[way].points[-1]
         rates[f"{way}_bytes_per_s"] = amount / seconds
     sources = {name: series[name.removesuffix("_bytes_per_s")].how for name in rates}
-    free = len(paths) * min(free_disk_bytes(path) for path in paths)  # extents take as much of each
-    return replace(profile, **rates, disk_free_bytes=free, sources={**profile.sources, **sources})
+    return replace(profile, **rates, disk_free_bytes=free_disk_bytes(*paths), sources={**profile.sources, **sources})
 
 
 def _in_turn(move: Callable[[int, int], None], amount: int, file_bytes: int) -> Callable[[], object]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from elixir.errors import RankError
+from elixir.files import PathLike
 from elixir.hardware import HardwareProfile, cpu_name, total_host_bytes
 from elixir.microbench.adam import adam_jobs, all_threads_jobs, compute_threads, thread_counts
 from elixir.microbench.collectives import collective_jobs
@@ -37,7 +38,7 @@ def measure(
     *,
     ranks: Ranks | None = None,
     start_ranks: bool = False,
-    disk_folder: str | os.PathLike[str] | None = None,
+    disk_folder: PathLike | Sequence[PathLike] | None = None,
 ) -> HardwareProfile:
     """Measure this machine: its first CUDA device, or its CPU as the device if it has none.
 
@@ -56,7 +57,7 @@ def measure(
         start_ranks: without `ranks`, on a machine without CUDA, start two processes for that. They import the caller's
             main module, which must be safe to import.
         disk_folder: also measure the disk that this folder is on, past the page cache, with a file of half a GiB
-            (`quick`: 32 MiB) that is gone afterwards. None: the profile knows no disk.
+            (`quick`: 128 MiB) that is gone afterwards; several: their drives together. None: the profile knows no disk.
 
     Raises:
         InputError: something a profile cannot do without could not be measured, or the folder cannot be used.
@@ -67,8 +68,9 @@ def measure(
     start_ranks = start_ranks and together.size == 1 and device.type == "cpu"
     first = together.rank == 0
     alone = alone_jobs(Bench(device, quick)) if first else []
-    if first and disk_folder is not None:
-        alone += disk_jobs(Bench(device, quick), disk_folder)
+    folders = [disk_folder] if isinstance(disk_folder, (str, os.PathLike)) else list(disk_folder or ())
+    if first and folders:
+        alone += disk_jobs(Bench(device, quick), *folders)
     shared = rank_jobs(Bench(device, quick, together))
     count = len(alone) + len(shared) + start_ranks
     tell = progress if first else None
@@ -85,7 +87,7 @@ def measure(
         for result in results:
             if result.fit is None:
                 logger.warning("no fit for %s, left out of the profile: %s", result.key, result.problem)
-    profile: HardwareProfile = together.share(_profile(device, results, disk_folder, quick) if first else None)
+    profile: HardwareProfile = together.share(_profile(device, results, folders, quick) if first else None)
     return profile
 
 
@@ -123,7 +125,7 @@ def measured_by_ranks(ranks: Ranks, device: torch.device, quick: bool) -> list[M
 
 
 def _profile(
-    device: torch.device, results: Sequence[Measured], disk_folder: str | os.PathLike[str] | None, quick: bool
+    device: torch.device, results: Sequence[Measured], disk_folders: Sequence[PathLike], quick: bool
 ) -> HardwareProfile:
     found = {result.key: result for result in results}
     if device.type == "cpu":
@@ -142,15 +144,15 @@ def _profile(
         "host_adam_numel_per_s": found[f"host_adam.{thread_counts()[-1]}"],
         "device_adam_numel_per_s": found["device_adam"],
     }
-    if disk_folder is not None:
+    if disk_folders:
         rates |= {f"{way}_bytes_per_s": found[way] for way in ("disk_read", "disk_write")}
     values: dict[str, Any] = {name: result.per_s for name, result in rates.items()}
     sources = {name: result.source for name, result in rates.items()}
     values["device_to_device_bytes_per_s"], sources["device_to_device_bytes_per_s"] = _peer_rate(device, found)
     pin_per_s, sources["host_pin_bytes_per_s"] = pinning_rate(Bench(device, quick))
     values["host_pin_bytes_per_s"] = pin_per_s
-    if disk_folder is not None:
-        values["disk_free_bytes"] = free_disk_bytes(disk_folder)
+    if disk_folders:
+        values["disk_free_bytes"] = free_disk_bytes(*disk_folders)
         sources["disk_free_bytes"] = "read from the operating system"
     fits = {key: result.fit for key, result in found.items() if result.fit is not None}
     facts, fact_sources = _facts(device)

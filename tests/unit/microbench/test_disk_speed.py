@@ -138,8 +138,10 @@ def test_a_measured_profile_knows_the_disk_only_where_a_folder_is_given(
         assert getattr(profile, name) > 0
         assert "one file on" in profile.sources[name]
     assert HardwareProfile.load(profile.save(tmp_path / "hw.json")) == profile
+    both = measure(quick=True, disk_folder=[tmp_path, tmp_path])
+    assert both.sources["disk_read_bytes_per_s"].count("one file on") == 2
     with pytest.raises(InputError, match="no folder"):
-        measure(quick=True, disk_folder=tmp_path / "absent")
+        measure(quick=True, disk_folder=[tmp_path, tmp_path / "absent"])
 
 
 def test_the_script_wants_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
