@@ -67,8 +67,10 @@ def check_folder(folder: PathLike, *, quick: bool = False) -> Path:
 
 
 def free_disk_bytes(*folders: PathLike) -> int:
-    """Bytes that are free to this user for extents, which take as much of the drive of each folder."""
-    return len(folders) * min(FILES.free_bytes(folder) for folder in folders)
+    """Bytes that are free to this user for extents, which take as much of each folder; several may share a drive."""
+    drives = [os.stat(folder).st_dev for folder in folders]
+    parts = [FILES.free_bytes(folder) // drives.count(drive) for folder, drive in zip(folders, drives, strict=True)]
+    return len(folders) * min(parts)
 
 
 def disk_series(bench: Bench, *folders: Path) -> list[Series]:
