@@ -11,8 +11,7 @@ from typing import Any
 import lightning
 import torch
 from torch.utils.data import DataLoader
-from trainer import LENGTH, samples
-from transformers import GPT2Config, GPT2LMHeadModel
+from trainer import samples, small_model
 
 from elixir.integrations.lightning import ElixirStrategy
 
@@ -20,10 +19,7 @@ from elixir.integrations.lightning import ElixirStrategy
 class Bytes(lightning.LightningModule):
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            config = GPT2Config(
-                vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
-            )
-            self.model = GPT2LMHeadModel(config)
+            self.model = small_model()
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         loss = self.model(**batch).loss

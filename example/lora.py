@@ -6,8 +6,8 @@ python example/lora.py --output_dir out --max_steps 20 --elixir '{"placement": "
 from __future__ import annotations
 
 from peft import LoraConfig, get_peft_model
-from trainer import LENGTH, samples
-from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, set_seed
+from trainer import samples, small_model
+from transformers import HfArgumentParser, set_seed
 
 from elixir.integrations.transformers import ElixirTrainer, ElixirTrainingArguments
 
@@ -15,11 +15,8 @@ from elixir.integrations.transformers import ElixirTrainer, ElixirTrainingArgume
 def main() -> None:
     (args,) = HfArgumentParser(ElixirTrainingArguments).parse_args_into_dataclasses()
     set_seed(args.seed)
-    base = GPT2LMHeadModel(
-        GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
-    )
     adapters = LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
-    trainer = ElixirTrainer(get_peft_model(base, adapters), args, train_dataset=samples())
+    trainer = ElixirTrainer(get_peft_model(small_model(), adapters), args, train_dataset=samples())
     trainer.train()
     trainer.save_model()  # adapters alone are gathered and saved
     if args.process_index == 0:

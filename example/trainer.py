@@ -27,13 +27,16 @@ def samples(count: int = 256) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": piece, "labels": piece} for piece in pieces]
 
 
+def small_model() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+    )
+
+
 def main() -> None:
     (args,) = HfArgumentParser(ElixirTrainingArguments).parse_args_into_dataclasses()
     set_seed(args.seed)
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
-    )
-    trainer = ElixirTrainer(model, args, train_dataset=samples())
+    trainer = ElixirTrainer(small_model(), args, train_dataset=samples())
     plan = trainer.plan()  # nothing is wrapped yet
     if args.process_index == 0:
         print(plan)

@@ -17,6 +17,7 @@ from elixir.integrations import PRIVATE_NAMES
 FOLDER = Path(__file__).parents[3] / "elixir" / "integrations"
 MOST = {"transformers": 8, "accelerate": 4, "lightning": 5}
 MOST_LINES = 700
+MOST_LINES_OF_AN_EXAMPLE = 40
 WHERE = {
     "transformers": ("transformers/trainer.py", "transformers/training_args.py", "transformers/trainer_seq2seq.py"),
     "accelerate": ("accelerate/accelerator.py", "accelerate/optimizer.py"),
@@ -83,6 +84,11 @@ def code_lines(path: Path) -> int:
         tokens = [token for token in tokenize.tokenize(source.readline) if token.type not in empty]
     lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
     return len(lines - texts)
+
+
+@pytest.mark.parametrize("name", ["trainer", "lora", "lightning_fit"])
+def test_the_examples_are_short(name: str) -> None:
+    assert code_lines(FOLDER.parents[1] / "example" / f"{name}.py") <= MOST_LINES_OF_AN_EXAMPLE
 
 
 def test_the_integrations_are_small() -> None:
