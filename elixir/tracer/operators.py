@@ -235,9 +235,9 @@ class Arguments:
                     self.all_meta = False
                     cacheable = False
                     continue
-                dtype = item.dtype
+                dtype, plain = item.dtype, kind is torch.Tensor or _is_plain(kind)
                 # Only complex tensors, and parts of them, can be views that conjugate or negate what they show.
-                if item.layout is not _STRIDED or dtype.is_complex or item.is_neg() or not _is_plain(kind):
+                if item.layout is not _STRIDED or dtype.is_complex or item.is_neg() or not plain:
                     cacheable = False
                     continue
                 parts.append((item.shape, item.stride(), dtype))

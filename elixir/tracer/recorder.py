@@ -97,18 +97,18 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # In backward, where nothing has switched the mode of functions off, it would see all that is asked here.
         with DisableTorchFunction():
-            return self._book(func, args, kwargs or {})
+            if self._regions.beginning:
+                self._regions.settle()
+            self._ledger.begin_operator()
+            op = traits(func)
+            if op.views:  # three of four
+                return func(*args, **kwargs) if kwargs else func(*args)
+            return self._book(op, func, args, kwargs or {})
 
-    def _book(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._regions.beginning:
-            self._regions.settle()
-        self._ledger.begin_operator()
-        op = traits(func)
+    def _book(self, op: Traits, func: Any, args: Any, kwargs: Any) -> Any:
         if op.lengths_in_tensors:
             func, args = self._lengths_as_numbers(*LENGTHS_IN_TENSORS[func], args)
             op = traits(func)
-        if op.views:
-            return func(*args, **kwargs)
         if func is aten.add.Tensor and accumulates_in_place(args, depth=2):
             self._order.cost(passing(args[0], 3 * args[0].nbytes))
             return args[0]
