@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
+import gc
 import itertools
 import json
 import multiprocessing
@@ -62,9 +63,9 @@ TASKS = {
 
 COLUMNS = (
     "class", "task", "traced", "identical", "refused", "predicted_bytes", "observed_bytes", "difference_percent", "notes",
-    "plain_bf16", "traced_h200_bf16", "refused_h200_bf16", "error",
+    "plain_bf16", "traced_h200_bf16", "refused_h200_bf16", "error", "cpu_s",
 )  # fmt: skip
-"""Columns of a row, before the conditions under which it was made."""
+"""Columns of a row, before the conditions under which it was made; `cpu_s` is the time that judging the class took."""
 STEPS, BATCH, LENGTH, VOCABULARY = 3, 2, 16, 128
 MOST_NUMEL = 5_000_000
 SECONDS = 120
@@ -105,6 +106,7 @@ _LISTS: dict[str, list[int]] = {
 _STAGES: dict[str, Callable[[int], int]] = {
     **dict.fromkeys(["depths", "num_blocks", "layers_per_stage"], lambda depth: min(depth, 1)),
     **dict.fromkeys(["hidden_sizes", "embed_dims", "neck_hidden_sizes"], lambda width: max(8, width // 4)),
+    "num_heads": lambda heads: 4,
 }
 """Lists with one entry for each stage of a network that grows narrower -> what becomes of an entry."""
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -113,6 +115,8 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"num_hidden_layers": 4, "num_layers": 4, "n_layer": 4},
     {"head_dim": None, "d_kv": None},
     {"hidden_size": None, "intermediate_size": None, "embed_dim": None, "num_attention_heads": None, "num_heads": None},
+    {"image_size": 64, "patch_size": 4, "window_size": 2},
+    {"image_size": 64, "patch_size": None},
 )
 """Tried one after the other until a class can be built; None leaves a size as it is."""
 
@@ -138,13 +142,15 @@ def _shrunk(default: dict[str, Any], variant: dict[str, Any]) -> dict[str, Any]:
     layers = next(
         (default[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(default.get(n), int)), 0
     )
+    if any(isinstance(default.get(name), (list, tuple)) and len(default[name]) == layers for name in _STAGES):
+        layers = 0  # lists of this length are of stages
     left = variant.get("num_hidden_layers", 2)
     wanted: dict[str, Any] = {}
     for name, value in default.items():
         size = variant.get(name, _SIZES.get(name))
         if isinstance(value, dict) and "model_type" in value:
             wanted[name] = value | _shrunk(value, variant)
-        elif name in _SIZES and isinstance(value, int) and not isinstance(value, bool) and size is not None:
+        elif isinstance(value, int) and not isinstance(value, bool) and size is not None:
             wanted[name] = size
         elif name in _LISTS and isinstance(value, (list, tuple)):
             wanted[name] = _LISTS[name]
@@ -323,10 +329,17 @@ def _answer(pipe: Any, call: Callable[..., Row], args: tuple[str, ...]) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     try:
-        pipe.send(call(*args))
+        found = call(*args)
+        pipe.send(found | {"cpu_s": round(time.process_time(), 2)})  # of this process, which was forked for the class
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).split("\n")[0]
         pipe.send({"error": f"{type(error).__name__}: {text[:150]}"})
+
+
+def prepare() -> None:
+    """Import what all classes need, so that no forked process has to, and spare their garbage collection this much."""
+    build("causal", "bloom", "BloomForCausalLM")
+    gc.freeze()
 
 
 def candidates() -> Iterator[tuple[str, str, str]]:
@@ -401,7 +414,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="model types")
     parser.add_argument("--no-record", action="store_true")
     args = parser.parse_args()
-    build("causal", "bloom", "BloomForCausalLM")  # what it imports, no forked process has to import again
+    prepare()
     if args.list:
         make_list(args.limit)
         return 0

@@ -172,6 +172,9 @@ class Recorder(TorchDispatchMode):
         result = self._operators.run_in_place(op, args, kwargs, arguments)
         if not op.rewrites_first:
             self._follow_new(result, op.func)
+        copies = op.func is aten.copy_.default and args[0].is_meta
+        if copies and (nbytes := self._target.transient_bytes(op.func, args, kwargs, [args[0]])):
+            self._ledger.touch(nbytes, self._order.module(self._order.phase()), op.func)
         if arguments.tensors:
             moved = sum(tensor.nbytes for tensor in arguments.tensors)
             self._order.cost(passing(arguments.tensors[0], moved))

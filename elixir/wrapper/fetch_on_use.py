@@ -368,14 +368,24 @@ class WeightUses:
         if type(tensor) is TrackedView:
             if self._chunks[tensor.elixir_place.chunk].plan.resident:
                 return tensor  # its memory stays
-            return tensor.clone()  # a use, since it may have been made in a module that has returned long ago
+            return _copied(tensor)  # a use, since it may have been made in a module that has returned long ago
         if type(tensor) is TrackedParameter and tensor in self._chunk_of:
             # A module around this one announces when it reads it; outside of all modules it is a copy, and a use.
             stays = len(self._state().scopes) > 1 or self._chunks[self._chunk_of[tensor]].plan.resident
-            return tensor if stays else tensor.clone()
+            return tensor if stays else _copied(tensor)
         with DisableTorchFunctionSubclass():  # where a tensor lies is asked, not what it holds
             lies_in_block = self._cache.chunk_at(tensor) is not None
-        return tensor.clone() if lies_in_block else tensor
+        return _copied(tensor) if lies_in_block else tensor
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in which expanded dimensions stay expanded: `clone` would write them out, and kernels with other bits are
+    chosen by layout."""
+    expanded = [dim for dim, stride in enumerate(tensor.stride()) if stride == 0 and tensor.shape[dim] > 1]
+    once = tensor
+    for dim in expanded:
+        once = once.narrow(dim, 0, 1)
+    return once.clone().expand(tensor.shape) if expanded else tensor.clone()
 
 
 def _map_tensors(change: Any, output: Any) -> Any:

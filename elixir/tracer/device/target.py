@@ -303,8 +303,9 @@ class CpuTarget(Target):
     def transient_bytes(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> int:
         """Buffers of each thread, and copies that kernels make; as many threads as PyTorch has here.
 
-        The rules follow `FlashAttentionKernel.cpp`, `layer_norm_kernel.cpp`, `LossCTC.cpp`, `Normalization.cpp` and
-        `SoftMax.cpp`; operators for which there is none are run and observed (`elixir.tracer.device.kernel_memory`).
+        The rules follow `Copy.cpp`, `Embedding.cpp`, `FlashAttentionKernel.cpp`, `layer_norm_kernel.cpp`,
+        `LossCTC.cpp`, `Normalization.cpp` and `SoftMax.cpp`; operators for which there is none are run and observed
+        (`elixir.tracer.device.kernel_memory`).
         """
         if torch.Tag.pointwise in func.tags:
             return _promoted_bytes(func, args)
@@ -324,6 +325,8 @@ class CpuTarget(Target):
         if func is aten.native_layer_norm_backward.default:
             sums: int = 2 * self._threads * math.prod(args[2]) * args[0].itemsize
             return _contiguous_copy(args[0]) + sums
+        if func in _COPIES:
+            return _transposed_tile(source=args[_COPIES[func]], copy=outputs[0])
         if func in _CONTIGUOUS_INPUTS:
             return sum(_contiguous_copy(item) for item in args[: _CONTIGUOUS_INPUTS[func]])
         if func is aten._ctc_loss_backward.default:
@@ -355,8 +358,23 @@ _CONTIGUOUS_INPUTS = {
     aten._log_softmax.default: 1,
     aten._softmax_backward_data.default: 2,
     aten._log_softmax_backward_data.default: 2,
+    aten.embedding_dense_backward.default: 2,
 }
-"""Kernel -> how many of its first arguments it copies if they are not contiguous (`SoftMax.cpp`)."""
+"""Kernel -> how many of its first arguments it copies if they are not contiguous (`SoftMax.cpp`, `Embedding.cpp`)."""
+_COPIES = {aten.copy_.default: 1, aten.clone.default: 0, aten._to_copy.default: 0}
+"""Operator that copies elements in their dtype, or in another -> which argument it reads."""
+_TILE_SIDE, _TILE_SIDE_OF_BYTES = 60, 120
+"""Rows and columns of the tile through which the CPU transposes a matrix (`Copy.cpp`)."""
+
+
+def _transposed_tile(source: torch.Tensor, copy: torch.Tensor) -> int:
+    """Bytes of the tile, which a matrix of that many elements passes on its way to a contiguous copy (`Copy.cpp`)."""
+    transposed = source.dim() == 2 and source.stride() == (1, source.shape[0])
+    same = source.dtype == copy.dtype and source.shape == copy.shape and copy.is_contiguous()
+    if not (transposed and same) or copy.numel() < _TILE_SIDE**2:
+        return 0
+    side = _TILE_SIDE_OF_BYTES if copy.dtype is torch.uint8 else _TILE_SIDE
+    return side * side * copy.itemsize
 
 
 def _cpu_flash_buffers(query: torch.Tensor, key: torch.Tensor, threads: int, *, backward: bool) -> int:

@@ -347,6 +347,42 @@ def test_a_weight_that_the_model_returns(mode: str) -> None:
         pair.assert_same_weights()
 
 
+class Positions(nn.Module):
+    """Returns its weight expanded over the batch, as the learned positions of Perceiver do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, WIDTH) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.expand(x.shape[0], -1, -1)
+
+
+class Placed(nn.Module):
+    """Projects the positions: nn.Linear adds its bias inside or after the product, by the layout of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.project = Positions(), nn.Linear(WIDTH, WIDTH)
+        self.strides: list[tuple[int, ...]] = []
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        positions = self.positions(input)
+        self.strides.append(positions.stride())
+        return input + self.project(positions)
+
+
+@pytest.mark.parametrize("mode", ["streamed", "mixed"])
+def test_a_weight_that_a_module_returns_expanded_stays_expanded(mode: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Placed() for _ in range(3)))
+    it = Case(model, {"input": torch.randn(2, 64, WIDTH)}, square_loss)
+    with Pair(it, make_plan(it, mode, split_number=20)) as pair:
+        pair.train(3)
+        pair.assert_same_weights()
+        assert {stride for layer in pair.module.module for stride in layer.strides[-3:]} == {(0, WIDTH, 1)}
+
+
 @gpu.not_pretended("nothing is loaded onto it")
 def test_copies_of_views_are_ordinary_and_their_own() -> None:
     copies: list[torch.Tensor] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,6 +83,12 @@ CASES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Build]] = {
     # kernels that allocate memory
     "log_softmax with a transposed gradient": (lambda _, h: h.log_softmax(1).t().contiguous(), lambda: None),
     "softmax of a transposed input": (lambda _, h: h.t().softmax(1).contiguous(), lambda: None),
+    "a gradient that is laid out as its weight": (
+        lambda m, h: functools.reduce(lambda y, each: y[:, :WIDTH] @ each.weight.t().contiguous(), m, h[:1]),
+        lambda: nn.ModuleList(nn.Linear(WIDTH, 16 * WIDTH, bias=False) for _ in range(3))),
+    "embedding with a transposed gradient": (
+        lambda m, h: m(IDS.view(30, 10).to(h.device)).transpose(0, 1).contiguous() + h.sum(),
+        lambda: nn.Embedding(ROWS, WIDTH)),
     "a number in a tensor on the CPU": (lambda _, h: h.masked_fill(MASK.to(h.device), torch.tensor(0.5)), lambda: None),
     "kthvalue": (lambda _, h: h.kthvalue(3, 1).values, lambda: None),
     "matrix exponential": (lambda _, h: torch.linalg.matrix_exp(h.view(8, WIDTH, WIDTH) * 0.1), lambda: None),

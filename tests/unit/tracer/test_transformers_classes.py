@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmark.transformers_classes import apart, build, judge, listed
+from benchmark.transformers_classes import apart, judge, listed, prepare
 
 SAMPLE = ("BloomForCausalLM", "ArceeForCausalLM")
 """Classes on the list that every run of the tests judges."""
@@ -25,7 +25,7 @@ def test_a_class_is_traced_and_trains_with_the_same_bits(name: str) -> None:
 
 @pytest.mark.slow
 def test_of_all_classes_on_the_list() -> None:
-    build("causal", "bloom", "BloomForCausalLM")  # what it imports, no forked process has to import again
+    prepare()
     rows = {entry[2]: apart(judge, *entry) for entry in listed()}
     for what, share in (("traced", TRACED), ("identical", IDENTICAL)):
         missing = {name: row.get("error") or row["refused"] for name, row in rows.items() if not row.get(what)}
