@@ -60,6 +60,31 @@ TASKS = {
     "tokens": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
 }
 """Task -> the table of transformers that names its classes."""
+PEFT = "peft"
+"""The task of classes that peft adapts, beside those above."""
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoRA": ("LoraConfig", {"r": 4}),
+    "DoRA": ("LoraConfig", {"r": 4, "use_dora": True}),
+    "AdaLoRA": ("AdaLoraConfig", {"init_r": 4, "target_r": 2, "total_step": 100}),
+    "VeRA": ("VeraConfig", {"r": 4}),
+    "LoHa": ("LoHaConfig", {"r": 4}),
+    "LoKr": ("LoKrConfig", {"r": 4}),
+    "OFT": ("OFTConfig", {"r": 4, "oft_block_size": 0}),
+    "HRA": ("HRAConfig", {"r": 4}),
+    "FourierFT": ("FourierFTConfig", {"n_frequency": 50}),
+    "IA3": ("IA3Config", {}),
+    "norms": ("LNTuningConfig", {}),
+    "prefix": ("PrefixTuningConfig", {"num_virtual_tokens": 4}),
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 4}),
+    "prompt encoder": ("PromptEncoderConfig", {"num_virtual_tokens": 4, "encoder_hidden_size": 32}),
+}
+"""Adapter -> its config in peft, and options."""
+ADAPTED = {
+    "llama": ("LlamaForCausalLM", "CAUSAL_LM"),
+    "opt": ("OPTForCausalLM", "CAUSAL_LM"),
+    "t5": ("T5ForConditionalGeneration", "SEQ_2_SEQ_LM"),
+}
+"""Model type -> the class that is adapted, and its task in peft."""
 
 COLUMNS = (
     "class", "task", "traced", "identical", "refused", "predicted_bytes", "observed_bytes", "difference_percent", "notes",
@@ -189,10 +214,11 @@ def _batch(model: nn.Module, task: str) -> dict[str, torch.Tensor]:
 def build(task: str, kind: str, name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A tiny model of a class with its batch; the error of the first variant if none can be built and run."""
     error: Exception | None = None
+    base, _, adapter = name.partition(" + ")
     for variant in _VARIANTS:
         try:
             config = tiny_config(kind, variant)
-            cls = getattr(transformers, name)
+            cls = getattr(transformers, base)
             if cls.config_class is not None and not isinstance(config, cls.config_class):
                 config = config.get_text_config()  # the language model of one that sees or hears as well
             with torch.device("meta"):
@@ -200,6 +226,8 @@ def build(task: str, kind: str, name: str) -> tuple[nn.Module, dict[str, torch.T
                     raise ValueError(f"more than {MOST_NUMEL:,} parameters after shrinking")
             torch.manual_seed(0)
             model = cls(config).train().float()
+            if adapter:
+                model = _adapted(model, kind, adapter)
             inp = _batch(model, task)
             if not torch.isfinite(model(**inp).loss):
                 raise ValueError("the loss is not finite")
@@ -208,6 +236,14 @@ def build(task: str, kind: str, name: str) -> tuple[nn.Module, dict[str, torch.T
             error = error or found
     assert error is not None
     raise error
+
+
+def _adapted(model: nn.Module, kind: str, adapter: str) -> nn.Module:
+    import peft
+
+    config, options = ADAPTERS[adapter]
+    adapted: nn.Module = peft.get_peft_model(model, getattr(peft, config)(task_type=ADAPTED[kind][1], **options))
+    return adapted.train()
 
 
 def step(model: nn.Module, inp: dict[str, Any]) -> None:
@@ -343,7 +379,7 @@ def prepare() -> None:
 
 
 def candidates() -> Iterator[tuple[str, str, str]]:
-    """(task, model type, class) of all that transformers names for the tasks, each class once."""
+    """(task, model type, class) of all that transformers names for the tasks, each class once; adapters of peft."""
     seen: set[str] = set()
     for task, table in TASKS.items():
         for kind, names in getattr(modeling_auto, table).items():
@@ -351,6 +387,9 @@ def candidates() -> Iterator[tuple[str, str, str]]:
             if name not in seen:
                 seen.add(name)
                 yield task, kind, name
+    for kind, (name, _) in ADAPTED.items():
+        for adapter in ADAPTERS:
+            yield PEFT, kind, f"{name} + {adapter}"
 
 
 def listed() -> list[tuple[str, str, str]]:
@@ -370,7 +409,7 @@ def make_list(limit_s: float) -> None:
     if known.get("transformers") == transformers.__version__:
         classes = known["classes"]
         skipped = {name: why for name, why in known["skipped"].items() if why not in AGAIN}
-    order = list(TASKS)
+    order = [*TASKS, PEFT]
     settled = {entry[2] for entry in classes} | set(skipped)
     by_task = [[entry for entry in candidates() if entry[0] == task and entry[2] not in settled] for task in order]
     left = [entry for turn in itertools.zip_longest(*by_task) for entry in turn if entry is not None]
@@ -412,6 +451,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=3600, help="seconds after which no further class is begun")
     parser.add_argument("--resume", action="store_true", help="leave out classes that have a row")
     parser.add_argument("--only", nargs="+", help="model types")
+    parser.add_argument("--tasks", nargs="+", default=[*TASKS, PEFT], choices=[*TASKS, PEFT])
     parser.add_argument("--no-record", action="store_true")
     args = parser.parse_args()
     prepare()
@@ -421,7 +461,7 @@ def main() -> int:
     rows, done = [], judged() if args.resume else set()
     started = time.monotonic()
     for task, kind, name in listed():
-        if name in done or not (args.only is None or kind in args.only):
+        if name in done or task not in args.tasks or not (args.only is None or kind in args.only):
             continue
         if time.monotonic() - started > args.limit:
             break
