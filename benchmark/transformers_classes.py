@@ -186,7 +186,7 @@ def _shrunk(default: dict[str, Any], variant: dict[str, Any]) -> dict[str, Any]:
         elif name.endswith("token_id") and isinstance(value, int) and value >= VOCABULARY:
             wanted[name] = 3
         elif isinstance(value, list) and layers and len(value) == layers:
-            value = [_SIZES[name]] if name in _SIZES else value
+            value = [_SIZES[name]] if name in _SIZES and isinstance(value[0], int) else value
             kinds = list(dict.fromkeys(value))[:2]
             wanted[name] = [kinds[-1 - place % 2 if len(kinds) == 2 else 0] for place in range(left)][::-1]
         elif name == "per_layer_config" and isinstance(value, dict):

@@ -153,7 +153,10 @@ class Target:
         Strides matter: a gradient that is not contiguous is copied by the next `reshape`.
         A mean squared error and its kin are scalars in a storage of the size of their terms: the kernels resize their
         output after the terms were in it (`BinaryOps.cpp`, `Loss.cpp`), and a storage does not shrink.
+        A convolution puts channels last if its input or weight has them there (`ConvUtils.h`).
         """
+        if func is aten.convolution.default:
+            return _channels_as_in(args[:2], result)
         if func in _CONTIGUOUS_FIRST:
             first, *others = (result,) if isinstance(result, torch.Tensor) else result
             if first is None or first.is_contiguous():
@@ -402,6 +405,15 @@ def _promoted_bytes(func: Any, args: Any) -> int:
         return 0
     common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     return sum(tensor.numel() * common.itemsize for tensor in tensors if tensor.dtype != common)
+
+
+def _channels_as_in(operands: Any, result: torch.Tensor) -> torch.Tensor:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(result.dim())
+    if last is None or not any(
+        item.is_contiguous(memory_format=last) and not item.is_contiguous() for item in operands
+    ):
+        return result
+    return torch.empty_like(result, memory_format=last)
 
 
 def _contiguous_copy(tensor: torch.Tensor) -> int:

@@ -103,6 +103,9 @@ CASES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Build]] = {
         lambda: nn.Conv2d(WIDTH, WIDTH, 7, padding=3, groups=WIDTH)),
     "channels last": (
         lambda m, h: m(image(h).contiguous(memory_format=torch.channels_last)), lambda: nn.Conv2d(4, 8, 3, padding=1)),
+    "a convolution after one over channels that come last": (
+        lambda m, h: m(image(h).contiguous(memory_format=torch.channels_last)),
+        lambda: nn.Sequential(nn.Conv2d(4, 16, 2, stride=2), nn.Conv2d(16, 16, 7, padding=3, groups=16))),
     "groups over time": (
         lambda m, h: m(h.view(2, WIDTH, 256)), lambda: nn.Conv1d(WIDTH, WIDTH, 16, padding=8, groups=4)),
     "transposed convolution": (lambda m, h: m(image(h)), lambda: nn.ConvTranspose2d(4, 8, 2, stride=2)),
