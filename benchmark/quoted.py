@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "situations": ("situation",),
     "speculation_simulated": ("model", "tokens", "homes", "transfers_over_compute"),
     "speculation_speed": ("figure",),
+    "transformers_classes": ("class", "device"),
     "trace_speed": ("part", "model", "what", "batch", "seq", "dtype"),
 }
 """File -> the columns that say which case a row measured."""

@@ -61,7 +61,7 @@ TASKS = {
 }
 """Task -> the table of transformers that names its classes."""
 PEFT = "peft"
-"""The task of classes that peft adapts, beside those above."""
+"""The task of classes that peft adapts."""
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA": ("LoraConfig", {"r": 4}),
     "DoRA": ("LoraConfig", {"r": 4, "use_dora": True}),
