@@ -1,4 +1,4 @@
-"""A checkpoint of any number of ranks is loaded by any other number, into other chunks and homes, with the same bits."""
+"""A checkpoint of any number of ranks is loaded by any other, into other chunks and homes, with the same bits."""
 
 from __future__ import annotations
 
