@@ -206,6 +206,8 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         """As of Accelerator; a wrapped model is not moved, and reduces its gradients itself."""
         if isinstance(model, ElixirModule):
             vars(model)["_is_accelerate_prepared"] = True
+            # Older versions do not look at it: without these they would move the model, and wrap it in DDP.
+            return super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return super().prepare_model(model, *args, **kwargs)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:

@@ -68,7 +68,7 @@ def logs(rank: int, world_size: int, folder: Path) -> dict[str, tuple[Any, Any]]
 
 
 def test_two_ranks_log_what_ddp_does(tmp_path: Path) -> None:
-    for found in run_ranks(2, logs, tmp_path, wait_s=600.0):
+    for found in run_ranks(2, logs, tmp_path, wait_s=600.0, group_timeout_s=600.0):
         for framework, (plain, ours) in found.items():
             assert len(plain) == len(ours) > 2, framework
             for one, other in zip(plain, ours, strict=True):
