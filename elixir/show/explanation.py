@@ -128,6 +128,7 @@ def explanation_record(explanation: Explanation) -> dict[str, Any]:
             for chunk in explanation.chunks
         ],
         "blocks": [of_change(change) for change in explanation.blocks],
+        "after_norm": None if explanation.after_norm is None else of_change(explanation.after_norm),
         "levers": [dataclasses.asdict(lever) for lever in explanation.levers],
         "changes": [_of_training(lever) for lever in explanation.changes],
     }
@@ -153,6 +154,12 @@ def summary_text(explanation: Explanation) -> str:
     for group in kinds(explanation):
         several = len(group.runs) > 1 or group.runs[0][0] != group.runs[0][1]
         lines.append(f"  chunk{'s' * several} {group.chunks}: {group.summary}")
+    if explanation.after_norm is not None:
+        count, change = sum(chunk.speculates for chunk in explanation.chunks), explanation.after_norm
+        lines.append(
+            f"  new states of {count} chunks are made in backward, in {format_bytes(-change.host_change_bytes)} of the "
+            f"host; after the norm instead, the step would change by {_seconds(change.change_s)}"
+        )
     return "\n".join(lines)
 
 

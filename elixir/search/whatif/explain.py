@@ -98,6 +98,8 @@ class ChunkReasons:
     weight_bytes: int
     spot: Spot
     elsewhere: tuple[Elsewhere, ...]
+    speculates: bool = False
+    """Whether its new states are made in backward."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ class Explanation:
     """One rCache block fewer and one more, where that is possible."""
     levers: tuple[LeverEffect, ...]
     """Changes of the machine; empty where they were not asked for."""
+    after_norm: Change | None = None
+    """No chunk speculating, but all updated once the norm is known; None if none speculates."""
     changes: tuple[PlanLever, ...] = ()
     """Changes of the training, those of `Plan.levers`; likewise."""
 
@@ -157,6 +161,7 @@ def explain(
                 weight_bytes=chunk.weight_bytes,
                 spot=Spot.of(chunk.home, chunk.trainable),
                 elsewhere=elsewhere,
+                speculates=chunk.speculates,
             )
         )
     return Explanation(
@@ -165,6 +170,7 @@ def explain(
         critical_s=step.critical_s,
         chunks=tuple(chunks),
         blocks=tuple(variants.blocks()),
+        after_norm=variants.after_norm(),
         levers=lever_effects(plan, trace, hardware, progress=progress) if levers else (),
         changes=plan_levers(plan, trace, hardware, request_of(plan, hardware), PlannerTries(hardware))
         if levers
@@ -211,6 +217,12 @@ class _Variants:
         """Against the plan as it is, with as near to so many blocks as the placement allows."""
         return self._against(self._weighed(placement, wanted_blocks))
 
+    def after_norm(self) -> Change | None:
+        """Against the plan as it is, with no chunk speculating; None if none does."""
+        if not self._plan.speculates:
+            return None
+        return self._against(self._weighed(self._placement, self._plan.block_count, speculate=False))
+
     def blocks(self) -> Iterator[Change]:
         """One block fewer, one more."""
         now = self._plan.block_count
@@ -219,14 +231,18 @@ class _Variants:
             if found.schedule.blocks == count:
                 yield self._against(found)
 
-    def _weighed(self, placement: Placement, wanted_blocks: int) -> Candidate:
+    def _weighed(self, placement: Placement, wanted_blocks: int, *, speculate: bool = True) -> Candidate:
         streamed = placement.resident.count(False)
         depth = self._depth if streamed else 0
         schedule = self._model.work.schedule(placement.residents, depth)
         # Below the first the schedule cannot be walked, beyond the second a block would never be used.
         blocks = max(min(wanted_blocks, streamed), schedule.min_blocks)
         chunks = zip(self._plan.chunks, placement.homes, strict=True)
-        early = frozenset(i for i, (chunk, home) in enumerate(chunks) if chunk.speculates and home.states == "host")
+        early = frozenset(
+            index
+            for index, (chunk, home) in enumerate(chunks)
+            if speculate and chunk.speculates and home.states == "host"
+        )
         return weigh(self._model, placement, blocks, depth, self._cost, early)
 
     def _against(self, other: Candidate) -> Change:
