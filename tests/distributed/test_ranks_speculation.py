@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from elixir.chunk.lanes import Emulation
+from elixir.hardware import preset
 from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from tests.common.ddp import batch_of, plan_for
+from tests.common.ddp import Twins, batch_of, plan_for
 from tests.common.debug import debugged
 from tests.common.early import HOMES, all_speculating, attempts, rehomed
 from tests.common.parity import hf_loss
@@ -57,6 +58,31 @@ def _trained(model: Any, plan: Plan, inp: Any, options: dict[str, Any]) -> tuple
 @pytest.mark.parametrize("homes", HOMES)
 def test_same_bits_as_without(homes: str) -> None:
     run_ranks(2, _kept, homes, {})
+
+
+def _as_ddp(rank: int, world_size: int, kind: str) -> None:
+    model = tiny("gpt2")
+    slow = replace(preset("cpu"), host_adam_numel_per_s=1e5)
+    twins = Twins(model, batch_of(model, rank, world_size), kind, max_norm=1e9, hardware=slow, speculate=True)
+    assert twins.plan.speculates
+    for norm in NORMS:
+        twins.max_norm = twins.optimizer.max_norm = norm
+        twins.backward()
+        made = attempts(twins.module)
+        assert made
+        twins.step()
+        report = twins.module.last_report
+        assert report is not None
+        assert (report.speculated, report.kept) == (len(made), len(made) if norm > 1 else 0)
+    twins.train(3)
+    twins.check()
+    twins.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_losses_and_weights_are_those_of_ddp(kind: str) -> None:
+    run_ranks(2, _as_ddp, kind)
 
 
 @pytest.mark.parametrize("options", [{"emulation": None}, {"evict_always": True}])

@@ -12,7 +12,9 @@ import torch
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format import open_checkpoint
+from elixir.errors import InputError
 from elixir.plan import Plan
+from tests.common.early import all_speculating, attempts, rehomed
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.parity import MODES, Case, case, make_plan
 from tests.common.resuming import Lion, Make, Run, differing, two_groups
@@ -127,6 +129,36 @@ def test_steps_in_backward(tmp_path: Path) -> None:
     plan = make_plan(it, "streamed", step_in_backward=True)
     assert plan.steps_in_backward
     check(it, plan, two_groups(), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("homes", "max_norm"),
+    [
+        ("streamed", 1e9),
+        pytest.param("mixed", 0.5, marks=pytest.mark.slow),
+        pytest.param("states", 0.0, marks=pytest.mark.slow),
+    ],
+)
+def test_new_states_in_backward(homes: str, max_norm: float, tmp_path: Path) -> None:
+    """States that are exchanged while the save still reads the old ones."""
+    it = case("gpt2")
+    plan = all_speculating(rehomed(make_plan(it, "streamed"), homes))
+    assert plan.speculates
+    check(it, plan, two_groups(), tmp_path / "run", max_norm=max_norm)
+
+
+def test_a_save_that_is_refused_leaves_new_states_right(tmp_path: Path) -> None:
+    it = case("gpt2")
+    with Run(it, all_speculating(rehomed(make_plan(it, "streamed"), "states")), two_groups()) as run:
+        run.train(1)
+        run.optimizer.backward(it.loss(run.module, run.case.inp))
+        begun = attempts(run.module)
+        with pytest.raises(InputError, match="between backward and step"):
+            save_checkpoint(tmp_path / "run", run.state(), files=FILES)
+        run.optimizer.step()
+        report = run.module.last_report
+        assert report is not None
+        assert 0 < report.kept == report.speculated == len(begun)
 
 
 def test_fused_kernels(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 from elixir.chunk.lanes import Emulation
+from elixir.hardware import preset
+from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step import speculation
@@ -28,6 +31,8 @@ _EVERY = [
     for family in FAMILIES
     for homes in HOMES
 ]
+SLOW_HOST = replace(preset("cpu"), host_adam_numel_per_s=1e5)
+"""Its Adam takes longer than backward, so that the search has chunks speculate."""
 every_home = pytest.mark.parametrize("homes", HOMES)
 
 
@@ -299,7 +304,30 @@ def test_no_step_after_backward(homes: str) -> None:
 
 
 @every_home
-@pytest.mark.parametrize("batches", [1, 2, 4])
+@pytest.mark.parametrize("max_norm", [None, 1e9])
+def test_losses_that_are_nan(max_norm: float | None, homes: str) -> None:
+    """Without a limit new states of NaN are right; with one, the norm is none, so they are made again."""
+    it = chain()
+    with Pair(it, chain_plan(it, homes), max_norm=max_norm) as pair:
+        pair.train(2)
+        pair.optimizer.backward(it.loss(pair.module, pair.case.inp) * math.nan)
+        (it.loss(pair.plain, pair.case.inp) * math.nan).backward()
+        begun = attempts(pair.module)
+        assert begun
+        pair.step()
+        assert spec(pair).kept == (0 if max_norm else len(begun))
+        mine, plain = pair.module.state_dict(), pair.plain.state_dict()
+        assert all(value.isnan().any() for value in plain.values())
+        for name, value in plain.items():
+            torch.testing.assert_close(mine[name].cpu(), value.cpu(), rtol=0, atol=0, equal_nan=True)
+        states = pair.optimizer.state_dict()["state"]
+        for number, state in pair.plain_optimizer.state_dict()["state"].items():
+            for kind, value in state.items():
+                torch.testing.assert_close(states[number][kind].cpu(), value.cpu(), rtol=0, atol=0, equal_nan=True)
+
+
+@every_home
+@pytest.mark.parametrize("batches", [1, 2, 3, 4])
 def test_accumulation(batches: int, homes: str) -> None:
     it = chain()
     with Pair(it, replace(chain_plan(it, homes), accumulation=batches), max_norm=1e9) as pair:
@@ -310,7 +338,7 @@ def test_accumulation(batches: int, homes: str) -> None:
                 assert bool(attempts(pair.module)) == (batch == batches - 1)
             pair.step()
             assert spec(pair).kept == (spec(pair).made if step % 2 else 0)
-        for other in (3, 1):  # as many as no plan has foreseen
+        for other in (5, 1):  # as many as no plan has foreseen
             for _ in range(other):
                 pair.backward(scale=1 / other)
             pair.step()
@@ -444,6 +472,20 @@ def test_the_second_set_of_states_is_counted() -> None:
         optimizer.zero_grad()
     assert arena.parts("host")["undo"] == parts["undo"]
     module.close()
+
+
+def test_the_host_peak_that_was_predicted_is_never_passed() -> None:
+    it = chain(6)
+    step = {"step_fn": lambda model, inp: it.loss(model, inp).backward(), "inp": it.inp}
+    plan = simple_search(it.model, 1, 6, shard_device="cpu", hardware=SLOW_HOST, speculate=True, **step)
+    undo_bytes = plan.predicted.host_parts["undo"]
+    assert plan.predicted.host_peak_bytes <= plan.host_budget_bytes
+    with Pair(it, plan, emulation=Emulation(delay_s=1e-3, seed=1)) as pair:
+        train(pair, [None, 1e9, 1e-3, 0.05, 1e-3, 1e-3, 1e9, 1e9], steps=2)
+        arena = pair.engine.arena
+        assert 0 < arena.parts("host")["undo"] <= undo_bytes
+        assert arena.peak_bytes["host"] <= plan.predicted.host_peak_bytes
+        pair.assert_same_weights()
 
 
 @every_home
