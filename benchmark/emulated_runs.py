@@ -30,6 +30,7 @@ from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.problem import Placement, Setting
 from elixir.search.propose import Budgets, SearchSpace, weigh
 from elixir.search.simulator import Rates, main_dtype, simulate_step
+from elixir.search.simulator.in_backward import can_step
 from elixir.step_trace import Operation, StepTrace
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account import StepReport
@@ -67,13 +68,14 @@ CONTENTION_STEPS = 8
 
 
 def planned(space: SearchSpace, placement: Placement, capacity: int) -> Plan:
-    """A plan with these homes, one chunk fetched ahead, few blocks."""
+    """A plan with these homes, one chunk fetched ahead, few blocks; to speculate, all chunks do that can."""
     model = space.model(capacity)
     streamed = placement.resident.count(False)
     depth = PREFETCH_DEPTH if streamed else 0
     schedule = model.work.schedule(placement.residents, depth)
     blocks = min(max(schedule.min_blocks, round(BLOCK_SHARE * streamed)), streamed)
-    candidate = weigh(model, placement, blocks, depth, space.cost)
+    early = can_step(model.work, placement) if space.setting.speculate else frozenset()
+    candidate = weigh(model, placement, blocks, depth, space.cost, early)
     budgets = Budgets(candidate.need.device_bytes, candidate.need.host_bytes)
     return to_plan(space, candidate, budgets, "AdamW", "auto")
 

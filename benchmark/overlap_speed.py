@@ -69,8 +69,8 @@ CASES = {
 """Overlapped, and not."""
 
 
-def made(batch: int, *, step_in_backward: bool = False) -> Run:
-    """The model under a plan for so many sequences."""
+def made(batch: int, **setting: bool) -> Run:
+    """The model under a plan for so many sequences; `setting` as of `Setting`."""
     from elixir.hardware import preset
     from elixir.models import build_shape, default_input
     from elixir.tracer import trace_step
@@ -79,8 +79,7 @@ def made(batch: int, *, step_in_backward: bool = False) -> Run:
     inp = default_input(meta, batch=batch, seq=SEQUENCE)
     machine = preset("cpu")
     trace = trace_step(meta, inp, lambda m, i: m(**i).loss.backward(), hardware=machine, optimizer=None)
-    setting = {"moments": MOMENTS, "step_in_backward": step_in_backward}
-    (plan,) = mixed_plans(trace, machine, ("states on host",), **setting)
+    (plan,) = mixed_plans(trace, machine, ("states on host",), moments=MOMENTS, **setting)
     return Run(SHAPE, inp, plan, host_threads=1)
 
 

@@ -1,0 +1,225 @@
+"""Steps whose gradients are clipped, or may be, with new states that are made during backward and without.
+
+    python benchmark/speculation_speed.py [--rounds 15] [--models opt] [--no-record]
+
+The runtime's CPU backend, links emulated, as in `overlap_speed`, with its model, and batch and link that it sets so
+that Adam is a third of a step that waits. All weights are resident, all states on the host. Five ways take turns:
+
+* *kept*: the plan speculates with all chunks, gradients are to be clipped, and never reach the norm;
+* *redone*: the same, but they are clipped in every step, so that all states would be made twice;
+* *in backward*: the plan steps in backward, and nothing is clipped;
+* *today*: new states are made after the norm, while the next forward computes; clipped in every step, or never;
+* *waiting*: the same, and the step waits for them.
+
+Ratios are medians over rounds. A way that is judged begins with `WARM` steps in which the forecast sees whether
+gradients are clipped.
+
+Then simulated seconds of a step that speculates, and keeps what it made, are compared with measured ones, calibrated as
+in `simulated_vs_measured`, in a process for each model: every chunk streamed, or all weights resident and all states on
+the host, at three link speeds. Appends to ``results/speculation_speed.csv`` and ``results/speculation_simulated.csv``;
+fails if a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmark.common import append_rows, conditions, percentiles, print_table  # noqa: E402
+from benchmark.emulated_runs import (  # noqa: E402
+    SHAPES,
+    Run,
+    Timed,
+    calibrate,
+    judge_errors,
+    median,
+    mixed_plans,
+    run_apart,
+    with_error,
+)
+from benchmark.overlap_speed import LINK_SHARE, SEQUENCE, chosen_batch, made  # noqa: E402
+
+NEVER, ALWAYS = 1e9, 1e-6
+"""Norms to clip to that no gradient reaches, and that each exceeds."""
+WARM = 3
+"""Steps after a change of the way: the forecast looks at two, and updates of the step before began in another way."""
+MIXES = ("streamed", "states on host")
+SHARES = (0.3, 0.8, 1.4)
+"""Seconds of all transfers with everything streamed, over those of forward and backward."""
+MEAN_BAR, WORST_BAR = 0.03, 0.08
+"""Mean of the absolute errors of simulated steps, and the largest."""
+
+
+class Way(NamedTuple):
+    """How a step is run."""
+
+    plan: str
+    max_norm: float
+    waits: bool = False
+
+
+KEPT, REDONE = Way("speculating", NEVER), Way("speculating", ALWAYS)
+IN_BACKWARD = Way("in backward", 0.0)
+TODAY, WAITING = Way("today", ALWAYS), Way("today", NEVER, waits=True)
+RATIOS = {
+    "in backward over kept": (IN_BACKWARD, KEPT, 0.95),
+    "waiting over kept": (WAITING, KEPT, 1.25),
+    "today over redone": (TODAY, REDONE, 0.98),
+}
+"""Seconds of the first way over those of the second, and the bar."""
+PLANS: dict[str, dict[str, bool]] = {
+    "speculating": {"speculate": True, "clipping": True},
+    "in backward": {"step_in_backward": True},
+    "today": {"clipping": True},
+}
+"""Settings of plans."""
+
+
+def turns(rounds: int) -> dict[str, Any]:
+    """Seconds of a step, those of Adam, and chunks whose early states were kept, by way, of every round."""
+    batch, adam_s = chosen_batch()
+    print(f"batch of {batch} x {SEQUENCE} tokens, {adam_s:.3f} s of Adam", file=sys.stderr)
+    runs = {name: made(batch, **setting) for name, setting in PLANS.items()}
+    speed = sum(chunk.weight_bytes for chunk in runs["today"].plan.chunks) / (LINK_SHARE * adam_s)
+    for run in runs.values():
+        run.link(speed, speed)
+    ways = (KEPT, REDONE, IN_BACKWARD, TODAY, WAITING)
+    found: dict[Way, list[tuple[float, float, int]]] = {way: [] for way in ways}
+    for turn in range(rounds):
+        for index in range(len(ways)):
+            way = ways[(index + turn) % len(ways)]
+            run = runs[way.plan]
+            run.optimizer.max_norm = way.max_norm
+            for _ in range(WARM if way.plan == "speculating" else 1):
+                run.step(settle=way.waits)
+            step = run.step(settle=way.waits)
+            found[way].append((step.step_s, step.report.busy_s["host_adam"], step.report.kept))
+    _check(found)
+    for run in runs.values():
+        run.module.settle()
+        run.module.close()
+    seconds = {name: [found[one], found[other]] for name, (one, other, _) in RATIOS.items()}
+    return {"batch": batch, "link_bytes_per_s": round(speed), "seconds": seconds}
+
+
+def _check(found: dict[Way, list[tuple[float, float, int]]]) -> None:
+    """Whether the runs did what they are named after."""
+    if not all(kept for _, _, kept in found[KEPT]) or any(kept for _, _, kept in found[REDONE]):
+        raise SystemExit("new states were not kept where nothing was clipped, or were where all was")
+
+
+def simulated(model: str, rounds: int) -> dict[str, Any]:
+    """Measured and simulated seconds of a step that speculates, for every mix of homes and link speed."""
+    from elixir.microbench import measure
+    from elixir.models import build_shape, default_input, default_step
+    from elixir.search.simulator import simulate_step, with_link_speed
+    from elixir.tracer import trace_step
+
+    torch.set_num_threads(1)
+    shape, batch, sequence = SHAPES[model]
+    hardware = measure(quick=True)
+    meta = build_shape(shape, dtype=torch.float32)
+    inp = default_input(meta, batch=batch, seq=sequence)
+    trace = trace_step(meta, inp, default_step, hardware=hardware, optimizer=None)
+    calibrating = ("resident", "streamed, not speculating")
+    plans = dict(zip(calibrating, mixed_plans(trace, hardware, ("resident", "streamed")), strict=True))
+    plans |= dict(zip(MIXES, mixed_plans(trace, hardware, MIXES, speculate=True, clipping=True), strict=True))
+    runs = {
+        name: Run(shape, inp, plan, **({"max_norm": NEVER} if name in MIXES else {})) for name, plan in plans.items()
+    }
+    alone = [step for _ in range(2) for step in runs["resident"].turn()]
+    compute_s = median(alone, "forward_s") + median(alone, "backward_s")
+    moved = plans["streamed"].predicted.moved_bytes
+    both_bytes = moved["host_to_device"] + moved["device_to_host"]
+    shares = {both_bytes / (share * compute_s): share for share in SHARES}
+    judged = [(mix, speed) for mix in MIXES for speed in shares]
+    # What calibrates comes twice, since all else rests on it.
+    middle, first = len(judged) // 2, [(name, None) for name in calibrating]
+    cases = [*first, *judged[:middle], *first, *judged[middle:]]
+    seen: dict[tuple[str, float | None], list[Timed]] = {case: [] for case in cases}
+    for turn in range(rounds):
+        for index in range(len(cases)):
+            name, speed = cases[(index + turn) % len(cases)]
+            runs[name].link(speed, speed)
+            seen[name, speed] += runs[name].turn()
+    resident, streamed = calibrating
+    known = calibrate(trace, hardware, plans[resident], seen[resident, None], plans[streamed], seen[streamed, None])
+    found = []
+    for mix, speed in judged:
+        steps = seen[mix, speed]
+        if not all(step.report.kept for step in steps):
+            raise SystemExit("new states that were made in backward were not kept")
+        predicted = simulate_step(plans[mix], known.trace_for(plans[mix]), with_link_speed(known.machine, speed))
+        p20, p50, p80 = percentiles([step.step_s for step in steps])
+        case = {"homes": mix, "transfers_over_compute": shares[speed], "link_bytes_per_s": round(speed)}
+        case |= {"measured_s": p50, "p20_s": p20, "p80_s": p80, "simulated_s": predicted.step_s, "n": len(steps)}
+        found.append(case)
+    for run in runs.values():
+        run.module.close()
+    return {"model": shape.name, "tokens": batch * sequence, "cases": found}
+
+
+def ratio_rows(answer: dict[str, Any], before: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """A row for every ratio, and the names of those that miss their bar."""
+    rows, missed = [], []
+    for name, (slower, faster) in answer["seconds"].items():
+        ratios = [one[0] / other[0] for one, other in zip(slower, faster, strict=True)]
+        p20, p50, p80 = (round(value, 4) for value in percentiles(ratios))
+        bar = RATIOS[name][2]
+        missed += [name] if p50 < bar else []
+        row = {**before, "figure": name, "p20": p20, "p50": p50, "p80": p80, "n": len(ratios), "bar": bar}
+        for which, steps in (("first", slower), ("second", faster)):
+            row[f"{which}_s"] = round(statistics.median(step[0] for step in steps), 4)
+            row[f"{which}_adam_s"] = round(statistics.median(step[1] for step in steps), 4)
+        rows.append(row | {"tokens": answer["batch"] * SEQUENCE, "link_bytes_per_s": answer["link_bytes_per_s"]})
+    return rows, missed
+
+
+def main() -> int:
+    """Run, record, and compare with the bars; 1 if one is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--models", nargs="*", choices=tuple(SHAPES), default=list(SHAPES), help="to be simulated")
+    parser.add_argument("--simulated-rounds", type=int, default=6)
+    parser.add_argument("--no-record", action="store_true")
+    parser.add_argument("--work", nargs=2, metavar=("WHAT", "ROUNDS"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        what, rounds = args.work[0], int(args.work[1])
+        print(json.dumps(turns(rounds) if what == "turns" else simulated(what, rounds)))
+        return 0
+    os.environ["ELIXIR_COMPILE"] = "wait"  # no step may differ by when the compiler was done
+    before = conditions() | {"threads": 1}
+    rows, missed = ratio_rows(run_apart(__file__, "turns", str(args.rounds)), before)
+    columns = ("figure", "p20", "p50", "p80", "n", "bar", "first_s", "second_s", "first_adam_s", "second_adam_s")
+    print_table("Steps whose gradients may be clipped", columns, [[row[column] for column in columns] for row in rows])
+    if not args.no_record:
+        print(append_rows("speculation_speed", rows))
+    errors = []
+    for model in args.models:
+        before = conditions() | {"threads": 1}
+        answer = run_apart(__file__, model, str(args.simulated_rounds))
+        for case in answer["cases"]:
+            errors.append(with_error({**before, "model": answer["model"], "tokens": answer["tokens"], **case}))
+    columns = ("model", "homes", "transfers_over_compute")
+    if errors and judge_errors("Simulated and measured steps", columns, errors, MEAN_BAR, WORST_BAR):
+        missed.append("simulated steps")
+    if errors and not args.no_record:
+        print(append_rows("speculation_simulated", errors))
+    if missed:
+        print(f"missed: {', '.join(missed)}")
+    return bool(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
