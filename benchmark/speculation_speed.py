@@ -11,8 +11,8 @@ that Adam is a third of a step that waits. All weights are resident, all states 
 * *today*: new states are made after the norm, while the next forward computes; clipped in every step, or never;
 * *waiting*: the same, and the step waits for them.
 
-Ratios are medians over rounds. A way that is judged begins with `WARM` steps in which the forecast sees whether
-gradients are clipped.
+Ratios are medians over rounds. Every way begins with `WARM` steps, in which the forecast sees whether gradients are
+clipped.
 
 Then simulated seconds of a step that speculates, and keeps what it made, are compared with measured ones, calibrated as
 in `simulated_vs_measured`, in a process for each model: every chunk streamed, or all weights resident and all states on
@@ -100,7 +100,7 @@ def turns(rounds: int) -> dict[str, Any]:
             way = ways[(index + turn) % len(ways)]
             run = runs[way.plan]
             run.optimizer.max_norm = way.max_norm
-            for _ in range(WARM if way.plan == "speculating" else 1):
+            for _ in range(WARM):
                 run.step(settle=way.waits)
             step = run.step(settle=way.waits)
             found[way].append((step.step_s, step.report.busy_s["host_adam"], step.report.kept))
