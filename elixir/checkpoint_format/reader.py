@@ -194,8 +194,10 @@ class SliceReader:
         path, expected = self.folder / name, self.index.files[name]
         self.check_file(name)
         if len(self._open) >= OPEN_FILES:
-            self._send()
+            if self._batch:
+                self._send()
             wait(self._begun)  # a thread may read the file that is closed
+            self._begun = [each for each in self._begun if each.exception() is not None]
         while len(self._open) >= OPEN_FILES:
             self._open.popitem(last=False)[1].close()
         try:

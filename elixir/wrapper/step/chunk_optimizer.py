@@ -17,7 +17,7 @@ from elixir.chunk.lanes import Ticket, known
 from elixir.chunk.pinned import host_zeros
 from elixir.kernels import HybridAdam
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.first_states import FirstStates, state_region
+from elixir.wrapper.step.first_states import FirstStates, makes_known_states, state_region
 from elixir.wrapper.step.fused_adam import FusedAdam, KeptMoments, MakeZeros
 from elixir.wrapper.step.segments import Arrived, Segment, step_segments
 from elixir.wrapper.step.user_class import UserOptimizer
@@ -126,7 +126,8 @@ class ChunkOptimizer:
         self._waits_for_states = chunk.index in engine.leaving
         """Whether `take_states` comes next, so that what the class has made now must not replace what is to come."""
         stored = chunk.stored
-        self._first = None if stored is None or fuses else FirstStates(stored, chunk.shard_numel)
+        in_pieces = stored is not None and not fuses and makes_known_states(user.given)
+        self._first = FirstStates(stored, chunk.shard_numel) if stored is not None and in_pieces else None
         if fuses:
             self.optimizer = user.fused_over(self._master, self.segments, self._zeros())
         elif self._first is not None:

@@ -2,7 +2,8 @@
 
 Made at once, the states of a chunk would take as much host memory again as they have in the window. So they are made
 for one *piece* of a weight after the other, and copied to the chunk's extent. The class is elementwise, so it makes of
-pieces what it makes of the whole.
+pieces what it makes of the whole. That holds for classes whose states are known; those of others may keep a list of
+tensors, or counters in tensors, which no piece may share with the next, and are made at once.
 
 The optimizer of the chunk itself sees one element of each such weight meanwhile: this makes its counters, and whatever
 else it keeps that has no element per weight.
@@ -20,12 +21,19 @@ import torch
 from torch import nn
 
 from elixir.chunk.disk import StoredStates
+from elixir.kernels import HybridAdam
 from elixir.units import MIB, dtype_name
 from elixir.wrapper.step.segments import Arrived, Segment, step_segments
 
 PIECE_NUMEL = MIB // 4
 """Elements of a piece: its states are in memory twice for a moment."""
 MakeOptimizer = Callable[[Sequence[Segment]], torch.optim.Optimizer]
+
+
+def makes_known_states(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each state is known to have one element per weight, or to be a number: as in torch's own classes."""
+    cls = type(optimizer)
+    return cls is HybridAdam or cls.__module__.startswith("torch.optim.")
 
 
 @dataclass(frozen=True)
