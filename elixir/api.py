@@ -155,7 +155,9 @@ def dry_run(
     """The plan that `wrap` would run with the same arguments; nothing is wrapped, moved or allocated.
 
     Raises:
-        PlanError and others: as `wrap`; of `weights` the names are compared, and no value is read.
+        PlanError and others: as `wrap`, but for two: of `weights` the names are compared, and no value is read; a disk
+            folder that is missing is refused only with `plan`, and a `plan` that steps in backward is not, though
+            there be a `max_norm`.
     """
     given = bound(wrap, (model, optimizer), arguments)
     _check_numbers(given["host_threads"], given["initial_scale"])
