@@ -108,7 +108,7 @@ def _with_allowed(
     args: argparse.Namespace, trace: StepTrace, hardware: HardwareProfile, request: SearchRequest
 ) -> tuple[StepTrace, SearchRequest]:
     """The step and the question with the best of the changes that `--allow` names; says which were made."""
-    from elixir.search.levers import best_allowed
+    from elixir.search.advice import best_allowed
     from elixir.search.planner import PlannerTries
 
     trace, request, taken = best_allowed(trace, hardware, request, args.allow, PlannerTries(hardware))

@@ -14,10 +14,18 @@ from elixir.errors import InputError, InputTypeError, Lever, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import ADAM_FAMILIES, MASTER_BYTES, check_kind, optimizer_name, state_size
 from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPrediction, check_step_in_backward
+from elixir.search.advice import (
+    Case,
+    Tries,
+    lacks_device,
+    lacks_room,
+    moments_instead,
+    plan_levers,
+    settled_arguments,
+    shortage,
+    with_what_suffices,
+)
 from elixir.search.budgets import disk_budget, resolve_budgets
-from elixir.search.enough import Tries, lacks_device, lacks_room, settled_arguments, with_what_suffices
-from elixir.search.infeasible import Case, moments_instead, shortage
-from elixir.search.levers import plan_levers
 from elixir.search.problem import MemoryModel, Setting, Spill
 from elixir.search.propose import (
     Budgets,

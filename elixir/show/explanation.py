@@ -16,7 +16,7 @@ from elixir.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from elixir.search.levers import PlanLever
+    from elixir.search.advice import PlanLever
 
 _MOST_RUNS = 3
 NEGLIGIBLE_SHARE = 1e-3

@@ -17,8 +17,8 @@ from elixir.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from elixir.search.advice import PlanLever
     from elixir.search.batches import BatchChoice
-    from elixir.search.levers import PlanLever
 
 Record = dict[str, Any]
 

@@ -14,7 +14,7 @@ from typing import Literal
 from elixir.errors import InputError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Home, Plan
-from elixir.search.levers import PlanLever, plan_levers
+from elixir.search.advice import PlanLever, plan_levers
 from elixir.search.planner import PREFETCH_DEPTH, PlannerTries
 from elixir.search.problem import MemoryModel, Placement, placement_of, setting_of, workload_of
 from elixir.search.propose import Candidate, weigh

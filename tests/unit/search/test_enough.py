@@ -13,7 +13,7 @@ from elixir.errors import InputError, PlanError
 from elixir.hardware import preset
 from elixir.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.levers import best_allowed, samples_per_s
+from elixir.search.advice import best_allowed, samples_per_s
 from elixir.search.planner import PlannerTries
 from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace

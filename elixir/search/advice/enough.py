@@ -11,8 +11,8 @@ from typing import Protocol
 from elixir.errors import InputError, Lever, PlanError, TraceError, readable_bytes
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
+from elixir.search.advice.changes import Change, job_changes, smaller_batch
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
-from elixir.search.changes import Change, job_changes, smaller_batch
 from elixir.search.problem import Setting
 from elixir.search.propose import Budgets
 from elixir.search.request import SearchRequest
