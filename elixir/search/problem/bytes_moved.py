@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from elixir.plan import StepTraffic
 from elixir.schedule import StepSchedule
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.placement import Placement
-from elixir.step_traffic import StepTraffic
 
 
 @dataclass(frozen=True)

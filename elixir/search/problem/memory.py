@@ -23,7 +23,7 @@ from elixir.optimizer_states import (
     master_bytes,
     second_set_bytes,
 )
-from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS, Home
+from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS, Backwards, ChunkRoute, Home, step_traffic
 from elixir.search.problem.packed_step import Workload
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import (
@@ -38,7 +38,6 @@ from elixir.search.problem.placement import (
     Placement,
     Setting,
 )
-from elixir.step_traffic import Backwards, ChunkRoute, step_traffic
 
 
 @dataclass(frozen=True)

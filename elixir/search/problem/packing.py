@@ -18,8 +18,8 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from elixir.chunk_plan import alignment_bytes
 from elixir.optimizer_states import MomentKind
+from elixir.plan import alignment_bytes
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_bytes
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elixir.step_traffic import Backwards
+from elixir.plan import Backwards
 from elixir.wrapper.account.clock import StepClock
 from elixir.wrapper.account.report import Course, Expected, StepReport, differences, expected_of, make_report
 from elixir.wrapper.engine import Engine

@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[3] / "elixir"
 
 LEAVES = frozenset(
     {
-        "access", "artifact", "checkpoint_format", "chunk_plan", "errors", "extents", "files", "hardware", "models", "optimizer_states", "plan",
-        "schedule", "step_trace", "step_traffic", "torch_private", "units",
+        "access", "artifact", "checkpoint_format", "errors", "extents", "files", "hardware", "models", "optimizer_states", "plan",
+        "schedule", "step_trace", "torch_private", "units",
     }
 )  # fmt: skip
 """Modules on which everything may build: no CUDA, no process group, nothing of ours but each other."""
@@ -189,12 +189,15 @@ def circles(edges: Mapping[str, set[str]]) -> list[str]:
 
 
 MOST_MODULES = {"elixir": 14, "elixir.search": 8}
-"""Package -> how many modules it may have next to its rooms and its door."""
+"""Package -> how many modules it may have next to its rooms, its own ``__init__`` counted."""
 
 
 def test_few_modules_are_outside_of_a_room() -> None:
     sources, packages = our_sources()
-    outside = {name: [m for m in set(sources) - packages if m.rpartition(".")[0] == name] for name in MOST_MODULES}
+    outside = {
+        name: [m for m in sources if m == name or (m not in packages and m.rpartition(".")[0] == name)]
+        for name in MOST_MODULES
+    }
     assert {name: modules for name, modules in outside.items() if len(modules) > MOST_MODULES[name]} == {}
 
 

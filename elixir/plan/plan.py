@@ -14,37 +14,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from elixir.artifact import Artifact, digest
-from elixir.chunk_plan import (
-    PARAM_ALIGNMENT_BYTES,
+from elixir.errors import ArtifactError, InputError
+from elixir.hardware import preset_names
+from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, check_adam, extent_bytes, moments_size
+from elixir.plan.chunk_plan import (
     ChunkPlan,
     ChunkUse,
-    Home,
-    Memory,
-    ParamSlot,
-    Phase,
     alignment_bytes,
     check_at_least,
     itemsize_of,
 )
-from elixir.errors import ArtifactError, InputError
-from elixir.hardware import preset_names
-from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, check_adam, extent_bytes, moments_size
+from elixir.plan.traffic import Backwards, ChunkRoute, step_traffic
 from elixir.schedule import StepSchedule, required_chunks
 from elixir.step_trace import StepShape
-from elixir.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.units import format_bytes, format_seconds
-
-__all__ = [
-    "PARAM_ALIGNMENT_BYTES",
-    "ChunkPlan",
-    "ChunkUse",
-    "Home",
-    "Memory",
-    "ParamSlot",
-    "Phase",
-    "Plan",
-    "PlanPrediction",
-]
 
 DISK_LINKS = ("disk_read", "disk_write")
 CHECKPOINT_PART = "checkpoint"
@@ -178,7 +161,7 @@ class Plan(Artifact):
     order: tuple[ChunkUse, ...]
     alignment_bytes: int
     """Parameters begin inside their chunks, and shards begin and end, at multiples of this; see
-    `elixir.chunk_plan.alignment_bytes`."""
+    `alignment_bytes`."""
     device_budget_bytes: int
     host_budget_bytes: int
     predicted: PlanPrediction
