@@ -64,7 +64,8 @@ MORE_ON_CUDA := $(RUNTIME:%=tests/unit/runtime/test_%.py) $(KERNELS:%=tests/unit
 
 # Test files that run at a time, each on one thread: as many as there are cores, at most 8, or what TEST_PROCESSES says.
 TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+# Compiled files are kept, whatever the environment says: each process that starts would compile the package again.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 test: lint
 	$(PYTEST) -m 'not slow'
