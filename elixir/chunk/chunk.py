@@ -219,12 +219,13 @@ class Chunk:
         return self.whole is not None or (slot.offset < end and slot.offset + slot.numel > start)
 
     @contextlib.contextmanager
-    def at_hand(self, *, write: bool = False) -> Iterator[None]:
+    def at_hand(self, *, write: bool = False, alone: bool = False) -> Iterator[None]:
         """Have masters and optimizer states in memory for as long as this lasts: the one way to look at them outside of
         a step. Of one chunk at a time, between steps.
 
         Args:
             write: they are changed.
+            alone: states are made that lie with them afterwards (`elixir.chunk.disk`).
 
         Raises:
             DiskError: they are on a disk that has failed.
@@ -232,7 +233,7 @@ class Chunk:
         if self.stored is None:
             yield
         else:
-            with self.stored.at_hand(write):
+            with self.stored.at_hand(write, alone=alone):
                 yield
 
     def about_to_write(self) -> None:

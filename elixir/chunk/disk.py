@@ -7,6 +7,10 @@ shape and dtype, and no memory: a read gives NaN, a write raises.
 A step of a chunk is a chain of three: the disk lane reads the extent into a buffer, the CPU-Adam lane steps it there,
 the disk lane writes it back. The lane reads as far ahead as there are buffers: read 0, read 1, read 2, write 0, read 3,
 write 1, ... Whatever else looks at masters or states does so inside of `StoredStates.at_hand`.
+
+An optimizer's class that makes its states itself makes them in separate memory. A chunk whose states are made so is
+*alone*: the window gives up all buffers but one, which has room for the masters only, and the states are written to
+the extent through that. So the masters and the new states together take no more memory than the window has.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,6 +61,8 @@ class _View:
     first: int
     """Its first element in the region."""
     owner: object
+    apart: bool = False
+    """Whether it has separate memory until the extent is written, as the buffer has no room for the region."""
 
 
 class StoredStates:
@@ -111,12 +117,12 @@ class StoredStates:
             if found.end > self.nbytes:
                 self._grow(found.end)
             if self._buffer is not None:
-                self._memory_of(found).zero_()
+                self._buffer.memory[found.start : found.end].zero_()
                 self._changed |= start < self._written_bytes
         region = self._regions[name]
         if (region.numel, region.dtype) != (numel, dtype):
             raise StateError(f"{self.name}: '{name}' has {region.numel} x {region.dtype}, asked for {numel} x {dtype}")
-        return self._memory_of(region) if self._buffer is not None else _nowhere((numel,), dtype)
+        return self._memory_of(region) if self._has_room(region) else _nowhere((numel,), dtype)
 
     def has(self, name: str) -> bool:
         """Whether there is a region of that name."""
@@ -132,6 +138,10 @@ class StoredStates:
             name: of the region.
             first: its first element there.
         """
+        if self._buffer is not None and not self._has_room(self._regions[name]):
+            self._views.append(_View(tensor, name, first, owner, apart=True))
+            self._changed = True
+            return
         place = self._memory_of(self._regions[name])[first : first + tensor.numel()].view(tensor.shape)
         if place.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
@@ -151,6 +161,9 @@ class StoredStates:
         memory = self._memory_of(self._regions[view.region])
         return memory[view.first : view.first + view.tensor.numel()].view(view.tensor.shape)
 
+    def _has_room(self, region: _Region) -> bool:
+        return self._buffer is not None and region.end <= self._buffer.memory.nbytes
+
     def forget(self, owner: object) -> None:
         """The tensors of an owner lie here no more."""
         self._views = [view for view in self._views if view.owner is not owner]
@@ -169,17 +182,20 @@ class StoredStates:
         self._buffer = None
         for view in self._views:
             view.tensor.data = _nowhere(view.tensor.shape, view.tensor.dtype)
+        self._views = [replace(view, apart=False) if view.apart else view for view in self._views]
 
     def _grow(self, nbytes: int) -> None:
         """States that no plan has foreseen: a larger extent, and as much room in the buffer."""
         if self._buffer is None:
             raise StateError(f"the extent of {self.name} can grow only while it is in memory")
+        alone = self._buffer.memory.nbytes < self.nbytes
         self._window.give_back(self._extent)
         self._extent = self._window.new_extent(nbytes, self.name)
         self._written_bytes = self.nbytes  # what another chunk had there may be there still
         self._changed = True
-        self._window.enlarge(self._buffer, self.nbytes)
-        self._bind(self._buffer)
+        if not alone:
+            self._window.enlarge(self._buffer, self.nbytes)
+            self._bind(self._buffer)
 
     # --- transfers -------------------------------------------------------------------------------------------------
 
@@ -214,28 +230,45 @@ class StoredStates:
         used = self.used_bytes
         try:
             self._begun = True
-            self._window.transfer("write", self._extent, buffer.memory[:used], self.name)
+            for first in range(0, used, buffer.memory.nbytes):
+                part = buffer.memory[: used - first]
+                self._bring_together(part, first)
+                self._window.transfer("write", self._extent, part, self.name, first)
             self._begun = False
         finally:
             self._unbind()
         self._written_bytes = max(self._written_bytes, used)
+
+    def _bring_together(self, part: torch.Tensor, first: int) -> None:
+        """Have a part of the extent, from the byte `first` on, in memory that holds its beginning: what is there
+        already, or lies in tensors that are apart, and else zeros."""
+        if first:
+            part.zero_()
+        for view in self._views:
+            if view.apart:
+                at = self._regions[view.region].start + view.first * view.tensor.itemsize - first
+                values = view.tensor.detach().reshape(-1).view(torch.uint8)
+                begin, end = max(at, 0), min(at + values.numel(), part.numel())
+                if begin < end:
+                    part[begin:end].copy_(values[begin - at : end - at])
 
     def put_away(self) -> None:
         """A step has failed: the extent stays as it was."""
         self._unbind()
 
     @contextlib.contextmanager
-    def at_hand(self, write: bool = False) -> Iterator[None]:
+    def at_hand(self, write: bool = False, *, alone: bool = False) -> Iterator[None]:
         """Have masters and states in memory for as long as this lasts; inside of another one, nothing is moved.
 
         Args:
             write: they are changed, so they are written back at the end.
+            alone: states are made that are kept in the extent afterwards.
 
         Raises:
             DiskError: the disk has failed, now or before.
         """
         if not self._depth:
-            self._window.bring_in(self)
+            self._window.bring_in(self, alone=alone)
         self._depth += 1
         self._changed |= write
         try:
@@ -317,13 +350,13 @@ class StateWindow:
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
-    def begin_step(self, states: StoredStates) -> tuple[HostBuffer, Ticket]:
-        """A buffer for the step of a chunk, and the reading of its states into it."""
+    def begin_step(self, states: StoredStates, *, alone: bool = False) -> tuple[HostBuffer, Ticket]:
+        """A buffer for the step of a chunk, and the reading of its states into it; `alone` if the step makes states."""
         self._let_go()
         count = len(self._buffers.of(WINDOW))
         while len(self._waiting) >= count or any(each is states for each, _, _ in self._waiting):
             self._write_next()
-        buffer = self._buffers.take(WINDOW, states.nbytes)
+        buffer = self._take_alone(states) if alone else self._buffers.take(WINDOW, states.nbytes)
         nbytes = states.kept_bytes
         # The states that the buffer held last must be on the disk, and those that are read now, too.
         read = self._lane.submit(
@@ -333,9 +366,12 @@ class StateWindow:
         self.read_bytes += nbytes
         return buffer, read
 
-    def end_step(self, states: StoredStates, buffer: HostBuffer, stepped: Ticket) -> None:
-        """Have the states written back once `stepped` is over, after the readings of the steps that come next."""
+    def end_step(self, states: StoredStates, buffer: HostBuffer, stepped: Ticket, *, alone: bool = False) -> None:
+        """Have the states written back once `stepped` is over, after the readings of the steps that come next; none
+        come before that if the chunk is `alone`."""
         self._waiting.append((states, buffer, stepped))
+        if alone:
+            self.settle()
 
     def flush(self) -> None:
         """No step comes next: have all states written back."""
@@ -370,13 +406,13 @@ class StateWindow:
 
     # --- between steps ---------------------------------------------------------------------------------------------
 
-    def bring_in(self, states: StoredStates) -> None:
+    def bring_in(self, states: StoredStates, *, alone: bool = False) -> None:
         """Have states in memory; returns when they are there."""
         if self._held is not None and self._held[0] is states:
             return
         self._let_go()
         self.flush()
-        buffer = self._buffers.take(WINDOW, states.nbytes)
+        buffer = self._take_alone(states) if alone else self._buffers.take(WINDOW, states.nbytes)
         # Nothing may write the buffer or the extent any more; what failed there has been told.
         after = [over(ticket) for ticket in known(buffer.busy, states.written)]
         # The caller reads the buffer next.
@@ -384,6 +420,11 @@ class StateWindow:
         buffer.busy = None
         states.brought(buffer)
         self._held = (states, buffer)
+
+    def _take_alone(self, states: StoredStates) -> HostBuffer:
+        """The only buffer that there is, with room for what has been written of the states."""
+        self.settle()  # what others have in their buffers goes back first
+        return self._buffers.take_alone(WINDOW, states.used_bytes)
 
     def done_with(self, states: StoredStates) -> None:
         """States need not be in memory any more."""

@@ -153,6 +153,15 @@ class HostBuffers:
         self._make_room(kind, buffer, max(nbytes, kind.classes[index].nbytes))
         return buffer
 
+    def take_alone(self, name: str, nbytes: int) -> HostBuffer:
+        """A buffer of a kind with room for just `nbytes`, while the others have no memory. Nothing may read or write
+        any of them now; `take` makes their memory again."""
+        kind, buffers = self._kinds[name], self.of(name)
+        for buffer in buffers:
+            self._give_up(kind, buffer)
+        buffers[0].memory = self._made(kind, nbytes)
+        return buffers[0]
+
     def of(self, name: str) -> list[HostBuffer]:
         """All buffers of a kind."""
         return [buffer for turns in self._turns[name] for buffer in turns]

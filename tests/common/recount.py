@@ -13,6 +13,8 @@ from elixir.step_trace import StepTrace
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 FP32_BYTES = 4
+WINDOW, DISK_BLOCK_BYTES = 3, 4096
+"""Buffers through which states on a disk pass, at most; what their extents are rounded up to."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Recount:
 
     device_peak_bytes: int
     host_peak_bytes: int
+    host_step_bytes: int
+    """Without copies for a checkpoint, which take what the budget leaves, and so would hide a part that is left out."""
     disk_peak_bytes: int
     moved_bytes: dict[str, int]
     loads: int
@@ -52,6 +56,7 @@ class Recounter:
         return Recount(
             device_peak_bytes=self.device_peak_bytes(),
             host_peak_bytes=self.host_bytes() * self.ranks_per_host + self.checkpoint_bytes(),
+            host_step_bytes=self.host_bytes() * self.ranks_per_host,
             disk_peak_bytes=sum(self.on_disk(c) for c in range(len(self.size))) * self.ranks_per_host,
             moved_bytes=self.moved_bytes(),
             loads=len(self.loads()),
@@ -106,10 +111,11 @@ class Recounter:
         }
 
     def on_disk(self, c: int) -> int:
-        """Bytes of a chunk on the disk, per rank: its states, and always a master."""
+        """Bytes of a chunk on the disk, per rank: its states, and always a master, in whole blocks."""
         chunk = self.plan.chunks[c]
         numel = chunk.numel // self.world if chunk.state_home == "disk" else 0
-        return self.state_bytes(numel, chunk.dtype) + numel * self.master(chunk.dtype)
+        nbytes = self.state_bytes(numel, chunk.dtype) + numel * self.master(chunk.dtype)
+        return -(-nbytes // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
 
     def gathering(self, *, outsized: bool) -> list[int]:
         """Chunks whose gradients are put together before they are reduced or leave."""
@@ -218,7 +224,7 @@ class Recounter:
             amount += min(len(added), 2) * max(added, default=0)
         amount += sum(self.second_set(c) for c, chunk in enumerate(self.plan.chunks) if chunk.speculates)
         on_disk = [amount for amount in map(self.on_disk, range(len(self.size))) if amount]
-        return amount + min(len(on_disk), 2) * max(on_disk, default=0)
+        return amount + min(len(on_disk), WINDOW) * max(on_disk, default=0)
 
     def second_set(self, c: int) -> int:
         """New states of a shard next to the old ones: with a master, and the weights that are rounded from it."""

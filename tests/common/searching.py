@@ -95,6 +95,7 @@ def check_consistent(made: Plan, trace: StepTrace) -> None:
     assert recounter.everything() == Recount(
         device_peak_bytes=predicted.device_peak_bytes,
         host_peak_bytes=predicted.host_peak_bytes,
+        host_step_bytes=predicted.host_step_bytes,
         disk_peak_bytes=predicted.disk_peak_bytes,
         moved_bytes=predicted.moved_bytes,
         loads=predicted.loads,

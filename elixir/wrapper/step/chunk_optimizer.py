@@ -16,8 +16,8 @@ from elixir.chunk.gradients import ChunkGradient
 from elixir.chunk.lanes import Ticket, known
 from elixir.chunk.pinned import host_zeros
 from elixir.kernels import HybridAdam
+from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.first_states import FirstStates, makes_known_states, state_region
 from elixir.wrapper.step.fused_adam import FusedAdam, KeptMoments, MakeZeros
 from elixir.wrapper.step.segments import Arrived, Segment, step_segments
 from elixir.wrapper.step.user_class import UserOptimizer
@@ -101,6 +101,11 @@ def copy_state(source: Mapping[str, Any], target: dict[str, Any]) -> None:
             target[kind] = copied_small(value)
 
 
+def state_region(kind: str, dtype: torch.dtype) -> str:
+    """Name of the region of an extent that has a state of each element."""
+    return f"{kind} {dtype_name(dtype)}"
+
+
 class ChunkOptimizer:
     """The optimizer of one chunk. Make it, and call it, while masters and states are at hand (`Chunk.at_hand`).
 
@@ -125,15 +130,12 @@ class ChunkOptimizer:
         self.optimizer: torch.optim.Optimizer | FusedAdam
         self._waits_for_states = chunk.index in engine.leaving
         """Whether `take_states` comes next, so that what the class has made now must not replace what is to come."""
-        stored = chunk.stored
-        in_pieces = stored is not None and not fuses and makes_known_states(user.given)
-        self._first = FirstStates(stored, chunk.shard_numel) if stored is not None and in_pieces else None
         if fuses:
             self.optimizer = user.fused_over(self._master, self.segments, self._zeros())
-        elif self._first is not None:
-            self.optimizer = self._first.construct(user.over, self.segments, come_later=self._waits_for_states)
         else:
             self.optimizer = user.over(self.segments)
+            if self._waits_for_states:
+                self.optimizer.state.clear()  # else those of all chunks would be in memory until then
         self._counted_states = chunk.stored is not None  # they are part of an extent, which is
         self._versions: dict[str, int] = {}  # of the parameters, after the last step that changed them
         self.stow()
@@ -163,7 +165,7 @@ class ChunkOptimizer:
         # Those on a disk are views of their extent from the beginning.
         if isinstance(self.optimizer, FusedAdam):
             self.optimizer.make_moments()
-        elif isinstance(self.optimizer, HybridAdam) and self._first is None:
+        elif isinstance(self.optimizer, HybridAdam) and self.chunk.stored is None:
             self.optimizer.make_states()
         elif type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
             self._make_moments(self.optimizer)
@@ -324,14 +326,34 @@ class ChunkOptimizer:
             self.optimizer.state[weights] = state
         self.states_were_made()
 
+    def new_state(self, kind: str, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a state of a segment, in the chunk's extent if that has them."""
+        if self.chunk.stored is None:
+            return torch.zeros_like(segment.weights, dtype=dtype, requires_grad=False)
+        region = self.chunk.stored.region(state_region(kind, dtype), self.chunk.shard_numel, dtype)
+        return region[segment.start : segment.start + segment.weights.numel()].view(segment.weights.shape)
+
     def states_were_made(self) -> None:
         """Count states that came otherwise than by a step."""
         self._waits_for_states = False
-        if self._first is not None and not isinstance(self.optimizer, FusedAdam):
-            self._first.complete(self._user.over, self.optimizer, self.segments)
+        without = [] if isinstance(self.optimizer, FusedAdam) else self._without_states()
+        if without and self._user.begins_with_states:
+            made: Mapping[Any, dict[str, Any]] = self._user.over(without).state
+            self.optimizer.state.update(made)
         self.stow()
         if self.optimizer.state:
             self._count_states()
+
+    def _without_states(self) -> list[Segment]:
+        return [segment for segment in self.segments if not self.optimizer.state.get(segment.weights)]
+
+    def lacks_states(self, arrived: Arrived) -> bool:
+        """Whether a step with the gradients in `arrived` may make states for which the plan has room on a disk."""
+        stored = self.chunk.stored
+        if stored is None or isinstance(self.optimizer, FusedAdam) or stored.used_bytes >= stored.nbytes:
+            return False
+        places = {segment.place for segment in self._without_states()}
+        return any(segment.place in places for segment, _ in arrived)
 
     def mark_changed(self, arrived: Arrived, used: Collection[str]) -> None:
         """Let autograd know that a backward over the weights before this step would be wrong.
@@ -399,10 +421,7 @@ class ChunkOptimizer:
                 out = self.chunk.shard_weights if states.weights is None else states.weights
             states.optimizer.step(arrived, self.shard_gradients, float(factor), out)
         else:
-            if self._first is None:
-                step_segments(states.optimizer, states.segments, arrived, factor)
-            else:
-                self._first.step(states.optimizer, states.segments, arrived, float(factor))
+            step_segments(states.optimizer, states.segments, arrived, factor)
             if staged is not None:
                 self._copy(arrived, states.master, staged)
             self.stow()  # the first step of some classes makes states

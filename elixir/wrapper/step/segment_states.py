@@ -233,6 +233,11 @@ def load_states(part: ChunkOptimizer, saved: SavedStates) -> set[str]:
                 notes |= _load_moments(part, optimizer.moments, segment, saved)
                 optimizer.set_steps(segment, saved.small(segment.name).step or 0)
         return notes
+    if part.chunk.stored is not None:
+        saved.filled()  # regions that are made may move the others in memory
+        for segment in part.segments:
+            for kind in saved.kinds(segment.name):
+                part.new_state(kind, segment, _loaded_dtype(saved, kind, segment))
     for segment in part.segments:
         notes |= _load_state(part, optimizer, segment, saved)
     saved.filled()  # states that were made here may be moved now
@@ -282,21 +287,28 @@ def _load_state(
     if small.step is not None and "step" not in small.others:
         state["step"] = _step_tensor(made.get("step"), small.step, weights, optimizer.param_groups[segment.group])
     for kind in kinds:
-        dtype = saved.dtype(kind, name)
-        narrow = saved.has_codes(kind, name) or (dtype.is_floating_point and dtype.itemsize < weights.dtype.itemsize)
-        wanted = weights.dtype if narrow else dtype
+        wanted = _loaded_dtype(saved, kind, segment)
         mine = made.get(kind)
         if not isinstance(mine, torch.Tensor) or mine.shape != weights.shape or mine.dtype != wanted:
-            mine = torch.zeros_like(weights, dtype=wanted, requires_grad=False)
+            mine = part.new_state(kind, segment, wanted)
         flat = _flat(mine, kind, name)
         saved.fill(kind, name, first_element(part, segment), flat)
         state[kind] = mine
-        if narrow:
+        if saved.has_codes(kind, name) or saved.dtype(kind, name) != wanted:
             notes |= _other_form(saved, name, dtype_name(wanted), kind)
     for kind, value in small.others.items():
         state[kind] = torch.tensor(value[1], dtype=getattr(torch, value[0])) if isinstance(value, tuple) else value
     optimizer.state[weights] = state
     return notes
+
+
+def _loaded_dtype(saved: SavedStates, kind: str, segment: Segment) -> torch.dtype:
+    """The dtype in which a state goes on: in no fewer bits than the weights."""
+    dtype, weights = saved.dtype(kind, segment.name), segment.weights
+    narrow = saved.has_codes(kind, segment.name) or (
+        dtype.is_floating_point and dtype.itemsize < weights.dtype.itemsize
+    )
+    return weights.dtype if narrow else dtype
 
 
 def _step_tensor(made: Any, step: int, weights: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:

@@ -271,7 +271,7 @@ class Stepper:
     def _make_parts(self) -> None:
         for chunk in self._in_order():
             if chunk.plan.trainable:
-                with chunk.at_hand():
+                with chunk.at_hand(alone=self.user.begins_with_states):
                     self.parts[chunk.index] = ChunkOptimizer(self._engine, self.user, chunk)
 
     def _make_states(self, part: ChunkOptimizer) -> bool:

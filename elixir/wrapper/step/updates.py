@@ -55,7 +55,8 @@ def update(
     write: Work = part.writing(arrived, staged)
     from_disk: tuple[HostBuffer, Ticket] | None = None
     if chunk.stored is not None:
-        from_disk = buffer, read = engine.window.begin_step(chunk.stored)
+        alone = part.lacks_states(arrived)
+        from_disk = buffer, read = engine.window.begin_step(chunk.stored, alone=alone)
         step = partial(chunk.stored.step, buffer, read, step)
         write = partial(chunk.stored.if_read, read, write)
         before.append(over(read))  # the buffer that the step works in is being filled
@@ -65,7 +66,8 @@ def update(
         stage.busy = chunk.updated
     if chunk.stored is not None and from_disk is not None:
         # Weights that are not staged come from the buffer with the masters.
-        engine.window.end_step(chunk.stored, from_disk[0], chunk.updated if staged is None else stepped)
+        filled = chunk.updated if staged is None else stepped
+        engine.window.end_step(chunk.stored, from_disk[0], filled, alone=alone)
 
 
 def return_weights(engine: Engine, chunk: Chunk, write: Work, *, returns: bool) -> None:

@@ -40,6 +40,8 @@ class UserOptimizer:
         self.number = len(engine.steppers)
         """Its place among the optimizers of the engine."""
         self.fusible = can_fuse(given)
+        self.begins_with_states = bool(given.state)
+        """Whether the constructor of the class makes states."""
         self.group_of = {parameter: index for index, group in enumerate(groups()) for parameter in group["params"]}
 
     @property

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from elixir.chunk.host_buffers import WINDOW, HostBuffer, window_kind
 from elixir.kernels import HybridAdam
+from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.step import first_states
+from elixir.wrapper.engine import engine_of
+from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from tests.common.on_disk import in_memory, on_disk
 from tests.common.parity import Pair, case, make_plan
-
-PIECE_NUMEL = 200
-
-
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_states, "PIECE_NUMEL", PIECE_NUMEL)
+from tests.unit.runtime.test_states_on_disk import assert_same
 
 
 class Counting(torch.optim.SGD):
@@ -67,10 +66,62 @@ class Listing(torch.optim.SGD):
                 weights.sub_((sums[0] + pair[1]) * (group["lr"] / self.count))
 
 
+class AtOnce(torch.optim.SGD):
+    """Makes two states of a weight in its constructor, and is not torch's."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            for weights in group["params"]:
+                self.state[weights] = {
+                    "step": torch.zeros(()),
+                    "first": torch.full_like(weights, 0.01),
+                    "sum": torch.ones_like(weights),
+                }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weights in group["params"]:
+                if weights.grad is not None:
+                    state = self.state[weights]
+                    state["step"] += 1
+                    state["sum"].mul_(0.9).addcmul_(weights.grad, weights.grad)
+                    weights.addcdiv_(weights.grad, state["sum"].sqrt(), value=-group["lr"])
+                    weights.lerp_(state["first"], 1e-3)
+
+
+class Late(torch.optim.SGD):
+    """Makes two states of a weight in its second step, and is not torch's."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr)
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            for weights in group["params"]:
+                if weights.grad is not None and self.steps >= 2:
+                    state = self.state[weights]
+                    sums = [state.setdefault(name, torch.zeros_like(weights)) for name in ("sum", "sum_of_sums")]
+                    sums[0].add_(weights.grad)
+                    sums[1].add_(sums[0])
+                    weights.add_(sums[1], alpha=-group["lr"])
+
+
+def centered(parameters: Any) -> torch.optim.Optimizer:
+    """A class of torch that makes three states in its first step."""
+    return torch.optim.RMSprop(parameters, lr=1e-3, momentum=0.9, centered=True)
+
+
 QUICK: dict[str, Any] = {
     "counting": Counting,
     "listing": Listing,
-    "centered": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3, momentum=0.9, centered=True),
+    "at once": AtOnce,
+    "late": Late,
+    "centered": centered,
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2, initial_accumulator_value=0.1),
 }
 MORE: dict[str, Any] = {
@@ -85,7 +136,7 @@ MORE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
-def test_states_made_in_pieces_have_the_bits_of_plain_pytorch(name: str, tmp_path: Path) -> None:
+def test_states_that_a_class_makes_have_the_bits_of_plain_pytorch(name: str, tmp_path: Path) -> None:
     """While they move between disk and memory, too, before they are made and after; but a count that is no state does
     not move along."""
     make = {**QUICK, **MORE}[name]
@@ -94,17 +145,18 @@ def test_states_made_in_pieces_have_the_bits_of_plain_pytorch(name: str, tmp_pat
     options = {"disk_folder": tmp_path, "use_fused_kernels": False}
     with Pair(it, on_disk(plan), optimizer=lambda model: make(model.parameters()), max_norm=0.5, **options) as pair:
         for there in (on_disk(plan), in_memory(plan), on_disk(plan, 2)):
-            if name not in ("counting", "listing"):
+            if name not in ("counting", "listing", "late"):
                 pair.module.rehome(there)
             pair.train(2)
             pair.assert_same_weights()
 
 
-def watched(base: type[torch.optim.Optimizer]) -> Any:
-    """The class, which notes how many bytes of states it has had in its own memory, rather than in the window's."""
+def watched(base: type[torch.optim.Optimizer], buffers: Callable[[], list[HostBuffer]]) -> Any:
+    """The class, which notes how many bytes the states of a chunk on a disk have had in separate memory, and how
+    many these and the buffers of the window together."""
 
     class Watched(base):  # type: ignore[misc,valid-type]
-        most_bytes = 0
+        states_bytes = most_bytes = 0
 
         @functools.wraps(base.__init__)
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -117,30 +169,78 @@ def watched(base: type[torch.optim.Optimizer]) -> Any:
             return result
 
         def _look(self) -> None:
-            values = [value for state in self.state.values() for value in state.values()]
-            own = [v.nbytes for v in values if v.dim() and v.untyped_storage().nbytes() == v.nbytes]
-            Watched.most_bytes = max(Watched.most_bytes, sum(own))
+            window = {buffer.memory.untyped_storage().data_ptr(): buffer.memory.nbytes for buffer in buffers()}
+            masters = [weights for group in self.param_groups for weights in group["params"]]
+            if any(weights.untyped_storage().data_ptr() in window for weights in masters):
+                states = [value for weights in masters for value in self.state.get(weights, {}).values()]
+                own = sum(v.nbytes for v in states if v.dim() and v.untyped_storage().data_ptr() not in window)
+                Watched.states_bytes = max(Watched.states_bytes, own)
+                Watched.most_bytes = max(Watched.most_bytes, own + sum(window.values()))
 
-    Watched.__module__ = base.__module__  # its states are those of torch's class
     return Watched
 
 
-@pytest.mark.parametrize("base", [torch.optim.RMSprop, torch.optim.Adagrad])
-def test_a_chunk_has_no_states_besides_those_in_the_window(base: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+def of_one_chunk(plan: Plan) -> Plan:
+    """The largest trained chunk alone has its states on a disk, so the window has one buffer."""
+    sizes = [chunk.numel * chunk.trainable for chunk in plan.chunks]
+    chunks = list(in_memory(plan).chunks)
+    largest = sizes.index(max(sizes))
+    chunks[largest] = replace(chunks[largest], state_home="disk")
+    return replace(plan, chunks=tuple(chunks))
+
+
+@pytest.mark.parametrize("disk", [on_disk, of_one_chunk])
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        (AtOnce, {}),
+        (Late, {}),
+        (torch.optim.RMSprop, {"momentum": 0.9}),
+        pytest.param(torch.optim.Adadelta, {}, marks=pytest.mark.slow),
+        pytest.param(torch.optim.Adagrad, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_states_that_a_class_makes_take_no_more_than_the_window(
+    base: type[torch.optim.Optimizer], options: dict[str, Any], disk: Callable[[Plan], Plan], tmp_path: Path
+) -> None:
     it = case("gpt2", layers=1)
-    plan = on_disk(make_plan(it, "streamed"))
-    shards_bytes = [4 * chunk.numel for chunk in plan.chunks if chunk.trainable]
+    plan = disk(make_plan(it, "streamed"))
+    buffers: list[HostBuffer] = []
+    cls = watched(base, lambda: buffers)
+    given = cls(it.model.parameters(), lr=1e-3, **options)
     module = ElixirModule(it.model, plan, disk_folder=tmp_path)
-    cls = watched(base)
-    given = cls(module.parameters(), lr=1e-3)
-    cls.most_bytes = 0  # of the user's own optimizer
+    buffers += engine_of(module).host_buffers.of(WINDOW)
     optimizer = ElixirOptimizer(module, given)
-    for _ in range(2):
+    for _ in range(3):
         optimizer.backward(module(**it.inp).loss)
         optimizer.step()
         optimizer.zero_grad()
     module.settle()
-    # One piece, and one element of each weight.
-    most_bytes = 4 * (PIECE_NUMEL + max(len(chunk.parameters) for chunk in plan.chunks))
-    assert 0 < cls.most_bytes <= most_bytes < max(shards_bytes) / 10
+    states_bytes = max(2 * 4 * chunk.numel for chunk in plan.chunks if chunk.state_home == "disk")
+    assert 0.4 * states_bytes < cls.states_bytes <= states_bytes, "the class has made the states of a whole chunk"
+    assert cls.most_bytes <= window_kind(plan).nbytes
     module.close()
+
+
+def test_states_that_are_loaded_go_to_the_window_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("gpt2", layers=1)
+    plan = on_disk(make_plan(it, "streamed"))
+    with Pair(it, plan, optimizer=lambda model: centered(model.parameters()), disk_folder=tmp_path) as first:
+        first.train(1)
+        saved, count = first.optimizer.state_dict(), len(plan.chunks)
+    seen: list[bool] = []
+
+    def look(part: ChunkOptimizer) -> None:
+        window = {b.memory.untyped_storage().data_ptr() for b in pair.engine.host_buffers.of(WINDOW)}
+        states = [v for state in part.optimizer.state.values() for v in state.values() if v.dim()]
+        seen.append(bool(states) and all(v.untyped_storage().data_ptr() in window for v in states))
+        made(part)
+
+    made = ChunkOptimizer.states_were_made
+    monkeypatch.setattr(ChunkOptimizer, "states_were_made", look)
+    with Pair(
+        case("gpt2", layers=1), plan, optimizer=lambda model: centered(model.parameters()), disk_folder=tmp_path
+    ) as pair:
+        pair.optimizer.load_state_dict(saved)
+        assert seen == [True] * count
+        assert_same(({}, pair.optimizer.state_dict()), ({}, saved))

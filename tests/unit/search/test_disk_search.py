@@ -64,6 +64,8 @@ def test_states_go_to_the_disk_only_where_nothing_fits_without(stack: StepTrace,
     assert 0 < predicted.disk_peak_bytes <= GIB
     assert simulate_step(short, stack, FAST).step_s == predicted.seconds["total"]
     assert short == planned(stack, device, int(0.8 * host), disk_memory=1 << 30)
+    assert sum(chunk.state_home == "disk" for chunk in short.chunks) > 3, "there are more than the window holds"
+    check_consistent(short, stack)
 
 
 def test_the_error_names_the_disk_and_what_it_would_save(stack: StepTrace, limits: tuple[int, int]) -> None:
