@@ -38,7 +38,6 @@ from elixir.kernels.adam import (  # noqa: E402
     adam_step_out_of_place,
     build_step,
     out_of_place,
-    ready,
 )
 
 BAR = 1.25
@@ -70,10 +69,9 @@ def in_turn(runs: dict[str, Run], rounds: int) -> dict[str, list[tuple[float, fl
 def measure(numel: int, kind: Any, rounds: int, *, compiled: bool) -> list[Row]:
     """One kind of moments with one form of the step in place."""
     combination = Combination("cpu", torch.bfloat16, torch.bfloat16, kind)
-    ready.compiled_step = out_of_place.compiled_step = lambda combination, numel: step  # type: ignore[assignment]
     step = build_step(combination) if compiled else None
-    adam = sys.modules["elixir.kernels.adam.step"]
-    adam.compiled_step = ready.compiled_step  # type: ignore[attr-defined]
+    for module in (out_of_place, sys.modules["elixir.kernels.adam.step"]):
+        module.compiled_step = lambda combination, numel: step  # type: ignore[attr-defined]
     gradient, old, new = torch.randn(numel).bfloat16(), states(numel, kind), states(numel, kind)
     weights = torch.zeros(numel, dtype=torch.bfloat16)
 
@@ -92,7 +90,7 @@ def measure(numel: int, kind: Any, rounds: int, *, compiled: bool) -> list[Row]:
 
     runs = {"in place": with_mode("0", place), "copied": with_mode("0", apart)}
     os.environ["ELIXIR_COMPILE"] = "wait"
-    if out_of_place._kernel(gradient, old, weights) is not None:
+    if out_of_place.kernel_for(gradient, old, weights) is not None:
         runs["out of place"] = with_mode("wait", apart)
     found = in_turn(runs, rounds)
     base_s, base_busy_s = (percentiles([pair[i] for pair in found["in place"]])[1] for i in (0, 1))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from elixir.kernels.adam.compiled import Background, missing_compiler
 from elixir.kernels.adam.hybrid import HybridAdam
 from elixir.kernels.adam.moments import Moments, make_moments, read_moments, write_moments
+from elixir.kernels.adam.of_class import Kept, can_step_like, step_out_of_place_like
 from elixir.kernels.adam.out_of_place import States, adam_step_out_of_place
-from elixir.kernels.adam.rule import AdamOptions, adam_, adam_rule, adam_scalars
+from elixir.kernels.adam.rule import AdamOptions, adam_, adam_rule, adam_scalars, group_options
 from elixir.kernels.adam.step import adam_step, fused_step
 from elixir.kernels.adam.when_compiled import Combination, build_step
 
@@ -15,6 +16,7 @@ __all__ = [
     "Background",
     "Combination",
     "HybridAdam",
+    "Kept",
     "Moments",
     "States",
     "adam_",
@@ -23,9 +25,12 @@ __all__ = [
     "adam_step",
     "adam_step_out_of_place",
     "build_step",
+    "can_step_like",
     "fused_step",
+    "group_options",
     "make_moments",
     "missing_compiler",
     "read_moments",
+    "step_out_of_place_like",
     "write_moments",
 ]

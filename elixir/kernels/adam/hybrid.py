@@ -187,7 +187,7 @@ class HybridAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.numel() and _is_dense(parameter) and "exp_avg" not in self.state[parameter]:
-                    _begin(self.state[parameter], parameter, _flat(parameter), group["moments"])
+                    _begin(self.state[parameter], parameter, flat(parameter), group["moments"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of a `HybridAdam`, or of torch's `Adam` or `AdamW`; to the bit, and as a copy.
@@ -229,7 +229,7 @@ class HybridAdam(torch.optim.Optimizer):
             raise InputError(
                 "a parameter must be dense and without overlap in memory; call .contiguous() before wrapping it"
             )
-        weights = _flat(parameter)
+        weights = flat(parameter)
         if gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         state = self.state[parameter]
@@ -238,14 +238,14 @@ class HybridAdam(torch.optim.Optimizer):
         if parameter.dtype == torch.float32:
             master = weights
         else:
-            master = _flat(state["master"])
+            master = flat(state["master"])
             if self._versions.get(parameter) != parameter._version:
                 _follow(master, weights)
         names = ("exp_avg", "exp_avg_sq", *_SCALES) if _SCALES[0] in state else ("exp_avg", "exp_avg_sq")
         kinds = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "8bit"}
         kind = check_kind(kinds[state["exp_avg"].dtype])
-        moments = Moments(kind, *(_flat(state[name]) for name in names))
-        return _Item(parameter, _flat(gradient), weights, master, moments)
+        moments = Moments(kind, *(flat(state[name]) for name in names))
+        return _Item(parameter, flat(gradient), weights, master, moments)
 
     def _changed(self, item: _Item) -> None:
         """Compiled code does not tell autograd that it wrote to the weights."""
@@ -314,8 +314,8 @@ def _loaded(saved: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
     return state
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in the order in which they lie in memory, without a copy."""
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a dense tensor in the order in which they lie in memory, without a copy."""
     tensor = tensor.detach()
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 

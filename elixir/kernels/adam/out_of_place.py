@@ -115,7 +115,7 @@ def adam_step_out_of_place(
         check_tensors(gradient, states.master, weight_out, states.moments, at)
     check_step(step, factor)
     numel, first = old.master.numel(), at or 0
-    kernel = _kernel(gradient, old, weight_out)
+    kernel = kernel_for(gradient, old, weight_out)
     with torch.no_grad():
         if kernel is None:
             new.master.copy_(old.master)
@@ -128,15 +128,18 @@ def adam_step_out_of_place(
             kernel(gradient, theirs, mine, weight_out, options, step, factor, first)
 
 
-def prepare(combination: Combination) -> None:
-    """Begin to compile what a step of so many dtypes will need, if anything."""
-    _ready(Form(combination, torchs=combination.moments == "float32"), None)
+def kernel_for(
+    gradient: torch.Tensor, old: States, weight_out: torch.Tensor | None, *, torchs: bool = False
+) -> Kernel | None:
+    """The kernel for such tensors, if it is compiled by now, with the bits of the step in place.
 
-
-def _kernel(gradient: torch.Tensor, old: States, weight_out: torch.Tensor | None) -> Kernel | None:
+    Args:
+        gradient, old, weight_out: those of `adam_step_out_of_place`.
+        torchs: the bits are those of torch's fused step, although a compiled one may be ready.
+    """
     weight = None if weight_out is None else weight_out.dtype
     combination = Combination(old.master.device.type, gradient.dtype, weight, old.moments.kind)
-    compiled = compiled_step(combination, old.master.numel())
+    compiled = None if torchs else compiled_step(combination, old.master.numel())
     return _ready(Form(combination, torchs=compiled is None), compiled)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,6 +43,28 @@ class AdamOptions:
             below = 1.0 if name.startswith("beta") else math.inf
             if not 0.0 <= float(value) < below:
                 raise InputError(f"{name} must be {'in [0, 1)' if below == 1.0 else 'finite and >= 0'}, got {value}")
+
+
+def group_options(group: Mapping[str, Any], *, decoupled: bool) -> AdamOptions:
+    """The options of a parameter group of torch's Adams or of `HybridAdam`, as they are now.
+
+    Args:
+        group: of an optimizer.
+        decoupled: AdamW's decay, where the group does not say.
+
+    Raises:
+        InputError, InputTypeError: a value outside of its range, or no number.
+    """
+    beta1, beta2 = group["betas"]
+    return AdamOptions(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group.get("adamw_mode", group.get("decoupled_weight_decay", decoupled)),
+        maximize=bool(group.get("maximize", False)),
+    )
 
 
 def adam_scalars(

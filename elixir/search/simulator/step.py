@@ -38,7 +38,7 @@ from elixir.search.request import check_count
 from elixir.search.simulator.collectives import Algorithm, check_positive
 from elixir.search.simulator.events import Events, WorkTimes
 from elixir.search.simulator.fast_bounds import Floor
-from elixir.search.simulator.in_backward import OUT_OF_PLACE_SHARE, can_step, within, worth_stepping
+from elixir.search.simulator.in_backward import can_step, out_of_place_share, within, worth_stepping
 from elixir.search.simulator.rates import Rates, main_dtype, say_if_network_unknown
 from elixir.search.simulator.replay import COMPUTE, RESOURCES, Machine, Span
 from elixir.search.simulator.scenario import Case
@@ -165,7 +165,7 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
         # With several batches gradients are whole after the last only.
         frozenset(i for i, chunk in enumerate(plan.chunks) if chunk.steps_in_backward and accumulation == 1),
         speculating=frozenset(i for i, chunk in enumerate(plan.chunks) if chunk.speculates),
-        speculative_share=OUT_OF_PLACE_SHARE[plan.moments],
+        speculative_share=out_of_place_share(plan.state_size, plan.moments),
         clipping=plan.clipping,
         accumulates=accumulation > 1,
     )
@@ -211,6 +211,7 @@ class SimulatedCost:
             moments=setting.moments,
         )
         self._setting = setting
+        self._out_of_place_share = out_of_place_share(setting.states, setting.moments)
         self._ahead = hardware.device_kind == "cuda"
         self._accesses_s = self._rates.accesses_s(trace) * compute_scale
         self._known: WeakKeyDictionary[Workload, Known] = WeakKeyDictionary()
@@ -266,8 +267,7 @@ class SimulatedCost:
         machine = self._before_step(case)
         homes = {chunk: at_s for chunk, at_s in machine.home_s.items() if chunk in able}
         times = case.times
-        share = OUT_OF_PLACE_SHARE[self._setting.moments]
-        update_s = [seconds * share for seconds in times.host_adam_in_backward_s]
+        update_s = [seconds * self._out_of_place_share for seconds in times.host_adam_in_backward_s]
         chosen = worth_stepping(homes, machine.now_s, update_s, times.update_order)
         orders = times.update_order, sorted(homes, key=lambda chunk: homes[chunk])
         all_bytes = sum(needed[chunk] for chunk in chosen)
@@ -281,7 +281,7 @@ class SimulatedCost:
 
     def _speculating(self, case: Case, chunks: frozenset[int]) -> dict[str, float]:
         """The step's seconds if these chunks speculate."""
-        share = OUT_OF_PLACE_SHARE[self._setting.moments]
+        share = self._out_of_place_share
         machine = self._before_step(replace(case, speculating=chunks, speculative_share=share))
         machine.restart()
         return self._seconds(case, machine, case.events(case.result.timeline, updated=True))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,85 +20,11 @@ from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.fused_adam import FusedAdam, KeptMoments, MakeZeros
 from elixir.wrapper.step.segments import Arrived, Segment, step_segments
+from elixir.wrapper.step.shard_states import ShardStates, can_copy, copied_small
 from elixir.wrapper.step.user_class import UserOptimizer
 
 _ALIGNED_NUMEL = 16
 """Alignment of a float32 moment: 64 bytes, as PyTorch's allocator aligns what it makes one by one."""
-
-
-@dataclass(frozen=True)
-class ShardStates:
-    """The states of a shard, and the optimizer over them. A chunk that speculates has two such sets."""
-
-    master: torch.Tensor
-    segments: list[Segment]
-    optimizer: torch.optim.Optimizer | FusedAdam
-    weights: torch.Tensor | None = None
-    """Takes the weights that the master rounds to; None where they have as many bits."""
-
-    def copy(self, other: ShardStates) -> None:
-        """Have the values of the other set."""
-        if isinstance(self.optimizer, FusedAdam) and isinstance(other.optimizer, FusedAdam):
-            self.optimizer.copy(other.optimizer)
-            return
-        self.master.copy_(other.master)
-        for mine, theirs in zip(self.segments, other.segments, strict=True):
-            copy_state(other.optimizer.state[theirs.weights], self.optimizer.state[mine.weights])
-
-    def step_from(
-        self,
-        old: ShardStates,
-        arrived: Arrived,
-        gradients: torch.Tensor | None,
-        factor: float,
-        hyperparameters: list[dict[str, Any]],
-    ) -> None:
-        """Be the states that a step makes of `old`, which are left as they are.
-
-        Args:
-            old: the states of now.
-            arrived: all segments of `old`, with their gradients.
-            gradients: those of the whole shard, if they lie in one tensor.
-            factor: gradients are multiplied by it.
-            hyperparameters: by group.
-        """
-        for optimizer in (self.optimizer, old.optimizer):
-            for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
-                group.update(values)
-        if isinstance(self.optimizer, FusedAdam) and isinstance(old.optimizer, FusedAdam):
-            old.optimizer.step(arrived, gradients, factor, self.weights, self.optimizer)
-            return
-        self.copy(old)
-        mine = {segment.place: segment for segment in self.segments}
-        if not isinstance(self.optimizer, FusedAdam):
-            theirs = [(mine[segment.place], gradient) for segment, gradient in arrived]
-            step_segments(self.optimizer, self.segments, theirs, factor)
-        if self.weights is not None:
-            self.weights.copy_(self.master)
-
-
-def can_copy(state: Mapping[str, Any] | None) -> bool:
-    """Whether a parameter's state is there, and all of it can be copied."""
-    kinds = (torch.Tensor, bool, int, float, type(None))
-    return bool(state) and all(isinstance(value, kinds) for value in (state or {}).values())
-
-
-def copied_small(value: Any) -> Any:
-    """A state that is no tensor over elements, such as a count of steps."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def copy_state(source: Mapping[str, Any], target: dict[str, Any]) -> None:
-    """Have a parameter's state be that of another one, in its own memory as far as that goes."""
-    for kind in [kind for kind in target if kind not in source]:
-        del target[kind]
-    for kind, value in source.items():
-        mine = target.get(kind)
-        same = isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor) and mine.shape == value.shape
-        if isinstance(mine, torch.Tensor) and same:
-            mine.copy_(value)
-        else:
-            target[kind] = copied_small(value)
 
 
 def state_region(kind: str, dtype: torch.dtype) -> str:

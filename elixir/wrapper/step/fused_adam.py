@@ -12,12 +12,12 @@ from torch import nn
 from elixir.chunk.pinned import host_zeros
 from elixir.errors import InputError
 from elixir.kernels.adam import (
-    AdamOptions,
     HybridAdam,
     Moments,
     States,
     adam_step,
     adam_step_out_of_place,
+    group_options,
     make_moments,
     read_moments,
     write_moments,
@@ -247,7 +247,7 @@ class FusedAdam:
         into: FusedAdam | None,
     ) -> None:
         part = self._part(run)
-        options = self._options(self.param_groups[run[0].group])
+        options = group_options(self.param_groups[run[0].group], decoupled=self._decoupled)
         out = None if weight_out is None else weight_out[part]
         number = int(self._state(run[0])["step"]) + 1
         if into is None:
@@ -278,18 +278,6 @@ class FusedAdam:
             self._segments, other.like([(each, self._master) for each in self._segments]), strict=True
         ):
             self.set_steps(segment, other.steps_of(theirs_segment))
-
-    def _options(self, group: dict[str, Any]) -> AdamOptions:
-        beta1, beta2 = group["betas"]
-        return AdamOptions(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=group.get("adamw_mode", group.get("decoupled_weight_decay", self._decoupled)),
-            maximize=bool(group.get("maximize", False)),
-        )
 
     def make_moments(self) -> None:
         """Have moments now, and not only when they are first needed."""

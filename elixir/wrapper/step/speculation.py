@@ -21,10 +21,11 @@ import torch
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Ticket, known
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer, ShardStates
+from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.forecast import Forecast
 from elixir.wrapper.step.in_backward import same_options
 from elixir.wrapper.step.segments import Arrived
+from elixir.wrapper.step.shard_states import ShardStates
 from elixir.wrapper.step.updates import failed_step, return_weights
 from elixir.wrapper.step.user_class import UserOptimizer
 

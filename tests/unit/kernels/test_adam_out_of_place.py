@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 
 from elixir.errors import InputError
-from elixir.kernels import AdamOptions, adam_step, make_moments
-from elixir.kernels.adam import out_of_place
+from elixir.kernels import AdamOptions, HybridAdam, adam_step, make_moments
+from elixir.kernels.adam import Kept, can_step_like, out_of_place, step_out_of_place_like
 from elixir.kernels.adam.out_of_place import Form, States, adam_step_out_of_place
 from elixir.kernels.adam.when_compiled import Combination, build_step
 
@@ -176,3 +177,69 @@ def test_other_memory_of_another_size_is_refused() -> None:
     old, new = states(8, "float32", 0), states(9, "float32", 0)
     with pytest.raises(InputError, match="match"):
         adam_step_out_of_place(torch.zeros(8), old, new, None, AdamOptions(), 1)
+
+
+# --- the bits of an optimizer that keeps its own states ----------------------------------------------------------------
+
+
+def _of_class(name: str) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    return {
+        "AdamW": lambda given: torch.optim.AdamW(given, fused=True, **options),
+        "Adam": lambda given: torch.optim.Adam(given, fused=True, maximize=True, **options),
+        "lr in a tensor": lambda given: torch.optim.AdamW(given, fused=True, **options | {"lr": torch.tensor(1e-2)}),
+        "HybridAdam": lambda given: HybridAdam(given, adamw_mode=False, **options),
+    }[name]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "lr in a tensor", "HybridAdam"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_has_the_bits_of_torchs_fused_classes(name: str, dtype: torch.dtype, compiles: None) -> None:
+    numels = (1, 17, 1000, 70_001)
+    make = _of_class(name)
+    generator = torch.Generator().manual_seed(0)
+    old = [torch.nn.Parameter(torch.randn(numel, generator=generator)) for numel in numels]
+    new, place = ([torch.nn.Parameter(each.detach().clone()) for each in old] for _ in range(2))
+    optimizers = [make(parameters) for parameters in (old, new, place)]
+    assert all(can_step_like(optimizer) for optimizer in optimizers)
+    gradients = [gradient_of(numel, dtype) for numel in numels]
+
+    def step(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, factor: float) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            value = gradient.float()
+            parameter.grad = value if factor == 1.0 else value * factor
+        optimizer.step()
+
+    for parameters, optimizer in zip((old, new, place), optimizers, strict=True):
+        step(parameters, optimizer, 1.0)
+    for factor in (1.0, 0.37):
+        before = [parameter.detach().clone() for parameter in old]
+        outs = [torch.zeros(numel, dtype=torch.bfloat16) for numel in numels]
+        for index, gradient in enumerate(gradients):
+            kept = [
+                Kept(parameters[index], optimizer.state[parameters[index]])
+                for parameters, optimizer in zip((old, new), optimizers[:2], strict=True)
+            ]
+            group = optimizers[0].param_groups[0]
+            assert step_out_of_place_like(optimizers[0], group, gradient, kept[0], kept[1], outs[index], factor)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(old, before, strict=True))
+        step(place, optimizers[2], factor)
+        for mine, theirs, out in zip(new, place, outs, strict=True):
+            assert torch.equal(mine, theirs)
+            assert torch.equal(out, theirs.bfloat16())
+            mine_state, their_state = optimizers[1].state[mine], optimizers[2].state[theirs]
+            assert not [kind for kind in their_state if not torch.equal(mine_state[kind], their_state[kind])]
+        old, new = new, old
+        optimizers[:2] = optimizers[1::-1]
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [{}, {"fused": True, "amsgrad": True}, {"fused": True, "betas": (torch.tensor(0.9), torch.tensor(0.99))}],
+    ids=["not fused", "amsgrad", "betas in tensors"],
+)
+def test_other_options_are_nobody_elses_bits(refused: dict[str, Any]) -> None:
+    assert not can_step_like(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], **refused))
+    assert not can_step_like(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], fused=True))
+    assert not can_step_like(HybridAdam([torch.nn.Parameter(torch.ones(3))], moments="8bit"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,10 +16,11 @@ from torch import nn
 
 from elixir.chunk.lanes import Emulation
 from elixir.hardware import preset
+from elixir.kernels import HybridAdam
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.step import speculation
+from elixir.wrapper.step import shard_states, speculation
 from tests.common import gpu
 from tests.common.debug import debugged
 from tests.common.early import HOMES, all_speculating, attempts, backward_watched, chain, rehomed, speculating, without
@@ -364,6 +366,10 @@ def make_ordinary(plan: Any) -> Any:
     return replace(plan, chunks=tuple(replace(chunk, speculates=False) for chunk in plan.chunks))
 
 
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
 
@@ -386,13 +392,39 @@ def test_other_optimizers(make: Any, homes: str) -> None:
         pair.assert_same_weights()
 
 
-def steps(it: Case, plan: Any, norms: list[float], running: dict[str, Any]) -> Any:
+def _fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+
+
+def _hybrid(model: nn.Module) -> torch.optim.Optimizer:
+    return HybridAdam(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@every_home
+@pytest.mark.parametrize("make", [_fused, _hybrid])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fused_classes_need_no_copy(make: Any, dtype: str, homes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELIXIR_COMPILE", "wait")
+    norms = [1e9, 1e9, 1e-3, 1e9, 1e9]
+    plan = chain_plan(chain(), homes, unified_dtype=dtype)
+    (theirs, their_states), _ = steps(chain(), make_ordinary(plan), norms, {}, make)
+    monkeypatch.setattr(shard_states.ShardStates, "copy", lambda *_: pytest.fail("states were copied"))
+    (mine, mine_states), kept = steps(chain(), plan, norms, {}, make)
+    assert all(kept[:2])
+    assert kept[4]
+    assert not [key for key in theirs if not torch.equal(mine[key], theirs[key])]
+    for number, state in their_states.items():
+        assert not [kind for kind in state if not torch.equal(mine_states[number][kind], state[kind])]
+
+
+def steps(it: Case, plan: Any, norms: list[float], running: dict[str, Any], make: Any = _adamw) -> Any:
     """Weights and states after some steps, and how many chunks' new states were kept."""
     options = debugged({k: v for k, v in running.items() if k != "initial_scale"}, poison=True)
     module = ElixirModule(it.model, plan, device=gpu.DEVICE, **options)
     optimizer = ElixirOptimizer(
         module,
-        torch.optim.AdamW(module.module.parameters(), lr=1e-3),
+        make(module.module),
         initial_scale=running.get("initial_scale", 2**10),
     )
     kept = []

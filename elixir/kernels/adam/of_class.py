@@ -1,0 +1,84 @@
+"""Steps out of place with the bits of an optimizer that keeps its own states: torch's fused Adams, and `HybridAdam`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from elixir.kernels.adam.hybrid import BATCHED_NUMEL, HybridAdam, flat
+from elixir.kernels.adam.moments import Moments
+from elixir.kernels.adam.out_of_place import States, kernel_for
+from elixir.kernels.adam.rule import group_options
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Kept(NamedTuple):
+    """A parameter, float32 and on the host, and what its optimizer keeps of it."""
+
+    weights: torch.Tensor
+    state: dict[str, Any]
+
+
+def step_out_of_place_like(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    gradient: torch.Tensor,
+    old: Kept,
+    new: Kept,
+    weight_out: torch.Tensor | None,
+    factor: float,
+) -> bool:
+    """What `optimizer` makes of a parameter in its next step, into `new`; `old` is left as it is.
+
+    Args:
+        optimizer: of a class that `can_step_like` knows.
+        group: the parameter's options.
+        gradient: on the host, any floating dtype.
+        old: the parameter, float32 and on the host, and its state.
+        new: takes the new ones.
+        weight_out: flat; takes the new weights in its dtype.
+        factor: the gradient is multiplied by it first.
+
+    Returns:
+        Whether it was done. Not where no kernel is there (yet) that has the bits of that class: nothing is written.
+    """
+    numel = old.weights.numel()
+    together = isinstance(optimizer, HybridAdam) and numel > BATCHED_NUMEL
+    if factor != 1.0 or together:
+        gradient = gradient.to(torch.float32)  # as the optimizer gets it
+        gradient = gradient if factor == 1.0 else gradient * factor
+    before, after = (
+        States(flat(kept.weights), Moments("float32", *(flat(kept.state[name]) for name in _MOMENTS)))
+        for kept in (old, new)
+    )
+    kernel = kernel_for(gradient, before, None if together else weight_out, torchs=not together)
+    if kernel is None:
+        return False
+    options = group_options(group, decoupled=isinstance(optimizer, torch.optim.AdamW))
+    number = int(old.state["step"]) + 1
+    if numel:
+        kernel(gradient.view(-1), before, after, None if together else weight_out, options, number, 1.0, 0)
+    new.state["step"].fill_(number)
+    if together and weight_out is not None:
+        weight_out.copy_(after.master)
+    return True
+
+
+def can_step_like(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step_out_of_place_like` knows the class with these options: `HybridAdam` with float32 moments, or one of
+    torch's Adams with ``fused=True``. Others round in other places."""
+    if type(optimizer) is HybridAdam:
+        return all(group["moments"] == "float32" for group in optimizer.param_groups)
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    refused = ("amsgrad", "differentiable", "capturable")
+    plain = (int, float)
+    return all(
+        group.get("fused")
+        and not any(group.get(name) for name in refused)
+        and all(isinstance(value, plain) for value in (*group["betas"], group["eps"], group["weight_decay"]))
+        for group in optimizer.param_groups
+    )

@@ -1,0 +1,105 @@
+"""The states of one shard, and new ones that are made of them without touching them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elixir.kernels.adam import Kept, can_step_like, step_out_of_place_like
+from elixir.wrapper.step.fused_adam import FusedAdam
+from elixir.wrapper.step.segments import Arrived, Segment, step_segments
+
+
+@dataclass(frozen=True)
+class ShardStates:
+    """The states of a shard, and the optimizer over them. A chunk that speculates has two such sets."""
+
+    master: torch.Tensor
+    segments: list[Segment]
+    optimizer: torch.optim.Optimizer | FusedAdam
+    weights: torch.Tensor | None = None
+    """Takes the weights that the master rounds to; None where they have as many bits."""
+
+    def copy(self, other: ShardStates) -> None:
+        """Have the values of the other set."""
+        if isinstance(self.optimizer, FusedAdam) and isinstance(other.optimizer, FusedAdam):
+            self.optimizer.copy(other.optimizer)
+            return
+        self.master.copy_(other.master)
+        for mine, theirs in zip(self.segments, other.segments, strict=True):
+            copy_state(other.optimizer.state[theirs.weights], self.optimizer.state[mine.weights])
+
+    def step_from(
+        self,
+        old: ShardStates,
+        arrived: Arrived,
+        gradients: torch.Tensor | None,
+        factor: float,
+        hyperparameters: list[dict[str, Any]],
+    ) -> None:
+        """Be the states that a step makes of `old`, which are left as they are.
+
+        Args:
+            old: the states of now.
+            arrived: all segments of `old`, with their gradients.
+            gradients: those of the whole shard, if they lie in one tensor.
+            factor: gradients are multiplied by it.
+            hyperparameters: by group.
+        """
+        for optimizer in (self.optimizer, old.optimizer):
+            for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
+                group.update(values)
+        if isinstance(self.optimizer, FusedAdam) and isinstance(old.optimizer, FusedAdam):
+            old.optimizer.step(arrived, gradients, factor, self.weights, self.optimizer)
+            return
+        if isinstance(self.optimizer, FusedAdam) or self._stepped_in_one_pass(self.optimizer, old, arrived, factor):
+            return
+        self.copy(old)
+        mine = {segment.place: segment for segment in self.segments}
+        theirs = [(mine[segment.place], gradient) for segment, gradient in arrived]
+        step_segments(self.optimizer, self.segments, theirs, factor)
+        if self.weights is not None:
+            self.weights.copy_(self.master)
+
+    def _stepped_in_one_pass(
+        self, optimizer: torch.optim.Optimizer, old: ShardStates, arrived: Arrived, factor: float
+    ) -> bool:
+        """Whether a kernel has made the states; if not, some may be there, and some not."""
+        if self.master.dtype != torch.float32 or not can_step_like(optimizer):
+            return False
+        for mine, (theirs, gradient) in zip(self.segments, arrived, strict=True):
+            kept = Kept(theirs.weights, old.optimizer.state[theirs.weights])
+            new = Kept(mine.weights, optimizer.state[mine.weights])
+            part = slice(mine.start, mine.start + mine.weights.numel())
+            weights = None if self.weights is None else self.weights[part]
+            group = optimizer.param_groups[mine.group]
+            if not step_out_of_place_like(optimizer, group, gradient, kept, new, weights, factor):
+                return False
+        return True
+
+
+def can_copy(state: Mapping[str, Any] | None) -> bool:
+    """Whether a parameter's state is there, and all of it can be copied."""
+    kinds = (torch.Tensor, bool, int, float, type(None))
+    return bool(state) and all(isinstance(value, kinds) for value in (state or {}).values())
+
+
+def copied_small(value: Any) -> Any:
+    """A state that is no tensor over elements, such as a count of steps."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def copy_state(source: Mapping[str, Any], target: dict[str, Any]) -> None:
+    """Have a parameter's state be that of another one, in its own memory as far as that goes."""
+    for kind in [kind for kind in target if kind not in source]:
+        del target[kind]
+    for kind, value in source.items():
+        mine = target.get(kind)
+        same = isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor) and mine.shape == value.shape
+        if isinstance(mine, torch.Tensor) and same:
+            mine.copy_(value)
+        else:
+            target[kind] = copied_small(value)
