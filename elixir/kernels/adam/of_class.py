@@ -31,7 +31,7 @@ def step_out_of_place_like(
     weight_out: torch.Tensor | None,
     factor: float,
 ) -> bool:
-    """What `optimizer` makes of a parameter in its next step, into `new`; `old` is left as it is.
+    """Make of a parameter, in `new`, what the next step of `optimizer` would; `old` is left as it is.
 
     Args:
         optimizer: of a class that `can_step_like` knows.
