@@ -1,4 +1,4 @@
-"""Steps out of place with the bits of an optimizer that keeps its own states: torch's fused Adams, and `HybridAdam`."""
+"""Steps on the host with the bits of an optimizer that keeps its own states: torch's fused Adams, and `HybridAdam`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from elixir.kernels.adam.hybrid import BATCHED_NUMEL, HybridAdam, flat
 from elixir.kernels.adam.moments import Moments
 from elixir.kernels.adam.out_of_place import States, kernel_for
 from elixir.kernels.adam.rule import group_options
+from elixir.kernels.adam.step import fused_pieces
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -67,11 +68,44 @@ def step_out_of_place_like(
     return True
 
 
+def step_like(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    gradient: torch.Tensor,
+    kept: Kept,
+    weight_out: torch.Tensor | None,
+    factor: float,
+) -> None:
+    """The next step of one parameter as `optimizer` makes it, but in one pass over memory: what it would widen,
+    multiply and round for a whole parameter is done for pieces that fit a cache.
+
+    Args:
+        optimizer: one that `is_torchs_fused`.
+        group: the parameter's options.
+        gradient: on the host, any floating dtype.
+        kept: the parameter and its state; updated.
+        weight_out: flat; takes the new weights in its dtype.
+        factor: the gradient is multiplied by it first.
+    """
+    moments = Moments("float32", *(flat(kept.state[name]) for name in _MOMENTS))
+    options = group_options(group, decoupled=isinstance(optimizer, torch.optim.AdamW))
+    kept.state["step"] += 1
+    number = int(kept.state["step"])
+    if gradient.numel():
+        with torch.no_grad():
+            fused_pieces(gradient.view(-1), flat(kept.weights), weight_out, moments, options, number, factor)
+
+
 def can_step_like(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `step_out_of_place_like` knows the class with these options: `HybridAdam` with float32 moments, or one of
     torch's Adams with ``fused=True``. Others round in other places."""
     if type(optimizer) is HybridAdam:
         return all(group["moments"] == "float32" for group in optimizer.param_groups)
+    return is_torchs_fused(optimizer)
+
+
+def is_torchs_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's Adams with ``fused=True``, without options that make another step of it."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     refused = ("amsgrad", "differentiable", "capturable")

@@ -19,7 +19,7 @@ from elixir.kernels import HybridAdam
 from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.fused_adam import FusedAdam, KeptMoments, MakeZeros
-from elixir.wrapper.step.segments import Arrived, Segment, step_segments
+from elixir.wrapper.step.segments import Arrived, Segment
 from elixir.wrapper.step.shard_states import ShardStates, can_copy, copied_small
 from elixir.wrapper.step.user_class import UserOptimizer
 
@@ -341,15 +341,14 @@ class ChunkOptimizer:
             factor = 1.0
         for group, values in zip(states.optimizer.param_groups, hyperparameters, strict=True):
             group.update(values)
+        out = staged
+        if self._writes_itself():
+            out = self.chunk.shard_weights if states.weights is None else states.weights
         if isinstance(states.optimizer, FusedAdam):
-            out = staged
-            if self._writes_itself():
-                out = self.chunk.shard_weights if states.weights is None else states.weights
             states.optimizer.step(arrived, self.shard_gradients, float(factor), out)
         else:
-            step_segments(states.optimizer, states.segments, arrived, factor)
-            if staged is not None:
-                self._copy(arrived, states.master, staged)
+            if not states.step_with(states.optimizer, arrived, factor, out) and out is not None:
+                self._copy(arrived, states.master, out)
             self.stow()  # the first step of some classes makes states
         self._count_states()
 
@@ -360,9 +359,10 @@ class ChunkOptimizer:
         return self._shard is None and not isinstance(self.optimizer, FusedAdam)
 
     def _writes_itself(self) -> bool:
-        """Whether the step writes the weights in the same pass: it is fused, and they are where their masters are."""
+        """Whether the step writes the weights: they are where their masters are, and it may do so in the same pass."""
         plan = self.chunk.plan
-        return isinstance(self.optimizer, FusedAdam) and self._separate and plan.weight_home == plan.update_home
+        able = plan.update_home == "host" or isinstance(self.optimizer, FusedAdam)
+        return able and self._separate and plan.weight_home == plan.update_home
 
     def write_weights(self, arrived: Arrived, staged: torch.Tensor | None = None) -> None:
         """Copy master weights, if there are any, or what was `staged` of them, to where the weights are, in their

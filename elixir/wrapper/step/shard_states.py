@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elixir.kernels.adam import Kept, can_step_like, step_out_of_place_like
+from elixir.kernels.adam import Kept, can_step_like, is_torchs_fused, step_like, step_out_of_place_like
 from elixir.wrapper.step.fused_adam import FusedAdam
 from elixir.wrapper.step.segments import Arrived, Segment, step_segments
 
@@ -55,7 +55,7 @@ class ShardStates:
         if isinstance(self.optimizer, FusedAdam) and isinstance(old.optimizer, FusedAdam):
             old.optimizer.step(arrived, gradients, factor, self.weights, self.optimizer)
             return
-        if isinstance(self.optimizer, FusedAdam) or self._stepped_in_one_pass(self.optimizer, old, arrived, factor):
+        if isinstance(self.optimizer, FusedAdam) or self._made_in_one_pass(self.optimizer, old, arrived, factor):
             return
         self.copy(old)
         mine = {segment.place: segment for segment in self.segments}
@@ -64,7 +64,31 @@ class ShardStates:
         if self.weights is not None:
             self.weights.copy_(self.master)
 
-    def _stepped_in_one_pass(
+    def step_with(
+        self, optimizer: torch.optim.Optimizer, arrived: Arrived, factor: float | torch.Tensor, out: torch.Tensor | None
+    ) -> bool:
+        """Step the segments in `arrived` in place by the user's class.
+
+        Args:
+            optimizer: `self.optimizer`, which is no `FusedAdam`.
+            arrived: segments with their gradients.
+            factor: gradients are multiplied by it.
+            out: where it can be done in the same pass over memory, takes the new weights of the shard, rounded.
+
+        Returns:
+            Whether `out` has them.
+        """
+        kept = [Kept(segment.weights, optimizer.state.get(segment.weights, {})) for segment, _ in arrived]
+        once = out is not None and self.master.dtype == torch.float32 and self.master.device.type == "cpu"
+        if not once or not all(each.state for each in kept) or not is_torchs_fused(optimizer):
+            step_segments(optimizer, self.segments, arrived, factor)
+            return False
+        for each, (segment, gradient) in zip(kept, arrived, strict=True):
+            weights = None if out is None else out[segment.start : segment.start + gradient.numel()]
+            step_like(optimizer, optimizer.param_groups[segment.group], gradient, each, weights, float(factor))
+        return True
+
+    def _made_in_one_pass(
         self, optimizer: torch.optim.Optimizer, old: ShardStates, arrived: Arrived, factor: float
     ) -> bool:
         """Whether a kernel has made the states; if not, some may be there, and some not."""

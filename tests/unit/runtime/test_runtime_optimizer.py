@@ -12,7 +12,7 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.step import check_elementwise
+from elixir.wrapper.step import check_elementwise, stepper
 from tests.common import gpu
 from tests.common.parity import Pair, case, hf_loss, make_plan
 
@@ -236,3 +236,13 @@ def test_thawing_needs_another_plan() -> None:
         frozen.requires_grad_(True)
         with pytest.raises(InputError, match="frozen when the model was planned"):
             pair.optimizer.step()
+
+
+@pytest.mark.parametrize(("options", "told"), [({}, True), ({"fused": True}, False)], ids=["plain", "fused"])
+def test_a_slow_class_on_the_host_is_said(
+    options: dict[str, Any], told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stepper, "_SLOW_NUMEL", 1)
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed"), optimizer=lambda m: torch.optim.AdamW(m.parameters(), **options)):
+        assert ("as long as with fused=True" in caplog.text) == told

@@ -12,6 +12,7 @@ from torch import nn
 from elixir.search import optimal_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.loss_scale import LossScale
+from elixir.wrapper.step import shard_states
 from tests.common import gpu
 from tests.common.parity import ALL, MODES, Case, LossFn, Pair, case, hf_loss, make_plan
 from tests.common.tiny_models import FAMILIES
@@ -28,12 +29,14 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 class Reference:
     """Plain PyTorch with one float32 master per parameter."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, scale: float, max_norm: float) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, scale: float, max_norm: float, *, fused: bool = False
+    ) -> None:
         model = model.to(gpu.DEVICE)
         self.masters = [p.detach().clone().requires_grad_(p.requires_grad) for p in model.parameters()]
         self.model, self.scale, self.max_norm = cast(model, dtype), scale, max_norm
         self.parameters = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3, weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3, weight_decay=0.1, fused=fused)
 
     def step(self, *batches: dict[str, Any], loss: LossFn = hf_loss) -> torch.Tensor:
         for inp in batches:
@@ -53,21 +56,34 @@ class Reference:
         return found
 
 
-def wrapped(it: Case, mode: str, dtype: torch.dtype, **options: Any) -> tuple[ElixirModule, ElixirOptimizer]:
+def wrapped(
+    it: Case, mode: str, dtype: torch.dtype, *, fused: bool = False, **options: Any
+) -> tuple[ElixirModule, ElixirOptimizer]:
     module = ElixirModule(
         it.model, make_plan(it, mode, unified_dtype=dtype), dtype=dtype, device=gpu.DEVICE, debug=Debug(poison=True)
     )
-    return module, ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1), **options)
+    adam = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1, fused=fused)
+    return module, ElixirOptimizer(module, adam, **options)
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.05])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_same_bits_as_with_master_weights(mode: str, dtype: torch.dtype, max_norm: float) -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_same_bits_as_with_master_weights(
+    fused: bool, mode: str, dtype: torch.dtype, max_norm: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     it = case("opt")
     scale = 1024.0 if dtype == torch.float16 else 1.0
-    reference = Reference(copy.deepcopy(it.model), dtype, scale, max_norm)
-    module, optimizer = wrapped(it, mode, dtype, initial_scale=1024.0, max_norm=max_norm)
+    reference = Reference(copy.deepcopy(it.model), dtype, scale, max_norm, fused=fused)
+    module, optimizer = wrapped(it, mode, dtype, initial_scale=1024.0, max_norm=max_norm, fused=fused)
+    in_one_pass, step_like = [], shard_states.step_like
+
+    def seen(*arguments: Any) -> None:
+        in_one_pass.append(arguments)
+        step_like(*arguments)
+
+    monkeypatch.setattr(shard_states, "step_like", seen)
     for _ in range(STEPS):
         loss = hf_loss(module, it.inp)
         optimizer.backward(loss)
@@ -78,6 +94,7 @@ def test_same_bits_as_with_master_weights(mode: str, dtype: torch.dtype, max_nor
     state = module.state_dict()
     for name, value in reference.model.state_dict().items():
         assert torch.equal(state[name].to(dtype), value.cpu()), name
+    assert bool(in_one_pass) == (fused and mode != "resident")
     module.close()
 
 
