@@ -4,9 +4,12 @@
 
 As `simulated_vs_measured.py`, whose calibration it shares, but the links are as fast as memory, and the disk is the one
 of FOLDER, or emulated at four speeds: those at which all reads and writes of a step would take 0.4 to 2.5 of forward's
-and backward's seconds, or longer, as the emulated disk is on that of FOLDER and must be the slower one. Judged are plans with all states on the disk: weights resident, and weights streamed from the
-host. The speed of the real disk is measured before anything runs; its case is printed with the others. Run it on a
-quiet machine. Appends to ``results/disk_steps.csv``; fails if a bar is missed.
+and backward's seconds, or longer, as the emulated disk is on that of FOLDER and must be the slower one. Judged are
+plans with all states on the disk: weights resident, and weights streamed from the host.
+
+Disks have fast and slow minutes. So before and after each turn of a case the real disk moves extents as a run does, and
+the case of the real disk is simulated with the median of these speeds; rows have those of both looks. Run it on a quiet
+machine. Appends to ``results/disk_steps.csv``; fails if a bar is missed.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +30,68 @@ import torch
 from benchmark.common import append_rows, conditions, percentiles
 from benchmark.emulated_runs import (
     SHAPES,
+    Case,
     Run,
     Timed,
     calibrate,
+    compute_seconds,
     judge_errors,
-    median,
     mixed_plans,
     run_apart,
+    take_turns,
+    traced,
     with_error,
 )
 from elixir.hardware import HardwareProfile
 from elixir.microbench import with_disk
-from elixir.models import build_shape, default_input, default_step
+from elixir.microbench.disk import InTurns, measured_file
 from elixir.search.simulator import simulate_step
-from elixir.tracer import trace_step
 
 SHARES = (0.4, 2.5)
 """Seconds of all transfers of the fastest emulated disk, and of the slowest, over those of forward and backward."""
 SPEEDS, LEAST_RANGE, SLOWER = 4, 2.0, 0.7
 """Emulated speeds; the slowest takes at least so many times as long as the fastest, whose speed is at most this part of
 the real disk's."""
+FILE_EXTENTS, LOOK_S = 8, 0.3
+"""Extents in the file whose speed is looked at before and after each turn, and for how long."""
 MIXES = ("states on disk", "streamed, states on disk")
 CALIBRATING = ("resident", "streamed")
 MEAN_BAR, WORST_BAR = 0.05, 0.12
 """Mean of the absolute errors, and the largest."""
 
 
-def with_disk_speed(profile: HardwareProfile, bytes_per_s: float | None) -> HardwareProfile:
-    """The profile with a disk of this speed in both directions; None: with its own."""
-    if bytes_per_s is None:
-        return profile
+@dataclasses.dataclass(frozen=True)
+class DiskSpeed:
+    """Bytes a second that a disk reads and writes in turns."""
+
+    read: float
+    write: float
+
+    @staticmethod
+    def of(seconds: InTurns, nbytes: int) -> DiskSpeed:
+        """From the seconds of a transfer each way."""
+        return DiskSpeed(nbytes / seconds.read_s, nbytes / seconds.write_s)
+
+    @staticmethod
+    def median(speeds: Sequence[DiskSpeed]) -> DiskSpeed:
+        """The median of each direction."""
+        return DiskSpeed(*(statistics.median(getattr(speed, way) for speed in speeds) for way in ("read", "write")))
+
+    @property
+    def both(self) -> float:
+        """Both ways together, for as many bytes each way."""
+        return 2 / (1 / self.read + 1 / self.write)
+
+
+def looked(speeds: Sequence[DiskSpeed]) -> int:
+    """The median over turns, both ways together."""
+    return round(DiskSpeed.median(speeds).both)
+
+
+def with_disk_speed(profile: HardwareProfile, speed: DiskSpeed) -> HardwareProfile:
+    """The profile with a disk of this speed."""
     fits = {key: fit for key, fit in profile.fits.items() if not key.startswith("disk_")}
-    return dataclasses.replace(
-        profile, fits=fits, disk_read_bytes_per_s=bytes_per_s, disk_write_bytes_per_s=bytes_per_s
-    )
+    return dataclasses.replace(profile, fits=fits, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
 
 
 def emulated_speeds(moved_bytes: float, compute_s: float, hardware: HardwareProfile) -> list[float]:
@@ -81,44 +114,52 @@ def work(folder: str, model: str, rounds: int) -> dict[str, Any]:
     from elixir.microbench import measure
 
     torch.set_num_threads(1)
-    shape, batch, sequence = SHAPES[model]
     hardware = with_disk(measure(quick=True), folder)
-    meta = build_shape(shape, dtype=torch.float32)
-    inp = default_input(meta, batch=batch, seq=sequence)
-    trace = trace_step(meta, inp, default_step, hardware=hardware, optimizer=None)
+    shape, inp, trace = traced(model, hardware)
     names = (*CALIBRATING, *MIXES)
     plans = dict(zip(names, mixed_plans(trace, hardware, names), strict=True))
     runs = {name: Run(shape, inp, plan, disk_folder=folder) for name, plan in plans.items()}
-    alone = [step for _ in range(2) for step in runs["resident"].turn()]
-    compute_s = median(alone, "forward_s") + median(alone, "backward_s")
+    compute_s = compute_seconds(runs["resident"])
     moved = plans[MIXES[0]].predicted.moved_bytes
     both_bytes = moved["disk_read"] + moved["disk_write"]
     speeds = (*emulated_speeds(both_bytes, compute_s, hardware), None)
     judged = [(mix, speed) for mix in MIXES for speed in speeds]
-    middle = len(judged) // 2
-    calibrating = [(name, None) for name in CALIBRATING]
-    cases = [*calibrating, *judged[:middle], *calibrating, *judged[middle:]]
-    seen: dict[tuple[str, float | None], list[Timed]] = {case: [] for case in cases}
-    for turn in range(rounds):
-        for index in range(len(cases)):
-            name, speed = cases[(index + turn) % len(cases)]
+    extent_bytes = max(plans[MIXES[0]].extent_bytes(chunk) for chunk in plans[MIXES[0]].chunks)
+    around: dict[Case, list[DiskSpeed]] = {case: [] for case in judged}
+    with measured_file([folder], FILE_EXTENTS * extent_bytes) as file:
+
+        def speed_now() -> DiskSpeed:
+            return DiskSpeed.of(file.in_turns(extent_bytes, LOOK_S), extent_bytes)
+
+        def turn(case: Case) -> list[Timed]:
+            name, speed = case
             runs[name].disk(speed)
-            seen[name, speed] += runs[name].turn()
+            before = speed_now() if case in around else None
+            steps = runs[name].turn()
+            if before is not None:
+                runs[name].module.settle()  # nothing else moves while the disk is looked at
+                around[case] += [before, speed_now()]
+            return steps
+
+        seen = take_turns([(name, None) for name in CALIBRATING], judged, rounds, turn)
     known = calibrate(
         trace, hardware, plans["resident"], seen["resident", None], plans["streamed"], seen["streamed", None]
     )
     found = []
     for mix, speed in judged:
-        steps, machine = seen[mix, speed], with_disk_speed(known.machine, speed)
+        steps, looks = seen[mix, speed], around[mix, speed]
+        found_speed = DiskSpeed.median(looks)
+        machine = with_disk_speed(known.machine, found_speed if speed is None else DiskSpeed(speed, speed))
         simulated = simulate_step(plans[mix], known.trace_for(plans[mix]), machine)
         p20, p50, p80 = percentiles([step.step_s for step in steps])
         case = {"homes": mix, "disk": "real" if speed is None else "emulated"}
         case["disk_bytes_per_s"] = round(machine.disk_read_bytes_per_s or 0)
+        case |= {f"real_{when}_bytes_per_s": looked(looks[first::2]) for first, when in enumerate(("before", "after"))}
         case |= {"measured_s": p50, "p20_s": p20, "p80_s": p80, "simulated_s": simulated.step_s, "n": len(steps)}
         found.append(case)
     for run in runs.values():
         run.module.close()
-    return {"model": shape.name, "tokens": batch * sequence, "cases": found}
+    return {"model": shape.name, "tokens": inp["input_ids"].numel(), "cases": found}
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from benchmark.common import print_table
 from elixir.chunk.lanes import Emulation, ThreadLane
 from elixir.hardware import HardwareProfile
-from elixir.models import ModelShape, build_shape, describe
+from elixir.models import ModelShape, build_shape, default_input, default_step, describe
 from elixir.optimizer_states import MomentKind, state_size
 from elixir.plan import Home, Plan
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
@@ -32,6 +32,7 @@ from elixir.search.propose import Budgets, SearchSpace, weigh
 from elixir.search.simulator import Rates, main_dtype, simulate_step
 from elixir.search.simulator.in_backward import can_step
 from elixir.step_trace import Operation, StepTrace
+from elixir.tracer import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account import StepReport
 from elixir.wrapper.engine import engine_of
@@ -189,6 +190,52 @@ class Run:
 def median(steps: Sequence[Timed], field: str) -> float:
     """The median of one of the fields of `Timed`."""
     return statistics.median(getattr(step, field) for step in steps)
+
+
+Case = tuple[str, float | None]
+"""Name of a run, and bytes per second of what is emulated; None for what is as fast as it is."""
+
+
+def traced(model: str, hardware: HardwareProfile) -> tuple[ModelShape, dict[str, Any], StepTrace]:
+    """The shape of a model of `SHAPES`, its batch, and its step."""
+    shape, batch, sequence = SHAPES[model]
+    meta = build_shape(shape, dtype=torch.float32)
+    inp = default_input(meta, batch=batch, seq=sequence)
+    return shape, inp, trace_step(meta, inp, default_step, hardware=hardware, optimizer=None)
+
+
+def compute_seconds(resident: Run) -> float:
+    """Seconds of forward and backward with everything resident."""
+    alone = [step for _ in range(2) for step in resident.turn()]
+    return median(alone, "forward_s") + median(alone, "backward_s")
+
+
+def link_speeds(streamed: Plan, compute_s: float, shares: Sequence[float]) -> list[float]:
+    """Bytes a second at which all transfers with everything streamed take these shares of the seconds of compute."""
+    moved = streamed.predicted.moved_bytes
+    return [(moved["host_to_device"] + moved["device_to_host"]) / (share * compute_s) for share in shares]
+
+
+def take_turns(
+    calibrating: Sequence[Case], judged: Sequence[Case], rounds: int, turn: Callable[[Case], list[Timed]]
+) -> dict[Case, list[Timed]]:
+    """The steps of each case, which take turns, each round from another one on. Those that calibrate come twice in a
+    round, since all else rests on them.
+
+    Args:
+        calibrating: cases that are not judged.
+        judged: the others.
+        rounds: how many turns each of these has.
+        turn: makes the steps of one turn.
+    """
+    middle = len(judged) // 2
+    cases = [*calibrating, *judged[:middle], *calibrating, *judged[middle:]]
+    seen: dict[Case, list[Timed]] = {case: [] for case in cases}
+    for first in range(rounds):
+        for index in range(len(cases)):
+            case = cases[(index + first) % len(cases)]
+            seen[case] += turn(case)
+    return seen
 
 
 def scaled(trace: StepTrace, machine: HardwareProfile, forward: float, backward: float) -> StepTrace:

@@ -40,18 +40,21 @@ from benchmark.common import append_rows, conditions, percentiles
 from benchmark.emulated_runs import (
     MIXES,
     SHAPES,
+    Case,
     Run,
     Timed,
     calibrate,
+    compute_seconds,
     judge_errors,
+    link_speeds,
     median,
     mixed_plans,
     run_apart,
+    take_turns,
+    traced,
     with_error,
 )
-from elixir.models import build_shape, default_input, default_step
 from elixir.search.simulator import Simulation, simulate_step, with_link_speed
-from elixir.tracer import trace_step
 
 SHARES = (0.2, 0.5, 0.9, 1.4, 2.0)
 """Seconds of all transfers with everything streamed, over those of forward and backward."""
@@ -60,8 +63,6 @@ MEAN_BAR, WORST_BAR = 0.05, 0.12
 EARLY = {"streamed, stepped in backward": "streamed", "states on host, stepped in backward": "states on host"}
 """Mixes whose updates begin while backward runs, and the mix whose homes they have."""
 JUDGED = (*MIXES, *EARLY)
-Case = tuple[str, float | None]
-"""Homes, and bytes per second of the links; None for as fast as memory."""
 CALIBRATING: tuple[Case, ...] = (("resident", None), ("streamed", None))
 LANES = {"fetch": "host_to_device", "offload": "device_to_host", "host_adam": "host_adam", "refresh": "refresh"}
 """The runtime's lanes and the simulator's resources."""
@@ -72,29 +73,20 @@ def work(model: str, rounds: int) -> dict[str, Any]:
     from elixir.microbench import measure
 
     torch.set_num_threads(1)
-    shape, batch, sequence = SHAPES[model]
     hardware = measure(quick=True)
-    meta = build_shape(shape, dtype=torch.float32)
-    inp = default_input(meta, batch=batch, seq=sequence)
-    trace = trace_step(meta, inp, default_step, hardware=hardware, optimizer=None)
+    shape, inp, trace = traced(model, hardware)
     plans = dict(zip(("resident", *MIXES), mixed_plans(trace, hardware, ("resident", *MIXES)), strict=True))
     early = mixed_plans(trace, hardware, list(EARLY.values()), step_in_backward=True)
     plans |= dict(zip(EARLY, early, strict=True))
     runs = {name: Run(shape, inp, plan) for name, plan in plans.items()}
-    alone = [step for _ in range(2) for step in runs["resident"].turn()]
-    compute_s = median(alone, "forward_s") + median(alone, "backward_s")
-    moved = plans["streamed"].predicted.moved_bytes
-    speeds = [(moved["host_to_device"] + moved["device_to_host"]) / (share * compute_s) for share in SHARES]
-    judged: list[Case] = [(mix, speed) for mix in JUDGED for speed in speeds]
-    # What calibrates comes twice, since all else rests on it.
-    middle = len(judged) // 2
-    cases: list[Case] = [*CALIBRATING, *judged[:middle], *CALIBRATING, *judged[middle:]]
-    seen: dict[Case, list[Timed]] = {case: [] for case in cases}
-    for turn in range(rounds):
-        for index in range(len(cases)):
-            name, speed = cases[(index + turn) % len(cases)]
-            runs[name].link(speed, speed)
-            seen[name, speed] += runs[name].turn()
+    speeds = link_speeds(plans["streamed"], compute_seconds(runs["resident"]), SHARES)
+
+    def turn(case: Case) -> list[Timed]:
+        name, speed = case
+        runs[name].link(speed, speed)
+        return runs[name].turn()
+
+    seen = take_turns(CALIBRATING, [(mix, speed) for mix in JUDGED for speed in speeds], rounds, turn)
     known = calibrate(
         trace, hardware, plans["resident"], seen["resident", None], plans["streamed"], seen["streamed", None]
     )
@@ -113,7 +105,7 @@ def work(model: str, rounds: int) -> dict[str, Any]:
             found.append(compared(mix, share, speed, simulated, seen[mix, speed]))
     for run in runs.values():
         run.module.close()
-    return {"model": shape.name, "tokens": batch * sequence, "cases": found}
+    return {"model": shape.name, "tokens": inp["input_ids"].numel(), "cases": found}
 
 
 def compared(mix: str, share: float, speed: float, simulated: Simulation, steps: Sequence[Timed]) -> dict[str, Any]:

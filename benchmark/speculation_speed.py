@@ -38,13 +38,17 @@ import torch  # noqa: E402
 from benchmark.common import append_rows, conditions, percentiles, print_table  # noqa: E402
 from benchmark.emulated_runs import (  # noqa: E402
     SHAPES,
+    Case,
     Run,
     Timed,
     calibrate,
+    compute_seconds,
     judge_errors,
-    median,
+    link_speeds,
     mixed_plans,
     run_apart,
+    take_turns,
+    traced,
     with_error,
 )
 from benchmark.overlap_speed import LINK_SHARE, SEQUENCE, chosen_batch, made  # noqa: E402
@@ -121,37 +125,27 @@ def _check(found: dict[Way, list[tuple[float, float, int]]]) -> None:
 def simulated(model: str, rounds: int) -> dict[str, Any]:
     """Measured and simulated seconds of a step that speculates, for every mix of homes and link speed."""
     from elixir.microbench import measure
-    from elixir.models import build_shape, default_input, default_step
     from elixir.search.simulator import simulate_step, with_link_speed
-    from elixir.tracer import trace_step
 
     torch.set_num_threads(1)
-    shape, batch, sequence = SHAPES[model]
     hardware = measure(quick=True)
-    meta = build_shape(shape, dtype=torch.float32)
-    inp = default_input(meta, batch=batch, seq=sequence)
-    trace = trace_step(meta, inp, default_step, hardware=hardware, optimizer=None)
+    shape, inp, trace = traced(model, hardware)
     calibrating = ("resident", "streamed, not speculating")
     plans = dict(zip(calibrating, mixed_plans(trace, hardware, ("resident", "streamed")), strict=True))
     plans |= dict(zip(MIXES, mixed_plans(trace, hardware, MIXES, speculate=True, clipping=True), strict=True))
     runs = {
         name: Run(shape, inp, plan, **({"max_norm": NEVER} if name in MIXES else {})) for name, plan in plans.items()
     }
-    alone = [step for _ in range(2) for step in runs["resident"].turn()]
-    compute_s = median(alone, "forward_s") + median(alone, "backward_s")
-    moved = plans["streamed"].predicted.moved_bytes
-    both_bytes = moved["host_to_device"] + moved["device_to_host"]
-    shares = {both_bytes / (share * compute_s): share for share in SHARES}
-    judged = [(mix, speed) for mix in MIXES for speed in shares]
-    # What calibrates comes twice, since all else rests on it.
-    middle, first = len(judged) // 2, [(name, None) for name in calibrating]
-    cases = [*first, *judged[:middle], *first, *judged[middle:]]
-    seen: dict[tuple[str, float | None], list[Timed]] = {case: [] for case in cases}
-    for turn in range(rounds):
-        for index in range(len(cases)):
-            name, speed = cases[(index + turn) % len(cases)]
-            runs[name].link(speed, speed)
-            seen[name, speed] += runs[name].turn()
+    speeds = link_speeds(plans["streamed"], compute_seconds(runs["resident"]), SHARES)
+    shares = dict(zip(speeds, SHARES, strict=True))
+    judged = [(mix, speed) for mix in MIXES for speed in speeds]
+
+    def turn(case: Case) -> list[Timed]:
+        name, speed = case
+        runs[name].link(speed, speed)
+        return runs[name].turn()
+
+    seen = take_turns([(name, None) for name in calibrating], judged, rounds, turn)
     resident, streamed = calibrating
     known = calibrate(trace, hardware, plans[resident], seen[resident, None], plans[streamed], seen[streamed, None])
     found = []
@@ -166,7 +160,7 @@ def simulated(model: str, rounds: int) -> dict[str, Any]:
         found.append(case)
     for run in runs.values():
         run.module.close()
-    return {"model": shape.name, "tokens": batch * sequence, "cases": found}
+    return {"model": shape.name, "tokens": inp["input_ids"].numel(), "cases": found}
 
 
 def ratio_rows(answer: dict[str, Any], before: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:

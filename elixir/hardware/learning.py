@@ -25,8 +25,8 @@ LARGEST_FACTOR = 20.0
 _RATES = (
     "device_memory_bytes_per_s", "host_memory_bytes_per_s", "host_to_device_bytes_per_s", "device_to_host_bytes_per_s",
     "device_to_device_bytes_per_s", "host_adam_numel_per_s", "device_adam_numel_per_s", "network_bytes_per_s",
-    "disk_read_bytes_per_s", "disk_write_bytes_per_s",
 )  # fmt: skip
+_DISK_RATES = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")
 _TIMES = ("launch_s", "network_latency_s")
 
 
@@ -35,8 +35,9 @@ def learn(
 ) -> HardwareProfile:
     """The profile with which the runs would have been predicted right.
 
-    All rates are scaled by one factor, the geometric mean of measured over predicted seconds: a step does not tell
-    which of them was off, and choices that depend on how they compare stay as they were measured.
+    All rates but the disk's are scaled by one factor, the geometric mean of measured over predicted seconds: a step
+    does not tell which of them was off, and choices that depend on how they compare stay as they were measured. A
+    disk's are scaled by its own seconds where the reports have them: what it moved, and for how long, is known.
 
     Args:
         profile: by which the plans of the runs were made.
@@ -64,16 +65,30 @@ def learn(
         reports=((*before.reports, mark) if before is not None else (mark,)),
     )
     low, high = LEARNED_RANGE
+    of_disk = _disk_factor(profile, reports)
+    disk_factor = factor if of_disk is None else of_disk
     changed: dict[str, Any] = {name: _scaled(getattr(profile, name), 1 / factor) for name in _RATES}
+    changed |= {name: _scaled(getattr(profile, name), 1 / disk_factor) for name in _DISK_RATES}
     changed |= {name: _scaled(getattr(profile, name), factor) for name in _TIMES}
     said = f"{learned.steps} steps of runs took {learned.factor:.3f} times the seconds predicted before any was known"
+    learned_from = {"learned": said, "step_range": "learned from runs on the machine"}
+    if of_disk is not None:
+        learned_from |= {
+            name: f"{profile.sources.get(name, 'given')}; the disk of runs took {of_disk:.3f} times as long"
+            for name in _DISK_RATES
+        }
+
+    def fitted(key: str, fit: RateFit) -> RateFit:
+        own = disk_factor if key.startswith("disk_") else factor
+        return RateFit(fit.latency_s * own, fit.per_s / own, fit.error)
+
     return dataclasses.replace(
         profile,
         flops_per_s={dtype: rate / factor for dtype, rate in profile.flops_per_s.items()},
-        fits={key: RateFit(fit.latency_s * factor, fit.per_s / factor, fit.error) for key, fit in profile.fits.items()},
+        fits={key: fitted(key, fit) for key, fit in profile.fits.items()},
         step_range=(min(low, 1 / spread), max(high, spread)),
         learned=learned,
-        sources=profile.sources | {"learned": said, "step_range": "learned from runs on the machine"},
+        sources=profile.sources | learned_from,
         **changed,
     )
 
@@ -92,6 +107,22 @@ def _ratio(report: Mapping[str, Any]) -> float | None:
             "the plan was made for"
         )
     return ratio
+
+
+def _disk_factor(profile: HardwareProfile, reports: Sequence[Mapping[str, Any]]) -> float | None:
+    """Seconds of the disk in all steps together over those that the profile gives; None where none has moved states."""
+    if not profile.knows_disk:
+        return None
+    taken_s = expected_s = 0.0
+    for report in reports:
+        moved = [report.get(f"{way}_bytes", 0) for way in ("disk_read", "disk_write")]
+        busy_s = report.get("busy_disk_s", 0.0)
+        if all(is_finite(value) and value > 0 for value in (*moved, busy_s)):
+            ranks = profile.ranks_per_host(int(report.get("world_size", 1)))  # share a disk
+            rates = [profile.rate(way).per_s / ranks for way in ("disk_read", "disk_write")]
+            expected_s += sum(nbytes / rate for nbytes, rate in zip(moved, rates, strict=True))
+            taken_s += busy_s
+    return taken_s / expected_s if expected_s else None
 
 
 def _scaled(value: float | None, factor: float) -> float | None:

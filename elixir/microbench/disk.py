@@ -6,9 +6,11 @@ import contextlib
 import itertools
 import mmap
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from elixir.errors import InputError
 from elixir.extents import Extent, ExtentFile, Requests, fastest_requests
 from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer, file_system, unnamed_file, warn_if_in_memory
 from elixir.hardware import HardwareProfile
-from elixir.microbench.fitting import Job, Series, geometric, sweep
+from elixir.microbench.fitting import MIN_POINTS, Job, Series, geometric, sweep
 from elixir.microbench.measurement import Bench
 from elixir.units import MIB, format_bytes
 
@@ -33,6 +35,9 @@ SMALLEST_BYTES = MIB // 4
 KEYS = ("disk_write", "disk_read", "disk_read.both", "disk_write.both")
 LONGEST_S = 1.0
 """No amount that would take longer is tried, once there are enough for a fit."""
+WINDOWS, WINDOW_S = {False: 7, True: 5}, {False: 0.2, True: 0.1}
+"""How often each amount has its turn, and how long a turn lasts at least, by whether it is quick. Disks have fast and
+slow seconds: each amount has one turn before any has the next, and the median counts."""
 
 
 def disk_jobs(bench: Bench, *folders: PathLike) -> list[Job]:
@@ -85,18 +90,17 @@ def disk_series(bench: Bench, *folders: Path) -> list[Series]:
     found, where = [], ", ".join(str(folder) for folder in folders)
     files = " and ".join(f"one file on {file_system(folder)}" for folder in folders)
     try:
-        with _file(folders, size) as file:
+        with measured_file(folders, size) as file:
             requests = file.find_requests(sizes[-1])
-            for key, move in (
-                ("disk_write", file.write),
-                ("disk_read", file.read),
-                ("disk_read.both", file.read_and_write),
-            ):
-                way = "write" if key == "disk_write" else "read" if key == "disk_read" else "read and write at once"
-                how = f"{way} of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, {requests}, {files}, {file.how}"
-                cases = [(float(amount), partial(_in_turn, move, amount, size)) for amount in sizes]
-                series = sweep(bench.on("cpu"), plan, key, "bytes", how, cases, longest_s=LONGEST_S)
-                found.append(replace(series, how=how))  # threads of torch have no part in it
+            how = f"of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, {requests}, {files}, {file.how}"
+            points = _points(file, sizes, WINDOWS[bench.quick], WINDOW_S[bench.quick])
+            for key, way in (("disk_write", "write"), ("disk_read", "read")):
+                said = f"{way} {how}, reads and writes in turns as in a run"
+                found.append(Series(key, "bytes", points[way], WINDOWS[bench.quick], said))
+            cases = [(float(amount), partial(_in_turn, file.read_and_write, amount, size)) for amount in sizes]
+            said = f"read and write at once {how}"
+            both = sweep(bench.on("cpu"), plan, "disk_read.both", "bytes", said, cases, longest_s=LONGEST_S)
+            found.append(replace(both, how=said))  # threads of torch have no part in it
     except OSError as error:
         raise InputError(f"the disk of {where} failed: {error.strerror}") from None
     return [*found, replace(found[-1], key="disk_write.both")]
@@ -119,20 +123,72 @@ def with_disk(profile: HardwareProfile, *folders: PathLike) -> HardwareProfile:
     return replace(profile, **rates, disk_free_bytes=free_disk_bytes(*paths), sources={**profile.sources, **sources})
 
 
+def _points(file: MeasuredFile, sizes: Sequence[int], windows: int, window_s: float) -> dict[str, Points]:
+    """(amount, median seconds) of the writes and of the reads of each amount."""
+    seen: dict[int, list[InTurns]] = {}
+    for amount in sizes:
+        first = file.in_turns(amount, 0.0)  # pays for what is only done once
+        if len(seen) >= MIN_POINTS and max(first.write_s, first.read_s) > LONGEST_S:
+            break
+        seen[amount] = []
+    for _ in range(windows):
+        for amount, found in seen.items():
+            found.append(file.in_turns(amount, window_s))
+    return {
+        "write": tuple((float(amount), statistics.median(each.write_s for each in seen[amount])) for amount in seen),
+        "read": tuple((float(amount), statistics.median(each.read_s for each in seen[amount])) for amount in seen),
+    }
+
+
 def _in_turn(move: Callable[[int, int], None], amount: int, file_bytes: int) -> Callable[[], object]:
     """Moves one window of the file after the other."""
     turns = itertools.cycle(range(0, file_bytes - amount + 1, amount))
     return lambda: move(next(turns), amount)
 
 
+Points = tuple[tuple[float, float], ...]
+
+
 @dataclass(frozen=True)
-class _MeasuredFile:
+class InTurns:
+    """Seconds of one transfer each way, while reads and writes take turns."""
+
+    write_s: float
+    read_s: float
+
+
+@dataclass(frozen=True)
+class MeasuredFile:
     """The file of a measurement: moved as states that live on a disk are."""
 
     file: ExtentFile
     extent: Extent
     buffers: tuple[mmap.mmap, mmap.mmap]
     """One to write from, one to read into."""
+    _at: dict[int, int] = field(default_factory=dict)
+
+    def in_turns(self, amount: int, window_s: float) -> InTurns:
+        """The seconds of transfers as a run makes them: reads and writes of so many bytes take turns for as long as
+        this, each at another place, and the drive has all of it in the end."""
+        spent, count = [0.0, 0.0], 0
+        last = (self.extent.nbytes - amount) // DIRECT_BYTES * DIRECT_BYTES
+        while not count or sum(spent) < window_s:
+            at = self._at.get(amount, 0)
+            began_s = time.perf_counter()
+            self.file.write(self.extent, memoryview(self.buffers[0])[:amount], at)
+            written_s = time.perf_counter()
+            self.read(self._far(at, amount), amount)
+            spent = [spent[0] + written_s - began_s, spent[1] + time.perf_counter() - written_s]
+            count += 1
+            self._at[amount] = at + amount if at + amount <= last else 0
+        began_s = time.perf_counter()
+        self.file.sync()
+        return InTurns((spent[0] + time.perf_counter() - began_s) / count, spent[1] / count)
+
+    def _far(self, start: int, amount: int) -> int:
+        """Where to read while `start` is written: half a file later, which no drive has at hand."""
+        half = self.extent.nbytes // 2 // DIRECT_BYTES * DIRECT_BYTES
+        return min((start + half) % self.extent.nbytes, self.extent.nbytes - amount)
 
     @property
     def how(self) -> str:
@@ -153,17 +209,20 @@ class _MeasuredFile:
 
     def read_and_write(self, start: int, amount: int) -> None:
         """Reads what comes half a file later than what it writes."""
-        half = self.extent.nbytes // 2 // DIRECT_BYTES * DIRECT_BYTES
-        other = (start + half) % self.extent.nbytes
         with ThreadPoolExecutor(1) as writer:
             writing = writer.submit(self.write, start, amount)
-            self.read(min(other, self.extent.nbytes - amount), amount)
+            self.read(self._far(start, amount), amount)
             writing.result()
 
 
 @contextlib.contextmanager
-def _file(folders: Sequence[Path], size: int) -> Iterator[_MeasuredFile]:
-    """A file full of bytes that no drive can compress. It has no name, so it is gone whatever happens."""
+def measured_file(folders: Sequence[PathLike], size: int) -> Iterator[MeasuredFile]:
+    """A file full of bytes that no drive can compress. It has no name, so it is gone whatever happens.
+
+    Args:
+        folders: one on each drive.
+        size: of the file; at most a quarter of it is moved at once.
+    """
     if not hasattr(os, "posix_fadvise"):
         raise InputError("this system has no way past the page cache, so its disks cannot be measured")
     file = ExtentFile(folders)
@@ -172,7 +231,7 @@ def _file(folders: Sequence[Path], size: int) -> Iterator[_MeasuredFile]:
         piece = size // LARGEST_SHARE
         buffers = aligned_buffer(piece), aligned_buffer(piece)
         buffers[0][:] = os.urandom(len(buffers[0]))
-        measured = _MeasuredFile(file, file.extent(size), buffers)
+        measured = MeasuredFile(file, file.extent(size), buffers)
         for start in range(0, size, piece):
             measured.write(start, min(piece, size - start))
         yield measured

@@ -117,6 +117,7 @@ class StepReport:
                 numbers[f"{prefix}{name}" if name in ("loads", "hits") else f"{prefix}{name}_bytes"] = value
         numbers |= {"demand_loads": self.demand_loads, "deviations": self.deviations}
         numbers |= {"micro_batches": self.micro_batches, "refreshed_bytes": self.refreshed_bytes}
+        numbers["world_size"] = self.world_size
         numbers |= {"speculated_chunks": self.speculated, "kept_chunks": self.kept}
         numbers |= {f"waited_for_{lane}_s": seconds for lane, seconds in self.waited_s.items()}
         numbers |= {f"busy_{lane}_s": seconds for lane, seconds in self.busy_s.items()}

@@ -10,7 +10,7 @@ import pytest
 
 from elixir.cli import main
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile, learn, load_hardware, preset
+from elixir.hardware import HardwareProfile, RateFit, learn, load_hardware, preset
 from elixir.search import plan_from_trace
 from elixir.search.simulator import extremes
 from tests.common.synthetic_trace import StackShape, stack_trace
@@ -31,6 +31,26 @@ def test_the_next_plan_has_the_seconds_of_the_run() -> None:
     assert after.learned is not None
     assert (after.learned.steps, after.learned.date) == (3, "2026-01-31")
     assert after.fingerprint != before.fingerprint
+
+
+def test_the_disk_is_learned_from_the_seconds_in_which_it_worked() -> None:
+    """In those of two ranks, too, which share it."""
+    before = replace(preset("h100"), disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9)
+    # 4 GB either way take 2 and 4 s; the disk took half as long again.
+    moved = {"disk_read_bytes": 4 * 10**9, "disk_write_bytes": 4 * 10**9, "busy_disk_s": 9.0}
+    ratio = {"step_s": 1.1, "predicted_step_s": 1.0}
+    after = learn(before, [ratio | moved] * 2)
+    assert after.disk_read_bytes_per_s == pytest.approx(2e9 / 1.5)
+    assert after.disk_write_bytes_per_s == pytest.approx(1e9 / 1.5)
+    assert after.host_adam_numel_per_s == pytest.approx(before.host_adam_numel_per_s / 1.1)
+    assert "1.500 times" in after.sources["disk_read_bytes_per_s"]
+    of_two = learn(before, [ratio | moved | {"world_size": 2}])
+    assert of_two.disk_read_bytes_per_s == pytest.approx(2e9 / 0.75)
+    first_step = learn(before, [ratio | moved | {"disk_read_bytes": 0}])  # states were zero, and nothing was read
+    assert first_step.disk_read_bytes_per_s == pytest.approx(2e9 / 1.1)
+    fits = {"disk_read": RateFit(1e-3, 2e9, 0.0), "disk_write": RateFit(1e-3, 1e9, 0.0)}
+    fitted = learn(replace(before, fits=fits), [ratio | moved])
+    assert fitted.rate("disk_write").per_s == pytest.approx(1e9 / 1.5)
 
 
 def test_a_run_narrows_the_range() -> None:

@@ -26,6 +26,7 @@ QUICK = Bench(torch.device("cpu"), quick=True)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "FILE_BYTES", {True: 4 * MIB, False: 4 * MIB})
+    monkeypatch.setattr(disk, "WINDOW_S", {True: 1e-3, False: 1e-3})
 
 
 @pytest.mark.parametrize("direct", [True, False])
