@@ -36,7 +36,7 @@ from elixir.wrapper.build import agree_on_plan, check_weights, compute_device
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import folders_of, refuse_wrapped
-from elixir.wrapper.step import check_optimizer, clips_in_backward
+from elixir.wrapper.step import check_early, check_optimizer, clips_in_backward
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +155,7 @@ def dry_run(
     """The plan that `wrap` would run with the same arguments; nothing is wrapped, moved or allocated.
 
     Raises:
-        PlanError and others: as `wrap`, but for two: of `weights` the names are compared, and no value is read; a disk
-            folder that is missing is refused only with `plan`, and a `plan` that steps in backward is not, though
-            there be a `max_norm`.
+        PlanError and others: as `wrap`; of `weights` the names are compared, and no value is read.
     """
     given = bound(wrap, (model, optimizer), arguments)
     _check_numbers(given["host_threads"], given["initial_scale"])
@@ -165,15 +163,12 @@ def dry_run(
     options = {name: arguments[name] for name in ("max_norm", *_OPTIONS, *_MODULE_OPTIONS) if name in arguments}
     question = _Question.of(model, optimizer, given["plan"], how, options)
     plan, _ = question.answered(given["group"])
-    if given["plan"] is not None:  # it may be for something else
-        for each in question.optimizers:
-            check_optimizer(each, plan.moments)
-        ranks = Group(given["group"])
-        try:
-            dtype = None if given["dtype"] is None else parse_dtype(given["dtype"])
-            agree_on_plan(ranks, model, plan, dtype, folders_of(options.get("disk_folder")))
-        finally:
-            ranks.close()
+    ranks = Group(given["group"])
+    try:
+        dtype = None if given["dtype"] is None or given["plan"] is None else parse_dtype(given["dtype"])
+        agree_on_plan(ranks, model, plan, dtype, folders_of(options.get("disk_folder")))
+    finally:
+        ranks.close()
     return plan
 
 
@@ -195,6 +190,8 @@ class _Question:
     asked: dict[str, Any]
     """Options of the search."""
     clipping: bool
+    """Whether the plan counts what clipping takes."""
+    max_norm: float | None
     for_module: dict[str, Any]
     """Arguments of `ElixirModule`."""
 
@@ -212,8 +209,9 @@ class _Question:
         optimizers = _checked(model, optimizer)
         asked = {name: options[name] for name in _OPTIONS if name in options}
         clipping = asked.pop("clipping", None)
-        clips = bool(options.get("max_norm")) if clipping is None else clipping
-        if asked.get("step_in_backward") and clips:
+        max_norm = options.get("max_norm")
+        clips = bool(max_norm) if clipping is None else clipping
+        if asked.get("step_in_backward") and (clips or max_norm):
             raise clips_in_backward()
         needless = [*asked, *(name for name in ("inp", "step_fn") if how[name] is not None)]
         if plan is not None and needless:
@@ -227,7 +225,7 @@ class _Question:
         if plan is None:
             for each in optimizers:
                 check_optimizer(each, check_kind(moments_of(each, asked.get("moments"))))
-        return cls(model, optimizers, plan, profile_for(how["hardware"]), traced, asked, clips, for_module)
+        return cls(model, optimizers, plan, profile_for(how["hardware"]), traced, asked, clips, max_norm, for_module)
 
     @cached_property
     def machine(self) -> HardwareProfile:
@@ -238,12 +236,17 @@ class _Question:
         return with_disk(self.profile, *folders)
 
     def answered(self, group: dist.ProcessGroup | None) -> tuple[Plan, StepTrace | None]:
-        """Rank 0's plan on every rank, and the trace on rank 0."""
+        """Rank 0's plan on every rank, by which the optimizers can step, and the trace on rank 0."""
         planning = Group(group)
         try:
-            return _planned(planning, self._make_plan)
+            made, trace = _planned(planning, self._make_plan)
         finally:
             planning.close()
+        if self.plan is not None:  # it may be for something else
+            for each in self.optimizers:
+                check_optimizer(each, made.moments)
+        check_early(made, clips=self.clipping or bool(self.max_norm), optimizers=len(self.optimizers))
+        return made, trace
 
     def _make_plan(self, world_size: int) -> tuple[Plan, StepTrace | None]:
         if self.for_module.get("weights") is not None:  # before a minute is spent on a trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elixir.wrapper.step.clipping import total_norm
 from elixir.wrapper.step.fused_adam import FusedAdam
-from elixir.wrapper.step.in_backward import clips_in_backward
+from elixir.wrapper.step.in_backward import check_early, clips_in_backward
 from elixir.wrapper.step.inputs import cast_inputs
 from elixir.wrapper.step.stepper import Stepper
 from elixir.wrapper.step.user_class import check_elementwise, check_optimizer
@@ -14,6 +14,7 @@ __all__ = [
     "FusedAdam",
     "Stepper",
     "cast_inputs",
+    "check_early",
     "check_elementwise",
     "check_optimizer",
     "clips_in_backward",

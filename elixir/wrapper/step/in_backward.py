@@ -16,6 +16,7 @@ import torch
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError
+from elixir.plan import Plan
 from elixir.torch_private import tree_flatten
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
@@ -88,6 +89,17 @@ class EarlySteps:
         if begun:
             self._engine.phase.end_early()
         return begun
+
+
+def check_early(plan: Plan, *, clips: bool, optimizers: int) -> None:
+    """Refuse a plan that steps in backward where gradients are clipped, or several optimizers step; `InputError`."""
+    if plan.steps_in_backward and clips:
+        raise clips_in_backward()
+    if plan.steps_in_backward and optimizers > 1:
+        raise InputError(
+            "a plan that steps during backward is for a module with one optimizer; give that one all parameters, or "
+            "plan with step_in_backward=False"
+        )
 
 
 def clips_in_backward() -> InputError:

@@ -23,7 +23,7 @@ from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.clipping import KnownNorms, clip_factor, each_norm, norm_of_norms
 from elixir.wrapper.step.fused_adam import check_moments
 from elixir.wrapper.step.host_threads import set_host_threads
-from elixir.wrapper.step.in_backward import EarlySteps, clips_in_backward
+from elixir.wrapper.step.in_backward import EarlySteps, check_early
 from elixir.wrapper.step.speculation import Speculation
 from elixir.wrapper.step.updates import publish, update
 from elixir.wrapper.step.user_class import UserOptimizer
@@ -133,14 +133,8 @@ class Stepper:
     def check_plan(self, plan: Plan) -> None:
         """Refuse a plan that this cannot step by; `InputError` says what to do."""
         check_moments(self.user.given, self.user.fusible, plan.moments)
-        if self.max_norm and plan.steps_in_backward:
-            raise clips_in_backward()
-        if plan.steps_in_backward and any(other is not self for other in self._engine.steppers):
-            raise InputError(
-                "a plan that steps during backward is for a module with one optimizer; give that one all parameters, "
-                "or plan "
-                "with step_in_backward=False"
-            )
+        others = [other for other in self._engine.steppers if other is not self]
+        check_early(plan, clips=bool(self.max_norm), optimizers=1 + len(others))
 
     def give_up_states(self) -> dict[str, dict[str, Any]]:
         """The states of this rank's part of each parameter; this has none until `take_states`."""

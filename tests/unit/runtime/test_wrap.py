@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from elixir.search.simulator import simulate_step
 from elixir.wrapper.engine import engine_of
 from tests.common.early import all_early
 from tests.common.observed import steady
+from tests.common.on_disk import on_disk
 from tests.common.parity import case, hf_loss, make_plan, mixed
 from tests.common.tiny_models import tiny
 
@@ -285,6 +287,37 @@ def test_a_dry_run_of_a_plan_for_something_else_is_refused() -> None:
         api.dry_run(one, torch.optim.Adafactor(one.parameters()), plan=plan)
     with pytest.raises(ArtifactError, match="only in the plan"):
         api.dry_run(other, adamw(other), plan=plan)
+
+
+def test_a_dry_run_refuses_a_plan_that_steps_too_early_as_the_run_does() -> None:
+    """With clipping, and with several optimizers; the model can be wrapped afterwards."""
+    plan = make_plan(case("opt"), "streamed", step_in_backward=True)
+    model = tiny("opt")
+    halves = [list(model.parameters())[::2], list(model.parameters())[1::2]]
+    several = [torch.optim.AdamW(half) for half in halves]
+    for call in (api.dry_run, elixir.wrap):
+        with pytest.raises(InputError, match="clipping needs the norm"):
+            call(model, adamw(model), plan=plan, max_norm=1.0)
+        with pytest.raises(InputError, match="one optimizer"):
+            call(model, several, plan=plan)
+        with pytest.raises(InputError, match="clipping needs the norm"):
+            call(model, adamw(model), step_in_backward=True, clipping=False, max_norm=1.0, hardware="cpu")
+    assert api.dry_run(model, adamw(model), plan=plan) == plan
+    elixir.wrap(model, adamw(model), plan=plan)[0].close()
+
+
+def test_a_dry_run_refuses_a_plan_without_a_folder_for_its_disk_as_the_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = case("gpt2")
+    found = on_disk(make_plan(it, "streamed"))
+    monkeypatch.setattr(api.Traced, "plan", lambda *_: (found, None))
+    for call in (api.dry_run, elixir.wrap):
+        with pytest.raises(InputError, match="say on which with disk_folder="):
+            call(it.model, adamw(it.model), hardware="cpu")
+        with pytest.raises(InputError, match="is no folder"):
+            call(it.model, adamw(it.model), hardware="cpu", disk_folder=tmp_path / "absent")
+    assert api.dry_run(it.model, adamw(it.model), hardware="cpu", disk_folder=tmp_path) == found
 
 
 @pytest.mark.slow
