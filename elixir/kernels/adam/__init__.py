@@ -5,7 +5,7 @@ from __future__ import annotations
 from elixir.kernels.adam.compiled import Background, missing_compiler
 from elixir.kernels.adam.hybrid import HybridAdam
 from elixir.kernels.adam.moments import Moments, make_moments, read_moments, write_moments
-from elixir.kernels.adam.of_class import Kept, can_step_like, is_torchs_fused, step_like, step_out_of_place_like
+from elixir.kernels.adam.of_class import Kept, can_step_like, step_like, step_out_of_place_like
 from elixir.kernels.adam.out_of_place import States, adam_step_out_of_place
 from elixir.kernels.adam.rule import AdamOptions, adam_, adam_rule, adam_scalars, group_options
 from elixir.kernels.adam.step import adam_step, fused_step
@@ -28,7 +28,6 @@ __all__ = [
     "can_step_like",
     "fused_step",
     "group_options",
-    "is_torchs_fused",
     "make_moments",
     "missing_compiler",
     "read_moments",

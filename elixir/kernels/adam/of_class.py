@@ -11,9 +11,7 @@ from elixir.kernels.adam.hybrid import BATCHED_NUMEL, HybridAdam, flat
 from elixir.kernels.adam.moments import Moments
 from elixir.kernels.adam.out_of_place import States, kernel_for
 from elixir.kernels.adam.rule import group_options
-from elixir.kernels.adam.step import fused_pieces
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from elixir.kernels.adam.step import adam_step, fused_pieces
 
 
 class Kept(NamedTuple):
@@ -47,24 +45,15 @@ def step_out_of_place_like(
         Whether it was done. Not where no kernel is there (yet) that has the bits of that class: nothing is written.
     """
     numel = old.weights.numel()
-    together = isinstance(optimizer, HybridAdam) and numel > BATCHED_NUMEL
-    if factor != 1.0 or together:
-        gradient = gradient.to(torch.float32)  # as the optimizer gets it
-        gradient = gradient if factor == 1.0 else gradient * factor
-    before, after = (
-        States(flat(kept.weights), Moments("float32", *(flat(kept.state[name]) for name in _MOMENTS)))
-        for kept in (old, new)
-    )
-    kernel = kernel_for(gradient, before, None if together else weight_out, torchs=not together)
+    before, after = (States(flat(kept.weights), _moments(kept)) for kept in (old, new))
+    kernel = kernel_for(gradient, before, weight_out, torchs=not _by_itself(optimizer, numel))
     if kernel is None:
         return False
     options = group_options(group, decoupled=isinstance(optimizer, torch.optim.AdamW))
     number = int(old.state["step"]) + 1
     if numel:
-        kernel(gradient.view(-1), before, after, None if together else weight_out, options, number, 1.0, 0)
+        kernel(gradient.view(-1), before, after, weight_out, options, number, factor, 0)
     new.state["step"].fill_(number)
-    if together and weight_out is not None:
-        weight_out.copy_(after.master)
     return True
 
 
@@ -80,32 +69,27 @@ def step_like(
     multiply and round for a whole parameter is done for pieces that fit a cache.
 
     Args:
-        optimizer: one that `is_torchs_fused`.
+        optimizer: of a class that `can_step_like` knows.
         group: the parameter's options.
         gradient: on the host, any floating dtype.
         kept: the parameter and its state; updated.
         weight_out: flat; takes the new weights in its dtype.
         factor: the gradient is multiplied by it first.
     """
-    moments = Moments("float32", *(flat(kept.state[name]) for name in _MOMENTS))
     options = group_options(group, decoupled=isinstance(optimizer, torch.optim.AdamW))
     kept.state["step"] += 1
-    number = int(kept.state["step"])
-    if gradient.numel():
+    number, numel = int(kept.state["step"]), gradient.numel()
+    step = adam_step if _by_itself(optimizer, numel) else fused_pieces
+    if numel:
         with torch.no_grad():
-            fused_pieces(gradient.view(-1), flat(kept.weights), weight_out, moments, options, number, factor)
+            step(gradient.view(-1), flat(kept.weights), weight_out, _moments(kept), options, number, factor)
 
 
 def can_step_like(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step_out_of_place_like` knows the class with these options: `HybridAdam` with float32 moments, or one of
-    torch's Adams with ``fused=True``. Others round in other places."""
+    """Whether the class with these options is known: `HybridAdam` with float32 moments, or one of torch's Adams with
+    ``fused=True``. Others round in other places."""
     if type(optimizer) is HybridAdam:
         return all(group["moments"] == "float32" for group in optimizer.param_groups)
-    return is_torchs_fused(optimizer)
-
-
-def is_torchs_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's Adams with ``fused=True``, without options that make another step of it."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     refused = ("amsgrad", "differentiable", "capturable")
@@ -116,3 +100,12 @@ def is_torchs_fused(optimizer: torch.optim.Optimizer) -> bool:
         and all(isinstance(value, plain) for value in (*group["betas"], group["eps"], group["weight_decay"]))
         for group in optimizer.param_groups
     )
+
+
+def _by_itself(optimizer: torch.optim.Optimizer, numel: int) -> bool:
+    """Whether a parameter of so many elements is not stepped by torch's fused kernel, but by `adam_step`."""
+    return isinstance(optimizer, HybridAdam) and numel > BATCHED_NUMEL
+
+
+def _moments(kept: Kept) -> Moments:
+    return Moments("float32", flat(kept.state["exp_avg"]), flat(kept.state["exp_avg_sq"]))

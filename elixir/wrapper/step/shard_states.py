@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elixir.kernels.adam import Kept, can_step_like, is_torchs_fused, step_like, step_out_of_place_like
+from elixir.kernels.adam import Kept, can_step_like, step_like, step_out_of_place_like
 from elixir.wrapper.step.fused_adam import FusedAdam
 from elixir.wrapper.step.segments import Arrived, Segment, step_segments
 
@@ -80,7 +80,7 @@ class ShardStates:
         """
         kept = [Kept(segment.weights, optimizer.state.get(segment.weights, {})) for segment, _ in arrived]
         once = out is not None and self.master.dtype == torch.float32 and self.master.device.type == "cpu"
-        if not once or not all(each.state for each in kept) or not is_torchs_fused(optimizer):
+        if not once or not all(each.state for each in kept) or not can_step_like(optimizer):
             step_segments(optimizer, self.segments, arrived, factor)
             return False
         for each, (segment, gradient) in zip(kept, arrived, strict=True):

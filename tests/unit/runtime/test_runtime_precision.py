@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from elixir.kernels import HybridAdam
 from elixir.search import optimal_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.loss_scale import LossScale
@@ -26,17 +28,30 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model.to(dtype)
 
 
+Adam = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+
+
+def plain(given: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(given, lr=1e-3, weight_decay=0.1)
+
+
+def fused(given: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(given, lr=1e-3, weight_decay=0.1, fused=True)
+
+
+def hybrid(given: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return HybridAdam(given, lr=1e-3, weight_decay=0.1)
+
+
 class Reference:
     """Plain PyTorch with one float32 master per parameter."""
 
-    def __init__(
-        self, model: nn.Module, dtype: torch.dtype, scale: float, max_norm: float, *, fused: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, scale: float, max_norm: float, adam: Adam = plain) -> None:
         model = model.to(gpu.DEVICE)
         self.masters = [p.detach().clone().requires_grad_(p.requires_grad) for p in model.parameters()]
         self.model, self.scale, self.max_norm = cast(model, dtype), scale, max_norm
         self.parameters = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3, weight_decay=0.1, fused=fused)
+        self.optimizer = adam(self.masters)
 
     def step(self, *batches: dict[str, Any], loss: LossFn = hf_loss) -> torch.Tensor:
         for inp in batches:
@@ -57,26 +72,25 @@ class Reference:
 
 
 def wrapped(
-    it: Case, mode: str, dtype: torch.dtype, *, fused: bool = False, **options: Any
+    it: Case, mode: str, dtype: torch.dtype, *, adam: Adam = plain, **options: Any
 ) -> tuple[ElixirModule, ElixirOptimizer]:
     module = ElixirModule(
         it.model, make_plan(it, mode, unified_dtype=dtype), dtype=dtype, device=gpu.DEVICE, debug=Debug(poison=True)
     )
-    adam = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1, fused=fused)
-    return module, ElixirOptimizer(module, adam, **options)
+    return module, ElixirOptimizer(module, adam(module.parameters()), **options)
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.05])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("adam", [plain, fused, hybrid])
 def test_same_bits_as_with_master_weights(
-    fused: bool, mode: str, dtype: torch.dtype, max_norm: float, monkeypatch: pytest.MonkeyPatch
+    adam: Adam, mode: str, dtype: torch.dtype, max_norm: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = case("opt")
     scale = 1024.0 if dtype == torch.float16 else 1.0
-    reference = Reference(copy.deepcopy(it.model), dtype, scale, max_norm, fused=fused)
-    module, optimizer = wrapped(it, mode, dtype, initial_scale=1024.0, max_norm=max_norm, fused=fused)
+    reference = Reference(copy.deepcopy(it.model), dtype, scale, max_norm, adam)
+    module, optimizer = wrapped(it, mode, dtype, initial_scale=1024.0, max_norm=max_norm, adam=adam)
     in_one_pass, step_like = [], shard_states.step_like
 
     def seen(*arguments: Any) -> None:
@@ -94,7 +108,7 @@ def test_same_bits_as_with_master_weights(
     state = module.state_dict()
     for name, value in reference.model.state_dict().items():
         assert torch.equal(state[name].to(dtype), value.cpu()), name
-    assert bool(in_one_pass) == (fused and mode != "resident")
+    assert bool(in_one_pass) == (adam is not plain and mode != "resident")
     module.close()
 
 
