@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,15 +69,52 @@ def case(name: str, checkpoint: Any = "none", **overrides: Any) -> Case:
 
 
 def make_plan(case: Case, mode: str, **options: Any) -> Plan:
-    """A plan of one rank for `mode`."""
+    """A plan of one rank for `mode`; if one was made for such a case before, that one."""
 
     def step(model: nn.Module, inp: dict[str, Any]) -> None:
         case.loss(model, inp).backward()
 
     options = {"split_number": 8, "allocate_factor": 0.01, "hardware": "cpu"} | options
     where = "cuda" if mode == "resident" else "cpu"
-    plan = simple_search(case.model, 1, inp=case.inp, step_fn=step, shard_device=where, **options)
+    key = contents((case, where, options))
+    plan = _PLANS.get(key) if key else None
+    if plan is None:
+        plan = simple_search(case.model, 1, inp=case.inp, step_fn=step, shard_device=where, **options)
+        if key:
+            _PLANS[key] = plan
     return mixed(plan) if mode == "mixed" else plan
+
+
+_PLANS: dict[bytes, Plan] = {}
+"""By the contents of what they were made from. Most tests plan for one of few cases, and a trace takes longer than the
+steps that follow."""
+
+
+class _Contents(pickle.Pickler):
+    """Writes objects with all that a trace can depend on: of weights the form, of other tensors the values as well."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._tensors: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if obj.grad is not None or obj._backward_hooks or obj._post_accumulate_grad_hooks:
+            raise pickle.PicklingError("hooks may do anything")
+        known = self._tensors.setdefault(id(obj), len(self._tensors))
+        values = None if isinstance(obj, nn.Parameter) else obj.detach().cpu().tolist()
+        return known, type(obj), obj.shape, obj.stride(), obj.dtype, obj.device, obj.requires_grad, values
+
+
+def contents(value: Any) -> bytes | None:
+    """All parts of `value` in bytes; None if one of them cannot be written, such as a lambda."""
+    file = io.BytesIO()
+    try:
+        _Contents(file).dump(value)
+    except Exception:  # each object refuses in its own way: PicklingError, AttributeError, RuntimeError, ours
+        return None
+    return file.getvalue()
 
 
 def mixed(plan: Plan) -> Plan:
