@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterator
 
@@ -50,6 +51,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if test in seen:
                 item.add_marker(pytest.mark.slow)
             seen.add(test)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported out of garbage collection: millions of objects, through which Python and every test that
+    calls ``gc.collect()`` would look again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures are gone
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Likewise what the tests of a file have imported."""
+    if nextitem is None or nextitem.path != item.path:
+        pytest_collection_finish()
 
 
 @pytest.fixture
