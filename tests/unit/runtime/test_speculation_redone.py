@@ -1,0 +1,226 @@
+"""New states made in backward, for 16 families of models whose norms cross the limit at random; and each of the reasons
+for which they are made again from the old ones, rather than accepted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.chunk.lanes import Emulation
+from elixir.errors import InputError
+from elixir.models import default_input
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
+from tests.common import gpu
+from tests.common.debug import debugged
+from tests.common.early import HOMES, attempts, chain, rehomed, speculating, without
+from tests.common.parity import ALL, Case, Pair, case, hf_loss
+from tests.unit.runtime.test_speculation import chain_plan, make_ordinary, settled, spec
+
+SMALL: dict[str, Any] = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "vocab_size": 96, "dropout": 0.0}
+HEADS: dict[str, Any] = {
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+
+
+def _bart() -> Case:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    config = BartConfig(**SMALL, **HEADS, max_position_embeddings=32, forced_eos_token_id=2)
+    model = BartForConditionalGeneration(config)
+    return Case(model, default_input(model, batch=2, seq=12), hf_loss)
+
+
+def _whisper() -> Case:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    more: dict[str, Any] = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16}
+    model = WhisperForConditionalGeneration(WhisperConfig(**SMALL, **HEADS, **more))
+    inp = {"input_features": torch.randn(2, 8, 32), "labels": torch.randint(3, 96, (2, 6))}
+    return Case(model, inp, hf_loss)
+
+
+def _mamba() -> Case:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4))
+    ids = torch.randint(96, (2, 10))
+    return Case(model, {"input_ids": ids, "labels": ids, "use_cache": False}, hf_loss)
+
+
+def _convnext() -> Case:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    sizes: dict[str, Any] = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "image_size": 16}
+    model = ConvNextForImageClassification(ConvNextConfig(**sizes, patch_size=4, num_labels=5))
+    return Case(model, {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([1, 3])}, hf_loss)
+
+
+MORE: dict[str, Callable[[], Case]] = {"bart": _bart, "whisper": _whisper, "mamba": _mamba, "convnext": _convnext}
+IN_CI = ("t5", "mamba")
+
+
+def of_family(name: str) -> Case:
+    """A tiny model of a family."""
+    if name not in MORE:
+        return case(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = MORE[name]()
+    made.model.train()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [pytest.param(i, n, marks=() if n in IN_CI else pytest.mark.slow) for i, n in enumerate((*ALL, *MORE))],
+)
+def test_every_family_has_the_bits_of_plain_pytorch_while_norms_cross_the_limit(place: int, name: str) -> None:
+    """The limit is drawn next to the norm of each step, so that about half of the steps clip, in no order."""
+    chance = random.Random(name)
+    it = of_family(name)
+    kept, redone = 0, 0
+    with Pair(it, speculating(it, HOMES[place % len(HOMES)])) as pair:
+        for limit in (1.5, 1.5, 0.5, 1.5, 1.5, *(chance.choice([None, 0.5, 0.9, 1.1, 2.0]) for _ in range(5))):
+            pair.backward()
+            norm = float(torch.nn.utils.get_total_norm(p.grad for p in pair.plain.parameters() if p.grad is not None))
+            pair.max_norm = pair.optimizer.max_norm = None if limit is None else limit * norm
+            pair.step()
+            kept += spec(pair).kept
+            redone += spec(pair).made - spec(pair).kept
+        pair.assert_same_weights()
+        check_states(pair)
+    assert kept
+    assert redone
+
+
+def check_states(pair: Pair) -> None:
+    """States are plain PyTorch's, counts of steps included."""
+    mine, plain = pair.optimizer.state_dict()["state"], pair.plain_optimizer.state_dict()["state"]
+    for number, state in plain.items():
+        for kind, value in state.items():
+            assert torch.equal(mine[number][kind].cpu(), value.cpu()), (number, kind)
+
+
+@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize(("before", "given"), [(None, 1e-3), (None, 1e9), (1e-3, 1e9), (1e9, 1e-3), (1e9, 2e-3)])
+def test_a_limit_that_is_given_between_backward_and_step(before: float | None, given: float, homes: str) -> None:
+    """As frameworks give it, which call `clip_grad_norm_` with whatever limit their user has set."""
+    it = chain()
+    with Pair(it, chain_plan(it, homes), max_norm=1e9) as pair:
+        pair.train(2)
+        pair.optimizer.max_norm = before
+        pair.backward()
+        settled(pair)
+        begun = attempts(pair.module)
+        assert begun
+        pair.max_norm = given
+        pair.optimizer.clip_grad_norm_(given)
+        pair.step()
+        assert spec(pair).kept == (len(begun) if given > 1 else 0)
+        pair.assert_same_weights()
+        check_states(pair)
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_counts_of_steps_are_undone_with_the_states(homes: str) -> None:
+    it = chain()
+    with Pair(it, chain_plan(it, homes), max_norm=1e9) as pair:
+        pair.train(2)
+        pair.max_norm = pair.optimizer.max_norm = 1e-3
+        pair.backward()
+        assert attempts(pair.module)
+        settled(pair)
+        check_states(pair)  # new states, and counts, are made and not shown
+        pair.step()
+        assert not spec(pair).kept
+        check_states(pair)
+        assert {float(state["step"]) for state in pair.optimizer.state_dict()["state"].values()} == {3.0}
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_a_loss_scale_that_changes_between_backward_and_step(homes: str) -> None:
+    """As a checkpoint brings it: gradients are divided by the one that they were multiplied by."""
+    plan = chain_plan(chain(), homes, unified_dtype="float16")
+    ends = []
+    for each in (plan, make_ordinary(plan)):
+        it = chain()
+        module = ElixirModule(it.model, each, device=gpu.DEVICE, **debugged({}, poison=True))
+        optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3), initial_scale=2.0**10)
+        engine = engine_of(module)
+        for step in range(5):
+            optimizer.backward(it.loss(module, gpu.there(it.inp, module.device)))
+            if step % 2:
+                assert bool(attempts(module)) == each.speculates
+                engine.loss_scale.load({**engine.loss_scale.state(), "value": 2.0 ** (8 + step)})
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append((module.state_dict(), optimizer.state_dict()["state"]))
+        module.close()
+    (mine, mine_states), (plain, plain_states) = ends
+    assert all(torch.equal(mine[name], plain[name]) for name in plain)
+    for number, state in plain_states.items():
+        assert all(torch.equal(mine_states[number][kind], value) for kind, value in state.items())
+
+
+@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("early", [True, False])
+def test_a_gradient_that_comes_late(homes: str, early: bool) -> None:
+    """A layer of a chunk gets its gradient in a second backward, when new states without it are there, or begun."""
+    it = chain(4)
+    plan = replace(speculating(it, homes, split_number=2), accumulation=1)
+    with Pair(it, plan, max_norm=1e9, emulation=Emulation(delay_s=0 if early else 3e-3)) as pair:
+        pair.train(1)
+        for skipped in ({"skip": 1}, {"skip": 2}):
+            pair.backward({**it.inp, **skipped})
+            if early:
+                settled(pair)
+        pair.step()
+        pair.assert_same_weights()
+        check_states(pair)
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("early", [True, False])
+def test_another_plan_comes_only_once_new_states_are_given_up(homes: str, early: bool) -> None:
+    it = chain()
+    plan = chain_plan(it)
+    with Pair(it, plan, max_norm=1e9, emulation=Emulation(delay_s=0 if early else 3e-3)) as pair:
+        pair.train(1)
+        pair.backward()
+        if early:
+            settled(pair)
+        assert attempts(pair.module)
+        other = rehomed(without(make_ordinary(plan)), homes)
+        with pytest.raises(InputError, match="between zero_grad"):
+            pair.module.rehome(other)
+        pair.optimizer.zero_grad()
+        pair.plain_optimizer.zero_grad()
+        pair.module.rehome(other)
+        pair.train(2)
+        pair.assert_same_weights()
+        check_states(pair)
+
+
+@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("early", [True, False])
+def test_closing_between_backward_and_step_leaves_the_old_weights(homes: str, early: bool) -> None:
+    it = chain()
+    pair = Pair(it, chain_plan(it, homes), max_norm=1e9, emulation=Emulation(delay_s=0 if early else 3e-3))
+    pair.train(2)
+    pair.backward()
+    assert attempts(pair.module)
+    if early:
+        settled(pair)
+    model = pair.module.module
+    pair.module.close()
+    for name, value in pair.plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name].cpu(), value.cpu()), name
