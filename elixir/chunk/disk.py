@@ -234,7 +234,7 @@ class StoredStates:
                 part = buffer.memory[: used - first]
                 self._bring_together(part, first)
                 self._window.transfer("write", self._extent, part, self.name, first)
-            self._begun = False
+            self._begun = self._changed = False
         finally:
             self._unbind()
         self._written_bytes = max(self._written_bytes, used)

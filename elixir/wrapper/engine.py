@@ -226,13 +226,16 @@ class Engine:
         """The gathered weights of a chunk on the device; with `precise`, its masters where it has any."""
         held = self.uses.gathered_memory.get(chunk.index, chunk.whole)
         if chunk.masters is not None and precise and chunk.index not in self.uses.gathered_memory:
+            found: torch.Tensor | None = None
             try:
                 with chunk.at_hand():
                     chunk.follow_writes()
-                    return self._gathered(chunk, chunk.masters)
+                    found = self._gathered(chunk, chunk.masters)
             except DiskError as error:
-                logger.error("weights are given as they are in memory, in %s: %s", chunk.plan.dtype, error)
-                return self._gathered(chunk, chunk.shard_weights.to(chunk.masters.dtype))
+                if found is None:  # else all ranks have gathered already, and masters could not be written back
+                    logger.error("weights are given as they are in memory, in %s: %s", chunk.plan.dtype, error)
+                    found = self._gathered(chunk, chunk.shard_weights.to(chunk.masters.dtype))
+            return found
         return self._gathered(chunk, chunk.shard_weights) if held is None else held
 
     def _gathered(self, chunk: Chunk, shard: torch.Tensor) -> torch.Tensor:

@@ -64,6 +64,27 @@ class BrokenDisk(Files):
         return super().call(operation, path, function, *args)
 
 
+class ShortDisk(Files):
+    """From `break_it` on a write moves half of what it is given, and the next one nothing."""
+
+    def __init__(self) -> None:
+        self._broken = False
+        self._writes = 0
+
+    def break_it(self) -> None:
+        """Cut writes short from now on."""
+        self._broken = True
+
+    def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
+        if operation != "write" or not self._broken:
+            return super().call(operation, path, function, *args)
+        self._writes += 1
+        if self._writes > 1:
+            return 0
+        handle, view, offset = args
+        return super().call(operation, path, function, handle, view[: len(view) // 2], offset)
+
+
 class CountedDisk(Files):
     """Counts the bytes that are moved, and moves them in pieces, as a file system may."""
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from elixir.errors import DiskError, RankError
+import elixir
+from elixir.errors import DiskError, ElixirError, InputError, RankError
 from elixir.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.ddp import batch_of, plan_for
-from tests.common.on_disk import BrokenDisk, in_memory, on_disk
+from tests.common.on_disk import BrokenDisk, ShortDisk, in_memory, on_disk
 from tests.common.parity import hf_loss
 from tests.common.spawn import run_ranks
 from tests.common.tiny_models import tiny
@@ -52,21 +56,50 @@ def training(rank: int, world_size: int, folder: Path) -> None:
         assert all(torch.equal(value, its_states[number][kind]) for kind, value in state.items())
 
 
-def failing(rank: int, world_size: int, folder: Path) -> None:
-    """The disk of rank 1 fails: each rank is told in its next step, and all still give weights."""
+DISKS: dict[str, Callable[[], Any]] = {
+    "EIO": lambda: BrokenDisk(errno.EIO),
+    "full": lambda: BrokenDisk(errno.ENOSPC, ("write",)),
+    "gone": lambda: BrokenDisk(errno.ENODEV),
+    "short": ShortDisk,
+}
+"""Errors of every transfer, or of writes; the drive is no more there; writes are cut short and then move nothing."""
+
+
+def failing(rank: int, world_size: int, folder: Path, how: str) -> None:
+    """The disk of rank 1 fails: each rank is told in its next step, and all still give weights, and save them."""
     model = tiny("opt")
     plan = on_disk(plan_for(model, batch_of(model, rank, world_size), "host", unified_dtype=torch.bfloat16))
-    disk = BrokenDisk(errno.EIO)
+    disk = DISKS[how]()
     module, optimizer = started(rank, world_size, plan, folder, disk)
     step(rank, world_size, module, optimizer)
     module.settle()
     if rank == 1:
         disk.break_it()
     step(rank, world_size, module, optimizer)
-    with pytest.raises(DiskError if rank == 1 else RankError, match="rank 1's chunk"):
+    with pytest.raises(DiskError if rank == 1 else RankError, match="rank 1's chunk") as caught:
         step(rank, world_size, module, optimizer)
+    if isinstance(caught.value, DiskError):
+        assert caught.value.errno == {"full": errno.ENOSPC, "gone": errno.ENODEV}.get(how, errno.EIO)
+    for _ in range(2):  # it stays lost, on all ranks alike
+        with pytest.raises(DiskError if rank == 1 else RankError, match="rank 1's chunk"):
+            step(rank, world_size, module, optimizer)
     state = module.state_dict()
     assert all(bool(value.isfinite().all()) for value in state.values())
+    optimizer.zero_grad()
+    with pytest.raises(ElixirError, match="rank 1's chunk"):
+        elixir.save_checkpoint(folder.parent / "whole", {"model": module, "optimizer": optimizer}, wait=True)
+    module.close()
+
+
+def without_folder(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1 has no such folder: nobody has a module, and all can have one elsewhere."""
+    model = tiny("opt")
+    plan = on_disk(plan_for(model, batch_of(model, rank, world_size), "host", unified_dtype=torch.bfloat16))
+    absent = folder / "absent" if rank == 1 else folder
+    with pytest.raises(InputError, match="is no folder"):
+        started(rank, world_size, plan, absent, BrokenDisk(errno.EIO))
+    module, optimizer = started(rank, world_size, plan, folder, BrokenDisk(errno.EIO))
+    step(rank, world_size, module, optimizer)
     module.close()
 
 
@@ -82,7 +115,39 @@ def full(rank: int, world_size: int, folder: Path) -> None:
     module.close()
 
 
-@pytest.mark.parametrize("what", [training, failing, full])
-def test_states_on_a_disk(what: object, tmp_path: Path) -> None:
-    run_ranks(2, what, tmp_path)  # type: ignore[arg-type]
-    assert list(tmp_path.iterdir()) == []
+def a_folder_goes(rank: int, world_size: int, folder: Path) -> None:
+    """Away from under both ranks: their files are open, and training goes on, to the same bits."""
+    model = tiny("opt")
+    plan = plan_for(model, batch_of(model, rank, world_size), "host", unified_dtype=torch.bfloat16)
+    found = []
+    for homes in (in_memory(plan), on_disk(plan)):
+        module, optimizer = started(rank, world_size, homes, folder, BrokenDisk(errno.EIO))
+        step(rank, world_size, module, optimizer)
+        module.settle()
+        if homes.uses_disk:
+            dist.barrier()  # both have their files
+            if rank == 0:
+                folder.rmdir()
+            dist.barrier()
+            assert not folder.exists()
+        step(rank, world_size, module, optimizer)
+        found.append(module.state_dict())
+        module.close()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize(
+    ("what", "more"),
+    [
+        (training, []),
+        *((failing, [how]) for how in DISKS),
+        (full, []),
+        (without_folder, []),
+        (a_folder_goes, []),
+    ],
+)
+def test_states_on_a_disk(what: Callable[..., None], more: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "drive"
+    folder.mkdir()
+    run_ranks(2, what, folder, *more)
+    assert not folder.exists() or list(folder.iterdir()) == []
