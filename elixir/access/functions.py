@@ -12,10 +12,8 @@ _METADATA_METHODS = frozenset(
     """size dim numel nelement element_size is_floating_point is_complex register_hook
     register_post_accumulate_grad_hook get_device requires_grad_ __hash__ __reduce_ex__ ndimension
     is_same_size empty_like zeros_like ones_like full_like rand_like randn_like randint_like
-    new_empty new_zeros new_ones new_full new_tensor new_empty_strided""".split()
+    new_empty new_zeros new_ones new_full new_tensor new_empty_strided stride is_contiguous dim_order""".split()
 )
-LAYOUT_METHODS = frozenset("stride is_contiguous dim_order".split())
-"""Answered as the weight does when it is there, which is contiguous; its placeholder is not."""
 _IN_PLACE_OPERATORS = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ "
     "__ixor__".split()
@@ -32,7 +30,7 @@ def reads_only_metadata(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return name != "__get__" or getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA_ATTRIBUTES
-    return name in _METADATA_METHODS or name in LAYOUT_METHODS
+    return name in _METADATA_METHODS
 
 
 def name_of(func: Any) -> str:

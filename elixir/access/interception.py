@@ -34,7 +34,6 @@ from torch.utils.hooks import RemovableHandle
 from elixir.access.autograd import hooks_over, innermost_saved_tensors_hooks, listener_of
 from elixir.access.differentiate import differentiate
 from elixir.access.functions import (
-    LAYOUT_METHODS,
     name_of,
     operator_reads_only_metadata,
     reads_only_metadata,
@@ -371,8 +370,6 @@ def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 item.elixir_listener.drops_gradient(item)
         elif owner is _DATA and name == "__set__":
             item.elixir_listener.replaces(item)
-        elif name in LAYOUT_METHODS:
-            return func(torch.empty(item.shape, dtype=item.dtype, device="meta"), *args[1:], **kwargs)
     elif owner is _DATA and name == "__set__":
         untrack([item])  # it is to be a view of something else
     return func(*args, **kwargs)

@@ -64,8 +64,11 @@ class remarked(unmarked):
     excluded = False
 
 
-def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """A marked tensor without memory: what a parameter points to while its weights are elsewhere.
+def absent(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, stride: Sequence[int] | None = None
+) -> torch.Tensor:
+    """A marked tensor without memory: what a parameter points to while its weights are elsewhere. Contiguous without
+    `stride`.
 
     Code that asks for the address of its elements instead of calling operators gets an error from PyTorch
     (``data_ptr<T>()``), or a null pointer.
@@ -73,7 +76,7 @@ def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str)
     made = torch.empty(0, dtype=dtype, device=device)
     # Through `data` it becomes an ordinary tensor that has all of the other but its class.
     made.data = make_wrapper_subclass(
-        _Made, shape, dtype=dtype, device=torch.device(device), _extra_dispatch_keys=_KEYS
+        _Made, shape, stride, dtype=dtype, device=torch.device(device), _extra_dispatch_keys=_KEYS
     )
     return made
 

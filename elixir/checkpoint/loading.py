@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from elixir.errors import (
     InputError,
 )
 from elixir.files import FILES, Files, PathLike
+from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.step import take_options
 from elixir.wrapper.step.segment_states import SCALE_SUFFIX, SmallStates
@@ -333,7 +334,7 @@ class _Load:
             if group.optimizer == saved_name
             for name in group.names
         }
-        source = StoredStates(self._saved, names)
+        source = StoredStates(self._saved, names, self.states.orders())
         self.notes |= self.states.load(source.fill_weights, source, skipped=frozenset(self._skipped))
 
     @torch.no_grad()
@@ -364,10 +365,14 @@ class StoredStates:
     Args:
         saved: the checkpoint.
         names: parameters whose states are wanted.
+        orders: name -> order in which elements are wanted, where it is not that of the dimensions. Of a parameter that
+            was saved in another order, all that is asked for is read as a whole.
     """
 
-    def __init__(self, saved: SavedCheckpoint, names: Collection[str]) -> None:
-        self._saved = saved
+    def __init__(self, saved: SavedCheckpoint, names: Collection[str], orders: Mapping[str, Order]) -> None:
+        self._saved, self._orders = saved, orders
+        self._reordered: dict[str, torch.Tensor] = {}
+        """Tensors of one parameter, flat in the order in which they are wanted."""
         self._kinds: dict[str, list[str]] = {}
         for key in saved.index.tensors:
             kind, _, name = key.partition("/")
@@ -391,6 +396,10 @@ class StoredStates:
         """See `SavedStates`."""
         return self._tensor(kind, name).block_numel is not None
 
+    def lies_alike(self, kind: str, name: str) -> bool:
+        """See `SavedStates`."""
+        return self._are_scales(kind, name) or self._tensor(kind, name).order == self._orders.get(name)
+
     def small(self, name: str) -> SmallStates:
         """See `SavedStates`."""
         if name not in self._names:
@@ -404,6 +413,9 @@ class StoredStates:
         """See `SavedStates`."""
         key = f"{kind}/{name}"
         saved = self._saved.index.tensors[key]
+        if not self.lies_alike(kind, name):
+            out.copy_(self._in_order(key, saved, name)[start : start + out.numel()])
+            return
         same = saved.torch_dtype == out.dtype
         if same and out.device.type == "cpu" and out.is_contiguous():
             self._saved.begin_to_read(key, start, out)
@@ -411,6 +423,14 @@ class StoredStates:
         for first, stop in _ranges(saved, start, start + out.numel()):
             read = self._saved.read if same or saved.block_numel is None else self._saved.read_float32
             out[first - start : stop - start].copy_(read(key, first, stop))
+
+    def _in_order(self, key: str, saved: SavedTensor, name: str) -> torch.Tensor:
+        if key not in self._reordered:
+            if any(each.partition("/")[2] != name for each in self._reordered):
+                self._reordered.clear()  # memory for the tensors of one parameter at a time
+            read = self._saved.read if saved.block_numel is None else self._saved.read_float32
+            self._reordered[key] = flattened(shaped(read(key), saved.shape, saved.order), self._orders.get(name))
+        return self._reordered[key]
 
     def filled(self) -> None:
         """See `SavedStates`."""

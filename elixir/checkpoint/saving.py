@@ -141,6 +141,7 @@ class _ChunkReader:
                 each.start,
                 each.numel,
                 BLOCK_NUMEL if each.has_codes else None,
+                each.order,
             )
             for key, each in self.layout.items()
         ]
@@ -478,7 +479,7 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
         "model_fingerprint": plan.model_fingerprint,
     }
     empty = [
-        Slice(_key(WEIGHT, slot.name), tuple(slot.shape), each.target.dtype, 0, 0)
+        Slice(_key(WEIGHT, slot.name), tuple(slot.shape), each.target.dtype, 0, 0, order=slot.order)
         for each in chunks
         for slot in each.chunk.slots
         if not slot.numel

@@ -1,5 +1,5 @@
 """Weights of a checkpoint as safetensors that Hugging Face reads, streamed: memory for a few spans whatever the
-model."""
+model, or for one tensor whose elements lie in another order."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from elixir.checkpoint_format.slices import safetensors_header
 from elixir.checkpoint_format.tensors import SPAN_BYTES, memory_of
 from elixir.errors import CheckpointError, FileError, InputError, InputTypeError
 from elixir.files import FILES, FLUSH_EVERY_BYTES, Files, PathLike, temporary_name
+from elixir.memory_order import shaped
 from elixir.units import dtype_name, parse_bytes, parse_dtype
 
 
@@ -131,6 +132,11 @@ def _write_shard(reader: SliceReader, path: Path, shard: Mapping[str, _Exported]
         file.write(header, 0)
         for each in shard.values():
             saved = reader.tensor(each.key)
+            if saved.order is not None:  # such as channels last: the file wants another order
+                whole = shaped(reader.read(each.key), saved.shape, saved.order).to(each.dtype)
+                file.write(memory_of(whole.contiguous()), at)
+                at += each.nbytes
+                continue
             # From span to span of the saved pieces, so that each is read once.
             for piece in saved.pieces:
                 step = SPAN_BYTES // saved.itemsize

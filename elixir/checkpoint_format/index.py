@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, NoReturn
 
@@ -47,7 +47,7 @@ class Index(Artifact):
     """
 
     artifact: ClassVar[str] = "checkpoint"
-    schema_version: ClassVar[int] = 2
+    schema_version: ClassVar[int] = 3
 
     id: str
     """Hexadecimal digits that no other save has; the name of every file begins with them."""
@@ -221,23 +221,21 @@ def merge_tensors(parts: Iterable[dict[str, SavedTensor]]) -> dict[str, SavedTen
     """One entry for each key from those of single files, with all their pieces in order.
 
     Raises:
-        InputError: two files do not agree on dtype, shape or blocks of a tensor.
+        InputError: two files do not agree on dtype, shape, order or blocks of a tensor.
     """
     pieces: dict[str, list[Any]] = {}
     first: dict[str, SavedTensor] = {}
     for part in parts:
         for key, tensor in part.items():
             known = first.setdefault(key, tensor)
-            if (known.dtype, known.shape, known.block_numel) != (tensor.dtype, tensor.shape, tensor.block_numel):
+            if replace(known, pieces=()) != replace(tensor, pieces=()):
                 raise InputError(
                     f"ranks do not agree on {key!r}: {known.dtype} {list(known.shape)} and {tensor.dtype} "
                     f"{list(tensor.shape)}"
                 )
             pieces.setdefault(key, []).extend(tensor.pieces)
     return {
-        key: SavedTensor(
-            known.dtype, known.shape, known.block_numel, tuple(sorted(pieces[key], key=lambda piece: piece.start))
-        )
+        key: replace(known, pieces=tuple(sorted(pieces[key], key=lambda piece: piece.start)))
         for key, known in first.items()
     }
 

@@ -14,6 +14,7 @@ from elixir.checkpoint_format.tensors import STORED_DTYPES
 from elixir.checkpoint_format.values import decode
 from elixir.errors import CheckpointCorrupt, CheckpointError, InputError, unknown_name
 from elixir.files import FILES, Files, PathLike
+from elixir.memory_order import shaped
 from elixir.optimizer_states import decode_signed, decode_unsigned
 from elixir.units import parse_dtype
 
@@ -69,7 +70,8 @@ class SavedCheckpoint:
         return tuple(self.index.tensors)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements `start` to `stop` of a flattened tensor, as they are saved; see `SliceReader.read`."""
+        """Elements `start` to `stop` of a flattened tensor, as and in the order in which they are saved
+        (`SavedTensor.order`); see `SliceReader.read`."""
         return self._reader.read(key, start, stop)
 
     def read_into(self, key: str, start: int, out: torch.Tensor) -> None:
@@ -90,7 +92,11 @@ class SavedCheckpoint:
 
     def read_whole(self, key: str) -> torch.Tensor:
         """A tensor in its shape."""
-        return self.read(key).view(self._reader.tensor(key).shape)
+        return self._shaped(key, self.read(key))
+
+    def _shaped(self, key: str, flat: torch.Tensor) -> torch.Tensor:
+        saved = self._reader.tensor(key)
+        return shaped(flat, saved.shape, saved.order)
 
     def read_float32(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """As `read`, in float32; codes of 8 bits are decoded with their scales."""
@@ -143,7 +149,7 @@ class SavedCheckpoint:
                 saved = self._reader.tensor(key)
                 narrow = saved.torch_dtype.is_floating_point and saved.itemsize < torch.float32.itemsize
                 value = self.read_float32(key) if narrow or saved.block_numel else self.read(key)
-                state.setdefault(numbers[name], {})[kind] = value.view(saved.shape)
+                state.setdefault(numbers[name], {})[kind] = self._shaped(key, value)
         for name, step in self.index.steps.items():
             if name in numbers:
                 state[numbers[name]] = {"step": torch.tensor(float(step))} | state.get(numbers[name], {})

@@ -28,6 +28,7 @@ from elixir.checkpoint_format.tensors import (
 )
 from elixir.errors import FileError, InputError, StateError
 from elixir.files import FILES, FLUSH_EVERY_BYTES, Buffer, Files
+from elixir.memory_order import Order
 from elixir.units import dtype_name
 
 HEADER_MULTIPLE_BYTES = 4096
@@ -48,6 +49,8 @@ class Slice:
     numel: int
     block_numel: int | None = None
     """See `SavedTensor.block_numel`."""
+    order: Order | None = None
+    """See `SavedTensor.order`."""
 
     def __post_init__(self) -> None:
         if self.dtype not in SAFETENSORS_NAMES:
@@ -166,7 +169,7 @@ class SliceWriter:
                     f"{self.path.name}: {len(self._checksums[key]) - len(found)} spans of {key} were never written"
                 )
             pieces = (Piece(self.path.name, each.start, each.numel, self._offsets[key], found),) if each.numel else ()
-            tensors[key] = SavedTensor(dtype_name(each.dtype), each.shape, each.block_numel, pieces)
+            tensors[key] = SavedTensor(dtype_name(each.dtype), each.shape, each.order, each.block_numel, pieces)
         self._checking.shutdown()
         self._file.sync()
         self._file.drop_cache()

@@ -9,6 +9,7 @@ import torch
 
 from elixir.checkpoint_format.checksum import LARGEST_CHECKSUM
 from elixir.errors import InputError
+from elixir.memory_order import Order
 from elixir.units import MIB, dtype_name
 
 SPAN_BYTES = 4 * MIB
@@ -62,6 +63,9 @@ class SavedTensor:
 
     dtype: str
     shape: tuple[int, ...]
+    order: Order | None
+    """In which dimensions the elements lie, one after the other: that of the weights in the run that saved them. None:
+    as the dimensions of `shape` lie."""
     block_numel: int | None
     """Elements of 8-bit codes that share a scale, counted from the first; the scales are another tensor. None for all
     other tensors."""
@@ -72,6 +76,8 @@ class SavedTensor:
             raise InputError(f"dtype {self.dtype!r:.40} is none that a checkpoint holds")
         if any(size < 0 for size in self.shape):
             raise InputError(f"shape {list(self.shape)} has a negative size")
+        if self.order is not None and sorted(self.order) != list(range(len(self.shape))):
+            raise InputError(f"order {list(self.order)} does not name the {len(self.shape)} dimensions once each")
         if self.block_numel is not None and self.block_numel < 1:
             raise InputError(f"blocks of {self.block_numel} elements make no sense")
         for piece in self.pieces:

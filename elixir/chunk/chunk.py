@@ -16,7 +16,8 @@ from elixir.access import absent, unmarked
 from elixir.chunk.disk import StoredStates
 from elixir.chunk.lanes import Ticket, failure
 from elixir.errors import InputError, StateError
-from elixir.plan import ChunkPlan
+from elixir.memory_order import Order, flattened, is_dense, order_of
+from elixir.plan import ChunkPlan, ParamSlot
 from elixir.torch_private import DisableTorchFunctionSubclass
 
 
@@ -53,22 +54,36 @@ class Slot:
     name: str
     offset: int
     shape: torch.Size
+    stride: tuple[int, ...]
+    """The parameter's own: kernels are chosen by it, and with them the bits."""
+    order: Order | None
+    """In which its elements lie in the chunk."""
     placeholder: torch.Tensor
-    """The placeholder of a parameter while its chunk is at home: right shape, dtype and device, marked, without memory.
-    """
+    """The placeholder of a parameter while its chunk is at home: right shape, strides, dtype, device, marked, without
+    memory."""
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, place: ParamSlot, dtype: torch.dtype, device: torch.device | str) -> Slot:
+        """A parameter keeps its layout where that is dense; one with gaps or overlaps becomes contiguous."""
+        with DisableTorchFunctionSubclass():  # where it lies is asked, not what it holds
+            shape, stride = parameter.shape, parameter.stride()
+        if not is_dense(shape, stride):
+            stride = torch.empty(shape, device="meta").stride()
+        order = order_of(shape, stride)
+        return cls(parameter, place.name, place.offset, shape, stride, order, absent(shape, dtype, device, stride))
 
     @cached_property
     def numel(self) -> int:
         """Elements of the parameter."""
         return self.shape.numel()
 
-    @cached_property
-    def _stride(self) -> tuple[int, ...]:
-        return tuple(torch.empty(self.shape, device="meta").stride())
-
     def part_of(self, memory: torch.Tensor) -> torch.Tensor:
         """The parameter's part of a flat tensor of its chunk's elements, in its shape."""
-        return memory.as_strided(self.shape, self._stride, memory.storage_offset() + self.offset)
+        return memory.as_strided(self.shape, self.stride, memory.storage_offset() + self.offset)
+
+    def flattened(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the parameter's shape as they lie in the chunk, flat: a view, or a copy if they lie otherwise."""
+        return flattened(values, self.order)
 
 
 def _follow(masters: torch.Tensor, weights: torch.Tensor) -> None:
@@ -104,7 +119,7 @@ class Chunk:
         self.rank = rank
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
         self.slots = tuple(
-            Slot(parameter, slot.name, slot.offset, parameter.shape, absent(parameter.shape, self.dtype, device))
+            Slot.of(parameter, slot, self.dtype, device)
             for parameter, slot in zip(parameters, plan.parameters, strict=True)
         )
         self.shard_numel = plan.numel // world_size
@@ -261,7 +276,7 @@ class Chunk:
     def write(self, slot: Slot, values: torch.Tensor) -> None:
         """Take `values` for one parameter's weights, in its shape and any floating dtype: masters are not rounded."""
         self.about_to_write()
-        flat, start = values.reshape(-1), self.shard_start
+        flat, start = slot.flattened(values), self.shard_start
         if self.whole is not None:
             self.whole[slot.offset : slot.offset + slot.numel].copy_(flat)
         begin, end = max(slot.offset, start), min(slot.offset + slot.numel, start + self.shard_numel)

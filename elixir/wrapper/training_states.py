@@ -18,6 +18,7 @@ from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import BufferKind, SizeClass
 from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError
+from elixir.memory_order import Order
 from elixir.plan import CHECKPOINT_PART, Plan
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import ElixirModule
@@ -85,7 +86,9 @@ class ChunkStates:
             at = slot.offset + start - self.chunk.shard_start
             on_disk = None if self.chunk.stored is None else OnDisk(self.chunk.stored, MASTERS, at)
             values = memory[at : at + stop - start]
-            yield Stretch(WEIGHT, slot.name, tuple(slot.shape), start, values, is_state=False, on_disk=on_disk)
+            yield Stretch(
+                WEIGHT, slot.name, tuple(slot.shape), slot.order, start, values, is_state=False, on_disk=on_disk
+            )
 
     @property
     def target(self) -> torch.Tensor:
@@ -228,6 +231,11 @@ class TrainingStates:
                     seen.add(id(buffer))
                     found[f"{prefix}.{key}" if prefix else key] = buffer
         return found
+
+    def orders(self) -> dict[str, Order]:
+        """Name -> order of the elements of those parameters that are not contiguous."""
+        slots = (slot for chunk in self._engine.chunks for slot in chunk.slots)
+        return {slot.name: slot.order for slot in slots if slot.order is not None}
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], bool]]:
         """Name -> shape, and whether it is trained."""

@@ -232,6 +232,25 @@ def _cnn() -> Case:
     return Case(model, {"input": torch.randn(4, 3, 12, 12)}, square_loss)
 
 
+def _laid_out() -> Case:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, groups=2, bias=False),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        nn.Conv2d(16, 8, 1),
+        nn.Flatten(),
+        nn.Linear(8 * 64, 48),
+        nn.Tanh(),
+        nn.Linear(48, 10),
+    )
+    model = model.to(memory_format=torch.channels_last)
+    for linear in (model[7], model[9]):  # as code has it that shares a weight with a product by its transpose
+        linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
+    return Case(model, {"input": torch.randn(4, 3, 10, 10).to(memory_format=torch.channels_last)}, square_loss)
+
+
 def _encoder() -> Case:
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
@@ -292,6 +311,7 @@ def _albert() -> Case:
 
 _OTHERS: dict[str, Callable[[], Case]] = {
     "cnn": _cnn,
+    "laid out": _laid_out,
     "encoder": _encoder,
     "attention": _attention,
     "recurrent": _recurrent,

@@ -130,8 +130,6 @@ def as_block(chunk: Chunk, gradient: torch.Tensor) -> torch.Tensor | None:
     """
     if len(chunk.slots) > 1 or gradient.layout != torch.strided or gradient.dtype != chunk.dtype:
         return None
-    if not gradient.is_contiguous():
-        return None
-    block = gradient.detach().view(-1)
+    slot = chunk.slots[0]
     # Otherwise its weights lie in another order.
-    return block if chunk.slots[0].part_of(block).stride() == gradient.stride() else None
+    return slot.flattened(gradient.detach()) if gradient.stride() == slot.stride else None

@@ -16,6 +16,7 @@ from elixir.chunk.disk import MASTERS, StateWindow, StoredStates
 from elixir.chunk.group import Group
 from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError, RankError
 from elixir.hardware import other_device, total_host_bytes
+from elixir.memory_order import is_dense
 from elixir.models import fingerprint, refuse_unplannable
 from elixir.plan import Plan
 from elixir.torch_private import DisableTorchFunctionSubclass
@@ -54,8 +55,7 @@ def build_chunks(
     """
     agree_on_values(group, model, weights, strict=strict)
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    if group.rank == 0:
-        _warn_if_laid_out_otherwise(by_name)
+    _agree_on_layouts(group, by_name)
     chunks: list[Chunk] = []
     problem: Exception | None = None
     drawn = 0
@@ -166,14 +166,23 @@ def _attach(chunk: Chunk) -> None:
         chunk.to(ChunkState.RESIDENT, chunk.whole)
 
 
-def _warn_if_laid_out_otherwise(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Say which weights lose their layout in memory: kernels may take another way, and sums another order."""
+def _agree_on_layouts(group: Group, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse weights that lie in memory otherwise on another rank, and say which cannot keep their layout."""
     with DisableTorchFunctionSubclass():  # where a weight lies is asked, not what it holds
-        found = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
-    if found:
+        strides = {name: each.stride() for name, each in parameters.items() if not each.is_contiguous()}
+    answers = group.exchange("layouts", strides)
+    for rank, theirs in enumerate(answers):
+        other = [name for name in {**answers[0], **theirs} if answers[0].get(name) != theirs.get(name)]
+        if other:
+            raise InputError(
+                f"{few(other)} do not lie in memory in the same order on ranks 0 and {rank}; build the model in the "
+                "same way on all ranks, with channels_last on all of them or on none"
+            )
+    found = [name for name, stride in strides.items() if not is_dense(parameters[name].shape, stride)]
+    if found and group.rank == 0:
         logger.warning(
-            "%s: chunks keep weights contiguous, so what channels_last or a transposed layout gains is lost, and "
-            "numbers may differ from plain PyTorch's by rounding",
+            "%s: elements with gaps between them, or that overlap, become contiguous in a chunk, so that numbers may "
+            "differ from plain PyTorch's by rounding",
             few(found),
         )
 

@@ -94,7 +94,7 @@ class Origins:
         parameter, origin = slot.parameter, self._parameters[slot.parameter]
         with DisableTorchFunctionSubclass():
             if memory is None:
-                become_real(parameter, torch.empty(slot.shape, dtype=origin.dtype, device="meta"))
+                become_real(parameter, torch.empty_strided(slot.shape, slot.stride, dtype=origin.dtype, device="meta"))
                 return
             gradient, parameter.grad = parameter.grad, None
             parameter.data = slot.part_of(memory).to(origin.device, origin.dtype, copy=True)

@@ -16,6 +16,7 @@ from elixir.chunk.gradients import ChunkGradient
 from elixir.chunk.lanes import Ticket, known
 from elixir.chunk.pinned import host_zeros
 from elixir.kernels import HybridAdam
+from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.fused_adam import FusedAdam, KeptMoments, MakeZeros
@@ -73,7 +74,11 @@ class ChunkOptimizer:
             if self._shard is None:
                 gradient = segment.source.grad
                 if gradient is not None:
-                    found.append((segment, gradient.view(-1)))
+                    slot = self.chunk.slots[segment.place]
+                    flat = slot.flattened(gradient)
+                    if flat.data_ptr() != gradient.data_ptr():  # set by hand; clipping writes to what is returned here
+                        segment.source.grad = shaped(flat, slot.shape, slot.order)
+                    found.append((segment, flat))
             elif segment.name in used:
                 numel = segment.weights.numel()
                 found.append((segment, self._shard.memory[segment.start : segment.start + numel]))
@@ -127,7 +132,7 @@ class ChunkOptimizer:
             count = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=counted_on)
             state: dict[str, Any] = {"step": count}
             for name in names if group["amsgrad"] else names[:2]:
-                state[name] = buffers[name][place : place + weights.numel()].view(weights.shape)
+                state[name] = shaped(buffers[name][place : place + weights.numel()], weights.shape, segment.order)
             optimizer.state[weights] = state
 
     def stow(self) -> None:
@@ -209,12 +214,15 @@ class ChunkOptimizer:
             self._shard.norms = None
 
     def give_up_states(self) -> dict[str, dict[str, Any]]:
-        """States by parameter name; nothing here holds them, or the weights, any more."""
+        """States by parameter name, as their elements lie; nothing here holds them, or the weights, any more."""
         optimizer = self.optimizer
         if isinstance(optimizer, FusedAdam):
             states = {segment.name: optimizer.give_up(segment) for segment in self.segments}
         else:
             states = {segment.name: dict(optimizer.state.get(segment.weights, {})) for segment in self.segments}
+            for segment in self.segments:
+                if segment.order is not None:
+                    _flatten(states[segment.name], segment.weights.shape, segment.order)
         del optimizer
         self.optimizer.state.clear()
         self.segments = []
@@ -222,7 +230,7 @@ class ChunkOptimizer:
         return {name: state for name, state in states.items() if state}
 
     def take_states(self, states: dict[str, dict[str, Any]]) -> None:
-        """Go on from states of the same segments, wherever they were, in whatever shape."""
+        """Go on from states of the same segments, wherever they were, contiguous in whatever shape."""
         for segment in self.segments:
             state = states.pop(segment.name, None)
             if state is None:
@@ -240,11 +248,12 @@ class ChunkOptimizer:
                     continue
                 mine = made.get(key)
                 if mine is not None and mine.dim() and mine.dtype == value.dtype and mine.numel() == value.numel():
-                    state[key] = mine.copy_(value.view_as(mine))
+                    state[key] = mine.copy_(shaped(value, mine.shape, segment.order))
                 elif value.dim() and value.numel() == weights.numel():
                     # What comes from a disk lies in a buffer through which others pass, too.
                     leaves = self.chunk.index in self._engine.leaving
-                    state[key] = value.to(weights.device, copy=leaves).reshape(weights.shape)
+                    moved = value.to(weights.device, copy=leaves)
+                    state[key] = shaped(moved, weights.shape, segment.order)
                 elif weights.device.type != "cpu" and self.optimizer.param_groups[segment.group].get("fused"):
                     state[key] = value.to(weights.device)  # a fused step reads its own count on the device
                 else:
@@ -445,13 +454,14 @@ class ChunkOptimizer:
             if begin >= stop or group is None or not slot.parameter.requires_grad:
                 continue
             part = master[begin - start : stop - start]
+            order = None
             if ordinary and slot.shape:
-                weights = slot.parameter  # plain PyTorch's own: same kernel, same bits
+                weights, order = slot.parameter, slot.order  # plain PyTorch's own: same kernel, same bits
             else:
                 # Also for a weight without dimensions: its moments would look like a count of steps in `take_states`.
                 weights = nn.Parameter(part, requires_grad=True)
             version = slot.parameter._version
-            segments.append(Segment(slot.name, group, begin - start, place, weights, slot.parameter, version))
+            segments.append(Segment(slot.name, group, begin - start, place, weights, slot.parameter, version, order))
         return segments
 
     def _count_states(self) -> None:
@@ -468,3 +478,10 @@ class ChunkOptimizer:
                 if isinstance(value, torch.Tensor) and value.numel() > 1
             )
         self._engine.arena.count(states, self.chunk.plan.update_home, "optimizer_states")
+
+
+def _flatten(state: dict[str, Any], shape: torch.Size, order: Order) -> None:
+    """Have the elementwise states of a parameter be flat."""
+    for kind, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == shape:
+            state[kind] = flattened(value, order)

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
+from elixir.chunk.chunk import Slot
 from elixir.chunk.disk import StoredStates
 from elixir.errors import InputError
 from elixir.kernels.adam import Moments, write_moments
+from elixir.memory_order import Order, flattened, is_dense, order_of
 from elixir.optimizer_states import BLOCK_NUMEL
 from elixir.units import dtype_name
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
@@ -52,6 +54,8 @@ class Stretch:
     """Name of the parameter."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
+    order: Order | None
+    """In which its elements lie."""
     start: int
     """First element in the flattened tensor."""
     tensor: torch.Tensor
@@ -104,6 +108,9 @@ class SavedStates(Protocol):
     def has_codes(self, kind: str, name: str) -> bool:
         """Whether it is saved as codes of 8 bits."""
 
+    def lies_alike(self, kind: str, name: str) -> bool:
+        """Whether its elements lie in the order in which the parameter has them here."""
+
     def small(self, name: str) -> SmallStates:
         """Its other states."""
 
@@ -127,7 +134,7 @@ def stretches(part: ChunkOptimizer) -> Iterator[Stretch]:
         slot, start, numel = part.chunk.slots[segment.place], first_element(part, segment), segment.weights.numel()
         if isinstance(optimizer, FusedAdam):
             if optimizer.steps_of(segment):
-                yield from _of_moments(part, optimizer.moments, segment.name, tuple(slot.shape), start, segment, numel)
+                yield from _of_moments(part, optimizer.moments, slot, start, segment, numel)
             continue
         state = optimizer.state.get(segment.weights, {})
         if not _has_begun(state):
@@ -135,32 +142,27 @@ def stretches(part: ChunkOptimizer) -> Iterator[Stretch]:
         for kind, value in state.items():
             if kind != "step" and isinstance(value, torch.Tensor) and value.shape == segment.weights.shape:
                 on_disk = _on_disk(part, kind, value, segment.start)
-                flat = value.detach() if on_disk is not None else _flat(value, kind, segment.name)
-                yield Stretch(kind, segment.name, tuple(slot.shape), start, flat, on_disk=on_disk)
+                flat = value.detach() if on_disk is not None else _flat(value, kind, segment)
+                yield Stretch(kind, segment.name, tuple(slot.shape), slot.order, start, flat, on_disk=on_disk)
 
 
 def _of_moments(
-    part: ChunkOptimizer,
-    moments: Moments,
-    name: str,
-    shape: tuple[int, ...],
-    start: int,
-    segment: Segment,
-    numel: int,
+    part: ChunkOptimizer, moments: Moments, slot: Slot, start: int, segment: Segment, numel: int
 ) -> Iterator[Stretch]:
-    first, stop = segment.start, segment.start + numel
+    first, stop, name, shape = segment.start, segment.start + numel, slot.name, tuple(slot.shape)
     for kind, values, scales in (
         ("exp_avg", moments.exp_avg, moments.exp_avg_scale),
         ("exp_avg_sq", moments.exp_avg_sq, moments.exp_avg_sq_scale),
     ):
         on_disk = _on_disk(part, kind, values, first)
-        yield Stretch(kind, name, shape, start, values[first:stop], has_codes=scales is not None, on_disk=on_disk)
+        has_codes = scales is not None
+        yield Stretch(kind, name, shape, slot.order, start, values[first:stop], has_codes=has_codes, on_disk=on_disk)
         if scales is not None:
             # By `Plan.alignment_bytes` no block has elements of another parameter or rank.
             blocks = slice(first // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
             on_disk = _on_disk(part, kind + SCALE_SUFFIX, scales, blocks.start)
-            whole = (-(-torch.Size(shape).numel() // BLOCK_NUMEL),)
-            yield Stretch(kind + SCALE_SUFFIX, name, whole, start // BLOCK_NUMEL, scales[blocks], on_disk=on_disk)
+            whole = (-(-slot.numel // BLOCK_NUMEL),)
+            yield Stretch(kind + SCALE_SUFFIX, name, whole, None, start // BLOCK_NUMEL, scales[blocks], on_disk=on_disk)
 
 
 def _on_disk(part: ChunkOptimizer, kind: str, tensor: torch.Tensor, start: int) -> OnDisk | None:
@@ -251,7 +253,7 @@ def _load_moments(part: ChunkOptimizer, moments: Moments, segment: Segment, save
         for kind, target in zip(ADAM_KINDS, moments.tensors(), strict=True):
             saved.fill(kind, name, start, target[at : at + numel])
         return _other_form(saved, name, moments.kind)
-    if all(saved.has_codes(kind, name) for kind in ADAM_KINDS):
+    if all(saved.has_codes(kind, name) and saved.lies_alike(kind, name) for kind in ADAM_KINDS):
         blocks = slice(at // BLOCK_NUMEL, -(-(at + numel) // BLOCK_NUMEL))
         saved.fill("exp_avg", name, start, moments.exp_avg[at : at + numel])
         saved.fill("exp_avg_sq", name, start, moments.exp_avg_sq[at : at + numel])
@@ -291,7 +293,7 @@ def _load_state(
         mine = made.get(kind)
         if not isinstance(mine, torch.Tensor) or mine.shape != weights.shape or mine.dtype != wanted:
             mine = part.new_state(kind, segment, wanted)
-        flat = _flat(mine, kind, name)
+        flat = _flat(mine, kind, segment)
         saved.fill(kind, name, first_element(part, segment), flat)
         state[kind] = mine
         if saved.has_codes(kind, name) or saved.dtype(kind, name) != wanted:
@@ -335,10 +337,13 @@ def _count(value: Any, name: str) -> int:
     return int(number)
 
 
-def _flat(value: torch.Tensor, kind: str, name: str) -> torch.Tensor:
-    if not value.is_contiguous():
-        raise InputError(f"state {kind!r} of {name} is not contiguous, so it cannot be saved or loaded")
-    return value.detach().view(-1)
+def _flat(value: torch.Tensor, kind: str, segment: Segment) -> torch.Tensor:
+    if not is_dense(value.shape, value.stride()) or order_of(value.shape, value.stride()) != segment.order:
+        raise InputError(
+            f"state {kind!r} of {segment.name} does not lie in memory as its weights do, so it cannot be saved or "
+            "loaded"
+        )
+    return flattened(value.detach(), segment.order)
 
 
 def _pieces(first: int, stop: int) -> Iterable[tuple[int, int]]:

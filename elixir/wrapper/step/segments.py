@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from elixir.memory_order import Order, shaped
+
 
 @dataclass
 class Segment:
@@ -25,6 +27,8 @@ class Segment:
     """The model's parameter."""
     version: int
     """Its version when the segment was made."""
+    order: Order | None = None
+    """In which the elements of `weights` lie, if that is the parameter itself."""
 
 
 Arrived = list[tuple[Segment, torch.Tensor]]
@@ -43,7 +47,7 @@ def step_segments(
         value = gradient.to(segment.weights.dtype)
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             value = value * factor if value is gradient else value.mul_(factor)
-        segment.weights.grad = value.view_as(segment.weights)
+        segment.weights.grad = shaped(value, segment.weights.shape, segment.order)
     optimizer.step()
     for segment, kept in zip(segments, before, strict=True):
         segment.weights.grad = kept

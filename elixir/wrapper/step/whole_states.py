@@ -149,6 +149,10 @@ class _GivenStates:
         """See `SavedStates`."""
         return False
 
+    def lies_alike(self, kind: str, name: str) -> bool:
+        """See `SavedStates`."""
+        return True
+
     def small(self, name: str) -> SmallStates:
         """See `SavedStates`."""
         small = SmallStates()
@@ -166,7 +170,8 @@ class _GivenStates:
 
     def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
         """See `SavedStates`."""
-        out.copy_(self._state[name][kind].detach().reshape(-1)[start : start + out.numel()])
+        flat = self._slots[name].flattened(self._state[name][kind].detach())
+        out.copy_(flat[start : start + out.numel()])
 
     def filled(self) -> None:
         """See `SavedStates`; `fill` waits."""

@@ -211,7 +211,7 @@ class ModelState:
         for chunk, slot in own:
             chunk.about_to_write()  # before anything counts as written to, of which a checkpoint would complain
             wide = torch.promote_types(chunk.dtype, torch.float32) if chunk.masters is not None else chunk.dtype
-            memory.append(torch.empty(slot.shape, dtype=wide))
+            memory.append(torch.empty_strided(slot.shape, slot.stride, dtype=wide))
             with DisableTorchFunctionSubclass():
                 slot.parameter.data = memory[-1]
         before = [slot.parameter._version for _, slot in own]

@@ -199,7 +199,7 @@ CRAFTED: list[tuple[Callable[[dict[str, Any]], Any], str, str]] = [
     (lambda d: d.update(sequence=0), "sequence", "1 or larger"),
     (lambda d: d.update(world_size=0), "world_size", "1 or larger"),
     (lambda d: d.update(rng=[1]), "rng", "2 ranks, found 1"),
-    (lambda d: d.update(schema_version=3), "schema_version", "reads 2"),
+    (lambda d: d.update(schema_version=4), "schema_version", "reads 3"),
     (lambda d: d.update(checksum_kind="crc32"), "checksum_kind", "knows 'xxh3_64' alone"),
     (lambda d: d.update(artifact="plan"), "artifact", "plan"),
     (lambda d: d.update(id="../../etc"), "id", "hexadecimal"),
@@ -249,7 +249,7 @@ def test_an_index_made_up_with_care_is_refused_by_its_field(
 @pytest.mark.parametrize(
     "raw",
     [b"", b"null", b"[]", b"3", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b'{"a":NaN}', b'{"a":1,"a":1}', b"9" * 10_000]
-    + [b'{"artifact":"checkpoint","schema_version":2,"checksum":' + b"[" * 900 + b"]" * 900 + b"}"]
+    + [b'{"artifact":"checkpoint","schema_version":3,"checksum":' + b"[" * 900 + b"]" * 900 + b"}"]
     + [b'{"artifact":' + b"[" * depth + b"]" * depth + b"}" for depth in (500, 900, 950)],
 )  # fmt: skip
 def test_other_files_are_no_index(raw: bytes, tmp_path: Path) -> None:

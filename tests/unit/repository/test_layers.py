@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[3] / "elixir"
 
 LEAVES = frozenset(
     {
-        "access", "artifact", "checkpoint_format", "errors", "extents", "files", "hardware", "models", "optimizer_states", "plan",
+        "access", "artifact", "checkpoint_format", "errors", "extents", "files", "hardware", "memory_order", "models", "optimizer_states", "plan",
         "schedule", "step_trace", "torch_private", "units",
     }
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -329,14 +328,3 @@ def test_a_llama_has_the_buffers_and_the_loss_of_one_that_is_cast_as_a_whole() -
         assert torch.equal(buffers[name], buffer), name
     assert torch.equal(it.loss(module, it.inp), it.loss(plain, it.inp))
     module.close()
-
-
-def test_weights_in_another_layout_are_said_to_lose_it(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
-    inp = {"x": torch.randn(2, 4, 8, 8)}
-    plan = simple_search(
-        model, 1, inp=inp, step_fn=lambda m, i: m(i["x"]).sum().backward(), hardware="cpu", shard_device="cpu"
-    )
-    with caplog.at_level(logging.WARNING, logger="elixir"):
-        ElixirModule(model, plan, device="cpu").close()
-    assert "0.weight, 1.weight: chunks keep weights contiguous" in caplog.text

@@ -18,6 +18,7 @@ from elixir.access import (
     innermost_saved_tensors_hooks,
     untrack,
 )
+from elixir.access.placeholders import absent
 
 
 class Place(NamedTuple):
@@ -182,19 +183,21 @@ def test_metadata_is_no_use_and_reading_is() -> None:
 
 
 def test_the_layout_is_that_of_the_weight_and_not_of_what_stands_in_its_place() -> None:
-    model = nn.Conv2d(3, 4, 2)
-    log = Log(model)
-    access = ParameterAccess(model, log)
-    weight = model.weight
-    with torch._C.DisableTorchFunctionSubclass():
-        weight.data = torch.zeros(1).expand(weight.shape)
-    assert weight.stride() == (12, 4, 2, 1)
-    assert (weight.stride(0), weight.stride(-1), weight.stride(dim=1)) == (12, 1, 4)
-    assert weight.is_contiguous()
-    assert not weight.is_contiguous(memory_format=torch.channels_last)
-    assert weight.dim_order() == (0, 1, 2, 3)
-    assert not log.only("used")
-    access.remove()
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        model = nn.Conv2d(3, 4, 2).to(memory_format=memory_format)
+        stride, order = model.weight.stride(), model.weight.dim_order()
+        log = Log(model)
+        access = ParameterAccess(model, log)
+        weight = model.weight
+        with torch._C.DisableTorchFunctionSubclass():
+            weight.data = absent(weight.shape, weight.dtype, "cpu", stride)
+        assert weight.stride() == stride
+        assert (weight.stride(0), weight.stride(-1), weight.stride(dim=1)) == (stride[0], stride[-1], stride[1])
+        assert weight.is_contiguous() is (memory_format is torch.contiguous_format)
+        assert weight.is_contiguous(memory_format=torch.channels_last) is (memory_format is torch.channels_last)
+        assert weight.dim_order() == order
+        assert not log.only("used")
+        access.remove()
 
 
 def test_a_gradient_set_to_none_or_deleted_is_announced_and_one_that_is_set_is_not() -> None:

@@ -1,0 +1,245 @@
+"""Weights that lie in memory as their dimensions do not, channels last or transposed, keep that, and with it the bits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.checkpoint import load_checkpoint, save_checkpoint
+from elixir.checkpoint_format import export_hf, open_checkpoint
+from elixir.kernels import HybridAdam
+from elixir.memory_order import flattened, is_dense, order_of, shaped
+from elixir.wrapper import ElixirModule
+from tests.common.file_faults import UnsyncedFiles
+from tests.common.parity import MODES, Case, Pair, case, make_plan
+from tests.common.resuming import Lion, Run, differing, two_groups
+
+FILES = UnsyncedFiles()
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW": two_groups(weight_decay=0.1, amsgrad=True),
+    "HybridAdam": two_groups(HybridAdam),
+    "SGD": two_groups(torch.optim.SGD, momentum=0.9),
+}
+
+
+def contiguous(it: Case) -> Case:
+    """The same weights, lying as their dimensions do."""
+    model = copy.deepcopy(it.model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+    return replace(it, model=model)
+
+
+def strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: parameter.stride() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((2, 3, 4, 5), (0, 2, 3, 1)),
+        ((4, 6), (1, 0)),
+        ((2, 1, 5), (2, 0, 1)),
+        ((3, 4), None),
+        ((), None),
+        ((0, 3), None),
+    ],
+)
+def test_an_order_is_read_off_strides_and_leads_there_and_back(
+    shape: tuple[int, ...], order: tuple[int, ...] | None
+) -> None:
+    values = torch.randn(shape)
+    if order is not None:
+        back = [order.index(dim) for dim in range(len(order))]
+        values = values.permute(order).contiguous().permute(back)
+    found = order_of(values.shape, values.stride())
+    assert is_dense(values.shape, values.stride())
+    flat = flattened(values, found)
+    assert flat.data_ptr() == values.data_ptr()
+    assert flat.is_contiguous()
+    assert torch.equal(shaped(flat, shape, found), values)
+    assert shaped(flat, shape, found).is_contiguous() is values.is_contiguous()
+
+
+def test_gaps_and_overlaps_are_no_order() -> None:
+    whole = torch.randn(4, 6)
+    for view in (whole[:, :3], whole[::2], whole[0].expand(4, 6), whole.as_strided((3, 3), (1, 1))):
+        assert not is_dense(view.shape, view.stride())
+
+
+@pytest.mark.parametrize(
+    ("mode", "optimizer"),
+    [
+        pytest.param(mode, optimizer, marks=[] if place == at else pytest.mark.slow)
+        for place, mode in enumerate(MODES)
+        for at, optimizer in enumerate(OPTIMIZERS)
+    ],
+)
+def test_steps_have_the_bits_and_weights_the_layout_of_plain_pytorch(mode: str, optimizer: str) -> None:
+    it = case("laid out")
+    with Pair(it, make_plan(it, mode), optimizer=OPTIMIZERS[optimizer], max_norm=0.5) as pair:
+        wanted = strides(pair.plain)
+        pair.train(4)
+        assert strides(pair.module.module) == wanted, "while they are at home"
+        with pair.module.gathered():
+            assert strides(pair.module.module) == wanted
+        pair.assert_same_weights()
+        state = pair.module.state_dict()
+        assert {name: state[name].stride() for name in wanted} == wanted
+        mine, plain = pair.optimizer.state_dict()["state"], pair.plain_optimizer.state_dict()["state"]
+        for number, kinds in plain.items():
+            for kind, value in kinds.items():
+                if isinstance(value, torch.Tensor):
+                    assert torch.equal(mine[number][kind], value), (number, kind)
+        pair.module.close()
+        assert strides(pair.module.module) == wanted
+        assert all(map(torch.equal, pair.module.module.state_dict().values(), pair.plain.state_dict().values()))
+
+
+def test_states_of_another_run_come_by_their_dimensions() -> None:
+    it = case("laid out")
+    for other in (case("laid out"), contiguous(case("laid out"))):
+        with (
+            Run(it, make_plan(it, "mixed"), two_groups()) as run,
+            Run(other, make_plan(it, "mixed"), two_groups()) as second,
+        ):
+            run.train(2)
+            second.module.load_state_dict(run.module.state_dict())
+            second.optimizer.load_state_dict(run.optimizer.state_dict())
+            state = second.optimizer.state_dict()["state"]
+            for number, kinds in run.optimizer.state_dict()["state"].items():
+                assert all(torch.equal(value, state[number][kind]) for kind, value in kinds.items())
+            mine, theirs = run.module.state_dict(), second.module.state_dict()
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_gradient_in_another_layout_is_stepped_by_its_dimensions() -> None:
+    it = case("laid out")
+    with Pair(it, make_plan(it, "resident"), max_norm=0.5) as pair:
+        for _ in range(2):
+            pair.backward()
+            for model in (pair.module.module, pair.plain):
+                for parameter in model.parameters():
+                    parameter.grad = parameter.grad.contiguous()
+            pair.step()
+        pair.assert_same_weights()
+
+
+def test_weights_move_to_other_homes_with_their_states() -> None:
+    it = case("laid out")
+    plans = {mode: make_plan(it, mode, allocate_factor=0.5) for mode in MODES}
+    with Pair(it, plans["resident"]) as pair:
+        for mode in ("streamed", "resident", "mixed"):
+            pair.train(2)
+            pair.module.rehome(plans[mode])
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+def test_a_model_on_meta_keeps_the_layout_it_was_given() -> None:
+    it = case("laid out")
+    model = copy.deepcopy(it.model).to("meta")
+    weights = {name: value.contiguous() for name, value in it.model.state_dict().items()}
+    module = ElixirModule(model, make_plan(it, "streamed"), device="cpu", weights=weights)
+    assert strides(model) == strides(it.model)
+    assert torch.equal(it.loss(module, it.inp), it.loss(it.model, it.inp))
+    module.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("mixed", {}),
+        ("streamed", {"moments": "8bit"}),
+        pytest.param("resident", {}, marks=pytest.mark.slow),
+        pytest.param("mixed", {"unified_dtype": "bfloat16", "moments": "bfloat16"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_goes_on_with_the_same_bits_and_into_another_layout(
+    mode: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    it = case("laid out")
+    plan = make_plan(it, mode, **options)
+    with Run(it, plan, two_groups()) as run:
+        run.train(2)
+        save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
+        wanted, states = run.bits(), run.optimizer.state_dict()["state"]
+        weights = run.module.state_dict()
+        losses = run.train(2)
+    with Run(it, plan, two_groups()) as run:
+        assert load_checkpoint(tmp_path / "run", run.state(), files=FILES).exact
+        assert differing(wanted, run.bits()) == []
+        assert run.train(2) == losses
+    other = contiguous(it)
+    with Run(other, plan, two_groups()) as run:
+        notes = load_checkpoint(tmp_path / "run", run.state(), files=FILES).notes
+        state = run.module.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in weights.items())
+        for number, kinds in run.optimizer.state_dict()["state"].items():
+            for kind, value in kinds.items():
+                if options.get("moments") == "8bit" and kind != "step":
+                    # Blocks have other elements: each is rounded anew, to 1/127 of the largest around it at most.
+                    assert torch.allclose(
+                        value, states[number][kind], atol=float(states[number][kind].abs().max()) / 64
+                    )
+                else:
+                    assert torch.equal(value, states[number][kind]), (number, kind)
+        assert bool(notes) is (options.get("moments") == "8bit")
+        save_checkpoint(tmp_path / "back", run.state(), wait=True, files=FILES)
+        again = run.bits()
+    with Run(it, plan, two_groups()) as run:
+        load_checkpoint(tmp_path / "back", run.state(), files=FILES)
+        if options.get("moments") != "8bit":
+            assert differing(wanted, run.bits()) == []
+    assert again["groups"] == wanted["groups"]
+
+
+def test_tools_read_a_checkpoint_by_dimensions(tmp_path: Path) -> None:
+    it = case("laid out")
+    with Run(it, make_plan(it, "streamed"), two_groups()) as run:
+        run.train(1)
+        save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
+        weights, states = run.module.state_dict(), run.optimizer.state_dict()["state"]
+    with open_checkpoint(tmp_path / "run", files=FILES) as saved:
+        assert any(each.order is not None for each in saved.index.tensors.values())
+        read = saved.weights()
+        assert all(torch.equal(read[name], value) for name, value in weights.items())
+        for number, kinds in saved.optimizer_state_dict()["state"].items():
+            assert all(torch.equal(value, states[number][kind]) for kind, value in kinds.items())
+    safetensors = pytest.importorskip("safetensors.torch")
+    exported = safetensors.load_file(export_hf(tmp_path / "run", tmp_path / "hf", files=FILES) / "model.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in weights.items())
+
+
+def test_a_state_of_another_layout_is_not_saved_as_if_it_lay_like_its_weights(tmp_path: Path) -> None:
+    class Turned(Lion):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            for state in self.state.values():
+                state["exp_avg"] = state["exp_avg"].contiguous()
+
+    it = case("laid out")
+    with Run(it, make_plan(it, "resident"), two_groups(Turned)) as run:
+        run.train(1)
+        with pytest.raises(ValueError, match="does not lie in memory as its weights do"):
+            save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
+
+
+def test_weights_with_gaps_are_said_to_become_contiguous(caplog: pytest.LogCaptureFixture) -> None:
+    it = case("laid out")
+    dense = make_plan(it, "streamed")
+    with caplog.at_level(logging.WARNING, logger="elixir"):
+        ElixirModule(copy.deepcopy(it.model), dense, device="cpu").close()
+        assert "contiguous" not in caplog.text
+        model = copy.deepcopy(it.model)
+        model[9].weight = nn.Parameter(torch.randn(10, 50)[:, :48])
+        ElixirModule(model, dense, device="cpu").close()
+    assert "9.weight: elements with gaps between them, or that overlap, become contiguous in a chunk" in caplog.text
