@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._prims_common
 import torch.utils._python_dispatch
 import torch.utils._pytree
 
@@ -143,6 +144,18 @@ default_device_context: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
 def has_internal_overlap(tensor: torch.Tensor) -> bool:
     """Whether two elements of a tensor share memory, or may."""
     return bool(torch._debug_has_internal_overlap(tensor) != 0)
+
+
+def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
+    return last if tensor.is_contiguous(memory_format=last) else torch.contiguous_format
+
+
+suggest_memory_format: Callable[[torch.Tensor], torch.memory_format] = getattr(
+    torch._prims_common, "suggest_memory_format", _memory_format
+)
+"""Whether kernels take a tensor for one with channels last, which its strides do not always say. Without it, batches of
+images with one channel or one pixel are taken for such."""
 
 
 def references(tensor: torch.Tensor) -> tuple[int, int]:

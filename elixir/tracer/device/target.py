@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from elixir.hardware import HardwareProfile
+from elixir.torch_private import suggest_memory_format
 from elixir.tracer.device.attention_buffers import held_in_backward
 from elixir.tracer.device.kernel_memory import KERNELS_HERE, is_plain
 from elixir.units import KIB, MIB
@@ -408,12 +409,10 @@ def _promoted_bytes(func: Any, args: Any) -> int:
 
 
 def _channels_as_in(operands: Any, result: torch.Tensor) -> torch.Tensor:
+    """The result of a convolution, laid out by the formats that PyTorch reads off the strides of its operands."""
+    formats = {suggest_memory_format(item) for item in operands}
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(result.dim())
-    if last is None or not any(
-        item.is_contiguous(memory_format=last) and not item.is_contiguous() for item in operands
-    ):
-        return result
-    return torch.empty_like(result, memory_format=last)
+    return torch.empty_like(result, memory_format=last if last in formats else torch.contiguous_format)
 
 
 def _contiguous_copy(tensor: torch.Tensor) -> int:

@@ -123,6 +123,12 @@ def tensors() -> None:
     assert next(rnn.parameters()) is parameter
     assert private.has_internal_overlap(torch.zeros(1).expand(2))
     assert not private.has_internal_overlap(torch.zeros(2))
+    image = torch.zeros(2, 3, 4, 4)
+    for suggest in (private.suggest_memory_format, private._memory_format):
+        assert suggest(image) is torch.contiguous_format
+        assert suggest(image.to(memory_format=torch.channels_last)) is torch.channels_last
+        assert suggest(image[0]) is torch.contiguous_format
+    assert private.suggest_memory_format(image[:, :1]) is torch.contiguous_format
     one = torch.zeros(2)
     alone = private.references(one)
     other = one.detach()

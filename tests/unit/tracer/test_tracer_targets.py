@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -348,3 +349,35 @@ def test_attention_whose_heads_share_keys_costs_as_if_they_did_not(
     flops = [attending(8, kv_heads).flops for kv_heads in (8, 2, 1)]
     assert flops[0] > 0
     assert flops == flops[:1] * 3
+
+
+IMAGES = {
+    "as built": lambda n, c, side: torch.randn(n, c, side, side),
+    "channels last": lambda n, c, side: torch.randn(n, c, side, side).to(memory_format=torch.channels_last),
+    "rows of pixels": lambda n, c, side: torch.randn(n, side, side, c).permute(0, 3, 1, 2),
+    "columns of pixels": lambda n, c, side: torch.randn(n, side, side, c).permute(0, 3, 2, 1),
+    "some of the channels": lambda n, c, side: torch.randn(n, side, side, c + 2).permute(0, 3, 1, 2)[:, :c],
+}
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["weights as built", "weights with channels last"])
+@pytest.mark.parametrize("image", list(IMAGES))
+def test_a_convolution_lays_its_result_out_as_the_real_one_does(image: str, turned: bool) -> None:
+    target, convolution, compared = target_for(CPU), torch.ops.aten.convolution.default, 0
+    for batch, channels, side, kernel in itertools.product((1, 2), (1, 3, 4), (1, 8), (1, 3)):
+        if kernel > side:
+            continue
+        for groups in {1, channels}:
+            x, weight = IMAGES[image](batch, channels, side), torch.randn(12, channels // groups, kernel, kernel)
+            if turned:
+                weight = weight.to(memory_format=torch.channels_last)
+            rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], groups)
+            meta = [torch.empty_strided(each.shape, each.stride(), device="meta") for each in (x, weight)]
+            real, found = convolution(x, weight, *rest), target.results(convolution, meta, convolution(*meta, *rest))
+            said = [
+                [stride for stride, size in zip(each.stride(), each.shape, strict=True) if size > 1]
+                for each in (real, found)
+            ]
+            assert said[0] == said[1], (batch, channels, side, kernel, groups)
+            compared += 1
+    assert compared == 30
