@@ -18,7 +18,7 @@ class Loop:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         loader = DataLoader(rows(samples, 0), batch_size=2, collate_fn=collate, shuffle=True)
-        self.accelerator = accelerator
+        self.accelerator, self.max_norm = accelerator, 0.5
         self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
             model, optimizer, loader, scheduler
         )
@@ -33,7 +33,7 @@ class Loop:
                 self.accelerator.backward(loss)
                 found.append(loss.item())
                 if self.accelerator.sync_gradients:
-                    found.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)))
+                    found.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_norm)))
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()

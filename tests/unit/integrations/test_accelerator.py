@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from elixir.errors import InputError
 from elixir.integrations.accelerate import ElixirAccelerator
 from tests.common.accelerated import Loop, same
+from tests.common.early import all_speculating
 from tests.common.trainers import collate, llama, rows
 
 ON_HOST = {"device_memory": "64MiB", "host_memory": "64MiB", "placement": "cpu"}
@@ -47,6 +48,24 @@ def test_a_loop_gives_the_same_bits_and_is_resumed(tmp_path: Path) -> None:
         assert same(plain.weights(), ours.weights())
     assert (tmp_path / "elixir_plan.json").exists()
     assert (tmp_path / "ours" / "model.safetensors").exists()
+
+
+def test_new_states_in_backward_whose_limit_comes_after_it(tmp_path: Path) -> None:
+    """The script clips between backward and step, to limits that are reached in every second pass over the data."""
+    plain = Loop(Accelerator(cpu=True))
+    planned = ElixirAccelerator(cpu=True, elixir=ON_HOST)
+    Loop(planned)
+    plan = all_speculating(planned.elixir.module.plan).save(tmp_path / "early.json")
+    ours = Loop(ElixirAccelerator(cpu=True, elixir={"plan": str(plan)}))
+    reports = []
+    for limit in (1e9, 1e-3, 1e9, 1e9):
+        plain.max_norm = ours.max_norm = limit
+        assert ours.epoch() == plain.epoch()
+        reports.append(ours.accelerator.elixir.module.last_report)
+    assert same(plain.weights(), ours.weights())
+    assert reports[0].kept == reports[0].speculated > 0
+    assert reports[1].kept == 0
+    assert reports[3].kept == reports[3].speculated > 0
 
 
 @pytest.mark.slow
