@@ -96,6 +96,11 @@ class StoredStates:
         return self._extent.nbytes
 
     @property
+    def has_room_for_states(self) -> bool:
+        """Whether a plan foresees more than masters."""
+        return self.nbytes > whole_blocks(self._regions[MASTERS].end)
+
+    @property
     def used_bytes(self) -> int:
         """Bytes that a transfer of all regions moves."""
         return whole_blocks(max((region.end for region in self._regions.values()), default=0))

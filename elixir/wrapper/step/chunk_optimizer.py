@@ -285,7 +285,7 @@ class ChunkOptimizer:
     def lacks_states(self, arrived: Arrived) -> bool:
         """Whether a step with the gradients in `arrived` may make states for which the plan has room on a disk."""
         stored = self.chunk.stored
-        if stored is None or isinstance(self.optimizer, FusedAdam) or stored.used_bytes >= stored.nbytes:
+        if stored is None or isinstance(self.optimizer, FusedAdam) or not stored.has_room_for_states:
             return False
         places = {segment.place for segment in self._without_states()}
         return any(segment.place in places for segment, _ in arrived)
