@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -43,14 +45,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow every case but the first of each test that starts ranks or carries the marker `sampled`."""
-    seen = set()
+    """Mark as slow the cases that ``make test`` leaves out: of tests that start ranks or carry the marker `sampled` all
+    but the first, with ``sampled(every=n)`` all but one in n."""
+    counts = Counter[str]()
     for item in items:
-        if "distributed" in item.path.parts or item.get_closest_marker("sampled"):
-            test = item.nodeid.partition("[")[0]
-            if test in seen:
-                item.add_marker(pytest.mark.slow)
-            seen.add(test)
+        sampled = item.get_closest_marker("sampled")
+        if not sampled and "distributed" not in item.path.parts:
+            continue
+        test = item.nodeid.partition("[")[0]
+        left_out = counts[test] > 0
+        if sampled and "every" in sampled.kwargs:
+            # Along the diagonals of the parameters, so that every value of each stays.
+            axes = [len(parameters.args[1]) for parameters in item.iter_markers("parametrize")]
+            left_out = sum(map(int, np.unravel_index(counts[test], axes))) % sampled.kwargs["every"] > 0
+        if left_out:
+            item.add_marker(pytest.mark.slow)
+        counts[test] += 1
 
 
 def pytest_collection_finish() -> None:

@@ -218,6 +218,7 @@ BLOCKS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("options", BLOCKS, ids=str)
 def test_attention_takes_what_is_predicted(options: dict[str, Any], dtype: torch.dtype) -> None:

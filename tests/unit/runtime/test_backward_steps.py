@@ -74,6 +74,7 @@ def test_same_bits_as_plain_pytorch(family: str, form: str, homes: str) -> None:
         assert report.demand_loads == report.deviations == 0
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("homes", HOMES)
 @pytest.mark.parametrize(
     "options",
@@ -280,6 +281,7 @@ _OTHERS: dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any], Any]]] = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("homes", HOMES)
 @pytest.mark.parametrize("name", _OTHERS)
 def test_same_bits_as_without(name: str, homes: str) -> None:
@@ -418,6 +420,7 @@ def test_gradients_that_are_larger_than_a_block_leave_as_they_are(overlap: bool)
     assert peaks[0] == peaks[1]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("homes", HOMES)
 @pytest.mark.parametrize("forward", views.FORWARDS, ids=lambda forward: forward.__name__)
 def test_views_of_weights_that_outlive_their_module(forward: views.Forward, homes: str) -> None:

@@ -33,6 +33,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("start", MODES)
 def test_same_bits_whatever_the_homes(start: str, name: str) -> None:

@@ -38,6 +38,7 @@ def test_no_plan_of_a_small_search_is_faster(seed: int, in_backward: bool) -> No
         assert found.seconds["total"] <= NEAR * outcome.fastest_s
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("seed", range(20, 30))
 def test_more_chunks_where_floors_leave_out_what_cannot_win(seed: int) -> None:
     search = small_search(seed, most_chunks=7)
@@ -123,6 +124,7 @@ def test_homes_are_searched_from_any_start() -> None:
     assert climbed.seconds["total"] <= best.seconds["total"] * 1.01
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_no_plan_beats_the_lower_bound(seed: int, in_backward: bool) -> None:
