@@ -99,6 +99,10 @@ def optimizer_class(name: str) -> str:
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
     if name.lower() not in classes:
+        # As bitsandbytes calls them: AdamW8bit, PagedAdamW8bit.
+        kept = name.lower().removesuffix("8bit").removeprefix("paged").strip("-_")
+        if name.lower().endswith("8bit") and kept in ("adam", "adamw"):
+            raise InputError(f"unknown optimizer {name!r}; {kept} with moments in 8 bits is --moments 8bit")
         raise unknown_name("optimizer", name, classes)
     return classes[name.lower()]
 

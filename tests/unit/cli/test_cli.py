@@ -368,6 +368,7 @@ def test_hardware_refuses_what_does_not_go_together(argv: str, capsys: pytest.Ca
         ("profile opt-13b --checkpoint=maybe", "'maybe'"),
         ("profile opt-13b --dtype bf17", "did you mean bf16"),
         ("profile opt-13b --optimizer adamx", "did you mean"),
+        ("profile opt-13b --optimizer PagedAdamW8bit", "adamw with moments in 8 bits is --moments 8bit"),
         ("profile opt-13b --optimizer-kernel slow", "'slow'"),
         ("profile opt-13b --plot mem.gif", ".png, .pdf or .svg"),
         ("profile opt-13b --out no/such/folder/a.json", "cannot write"),
