@@ -329,7 +329,7 @@ def test_doubtful_rates_are_shown_and_said_where_a_plan_is_made(
     assert "doubtful" not in run(capsys, "hardware", "--show", "cpu")[1]
     plan = ("plan", "opt-125m", "--hardware", path, "--host-memory", "64GiB", "--out", str(tmp_path / "plan.json"))
     for words in (
-        plan,
+        (*plan, "--brief"),
         ("explain", str(tmp_path / "plan.json"), "--hardware", path, "--no-levers"),
         ("sweep", "opt-125m", "--hardware", path),
     ):

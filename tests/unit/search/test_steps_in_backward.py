@@ -274,7 +274,7 @@ CALL = ["plan", "opt-125m", "--hardware", "h200", "--batch", "2", "--seq", "64",
 
 def test_the_command_line_plans_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
-    assert main([*CALL, "--placement", "cpu", "--step-in-backward", "--out", str(out)]) == 0
+    assert main([*CALL, "--placement", "cpu", "--step-in-backward", "--brief", "--out", str(out)]) == 0
     assert "stepped in backward" in capsys.readouterr().out
     assert Plan.load(out).steps_in_backward
     assert main(["show", str(out)]) == 0
