@@ -212,10 +212,6 @@ class StepTrace(Artifact):
         """FLOPs from this access up to the next one."""
         return sum(self.operations[index].flops for index in access.operations)
 
-    def access_moved_bytes(self, access: Access) -> int:
-        """Bytes that its operators read and write in device memory."""
-        return sum(self.operations[index].moved_bytes for index in access.operations)
-
     def state_bytes(self, states: StateSize) -> int:
         """Optimizer states and master weights that a plan keeps of all that is trained, wherever they live.
 

@@ -314,10 +314,6 @@ class StoredStates:
         self._window.transfer("read", self._extent, memory, self.name, aligned)
         return memory[begin - aligned : end - aligned].view(region.dtype)
 
-    def forget_others(self, owners: Sequence[object]) -> None:
-        """Only the tensors of these owners lie here from now on."""
-        self._views = [view for view in self._views if any(view.owner is owner for owner in owners)]
-
     def give_back(self) -> None:
         """Nobody needs the extent any more."""
         self._views.clear()

@@ -20,7 +20,6 @@ from elixir.errors import InputError, RankError
 
 GROUP_TIMEOUT = timedelta(minutes=10)
 """Rank 0 measures alone for a minute or two while the others wait."""
-START_TIMEOUT = timedelta(seconds=60)
 SPAWNED_WAIT_S = 120.0
 """How long started processes may take altogether."""
 

@@ -115,7 +115,7 @@ def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str] | None = N
     axes.set_yticks(range(len(down)), [f"{model}, batch {batch}" for model, batch in down])
     axes.set_xticks(range(len(across)), [str(count) for _, count in across])
     axes.tick_params(length=0)
-    _name_machines(axes, across, below_in=_CELL_IN * len(down))
+    _name_machines(axes, across)
     tokens = all(row.tokens_per_s is not None for row in rows if row.fits)
     axes.set_title(f"{'tokens' if tokens else 'samples'} per second, all ranks together (simulated)", **title_style())
     used = dict.fromkeys(row.bound_by for row in rows if row.bound_by)
@@ -156,7 +156,7 @@ def _draw_cell(axes: Axes, row_index: int, column: int, row: SweepRow, speeds: S
     axes.text(column, row_index, text, ha="center", va="center", fontsize=SMALL_PT - 1, color=ink)
 
 
-def _name_machines(axes: Axes, across: Sequence[tuple[str, int]], *, below_in: float) -> None:
+def _name_machines(axes: Axes, across: Sequence[tuple[str, int]]) -> None:
     """The machine's name below its world sizes, and a gap before the next machine."""
     start = 0
     for index in range(1, len(across) + 1):

@@ -30,7 +30,6 @@ from elixir.tracer.regions import CHECKPOINT_FILE, CheckpointedRegions
 from elixir.tracer.values import printable
 
 _UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_DIFFERENTIATES = (torch.autograd.backward, torch.autograd.grad)
 
 
 class StepFunctions(PreDispatchTorchFunctionMode):

@@ -181,7 +181,7 @@ def last_layer_of(model: nn.Module) -> nn.Linear | None:
     return None if listened_to else layer
 
 
-def deferring_forward(model: nn.Module, layer: nn.Linear) -> Any:
+def deferring_forward(model: nn.Module) -> Any:
     """A forward for this model, by which its last layer defers where logits are wanted for the loss alone."""
     plain = type(model).forward
     signature = inspect.signature(plain)

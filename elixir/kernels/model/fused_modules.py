@@ -78,7 +78,7 @@ class FusedKernels:
             if layer is None:
                 return False
             self._set(layer, deferring_layer(layer, kernel))
-            self._set(module, deferring_forward(module, layer))
+            self._set(module, deferring_forward(module))
             return True
         if "forward" in vars(module):  # somebody else's, or another kind's
             return False

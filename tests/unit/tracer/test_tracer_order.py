@@ -260,7 +260,7 @@ def test_costs_belong_to_the_access_before_them() -> None:
     assert flops[1] == 2 * 32 * 16 * 4 + 0
     # In backward the last layer's weight, its input, and the first layer's weight.
     assert flops[2] == 2 * 32 * (16 * 4 + 16 * 4 + 8 * 16)
-    assert all(trace.access_moved_bytes(event) > 0 for event in trace.accesses)
+    assert all(sum(trace.operations[at].moved_bytes for at in event.operations) > 0 for event in trace.accesses)
 
 
 def test_frozen_parameters_are_used_and_get_no_gradient() -> None:
