@@ -163,10 +163,11 @@ def run_timeline(args: argparse.Namespace) -> int:
     if args.json:
         output.say_json({**record, "written": args.out})
         return 0
+    from elixir.show.style import RESOURCE_LABELS
     from elixir.units import format_seconds
 
     phases = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in simulated.phases_s.items())
-    output.say(f"{format_seconds(simulated.step_s)} a step ({phases}), bound by {simulated.bound_by.replace('_', ' ')}")
+    output.say(f"{format_seconds(simulated.step_s)} a step ({phases}), bound by {RESOURCE_LABELS[simulated.bound_by]}")
     output.say_written([Path(args.out)])
     return 0
 

@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from elixir.search.whatif import Change, ChunkReasons, Explanation, Spot
+from elixir.show.style import RESOURCE_LABELS
 from elixir.show.tables import list_table
 from elixir.units import format_bytes, format_seconds
 
@@ -147,9 +148,8 @@ def summary_text(explanation: Explanation) -> str:
     """The bound of the step, then a sentence for each kind of place."""
     share = explanation.critical_s[explanation.bound_by] / explanation.step_s if explanation.step_s else 0.0
     lines = [
-        f"{format_seconds(explanation.step_s)} a step, bound by {_words(explanation.bound_by)}: {share:.0%} of the "
-        "longest "
-        "chain of work"
+        f"{format_seconds(explanation.step_s)} a step, bound by {RESOURCE_LABELS[explanation.bound_by]}: "
+        f"{share:.0%} of the longest chain of work"
     ]
     for group in kinds(explanation):
         several = len(group.runs) > 1 or group.runs[0][0] != group.runs[0][1]
@@ -293,16 +293,6 @@ def _signed_bytes(amount_bytes: int) -> str:
 def _percent(change_s: float, step_s: float) -> str:
     share = change_s / step_s if step_s else 0.0
     return "0" if abs(share) < 5e-4 else f"{share:+.1%}"
-
-
-def _words(resource: str) -> str:
-    words = {
-        "host_adam": "the host's Adam",
-        "network": "the network",
-        "disk": "the disk",
-        "refresh": "new weights on their way to the device",
-    }
-    return words.get(resource, resource.replace("_", " "))
 
 
 def _common_prefix(names: Sequence[str]) -> str:
