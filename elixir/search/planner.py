@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -33,10 +33,10 @@ from elixir.search.propose import (
     Outcome,
     PlacementBuilder,
     SearchSpace,
+    as_it_runs,
     everything_resident,
     find_best,
     settled,
-    speculating,
     weigh,
 )
 from elixir.search.request import HomeChoice, SearchRequest, check_count
@@ -46,8 +46,6 @@ from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_CHUNKS = 2
-"""Chunks whose states are copied for a checkpoint at most: one is written while the next is copied."""
 PREFETCH_DEPTH = 1
 """Chunks fetched ahead with overlap: one lets a transfer run during the use before it, and each takes a block."""
 
@@ -156,10 +154,8 @@ def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: Sear
     space, outcome = found
     if outcome.best is None:
         raise ValueError("a search that found something has a best")
-    best = with_speculation(space, outcome.best, budgets)
     optimizer = optimizer_name(request.optimizer_type)
-    fastest_s = None if outcome.fastest_s is None else min(outcome.fastest_s, best.seconds["total"])
-    return to_plan(space, best, budgets, optimizer, request.placement, fastest_s=fastest_s)
+    return to_plan(space, outcome.best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
 
 
 def simple_plan(
@@ -197,7 +193,7 @@ def simple_plan(
     candidate = weigh(model, builder.placement(), blocks, depth, space.cost)
     if not _fits(candidate, budgets):
         raise _too_large(candidate, budgets)
-    candidate = with_speculation(space, candidate, budgets)
+    candidate = as_it_runs(space, candidate, budgets)
     made = to_plan(space, candidate, budgets, optimizer_name(request.optimizer_type), request.placement)
     taken = made.predicted
     return replace(
@@ -265,6 +261,7 @@ def _forced(space: SearchSpace, budgets: Budgets, placement: HomeChoice, sizes: 
         if whole is not None:
             found.append(whole)
     best = min((c for c in found if _fits(c, budgets)), key=lambda candidate: candidate.sort_key, default=None)
+    best = None if best is None else as_it_runs(space, best, budgets)
     least_host = min(found, key=lambda candidate: candidate.need.host_bytes, default=None)
     return Outcome(best, len(found), least_host, None if best is None else best.seconds["total"])
 
@@ -342,15 +339,6 @@ def _check_step_in_backward(trace: StepTrace, accumulation: int) -> None:
         )
 
 
-def with_speculation(space: SearchSpace, best: Candidate, budgets: Budgets) -> Candidate:
-    """The candidate with the chunks speculating that are worth the memory. Unless the user asked for that, memory for
-    the copies of a checkpoint comes first."""
-    host_bytes = budgets.host_bytes
-    if space.setting.speculate is None:
-        host_bytes -= _copies_bytes(_chunk_plans(space.trace, best, ()), space.setting)
-    return speculating(space, best, host_bytes)
-
-
 def to_plan(
     space: SearchSpace,
     best: Candidate,
@@ -365,7 +353,7 @@ def to_plan(
     streamed = not all(best.placement.resident)
     chunks = _chunk_plans(trace, best, _in_backward(space, best))
     spare_bytes = budgets.host_bytes - best.need.host_bytes
-    host_parts = best.need.host_parts | _for_checkpoints(chunks, space.setting, spare_bytes)
+    host_parts = best.need.host_parts | _for_checkpoints(space.model(work.packing.capacity_bytes), spare_bytes)
     block_bytes = work.packing.block_bytes if streamed or best.need.grad_blocks else 0
     return Plan(
         model_name=trace.model_name,
@@ -423,17 +411,11 @@ def to_plan(
     )
 
 
-def _for_checkpoints(chunks: Sequence[ChunkPlan], setting: Setting, spare_bytes: int) -> dict[str, int]:
+def _for_checkpoints(model: MemoryModel, spare_bytes: int) -> dict[str, int]:
     """The part of host memory for copies while a checkpoint is written: what the budget has to spare, at most
-    `CHECKPOINT_CHUNKS`. Nothing but a save depends on it."""
-    amount = min(spare_bytes, _copies_bytes(chunks, setting))
+    `MemoryModel.copies_bytes`. Nothing but a save depends on it."""
+    amount = min(spare_bytes, model.copies_bytes)
     return {CHECKPOINT_PART: amount} if amount > 0 else {}
-
-
-def _copies_bytes(chunks: Sequence[ChunkPlan], setting: Setting) -> int:
-    """Bytes of one machine of `CHECKPOINT_CHUNKS` copies of the largest chunk's states."""
-    largest = max(chunk.saved_bytes(setting.world_size, setting.states) for chunk in chunks)
-    return CHECKPOINT_CHUNKS * largest * setting.ranks_per_host
 
 
 def step_range_s(space: SearchSpace, best: Candidate) -> tuple[float, float]:

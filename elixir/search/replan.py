@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from elixir.errors import InputError, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan, same_packing
-from elixir.search.planner import PREFETCH_DEPTH, to_plan, with_speculation
+from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.problem import MemoryModel, placement_of, setting_of, workload_of
 from elixir.search.propose import Budgets, SearchSpace, find_best
 from elixir.search.simulator import SimulatedCost, adam_share, simulate_step
@@ -180,7 +180,6 @@ def _best_with_packing(space: SearchSpace, budgets: Budgets, plan: Plan, optimiz
         return None
     if found is None:
         return None
-    found = with_speculation(space, found, budgets)
     made = to_plan(space, found, budgets, optimizer, plan.placement)
     return made if same_packing(made, plan) else None
 

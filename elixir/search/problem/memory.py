@@ -39,6 +39,9 @@ from elixir.search.problem.placement import (
     Setting,
 )
 
+CHECKPOINT_CHUNKS = 2
+"""Chunks whose states are copied for a checkpoint at most: one is written while the next is copied."""
+
 
 @dataclass(frozen=True)
 class MemoryNeed:
@@ -130,6 +133,9 @@ class MemoryModel:
             for numel, width in zip(counts, widths, strict=True)
         ]
         """By chunk, what a machine keeps of its new states next to the old ones, if it speculates."""
+        saved = self._states + self._masters + self.shard_bytes * ~self.trainable
+        self.copies_bytes = CHECKPOINT_CHUNKS * int(saved.max()) * setting.ranks_per_host
+        """Bytes of one machine of as many copies of the largest chunk's states as a checkpoint takes at most."""
         extents = [extent_bytes(n, width, setting.states) for n, width in zip(counts, widths, strict=True)]
         self.disk_shard_bytes: Ints = np.array(extents, dtype=np.int64) * self.trainable
         """By chunk, what one rank keeps on the disk. The master is there too: no weight lives on a disk."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elixir.search.propose.best import MOST_AHEAD, Outcome, find_best
-from elixir.search.propose.candidate import Candidate, everything_resident, settled, speculating, weigh
+from elixir.search.propose.candidate import Candidate, as_it_runs, everything_resident, settled, weigh
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.local_search import Polish
@@ -21,11 +21,11 @@ __all__ = [
     "Polish",
     "SearchSpace",
     "Variants",
+    "as_it_runs",
     "classic_candidates",
     "everything_resident",
     "find_best",
     "settled",
-    "speculating",
     "spilled",
     "weigh",
 ]

@@ -9,11 +9,12 @@ What the first Elixir would have chosen is a candidate, too: no plan that leaves
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from elixir.search.problem import MemoryModel, Placement
-from elixir.search.propose.candidate import NEAR, Candidate, everything_resident
+from elixir.search.propose.candidate import NEAR, Candidate, everything_resident, speculating, weigh
+from elixir.search.propose.early_states import EarlyStates
 from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.local_search import EXACTLY, Polish
 from elixir.search.propose.original_elixir import classic_candidates
@@ -31,6 +32,10 @@ MOST_WEIGHED = 24
 """Plans whose worst case is simulated, at most."""
 ROUNDING_S = 1e-9
 """Seconds that put candidates in order are rounded to so much."""
+MUCH_LESS = 0.97
+"""Plans none of whose chunks speculate are not looked at more closely if they take over so much less than them."""
+LITTLE_LESS = 1 - 2e-4
+"""Plans that cannot be faster by so much are not looked at."""
 STARTS = 8
 """Starting points of the search over homes of few chunks; one with more."""
 
@@ -79,6 +84,26 @@ def find_best(
     for trial in trials:
         trial.look([prefetch_depth] if briefly else sorted({depths[0], min(prefetch_depth, depths[-1]), depths[-1]}))
     trials.sort(key=_Trials.order)  # stable: packings that are equally good stay in order of capacity
+    plain_s, early = found.best_s, list[_Trials]()
+    ahead = [prefetch_depth] if briefly else depths
+    if space.setting.speculate is not False and found.best is not None:
+        early = _speculating(space, budgets, trials[: SIZES_KEPT if briefly else None], found, ahead)
+    if found.best is None or found.best_s > plain_s * MUCH_LESS:
+        _closer(trials, found, depths, briefly=briefly)
+    for trial in early[: 1 if briefly else SIZES_KEPT]:
+        trial.early.vary(ahead, found.best_s)
+        found.take(trial.early.found())
+    if found.best is None:
+        return Outcome(None, found.count, found.least_host)
+    if found.resident is not None and space.hardware.device_kind == "cpu":
+        # The cores that would step a chunk meanwhile are those of compute, which no simulation knows.
+        return Outcome(found.resident, found.count, found.least_host, found.resident.seconds["total"])
+    fastest_s = found.best_s
+    return Outcome(_surest(space, budgets, trials, found), found.count, found.least_host, fastest_s)
+
+
+def _closer(trials: list[_Trials], found: _Collection, depths: range, *, briefly: bool) -> None:
+    """A closer look at the best of packings at which there was a first look, in which no chunk speculates."""
     for trial in trials[: 1 if briefly else SIZES_KEPT]:
         trial.vary(depths)
     trials.sort(key=_Trials.order)
@@ -88,52 +113,83 @@ def find_best(
             trial.look_for_host(depths[0])
     for trial in trials if not briefly or len(trials[0].model.work.chunks) <= FEW_CHUNKS else ():
         trial.polish(depths, few=trial in trials[:SIZES_POLISHED])
-    if found.best is None:
-        return Outcome(None, found.count, found.least_host)
-    if found.resident is not None and space.hardware.device_kind == "cpu":
-        # The cores that would step a chunk meanwhile are those of compute, which no simulation knows.
-        return Outcome(found.resident, found.count, found.least_host, found.resident.seconds["total"])
-    fastest_s = found.best.seconds["total"]
-    return Outcome(_surest(space, budgets, found), found.count, found.least_host, fastest_s)
 
 
-def _surest(space: SearchSpace, budgets: Budgets, found: _Collection) -> Candidate:
+def _speculating(
+    space: SearchSpace, budgets: Budgets, trials: Sequence[_Trials], found: _Collection, depths: Sequence[int]
+) -> list[_Trials]:
+    """A first look at plans some of whose chunks speculate; packings worth a closer one, the best first."""
+    best = [trial.best for trial in trials[:SIZES_POLISHED] if trial.best is not None]
+    found.take(early for plain in best if (early := speculating(space, plain, budgets)) is not None)
+    if space.setting.spill:
+        return []  # what the host has more of would go to the disk
+    floors_s = {trial: trial.early.look(trial.depth(depths[len(depths) > 1])) for trial in trials}
+    for trial in sorted(trials, key=lambda trial: floors_s[trial]):
+        if floors_s[trial] < found.best_s * LITTLE_LESS:
+            trial.early.begin(depths[-1], found.best_s * NEAR)
+            found.take(trial.early.found())
+    return sorted((trial for trial in trials if trial.early.best is not None), key=lambda trial: trial.early.best_s)
+
+
+def _surest(space: SearchSpace, budgets: Budgets, trials: Sequence[_Trials], found: _Collection) -> Candidate:
     """The plan with the best worst case, of those about as fast as the fastest.
 
     Bytes that spare a link some of its work, but no time, can be bought with states on the host. If CPU Adam is then
     slower than the profile says, as it often is, only such a plan waits for it.
     """
-    fastest = found.best
-    if fastest is None:
+    if found.best is None:
         raise ValueError("there is no plan to choose from")
-    most_s = fastest.seconds["total"] * NEAR
+    most_s = found.best.seconds["total"] * NEAR
+    fastest = _quick_enough(space, found.best, most_s)
     worst_s = {id(fastest): _worst_s(space, fastest)}
     if worst_s[id(fastest)] <= most_s:
         return fastest
+    if found.best.speculating:
+        found.take(min(trials, key=lambda trial: trial.early.best_s).early.fewest(most_s))
     near = {(c.placement, c.schedule.blocks, c.work.packing.capacity_bytes): c for c in found.near(most_s)}
     sparing = sorted(near.values(), key=lambda candidate: (_hosted_numel(candidate), candidate.sort_key))
+    weighed = [fastest]
     # The work of a host that is slow is what makes the worst case, so the plans with least of it come first.
-    for candidate in sparing[:MOST_WEIGHED]:
+    for near_one in sparing[:MOST_WEIGHED]:
+        candidate = _quick_enough(space, near_one, most_s)
         most_worst_s = min(worst_s.values()) * EXACTLY + ROUNDING_S
-        floor_s = space.worst_cost.floor_of(candidate.work, candidate.placement, candidate.schedule.blocks)
+        floor_s = space.worst_cost.floor_of(
+            candidate.work, candidate.placement, candidate.schedule.blocks, speculating=bool(candidate.speculating)
+        )
         if id(candidate) not in worst_s and floor_s <= most_worst_s:
             worst_s[id(candidate)] = _worst_s(space, candidate)
-    weighed = [candidate for candidate in (fastest, *sparing) if id(candidate) in worst_s]
+            weighed.append(candidate)
 
     def risk(candidate: Candidate) -> tuple[float, tuple[float, ...]]:
         return round(worst_s[id(candidate)], 9), candidate.sort_key
 
     best = min(weighed, key=risk)
-    for candidate in _with_fewer_blocks(space, budgets, best, most_s * EXACTLY):
+    for candidate in () if best.speculating else _with_fewer_blocks(space, budgets, best, most_s * EXACTLY):
         if candidate.seconds["total"] <= most_s:
             worst_s[id(candidate)] = _worst_s(space, candidate)
             weighed.append(candidate)
     return min(weighed, key=risk)
 
 
+def _quick_enough(space: SearchSpace, early: Candidate, most_s: float) -> Candidate:
+    """The same with no chunk speculating if that takes no more than `most_s`: rates are not known well enough to give
+    memory for less. Not if the user asked for it."""
+    if not early.speculating or space.setting.speculate:
+        return early
+    if space.cost.floor_of(early.work, early.placement, early.schedule.blocks) > most_s:
+        return early
+    model, schedule = space.model(early.work.packing.capacity_bytes), early.schedule
+    plain = weigh(model, early.placement, schedule.blocks, schedule.prefetch_depth, space.cost)
+    return plain if plain.seconds["total"] <= most_s else early
+
+
 def _worst_s(space: SearchSpace, candidate: Candidate) -> float:
     found = space.worst_cost.estimate(
-        candidate.work, candidate.placement, candidate.schedule, overlap=candidate.overlap
+        candidate.work,
+        candidate.placement,
+        candidate.schedule,
+        overlap=candidate.overlap,
+        speculating=candidate.speculating,
     )
     return found["total"]
 
@@ -171,10 +227,16 @@ class _Trials:
         self.best: Candidate | None = None
         self._tried: dict[tuple[int, int], Candidate | None] = {}
         self._fillings = Fillings(model, budgets.device_bytes, space.cost)
+        self.early = EarlyStates(space, model, self._fillings, budgets)
 
     def order(self) -> tuple[bool, tuple[float, ...]]:
         """Packings without anything that fits come last."""
         return (True, ()) if self.best is None else (False, self.best.sort_key)
+
+    def depth(self, otherwise: int) -> int:
+        """The depth of prefetch with which it is best so far."""
+        streams = self.best is not None and not all(self.best.placement.resident)
+        return self.best.schedule.prefetch_depth if self.best is not None and streams else otherwise
 
     def look(self, depths: Iterable[int]) -> None:
         """Fewest and most blocks."""
@@ -290,6 +352,11 @@ class _Collection:
         """The best of those with everything on the device."""
         self.least_host: Candidate | None = None
         self.take(candidates)
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the best."""
+        return math.inf if self.best is None else self.best.seconds["total"]
 
     @property
     def most_host_bytes(self) -> int:

@@ -10,7 +10,7 @@ from elixir.schedule import ScheduleResult
 from elixir.search.problem import MemoryModel, MemoryNeed, Placement, Traffic, Workload, traffic
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder
-from elixir.search.propose.sizes import SearchSpace
+from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator import SimulatedCost
 
 NEAR = 1.01
@@ -70,45 +70,67 @@ def weigh(
 ) -> Candidate:
     """The candidate with exactly this placement and block count, which must be legal; but for states that `spilled`
     puts on the disk, where the search may use it. The chunks `early`, with states on the host, speculate."""
-    work, setting, placement = model.work, model.setting, spilled(model, placement)
-    schedule = work.schedule(placement.residents, prefetch_depth)
-    result = schedule.simulate(blocks)
-    moved = traffic(model, placement, schedule, blocks)
-    seconds = cost.estimate(work, placement, result, overlap=setting.overlap, speculating=early)
-    need = _with_second_sets(model, model.need(placement, blocks), early)
-    return Candidate(work, placement, result, need, moved, seconds, setting.overlap, early)
-
-
-def speculating(space: SearchSpace, best: Candidate, host_bytes: int) -> Candidate:
-    """The candidate with those chunks speculating with which its step is shortest, in the host memory that is left.
-
-    No chunk gets another home. Without a wish of the user the candidate stays as it is if its step takes at most `NEAR`
-    times as long: rates are not known well enough to give memory for less.
-
-    Args:
-        space: it was found in.
-        best: the candidate.
-        host_bytes: of one machine, for the candidate and its second set of states.
-    """
-    setting = space.setting
-    if setting.speculate is False:
-        return best
-    model = space.model(best.work.packing.capacity_bytes)
-    left = host_bytes - best.need.host_bytes
-    chosen, seconds = space.cost.speculating(
-        best.work, best.placement, best.schedule, overlap=best.overlap, left_bytes=left, needed=model.second_set_bytes
+    drawn = draw(model, placement, blocks, prefetch_depth)
+    seconds = cost.estimate(
+        drawn.work, drawn.placement, drawn.schedule, overlap=model.setting.overlap, speculating=early
     )
-    least_gain = 1.0 if setting.speculate else NEAR
-    if not chosen or best.seconds["total"] <= seconds["total"] * least_gain:
-        return best
-    return replace(best, need=_with_second_sets(model, best.need, chosen), seconds=seconds, speculating=chosen)
+    return _speculating(model, drawn, early, seconds)
 
 
-def _with_second_sets(model: MemoryModel, need: MemoryNeed, early: frozenset[int]) -> MemoryNeed:
-    if not early:
-        return need
-    undo = sum(model.second_set_bytes[chunk] for chunk in early)
-    return replace(need, host_parts={**need.host_parts, "undo": undo})
+def draw(model: MemoryModel, placement: Placement, blocks: int, prefetch_depth: int) -> Candidate:
+    """As `weigh`, with no chunk speculating, and without the seconds."""
+    work, placement = model.work, spilled(model, placement)
+    schedule = work.schedule(placement.residents, prefetch_depth)
+    moved = traffic(model, placement, schedule, blocks)
+    result, need = schedule.simulate(blocks), model.need(placement, blocks)
+    return Candidate(work, placement, result, need, moved, {}, model.setting.overlap)
+
+
+def speculating(space: SearchSpace, plain: Candidate, budgets: Budgets) -> Candidate | None:
+    """`plain`, of which no chunk speculates, with those speculating with which its step is shortest; None if none can,
+    or the host has no memory for that.
+
+    No chunk gets another home. Unless the user asked for it, memory for the copies of a checkpoint comes first.
+    """
+    if space.setting.speculate is False:
+        return None
+    model = space.model(plain.work.packing.capacity_bytes)
+    left = budgets.host_bytes - plain.need.host_bytes
+    if space.setting.speculate is None:
+        left -= model.copies_bytes
+    found = space.cost.speculating(
+        plain.work,
+        plain.placement,
+        plain.schedule,
+        overlap=plain.overlap,
+        left_bytes=left,
+        needed=model.second_set_bytes,
+    )
+    return None if found is None else _speculating(model, plain, *found)
+
+
+def as_it_runs(space: SearchSpace, plain: Candidate, budgets: Budgets, enough_s: float = 0.0) -> Candidate:
+    """`plain`, or the same with chunks speculating if that makes the step shorter.
+
+    Without a wish of the user `plain` stays as it is if its step takes at most `enough_s`, or `NEAR` times as long:
+    rates are not known well enough to give memory for less.
+    """
+    asked = bool(space.setting.speculate)
+    if not asked and plain.seconds["total"] <= enough_s:
+        return plain
+    early = speculating(space, plain, budgets)
+    least_gain = 1.0 if asked else NEAR
+    return plain if early is None or plain.seconds["total"] <= early.seconds["total"] * least_gain else early
+
+
+def _speculating(
+    model: MemoryModel, plain: Candidate, chunks: frozenset[int], seconds: Mapping[str, float]
+) -> Candidate:
+    if not chunks:
+        return replace(plain, seconds=seconds)
+    undo = sum(model.second_set_bytes[chunk] for chunk in chunks)
+    need = replace(plain.need, host_parts={**plain.need.host_parts, "undo": undo})
+    return replace(plain, need=need, seconds=seconds, speculating=chunks)
 
 
 def everything_resident(model: MemoryModel, budget_bytes: int, cost: SimulatedCost) -> Candidate | None:

@@ -85,6 +85,30 @@ class Fillings:
         if saving is not None:
             yield saving
 
+    def hosting(self, hosted: int, blocks: int, depth: int) -> tuple[Placement, int] | None:
+        """Homes with the states of the last `hosted` chunks that forward asks for on the host, or of more if not so
+        many fit the device, and at least `blocks` blocks: their number; None if that does not fit.
+
+        Updates of these come last, and their gradients first. Weights stay on the device as far as they fit.
+        """
+        order = self.update_order
+        away = frozenset(order[len(order) - hosted :]) if hosted else frozenset()
+        whole = tuple(c for c in self._by_use if c not in away)
+        builder = self._fill(blocks, weights=(), whole=whole, others=True)
+        return None if builder is None else settled(self.model, builder, depth, self._device_bytes)
+
+    @property
+    def update_order(self) -> list[int]:
+        """Chunks that the optimizer steps, in the order in which forward asks for them."""
+        return self._cost.known(self.model.work).times.update_order
+
+    @cached_property
+    def _by_use(self) -> tuple[int, ...]:
+        """All chunks in the order in which forward asks for them."""
+        place = {chunk: index for index, chunk in enumerate(self.update_order)}
+        count = len(self.model.work.chunks)
+        return tuple(sorted(range(count), key=lambda chunk: (place.get(chunk, count), chunk)))
+
     def _fill(
         self, blocks: int, *, weights: tuple[int, ...], whole: tuple[int, ...], others: bool
     ) -> PlacementBuilder | None:
@@ -96,7 +120,7 @@ class Fillings:
             if fits:
                 builder.move_all(weights, state=False, resident=False, budget_bytes=budget)
                 builder.move_all(whole, state=True, resident=self._single, budget_bytes=budget)
-                rest = [chunk for chunk, there in enumerate(builder.weight) if not there] if others else []
-                builder.move_all(rest, state=False, resident=False, budget_bytes=budget)
+                rest = [chunk for chunk in self._by_use if not builder.weight[chunk]] if others else []
+                builder.move_all(rest, state=False, resident=self._single, budget_bytes=budget)
             self._filled[key] = builder if fits else None
         return self._filled[key]

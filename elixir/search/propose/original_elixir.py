@@ -25,9 +25,11 @@ def classic_candidates(space: SearchSpace, device_bytes: int, prefetch_depth: in
     best: tuple[int, int, MemoryModel, int, int] | None = None
     survey = space.table.grid
     lower_bounds = _least_moves(survey.forward_chunks, survey.backward_chunks, survey.block_bytes, device_bytes)
-    for index in survey.distinct().tolist():
+    distinct = survey.distinct()
+    least_scores = lower_bounds * survey.sizes
+    for index in distinct[np.argsort(least_scores[distinct], kind="stable")].tolist():
         size = int(survey.sizes[index])
-        if best is not None and lower_bounds[index] * size >= best[0]:
+        if best is not None and (int(least_scores[index]), size) >= best[:2]:
             continue
         model = space.model(size)
         chunks = len(model.work.chunks)

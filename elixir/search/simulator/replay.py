@@ -149,6 +149,13 @@ class Machine:
             if c in chunks:
                 self._update_and_return(c, home_s, home_s)
 
+    def begin_speculating(self, chunks: Collection[int], share: float) -> None:
+        """Likewise, have these speculate; not where gradients are added up, which wait on the same lane."""
+        self._speculating, self._speculative_share = chunks, share
+        for c, home_s in self.home_s.items():
+            if c in chunks:
+                self._speculate(c, home_s)
+
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def update(self) -> None:

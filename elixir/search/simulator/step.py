@@ -249,8 +249,9 @@ class SimulatedCost:
         overlap: bool,
         left_bytes: int,
         needed: Sequence[int],
-    ) -> tuple[frozenset[int], Mapping[str, float]]:
-        """The chunks whose new states the host best makes in backward next to the old ones, and the step's seconds.
+    ) -> tuple[frozenset[int], Mapping[str, float]] | None:
+        """The chunks whose new states the host best makes in backward next to the old ones, and the step's seconds;
+        None if there are none, or no memory for them.
 
         Args:
             work, placement, schedule: a candidate.
@@ -258,12 +259,10 @@ class SimulatedCost:
             left_bytes: host memory of one machine that is left.
             needed: by chunk, host memory of one machine that it takes.
         """
-        case = self._case(work, placement, schedule, overlap=overlap)
-        later = case.events(case.result.timeline, updated=True)
-        best = frozenset[int](), self._seconds(case, case.machine(record=False), later)
         able = can_step(work, placement) - placement.state_on_disk
         if not able or left_bytes < min(needed[chunk] for chunk in able):
-            return best
+            return None
+        case = self._case(work, placement, schedule, overlap=overlap)
         machine = self._before_step(case)
         homes = {chunk: at_s for chunk, at_s in machine.home_s.items() if chunk in able}
         times = case.times
@@ -272,17 +271,22 @@ class SimulatedCost:
         orders = times.update_order, sorted(homes, key=lambda chunk: homes[chunk])
         all_bytes = sum(needed[chunk] for chunk in chosen)
         # Fewer may be better where gradients that are added to others wait on the same lane.
-        rooms = [min(left_bytes, all_bytes // part) for part in (1, 2, 4)]
-        for chunks in dict.fromkeys(found for room in rooms for found in within(chosen, orders, needed, room)):
-            seconds = self._speculating(case, chunks)
-            if seconds["total"] < best[1]["total"]:
-                best = chunks, seconds
-        return best
+        parts = (1, 2, 4) if case.accumulates else (1,)
+        rooms = [min(left_bytes, all_bytes // part) for part in parts]
+        choices = list(dict.fromkeys(found for room in rooms for found in within(chosen, orders, needed, room)))
+        if len(choices) == 1 and not case.accumulates:
+            machine.begin_speculating(choices[0], self._out_of_place_share)
+            return choices[0], self._steady(case, machine)
+        found = [(chunks, self._speculating(case, chunks)) for chunks in choices]
+        return min(found, key=lambda each: each[1]["total"], default=None)
 
     def _speculating(self, case: Case, chunks: frozenset[int]) -> dict[str, float]:
         """The step's seconds if these chunks speculate."""
-        share = self._out_of_place_share
-        machine = self._before_step(replace(case, speculating=chunks, speculative_share=share))
+        case = replace(case, speculating=chunks, speculative_share=self._out_of_place_share)
+        return self._steady(case, self._before_step(case))
+
+    def _steady(self, case: Case, machine: Machine) -> dict[str, float]:
+        """Seconds of the step after the one that `machine` has come to the end of."""
         machine.restart()
         return self._seconds(case, machine, case.events(case.result.timeline, updated=True))
 
@@ -356,19 +360,32 @@ class SimulatedCost:
         }
 
     def floor_s(
-        self, work: Workload, chunks: Ints, resident: Bools, weight: Bools, state: Bools, blocks: Ints
+        self,
+        work: Workload,
+        chunks: Ints,
+        resident: Bools,
+        weight: Bools,
+        state: Bools,
+        blocks: Ints,
+        *,
+        speculating: bool = False,
     ) -> Floats:
-        """Seconds that no step with these homes, and no more than so many blocks, can beat; see `Floor.seconds`."""
+        """Seconds that no step with these homes, and no more than so many blocks, can beat; see `Floor.seconds`.
+
+        With `speculating`, whatever chunks do.
+        """
         known = self.known(work)
+        floor = known.early_floor if speculating else known.floor
         # Batches after the first have their compute at least.
         more_s = (self._setting.accumulation - 1) * known.times.total_s
-        return known.floor.seconds(chunks, resident, weight, state, blocks) + more_s
+        return floor.seconds(chunks, resident, weight, state, blocks) + more_s
 
-    def floor_of(self, work: Workload, placement: Placement, blocks: int) -> float:
+    def floor_of(self, work: Workload, placement: Placement, blocks: int, *, speculating: bool = False) -> float:
         """`floor_s` of one placement."""
         codes = placement.codes[None]
         homes = RESIDENT[codes], WEIGHTS[codes], STATES[codes]
-        return float(self.floor_s(work, np.arange(codes.shape[1]), *homes, np.array([blocks]))[0])
+        chunks = np.arange(codes.shape[1])
+        return float(self.floor_s(work, chunks, *homes, np.array([blocks]), speculating=speculating)[0])
 
     def _case(self, work: Workload, placement: Placement, result: ScheduleResult, *, overlap: bool) -> Case:
         known = self.known(work)
@@ -411,6 +428,11 @@ class Known:
     @cached_property
     def floor(self) -> Floor:
         return Floor(self.times, self._step_in_backward)
+
+    @cached_property
+    def early_floor(self) -> Floor:
+        """For steps some of whose chunks speculate."""
+        return Floor(self.times, True)
 
 
 def _replay(case: Case, accumulation: int, steps: int) -> Simulation:

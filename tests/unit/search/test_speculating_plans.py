@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +73,26 @@ def test_memory_that_is_left_is_never_passed(stack: StepTrace) -> None:
         assert plan.predicted.seconds["total"] <= before_s
         assert bool(chosen(plan)) == (share > 0)
         before_s = plan.predicted.seconds["total"]
+
+
+def test_no_budget_has_a_slower_fastest_step_than_a_smaller_one(stack: StepTrace) -> None:
+    steady_host = replace(SLOW, host_adam_numel_per_s=1e9)  # as fast as backward
+    most = planned(stack, placement="cuda").predicted.device_peak_bytes
+    before_s = math.inf
+    for share in (0.5, 0.9, 1.5):
+        plan = planned(stack, machine=steady_host, placement="auto", device_memory=int(share * most)).predicted
+        assert plan.fastest_s is not None
+        assert plan.fastest_s <= before_s * 1.001
+        assert plan.step_s <= plan.fastest_s * NEAR
+        before_s = plan.fastest_s
+
+
+def test_the_host_steps_more_than_it_must_if_backward_hides_that(stack: StepTrace) -> None:
+    steady_host = replace(SLOW, host_adam_numel_per_s=1e9, device_adam_numel_per_s=2e9)
+    never, plan = (planned(stack, machine=steady_host, placement="auto", speculate=wish) for wish in (False, None))
+    assert plan.speculates
+    assert plan.predicted.step_s < never.predicted.step_s / NEAR
+    assert any(chunk.state_home == "host" for chunk in plan.chunks)
 
 
 def test_nothing_is_chosen_that_does_not_pay(stack: StepTrace) -> None:

@@ -1,0 +1,154 @@
+"""How much of the step a host gets that makes new states in backward.
+
+If updates wait for the norm, what the host steps holds up the next forward, so a search gives the device all it holds.
+Backward hides updates that need not wait, and then fewer states on the device may make a shorter step: the host works
+next to the device and not before it. Seconds by the number of chunks whose states the host has fall, until backward
+hides no more, and rise: the least of them is found in few looks, on any packing and with any blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from elixir.plan import Home
+from elixir.search.problem import HOMES, RESIDENT, STATES, WEIGHTS, MemoryModel, Placement
+from elixir.search.propose.candidate import Candidate, draw, speculating
+from elixir.search.propose.fillings import Fillings
+from elixir.search.propose.local_search import DECIMALS, EXACTLY
+from elixir.search.propose.sizes import Budgets, SearchSpace
+
+Key = tuple[int, int, int]
+"""Chunks whose states the host has at least, least blocks, depth of prefetch."""
+_ON_DEVICE, _STATES_AWAY = HOMES.index(Home.RESIDENT), HOMES.index(Home.RESIDENT_HOST)
+FIRST_STEP = 16
+"""The first change of the number of chunks is one of so many parts of them."""
+
+
+class EarlyStates:
+    """Candidates of one packing whose host makes new states in backward.
+
+    Args:
+        space: what is searched.
+        model: memory of the packing.
+        fillings: of the packing.
+        budgets: what a plan may use.
+    """
+
+    def __init__(self, space: SearchSpace, model: MemoryModel, fillings: Fillings, budgets: Budgets) -> None:
+        self.space, self.model, self._fillings, self._budgets = space, model, fillings, budgets
+        self.most = len(fillings.update_order)
+        self.best: tuple[Key, Candidate] | None = None
+        self._starts: list[Key] = []
+        self._least = 0  # chunks whose states the device cannot hold
+        self._known: dict[tuple[Placement, int, int], Candidate | None] = {}
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the best so far."""
+        return math.inf if self.best is None else self.best[1].seconds["total"]
+
+    def look(self, depth: int) -> float:
+        """Begin with the number of chunks that is most promising; seconds that no step of these beats."""
+        blocks = self._fillings.block_range(depth).start
+        fullest = self._fillings.hosting(0, blocks, depth)
+        if fullest is None or not self.most:
+            return math.inf
+        work, order = self.model.work, self._fillings.update_order
+        self._least = self._hosted(fullest[0])
+        counts = np.arange(self._least, self.most + 1)
+        # With all weights on the device, whether they fit or not, no step takes longer and no host needs more.
+        codes = np.full((len(counts), len(work.chunks)), _ON_DEVICE, dtype=np.int8)
+        codes[:, order] = np.where(np.arange(self.most) >= self.most - counts[:, None], _STATES_AWAY, _ON_DEVICE)
+        host_bytes = np.sum(list(self.model.host(codes).values()), axis=0)
+        fit = host_bytes <= self._budgets.host_bytes
+        if not fit.any():
+            return math.inf
+        homes, none = (RESIDENT[codes], WEIGHTS[codes], STATES[codes]), np.zeros(len(counts), dtype=np.int64)
+        floors_s = self.space.cost.floor_s(work, np.arange(len(work.chunks)), *homes, none, speculating=True)
+        least = int(np.argmin(np.where(fit, np.round(floors_s, DECIMALS), np.inf)))
+        sets = np.cumsum([0, *(self.model.second_set_bytes[chunk] for chunk in reversed(order))])[counts]
+        whole = np.flatnonzero(host_bytes + sets <= self._budgets.host_bytes - self.model.copies_bytes)
+        starts = {least, min(least, int(whole[-1]) if len(whole) else 0)}
+        self._starts = [(int(counts[start]), blocks, depth) for start in sorted(starts)]
+        return float(floors_s[least])
+
+    def begin(self, deepest: int, most_s: float) -> None:
+        """The most promising number of chunks, or, if the host cannot hold their weights as well, the nearest to it;
+        and the largest with which all of them can speculate. What streams is fetched `deepest` ahead, too."""
+        for hosted, blocks, depth in self._starts:
+            if not self._fits_host((hosted, blocks, depth)):
+                low = 0
+                while hosted - low > 1:
+                    middle = (low + hosted) // 2
+                    fits = self._fits_host((middle, blocks, depth))
+                    low, hosted = (middle, hosted) if fits else (low, middle)
+                hosted = low
+            found = self.at((hosted, blocks, depth), most_s)
+            if found is not None and found.schedule.blocks and depth < deepest:
+                self.at((hosted, max(blocks, self._fillings.block_range(deepest).start), deepest), most_s)
+
+    def _fits_host(self, key: Key) -> bool:
+        choice = self._fillings.hosting(*key)
+        return choice is not None and sum(self.model.host_parts(choice[0]).values()) <= self._budgets.host_bytes
+
+    def vary(self, depths: Iterable[int], most_s: float) -> None:
+        """From the best so far, other numbers of chunks, other depths and blocks in turn, in ever smaller steps."""
+        step = max(self.most // FIRST_STEP, 1) if self.best is not None else 0
+        while step and self.best is not None:
+            here = hosted, blocks, depth = self.best[0]
+            around = [
+                (count, blocks, depth) for count in (hosted - step, hosted + step) if self._least <= count <= self.most
+            ]
+            if step == 1:
+                around += [(hosted, max(blocks, self._fillings.block_range(other).start), other) for other in depths]
+                around += [(hosted, 2 * blocks, depth)]
+            for key in around:
+                self.at(key, min(most_s, self.best_s))
+            if self.best[0] == here:
+                step //= 2
+
+    def found(self) -> list[Candidate]:
+        """All that were simulated."""
+        return [candidate for candidate in self._known.values() if candidate is not None]
+
+    def fewest(self, most_s: float) -> Iterable[Candidate]:
+        """Down from the best, fewer chunks for the host, for as long as no more than `most_s` is taken."""
+        if self.best is None or self.best_s > most_s:
+            return
+        (hosted, blocks, depth), _ = self.best
+        low, high = self._least - 1, hosted
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self.at((middle, blocks, depth), most_s)
+            if found is not None and found.seconds["total"] <= most_s:
+                high = middle
+                yield found
+            else:
+                low = middle
+
+    def at(self, key: Key, most_s: float) -> Candidate | None:
+        """The candidate; None if it does not fit, if none of its chunks speculates or maybe if it takes longer than
+        `most_s`."""
+        choice = self._fillings.hosting(*key)
+        found = None if choice is None else self._weighed(*choice, key[2], most_s)
+        if found is not None and (self.best is None or found.sort_key < self.best[1].sort_key):
+            self.best = (self._hosted(found.placement), *key[1:]), found
+        return found
+
+    def _hosted(self, placement: Placement) -> int:
+        """Chunks whose states the host has."""
+        on_device = placement.state_on_device
+        return sum(not on_device[chunk] for chunk in self._fillings.update_order)
+
+    def _weighed(self, placement: Placement, blocks: int, depth: int, most_s: float) -> Candidate | None:
+        key = placement, blocks, depth if placement.resident.count(False) else 0
+        if key not in self._known:
+            if self.space.cost.floor_of(self.model.work, placement, blocks, speculating=True) > most_s * EXACTLY:
+                return None
+            plain, self._known[key] = draw(self.model, placement, blocks, key[2]), None
+            if plain.need.host_bytes <= self._budgets.host_bytes:
+                self._known[key] = speculating(self.space, plain, self._budgets)
+        return self._known[key]
