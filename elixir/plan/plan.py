@@ -131,7 +131,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 12
+    schema_version: ClassVar[int] = 13
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
     model_name: str
@@ -175,6 +175,9 @@ class Plan(Artifact):
     may_step_in_backward: bool = False
     """Whether the search might let chunks be updated while backward still runs; `ChunkPlan.steps_in_backward` says
     which are."""
+    may_speculate: bool | None = False
+    """Whether the search might have the host make new states in backward, next to the old ones: true wherever that
+    shortens the step, None where it clearly does; `ChunkPlan.speculates` says which chunks do."""
     clipping: bool = False
     """Whether its seconds have the norm of all gradients in them, which clipping needs, and loss scaling in float16. It
     runs with clipping and without, whatever this says."""
@@ -244,6 +247,8 @@ class Plan(Artifact):
             raise InputError("field 'may_step_in_backward' must be true where a chunk steps in backward, found false")
         if self.may_step_in_backward:
             check_step_in_backward(self.dtype, self.accumulation)
+        if self.speculates and self.may_speculate is False:
+            raise InputError("field 'may_speculate' must be true or null where a chunk speculates, found false")
         self._check_chunks()
         self._check_alignment()
         self._check_order()

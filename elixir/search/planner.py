@@ -401,6 +401,7 @@ def to_plan(
         accumulation=space.setting.accumulation,
         moments=space.setting.moments,
         may_step_in_backward=space.setting.step_in_backward,
+        may_speculate=space.setting.speculate,
         clipping=space.setting.clipping,
         device_reserve_bytes=budgets.device_reserve_bytes,
         host_reserve_bytes=budgets.host_reserve_bytes,

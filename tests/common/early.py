@@ -112,7 +112,7 @@ def all_speculating(plan: Plan) -> Plan:
         replace(chunk, speculates=chunk.trainable and chunk.state_home == "host" and chunk.grad_entry is not None)
         for chunk in plan.chunks
     ]
-    return replace(plan, chunks=tuple(chunks))
+    return replace(plan, chunks=tuple(chunks), may_speculate=True)
 
 
 def attempts(module: ElixirModule) -> list[int]:

@@ -65,7 +65,7 @@ def setting_of(plan: Plan, ranks_per_host: int) -> Setting:
         plan.accumulation,
         moments=plan.moments,
         step_in_backward=plan.may_step_in_backward,
-        speculate=None if plan.speculates else False,
+        speculate=plan.may_speculate,
         clipping=plan.clipping,
     )
 

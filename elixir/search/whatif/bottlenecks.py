@@ -123,7 +123,7 @@ def request_of(plan: Plan, hardware: HardwareProfile) -> SearchRequest:
         accumulation=plan.accumulation,
         moments=plan.moments,
         step_in_backward=plan.may_step_in_backward,
-        speculate=None if plan.speculates else False,
+        speculate=plan.may_speculate,
         clipping=plan.clipping,
     )
 

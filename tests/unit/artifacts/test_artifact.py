@@ -134,6 +134,7 @@ def plans(draw: st.DrawFn) -> Plan:
         overlap=draw(st.booleans()),
         placement=draw(st.sampled_from(("auto", "cuda", "cpu"))),
         may_step_in_backward=draw(st.booleans()),
+        may_speculate=draw(st.sampled_from((True, False, None))),
         clipping=draw(st.booleans()),
         block_numel=draw(counts),
         grad_block_count=draw(counts),

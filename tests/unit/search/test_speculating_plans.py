@@ -13,10 +13,12 @@ from elixir.hardware import HardwareProfile
 from elixir.plan import CHECKPOINT_PART, Plan
 from elixir.search import plan_from_trace
 from elixir.search.planner import simple_plan
+from elixir.search.problem import setting_of
 from elixir.search.propose.candidate import NEAR
 from elixir.search.replan import correct
 from elixir.search.request import SearchRequest
 from elixir.search.simulator import simulate_step
+from elixir.search.whatif.bottlenecks import request_of
 from elixir.show import plan_record
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
@@ -93,6 +95,17 @@ def test_the_host_steps_more_than_it_must_if_backward_hides_that(stack: StepTrac
     assert plan.speculates
     assert plan.predicted.step_s < never.predicted.step_s / NEAR
     assert any(chunk.state_home == "host" for chunk in plan.chunks)
+
+
+@pytest.mark.parametrize("wish", [True, False, None])
+def test_a_plan_remembers_the_wish(stack: StepTrace, wish: bool | None) -> None:
+    plan = planned(stack, speculate=wish)
+    assert Plan.from_json(plan.to_json()).may_speculate is wish
+    assert setting_of(plan, 1).speculate is wish
+    assert request_of(plan, SLOW).speculate is wish
+    if wish is not False:
+        with pytest.raises(InputError, match="'may_speculate' must be true or null"):
+            replace(plan, may_speculate=False)
 
 
 def test_nothing_is_chosen_that_does_not_pay(stack: StepTrace) -> None:
