@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from elixir.errors import InputError
 from elixir.kernels.adam.hybrid import BATCHED_NUMEL, HybridAdam, flat
 from elixir.kernels.adam.moments import Moments
 from elixir.kernels.adam.out_of_place import States, kernel_for
@@ -33,7 +34,7 @@ def step_out_of_place_like(
     """Make of a parameter, in `new`, what the next step of `optimizer` would; `old` is left as it is.
 
     Args:
-        optimizer: of a class that `can_step_like` knows.
+        optimizer: one with which `can_step_like`.
         group: the parameter's options.
         gradient: on the host, any floating dtype.
         old: the parameter, float32 and on the host, and its state.
@@ -69,7 +70,7 @@ def step_like(
     multiply and round for a whole parameter is done for pieces that fit a cache.
 
     Args:
-        optimizer: of a class that `can_step_like` knows.
+        optimizer: one with which `can_step_like`.
         group: the parameter's options.
         gradient: on the host, any floating dtype.
         kept: the parameter and its state; updated.
@@ -85,20 +86,33 @@ def step_like(
             step(gradient.view(-1), flat(kept.weights), weight_out, _moments(kept), options, number, factor)
 
 
-def can_step_like(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the class with these options is known: `HybridAdam` with float32 moments, or one of torch's Adams with
-    ``fused=True``. Others round in other places."""
-    if type(optimizer) is HybridAdam:
-        return all(group["moments"] == "float32" for group in optimizer.param_groups)
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+def can_step_like(optimizer: torch.optim.Optimizer, every: Iterable[Kept]) -> bool:
+    """Whether the step of `optimizer` is known here: `HybridAdam`, or one of torch's Adams with ``fused=True``, whose
+    moments are there in float32, with options in their usual ranges. Others round in other places.
+
+    Args:
+        optimizer: any.
+        every: the parameters that are to be stepped.
+    """
+    hybrid, decoupled = type(optimizer) is HybridAdam, isinstance(optimizer, torch.optim.AdamW)
+    if not hybrid and type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     refused = ("amsgrad", "differentiable", "capturable")
-    plain = (int, float)
+    for group in optimizer.param_groups:
+        numbers = (*group["betas"], group["eps"], group["weight_decay"])
+        if not (hybrid or group.get("fused")) or any(group.get(name) for name in refused):
+            return False
+        if not all(isinstance(value, int | float) for value in numbers):
+            return False
+        try:
+            group_options(group, decoupled=decoupled)
+        except InputError:  # such as a negative rate at the end of a schedule, with which the class steps
+            return False
+    # Before its first step a class has no moments, and loaded ones may be of any dtype.
     return all(
-        group.get("fused")
-        and not any(group.get(name) for name in refused)
-        and all(isinstance(value, plain) for value in (*group["betas"], group["eps"], group["weight_decay"]))
-        for group in optimizer.param_groups
+        isinstance(moment, torch.Tensor) and moment.dtype == kept.weights.dtype == torch.float32
+        for kept in every
+        for moment in (kept.state.get("exp_avg"), kept.state.get("exp_avg_sq"))
     )
 
 

@@ -310,8 +310,14 @@ class ChunkOptimizer:
 
     def follow_writes(self) -> None:
         """Resident weights may be written to, ordinary ones by anyone, others by their own forward; masters follow."""
-        if self.were_written:
-            self.chunk.follow_writes()
+        if not self.were_written:
+            return
+        # Another optimizer over this chunk may have stepped it: its lane writes masters, then brings the new weights.
+        for ticket in known(self.chunk.updated, self.chunk.filled):
+            ticket.synchronize()  # this thread reads both
+        self.chunk.follow_writes()
+        # Also of what is never stepped, or masters would follow in each step.
+        self._versions |= {segment.name: segment.source._version for segment in self.segments}
 
     @property
     def were_written(self) -> bool:

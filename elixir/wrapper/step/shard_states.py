@@ -79,12 +79,11 @@ class ShardStates:
             Whether `out` has them.
         """
         kept = [Kept(segment.weights, optimizer.state.get(segment.weights, {})) for segment, _ in arrived]
-        once = out is not None and self.master.dtype == torch.float32 and self.master.device.type == "cpu"
-        if not once or not all(each.state for each in kept) or not can_step_like(optimizer):
+        if out is None or self.master.device.type != "cpu" or not can_step_like(optimizer, kept):
             step_segments(optimizer, self.segments, arrived, factor)
             return False
         for each, (segment, gradient) in zip(kept, arrived, strict=True):
-            weights = None if out is None else out[segment.start : segment.start + gradient.numel()]
+            weights = out[segment.start : segment.start + gradient.numel()]
             step_like(optimizer, optimizer.param_groups[segment.group], gradient, each, weights, float(factor))
         return True
 
@@ -92,11 +91,11 @@ class ShardStates:
         self, optimizer: torch.optim.Optimizer, old: ShardStates, arrived: Arrived, factor: float
     ) -> bool:
         """Whether a kernel has made the states; if not, some may be there, and some not."""
-        if self.master.dtype != torch.float32 or not can_step_like(optimizer):
+        before = [Kept(theirs.weights, old.optimizer.state.get(theirs.weights, {})) for theirs, _ in arrived]
+        after = [Kept(mine.weights, optimizer.state.get(mine.weights, {})) for mine in self.segments]
+        if not can_step_like(optimizer, (*before, *after)):
             return False
-        for mine, (theirs, gradient) in zip(self.segments, arrived, strict=True):
-            kept = Kept(theirs.weights, old.optimizer.state[theirs.weights])
-            new = Kept(mine.weights, optimizer.state[mine.weights])
+        for mine, kept, new, (_, gradient) in zip(self.segments, before, after, arrived, strict=True):
             part = slice(mine.start, mine.start + mine.weights.numel())
             weights = None if self.weights is None else self.weights[part]
             group = optimizer.param_groups[mine.group]

@@ -202,7 +202,6 @@ def test_the_kernel_has_the_bits_of_torchs_fused_classes(name: str, dtype: torch
     old = [torch.nn.Parameter(torch.randn(numel, generator=generator)) for numel in numels]
     new, place = ([torch.nn.Parameter(each.detach().clone()) for each in old] for _ in range(2))
     optimizers = [make(parameters) for parameters in (old, new, place)]
-    assert all(can_step_like(optimizer) for optimizer in optimizers)
     gradients = [gradient_of(numel, dtype) for numel in numels]
 
     def step(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, factor: float) -> None:
@@ -213,6 +212,7 @@ def test_the_kernel_has_the_bits_of_torchs_fused_classes(name: str, dtype: torch
 
     for parameters, optimizer in zip((old, new, place), optimizers, strict=True):
         step(parameters, optimizer, 1.0)
+    assert can_step_like(optimizers[0], [Kept(each, optimizers[0].state[each]) for each in old])
     for factor in (1.0, 0.37):
         before = [parameter.detach().clone() for parameter in old]
         outs = [torch.zeros(numel, dtype=torch.bfloat16) for numel in numels]
@@ -234,12 +234,34 @@ def test_the_kernel_has_the_bits_of_torchs_fused_classes(name: str, dtype: torch
         optimizers[:2] = optimizers[1::-1]
 
 
+def _ones(make: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[torch.optim.Optimizer, list[Kept]]:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = make([parameter], **options)
+    state = {name: torch.zeros(3) for name in ("exp_avg", "exp_avg_sq")} | {"step": torch.zeros(())}
+    return optimizer, [Kept(parameter, state)]
+
+
 @pytest.mark.parametrize(
     "refused",
-    [{}, {"fused": True, "amsgrad": True}, {"fused": True, "betas": (torch.tensor(0.9), torch.tensor(0.99))}],
-    ids=["not fused", "amsgrad", "betas in tensors"],
+    [
+        {},
+        {"fused": True, "amsgrad": True},
+        {"fused": True, "betas": (torch.tensor(0.9), torch.tensor(0.99))},
+        {"fused": True, "lr": float("nan")},
+    ],
+    ids=["not fused", "amsgrad", "betas in tensors", "a rate out of range"],
 )
 def test_other_options_are_nobody_elses_bits(refused: dict[str, Any]) -> None:
-    assert not can_step_like(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], **refused))
-    assert not can_step_like(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], fused=True))
-    assert not can_step_like(HybridAdam([torch.nn.Parameter(torch.ones(3))], moments="8bit"))
+    assert can_step_like(*_ones(torch.optim.AdamW, fused=True))
+    rate = refused.pop("lr", 1e-3)
+    optimizer, kept = _ones(torch.optim.AdamW, **refused)
+    optimizer.param_groups[0]["lr"] = rate
+    assert not can_step_like(optimizer, kept)
+
+
+def test_other_classes_and_states_are_not_known() -> None:
+    assert not can_step_like(*_ones(torch.optim.SGD, fused=True))
+    assert can_step_like(*_ones(HybridAdam))
+    for state in ({}, {"exp_avg": torch.zeros(3, dtype=torch.float64), "exp_avg_sq": torch.zeros(3)}):
+        optimizer, kept = _ones(torch.optim.AdamW, fused=True)
+        assert not can_step_like(optimizer, [Kept(kept[0].weights, state)])

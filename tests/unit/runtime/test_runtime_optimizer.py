@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step import check_elementwise, stepper
 from tests.common import gpu
-from tests.common.parity import Pair, case, hf_loss, make_plan
+from tests.common.parity import Case, Pair, case, hf_loss, make_plan, square_loss
 
 
 @pytest.fixture
@@ -246,3 +249,41 @@ def test_a_slow_class_on_the_host_is_said(
     it = case("opt", layers=1)
     with Pair(it, make_plan(it, "streamed"), optimizer=lambda m: torch.optim.AdamW(m.parameters(), **options)):
         assert ("as long as with fused=True" in caplog.text) == told
+
+
+class _Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.never = nn.Linear(8, 6), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.used(x)
+        return found
+
+
+def test_masters_follow_no_weights_that_another_optimizer_has_not_returned() -> None:
+    """Loaded weights are followed once, and not while the other optimizer's step is on its way."""
+    it = Case(_Unused(), {"x": torch.randn(4, 8)}, square_loss)
+    plan = make_plan(it, "streamed", split_number=1)
+    chunks = tuple(replace(chunk, resident=True, weight_home="device", state_home="host") for chunk in plan.chunks)
+    plain = copy.deepcopy(it.model).to(gpu.DEVICE)
+    module = ElixirModule(it.model, replace(plan, chunks=chunks), device=gpu.DEVICE)
+    lanes = engine_of(module).lanes
+    both: list[tuple[nn.Module, list[Any]]] = []
+    for model, wrap in ((plain, lambda it: it), (module, lambda it: ElixirOptimizer(module, it))):
+        parameters = list((plain if model is plain else module.module).parameters())
+        optimizers = [wrap(torch.optim.AdamW(part, lr=1e-3)) for part in (parameters[::2], parameters[1::2])]
+        model.load_state_dict({name: value * 1.01 for name, value in model.state_dict().items()})
+        both.append((model, optimizers))
+    for _ in range(4):
+        for model, optimizers in both:
+            it.loss(model, gpu.there(it.inp)).backward()
+            for optimizer in optimizers:
+                # Masters are written long before the weights that they round to come back.
+                lanes.refresh.submit(lambda: time.sleep(0.02))
+                optimizer.step()
+                optimizer.zero_grad()
+                lanes.host_adam.submit(lambda: None).synchronize()
+    found = module.state_dict()
+    assert not [name for name, value in plain.state_dict().items() if not torch.equal(found[name].cpu(), value.cpu())]
+    module.close()
