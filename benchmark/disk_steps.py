@@ -152,7 +152,7 @@ def work(folder: str, model: str, rounds: int) -> dict[str, Any]:
         machine = with_disk_speed(known.machine, found_speed if speed is None else DiskSpeed(speed, speed))
         simulated = simulate_step(plans[mix], known.trace_for(plans[mix]), machine)
         p20, p50, p80 = percentiles([step.step_s for step in steps])
-        case = {"homes": mix, "disk": "real" if speed is None else "emulated"}
+        case = {"homes": mix, "disk": "real" if speed is None else f"emulated {speeds.index(speed) + 1}"}
         case["disk_bytes_per_s"] = round(machine.disk_read_bytes_per_s or 0)
         case |= {f"real_{when}_bytes_per_s": looked(looks[first::2]) for first, when in enumerate(("before", "after"))}
         case |= {"measured_s": p50, "p20_s": p20, "p80_s": p80, "simulated_s": simulated.step_s, "n": len(steps)}

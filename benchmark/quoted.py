@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "adam_speed": ("part", "what", "numel"),
     "checkpoint_speed": ("model", "layers", "ranks", "figure"),
     "disk_pipeline": ("file_system", "states_bytes", "figure"),
-    "disk_steps": ("model", "tokens", "homes", "disk", "disk_bytes_per_s"),
+    "disk_steps": ("model", "tokens", "homes", "disk"),
     "cpu_optimizer": ("model", "dtype", "optimizer", "tokens"),
     "cpu_peaks": ("model", "checkpoint", "dtype", "dropout", "batch", "tokens_per_sample"),
     "finetune": ("ranks", "how", "seed"),

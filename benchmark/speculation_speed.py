@@ -184,7 +184,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--models", nargs="*", choices=tuple(SHAPES), default=list(SHAPES), help="to be simulated")
-    parser.add_argument("--simulated-rounds", type=int, default=6)
+    parser.add_argument("--simulated-rounds", type=int, default=12)
     parser.add_argument("--no-record", action="store_true")
     parser.add_argument("--work", nargs=2, metavar=("WHAT", "ROUNDS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
