@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
+        if interrupts.seen:  # compiled code, such as an import's, turns an interrupt into another error
+            _complain("elixir: interrupted")
+            return INTERRUPTED_STATUS
         return _explain(args if command else None, command, error)
 
 
@@ -72,6 +75,9 @@ class _Interrupts:
 
     def __init__(self) -> None:
         self.came = False
+        """Whether it has, or may have: elsewhere than in the main thread nothing is known."""
+        self.seen = False
+        """Whether it has for certain."""
         self._replaced = False
 
     def __enter__(self) -> None:
@@ -80,14 +86,14 @@ class _Interrupts:
                 signal.signal(signal.SIGINT, self._handle)
                 self._replaced = True
         except ValueError:
-            self.came = True  # not in the main thread, which alone may set a handler: nothing is known
+            self.came = True  # not in the main thread, which alone may set a handler
 
     def __exit__(self, *_: object) -> None:
         if self._replaced:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+        self.came = self.seen = True
         signal.default_int_handler(number, frame)
 
 

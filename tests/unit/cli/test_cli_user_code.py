@@ -12,11 +12,13 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from elixir import cli
 from elixir.cli import main
 from elixir.errors import InputError, UserInterruptError, shortened
 from elixir.models import build, default_input, user_code
@@ -231,8 +233,23 @@ def test_an_interrupt_at_any_time_is_no_traceback(after_s: float) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGINT)
     err = process.stderr.read()
-    assert process.wait(60) in (0, 130)
+    assert process.wait(60) in (0, 130), err
     assert b"Traceback" not in err
+
+
+def test_an_interrupt_that_compiled_code_turned_into_an_error_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def importing(*_: Any, **__: Any) -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("initialization failed") from None
+        return 0
+
+    monkeypatch.setattr(cli, "_run", importing)
+    assert main(["models"]) == 130
+    assert capsys.readouterr().err == "elixir: interrupted\n"
 
 
 @pytest.mark.parametrize(
