@@ -363,8 +363,7 @@ class Plan(Artifact):
     def prediction_for(self, micro_batches: int) -> PlanPrediction:
         """The prediction with the loads, hits and bytes of a step of so many micro-batches; memory and times stay."""
         loads = self.schedule().step(self.block_count, micro_batches)
-        several = self.world_size > 1
-        moved = step_traffic(self.routes(), loads.by_chunk, Backwards(micro_batches), several_ranks=several)
+        moved = step_traffic(self.routes(), loads.by_chunk, Backwards(micro_batches))
         return replace(
             self.predicted,
             loads=loads.loads,

@@ -69,7 +69,6 @@ def step_traffic(
     loads: Mapping[int, int],
     backwards: Backwards,
     *,
-    several_ranks: bool,
     stepped: bool = True,
 ) -> StepTraffic:
     """Count the bytes of one optimizer step.
@@ -78,7 +77,6 @@ def step_traffic(
         routes: of every chunk, by index.
         loads: per chunk, how often it comes into a block in all micro-batches (`StepSchedule.step`).
         backwards: of the step.
-        several_ranks: they reduce all that may have a gradient on any of them.
         stepped: False where the optimizer left the step out, so that no weights are new.
     """
     host_to_device = device_to_host = network = 0
@@ -90,13 +88,11 @@ def step_traffic(
             host_to_device += loaded * route.shard_bytes
         if not route.trainable:
             continue
-        # Ranks reduce every chunk in one order, zeros where no gradient came. What is late is what they have kept.
-        sent = (backwards.sent if route.gradient or several_ranks else 0) + (backwards.late and route.gradient)
-        network += sent * from_others
-        if not route.state_on_device:
-            device_to_host += sent * route.shard_bytes
-            if route.gradient:
-                device_to_host += backwards.kept * route.weight_bytes
+        if route.gradient:
+            sent = backwards.sent + backwards.late  # what is late is what ranks have kept
+            network += sent * from_others
+            if not route.state_on_device:
+                device_to_host += sent * route.shard_bytes + backwards.kept * route.weight_bytes
                 host_to_device += backwards.handed_over * route.weight_bytes
         if not stepped:
             continue

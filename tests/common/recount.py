@@ -95,17 +95,16 @@ class Recounter:
         """Bytes over each link, per rank."""
         loaded, chunks = self.loads(), self.plan.chunks
         trained = [c for c in range(len(chunks)) if self.arrivals[c]]
-        # Several ranks reduce all that is trainable, zeros where no gradient comes, and gather what is resident anew.
-        sent = [c for c in range(len(chunks)) if chunks[c].trainable] if self.world > 1 else trained
-        away = [c for c in sent if chunks[c].state_home != "device"]
+        away = [c for c in trained if chunks[c].state_home != "device"]
         updated_from_disk = sum(self.on_disk(c) for c in trained)
-        gathered = [*loaded, *(c for c in sent if chunks[c].resident)]
+        # Several ranks gather anew what is resident.
+        gathered = [*loaded, *(c for c in range(len(chunks)) if chunks[c].trainable and chunks[c].resident)]
         return {
             "host_to_device": sum(self.shard[c] for c in loaded if chunks[c].weight_home == "host")
-            + sum(self.shard[c] for c in away if c in trained and chunks[c].weight_home == "device"),
+            + sum(self.shard[c] for c in away if chunks[c].weight_home == "device"),
             "device_to_host": sum(self.shard[c] for c in away),
             # A reduction receives as much as a gather: all shards but one's own.
-            "network": sum(self.size[c] - self.shard[c] for c in (*gathered, *sent)),
+            "network": sum(self.size[c] - self.shard[c] for c in (*gathered, *trained)),
             "disk_read": updated_from_disk,
             "disk_write": updated_from_disk,
         }

@@ -73,6 +73,12 @@ def _partly(rank: int, world_size: int, kind: str) -> None:
     loss = lambda model, inp: model(**inp).square().mean()  # noqa: E731
     twins = Twins(PartlyUsed(), {"x": torch.ones(2, 64)}, kind, loss=loss, split_number=4, unused=True)
     _steps(twins, ((), ()))
+    report = twins.module.last_report
+    assert report is not None
+    assert report.observed["host_peak"] <= report.predicted["host_peak"]
+    without = [own for own in twins.engine.gradients.by_chunk.values() if own.chunk.plan.reduce_order is None]
+    assert without
+    assert all(own.memory.numel() == 0 for own in without)
     twins.close()
 
 

@@ -108,6 +108,34 @@ def test_experts_that_differ_between_four_ranks(kind: str) -> None:
     run_ranks(4, _routing, kind, {})
 
 
+def _untraced(rank: int, world_size: int, kind: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(rank))
+    traced = {"x": x, "chosen": (0,), "extra": False}
+    twins = Twins(Experts(), traced, kind, loss=_loss, unused=True, split_number=20)
+    flow = twins.engine.gradients
+    foreseen = {index for index, own in flow.by_chunk.items() if own.chunk.plan.reduce_order is not None}
+    assert foreseen < set(flow.by_chunk)
+    for _ in range(2):
+        twins.backward()
+        twins.step()
+    moved = twins.module.last_report
+    assert moved is not None
+    assert moved.observed["network"] == moved.predicted["network"]
+    assert not any(own.memory.numel() for index, own in flow.by_chunk.items() if index not in foreseen)
+    for choices in _CHOICES * 2:
+        chosen = choices[rank if kind == "resident" else 0]  # what is gathered must be so on all ranks alike
+        twins.backward({"x": x, "chosen": chosen, "extra": 1 in chosen})
+        twins.step()
+    twins.check()
+    twins.close()
+
+
+@pytest.mark.parametrize("kind", ["resident", "host", "mixed"])
+def test_gradients_come_to_chunks_that_had_none_in_the_traced_step(kind: str) -> None:
+    run_ranks(2, _untraced, kind)
+
+
 def _accumulated(rank: int, world_size: int) -> None:
     twins, x = _twins(rank, "host", split_number=12)
     for _ in range(3):

@@ -7,7 +7,8 @@ Weights are never touched. A chunk that misses gradients is sent off at the end 
 Several ranks send their chunks in one order that all share, whatever their data does: the plan says after which of
 its gathers a chunk's reduction comes. A chunk that is complete waits for its place. One that is not when its place
 comes is sent as it is, zeros for what is missing. Gradients that arrive later still, which takes another order of
-execution than the traced one, are kept and sent with the next backward or before the optimizer steps.
+execution than the traced one, are kept and sent with the next backward or before the optimizer steps. A chunk that gets
+no gradient in the traced step is not sent, until a rank has one: before the optimizer steps, all ranks learn of that.
 
 While `reducing` is off, several ranks each add up whole gradients at the home of the states; they are added to the next
 ones that are reduced, or reduced before the optimizer steps.
@@ -90,6 +91,8 @@ class GradientFlow:
         self.reducing = True
         """Off, several ranks keep their gradients to themselves; all must switch alike."""
         self._lock = threading.RLock()
+        self._awaited = {chunk.index for chunk in chunks if chunk.plan.reduce_order is not None}
+        """Chunks that several ranks send in every backward, on all ranks the same."""
         self.by_chunk = {chunk.index: ChunkGradient(chunk, arena) for chunk in chunks}
         self.backwards: list[bool] = []
         """The backwards of this step, in order: whether each sends its gradients home, rather than keep them to each
@@ -154,7 +157,8 @@ class GradientFlow:
             self._backwards += 1
             self.backwards.append(self.reducing or self._group.size == 1)
             self._position = -1
-            self._unsent = list(self.by_chunk.values()) if self._group.size > 1 else []
+            awaited = [gradient for index, gradient in self.by_chunk.items() if index in self._awaited]
+            self._unsent = awaited if self._group.size > 1 else []
 
     def leave(self, position: int) -> None:
         """The loads of `position` come next: send what has its place before them, complete or not."""
@@ -272,6 +276,7 @@ class GradientFlow:
         late = [index for index in self.by_chunk if any(index in theirs for theirs, _ in answers)]
         missed = [index for index in late if any(index in theirs for _, theirs in answers)]
         with self._lock:
+            self._awaited |= set(late)
             for index in late:
                 if index not in missed:
                     self._send(self.by_chunk[index].chunk, late=True)

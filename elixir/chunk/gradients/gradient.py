@@ -19,8 +19,8 @@ class GradState(enum.Enum):
     """Who holds a chunk's gradient on this rank."""
 
     NONE = "nowhere"
-    """Nobody holds one. A shard on the host keeps its memory, whose values mean nothing; one on the device has none, so
-    that activations have room."""
+    """Nobody holds one. A shard on the host keeps its memory, whose values mean nothing, unless the plan foresees no
+    gradient and none has come; one on the device has none, so that activations have room."""
     ARRIVING = "arriving"
     """A gradient block holds what has come in this backward. Nothing is at home."""
     HOME = "at home"
@@ -83,7 +83,7 @@ class ChunkGradient:
         self.chunk, self._arena = chunk, arena
         self.state = GradState.NONE
         self.memory = torch.empty(0, dtype=chunk.dtype)
-        """This rank's shard, where the optimizer states live; empty where the device has none now."""
+        """This rank's shard, where the optimizer states live; empty if there is none now."""
         self.ready: Ticket | None = None
         """The gradient's way to `memory`: work that reads or replaces it comes after this."""
         self.arrived: set[str] = set()
@@ -97,7 +97,7 @@ class ChunkGradient:
         """How often what `memory` holds, or will hold once `ready` is done, has become another gradient."""
         self.opened: OpenChunk | None = None
         self.kept: KeptGradients | None = None
-        if chunk.plan.update_home == "host":
+        if chunk.plan.update_home == "host" and chunk.plan.reduce_order is not None:
             self.make_memory()
 
     def to(self, state: GradState) -> None:

@@ -204,10 +204,8 @@ class MemoryModel:
             trainable,
             gradient,
         )
-        backwards, several = Backwards(setting.accumulation), setting.world_size > 1
-        none, one = (
-            list(vars(step_traffic([route], {0: loads}, backwards, several_ranks=several)).values()) for loads in (0, 1)
-        )
+        backwards = Backwards(setting.accumulation)
+        none, one = (list(vars(step_traffic([route], {0: loads}, backwards)).values()) for loads in (0, 1))
         return none, [with_one - without for with_one, without in zip(one, none, strict=True)]
 
     # --- host and disk

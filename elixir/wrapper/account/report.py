@@ -201,7 +201,6 @@ def expected_of(plan: Plan, schedule: StepSchedule, course: Course) -> Expected:
         plan.routes(course.rank),
         loads.by_chunk,
         course.backwards,
-        several_ranks=plan.world_size > 1,
         stepped=not course.skipped,
     )
     on_disk = 0 if course.skipped else plan.disk_bytes(course.rank)

@@ -15,7 +15,7 @@ from torch import nn
 from elixir.chunk.lanes import Emulation
 from elixir.errors import PlanError, StepError
 from elixir.hardware import preset
-from elixir.search import optimal_search
+from elixir.search import optimal_search, simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.account import clock
 from elixir.wrapper.engine import engine_of
@@ -362,6 +362,45 @@ def test_what_an_evaluation_moved_is_not_the_steps(caplog: pytest.LogCaptureFixt
             assert report.observed["loads"] == pair.plan.predicted.loads
             assert not report.surprises()
     assert "differs from its plan" not in caplog.text
+
+
+class PartlyUsed(nn.Module):
+    """Two layers, the second of which a step may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, both: bool = False) -> torch.Tensor:
+        x = self.used(x).tanh()
+        return (self.spare(x) if both else x).square().sum()
+
+
+def test_a_chunk_without_a_gradient_takes_no_host_memory_for_one() -> None:
+    torch.manual_seed(0)
+    plain, x = PartlyUsed(), torch.randn(4, 64)
+    model = copy.deepcopy(plain)
+    plan = simple_search(
+        model, 1, split_number=2, allocate_factor=0.01, shard_device="cpu",
+        inp={"x": x}, step_fn=lambda m, inp: m(**inp).backward(), hardware="cpu",
+    )  # fmt: skip
+    assert any(chunk.reduce_order is None for chunk in plan.chunks)
+    module = ElixirModule(model, plan, device=gpu.DEVICE)
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
+    plain_optimizer = torch.optim.AdamW(plain.parameters())
+    foreseen = True
+    for both in (False, False, True, False, True):
+        foreseen &= not both
+        for one, stepping in ((module, optimizer), (plain, plain_optimizer)):
+            one(x=x.to(gpu.DEVICE) if one is module else x, both=both).backward()
+            stepping.step()
+            stepping.zero_grad()
+        report = module.last_report
+        assert report is not None
+        # Once it has had one, it keeps the memory for the next.
+        assert (report.observed["host_peak"] <= report.predicted["host_peak"]) == foreseen
+    assert all(torch.equal(module.state_dict()[name].cpu(), value) for name, value in plain.state_dict().items())
+    module.close()
 
 
 class HugeTable(nn.Module):
