@@ -14,6 +14,7 @@ from elixir.kernels.adam.moments import Moments, make_moments
 from elixir.kernels.adam.offload import DiskStates, chosen
 from elixir.kernels.adam.rule import AdamOptions, check_step
 from elixir.kernels.adam.step import adam_step, fused_step
+from elixir.memory_order import is_dense
 from elixir.optimizer_states import check_kind
 
 BATCHED_NUMEL = 2**16
@@ -186,7 +187,8 @@ class HybridAdam(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.numel() and _is_dense(parameter) and "exp_avg" not in self.state[parameter]:
+                stepped = parameter.numel() and is_dense(parameter.shape, parameter.stride())
+                if stepped and "exp_avg" not in self.state[parameter]:
                     _begin(self.state[parameter], parameter, flat(parameter), group["moments"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -225,7 +227,8 @@ class HybridAdam(torch.optim.Optimizer):
             raise InputError("a parameter without a gradient is not stepped")
         if gradient.is_sparse or gradient.layout is not torch.strided:
             raise InputError("HybridAdam steps dense gradients; use sparse=False in the embedding, or SparseAdam")
-        if not _is_dense(parameter):  # not earlier: what another one steps in our name may be anywhere
+        # Not earlier: what another one steps in our name may be anywhere.
+        if not is_dense(parameter.shape, parameter.stride()):
             raise InputError(
                 "a parameter must be dense and without overlap in memory; call .contiguous() before wrapping it"
             )
@@ -322,17 +325,6 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def _has_fused(parameter: nn.Parameter) -> bool:
     return parameter.device.type in ("cpu", "cuda")
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, in any order of dimensions, each once."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _check_parameter(parameter: torch.Tensor) -> None:
