@@ -22,8 +22,8 @@ from tests.common.parity import Pair, case, make_plan
 from tests.unit.runtime.test_states_on_disk import assert_same
 
 
-class Counting(torch.optim.SGD):
-    """Counts its steps itself, in no state, and makes its states in the third step."""
+class Stepping(torch.optim.SGD):
+    """Counts its steps itself, in no state, and steps one weight after the other, as a subclass says; not torch's."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, lr=lr)
@@ -34,40 +34,46 @@ class Counting(torch.optim.SGD):
         self.steps += 1
         for group in self.param_groups:
             for weights in group["params"]:
-                if weights.grad is None:
-                    continue
-                if self.steps >= 3:
-                    state = self.state[weights]
-                    state.setdefault("begun", self.steps)
-                    state.setdefault("sum", torch.zeros_like(weights)).add_(weights.grad)
-                    weights.add_(state["sum"], alpha=-group["lr"] / state["begun"])
-                else:
-                    weights.add_(weights.grad, alpha=-group["lr"] / self.steps)
+                if weights.grad is not None:
+                    self.update(weights, self.state[weights], weights.grad, group["lr"])
+
+    def update(self, weights: torch.Tensor, state: dict[str, Any], gradient: torch.Tensor, lr: float) -> None:
+        raise NotImplementedError
 
 
-class Listing(torch.optim.SGD):
+class Counting(Stepping):
+    """Makes its states in the third step."""
+
+    def update(self, weights: torch.Tensor, state: dict[str, Any], gradient: torch.Tensor, lr: float) -> None:
+        if self.steps >= 3:
+            state.setdefault("begun", self.steps)
+            state.setdefault("sum", torch.zeros_like(weights)).add_(gradient)
+            weights.add_(state["sum"], alpha=-lr / state["begun"])
+        else:
+            weights.add_(gradient, alpha=-lr / self.steps)
+
+
+class Listing(Stepping):
     """Keeps a list of tensors for each weight, a state that is no flat tensor, and a count in a tensor that is no state."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, lr=lr)
         self.count = torch.zeros(())
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.count += 1
-        for group in self.param_groups:
-            for weights in group["params"]:
-                if weights.grad is None:
-                    continue
-                sums = self.state[weights].setdefault("sums", [torch.zeros_like(weights)])
-                pair = self.state[weights].setdefault("pair", torch.zeros(2, *weights.shape))
-                sums[0].add_(weights.grad)
-                pair[1].add_(sums[0])
-                weights.sub_((sums[0] + pair[1]) * (group["lr"] / self.count))
+        super().step(closure)
+
+    def update(self, weights: torch.Tensor, state: dict[str, Any], gradient: torch.Tensor, lr: float) -> None:
+        sums = state.setdefault("sums", [torch.zeros_like(weights)])
+        pair = state.setdefault("pair", torch.zeros(2, *weights.shape))
+        sums[0].add_(gradient)
+        pair[1].add_(sums[0])
+        weights.sub_((sums[0] + pair[1]) * (lr / self.count))
 
 
-class AtOnce(torch.optim.SGD):
-    """Makes two states of a weight in its constructor, and is not torch's."""
+class AtOnce(Stepping):
+    """Makes two states of a weight in its constructor."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, lr=lr)
@@ -79,36 +85,22 @@ class AtOnce(torch.optim.SGD):
                     "sum": torch.ones_like(weights),
                 }
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for weights in group["params"]:
-                if weights.grad is not None:
-                    state = self.state[weights]
-                    state["step"] += 1
-                    state["sum"].mul_(0.9).addcmul_(weights.grad, weights.grad)
-                    weights.addcdiv_(weights.grad, state["sum"].sqrt(), value=-group["lr"])
-                    weights.lerp_(state["first"], 1e-3)
+    def update(self, weights: torch.Tensor, state: dict[str, Any], gradient: torch.Tensor, lr: float) -> None:
+        state["step"] += 1
+        state["sum"].mul_(0.9).addcmul_(gradient, gradient)
+        weights.addcdiv_(gradient, state["sum"].sqrt(), value=-lr)
+        weights.lerp_(state["first"], 1e-3)
 
 
-class Late(torch.optim.SGD):
-    """Makes two states of a weight in its second step, and is not torch's."""
+class Late(Stepping):
+    """Makes two states of a weight in its second step."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, lr=lr)
-        self.steps = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.steps += 1
-        for group in self.param_groups:
-            for weights in group["params"]:
-                if weights.grad is not None and self.steps >= 2:
-                    state = self.state[weights]
-                    sums = [state.setdefault(name, torch.zeros_like(weights)) for name in ("sum", "sum_of_sums")]
-                    sums[0].add_(weights.grad)
-                    sums[1].add_(sums[0])
-                    weights.add_(sums[1], alpha=-group["lr"])
+    def update(self, weights: torch.Tensor, state: dict[str, Any], gradient: torch.Tensor, lr: float) -> None:
+        if self.steps >= 2:
+            sums = [state.setdefault(name, torch.zeros_like(weights)) for name in ("sum", "sum_of_sums")]
+            sums[0].add_(gradient)
+            sums[1].add_(sums[0])
+            weights.add_(sums[1], alpha=-lr)
 
 
 def centered(parameters: Any) -> torch.optim.Optimizer:
