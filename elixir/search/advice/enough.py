@@ -55,7 +55,12 @@ def with_what_suffices(
         budgets: what it came to.
         tries: plans with each change.
     """
-    changes = [*_of_the_job(trace, request), *_of_the_machine(error, trace, hardware, request, budgets, tries)]
+    lacks_device = error.available_bytes == budgets.device_bytes and error.available_bytes != budgets.host_bytes
+    needed_bytes = error.needed_bytes
+    if not lacks_device:  # the least host memory without overlap is hardly less than with it, and makes slow steps
+        needed_bytes = max(needed_bytes, tries.least_host_bytes(trace, request) or 0)
+    of_the_machine = _of_the_machine(hardware, request, needed_bytes, lacks_device=lacks_device)
+    changes = [*_of_the_job(trace, request), *of_the_machine]
     tried = {change: _step_s(change, trace, hardware, request, tries) for change in changes}
     enough = {change: step_s for change, step_s in tried.items() if step_s is not None}
     if not enough:
@@ -103,24 +108,13 @@ def _of_the_job(trace: StepTrace, request: SearchRequest) -> list[Change]:
 
 
 def _of_the_machine(
-    error: PlanError,
-    trace: StepTrace,
-    hardware: HardwareProfile,
-    request: SearchRequest,
-    budgets: Budgets,
-    tries: Tries,
+    hardware: HardwareProfile, request: SearchRequest, needed_bytes: int, *, lacks_device: bool
 ) -> Iterator[Change]:
-    """More of what is short, as far as one can ask for it, and twice the ranks.
-
-    Of the host, as much as a plan with overlap needs: the least of all without it is hardly less, and makes slow steps.
-    """
-    needed = readable_bytes(error.needed_bytes, up=True).replace(" ", "")
-    lacks_device = error.available_bytes == budgets.device_bytes and error.available_bytes != budgets.host_bytes
+    """So much of what is short, the device or the host, as far as one can ask for it, and twice the ranks."""
+    needed = readable_bytes(needed_bytes, up=True).replace(" ", "")
     if not lacks_device:
-        with_overlap = tries.least_host_bytes(trace, request) or 0
-        needed = readable_bytes(max(with_overlap, error.needed_bytes), up=True).replace(" ", "")
         yield Change(("machine",), "give the host more memory", (("host_memory", needed),), _sized("host", needed))
-    elif error.needed_bytes <= hardware.device_memory_bytes - CUDA_CONTEXT_BYTES or hardware.device_kind == "cpu":
+    elif needed_bytes <= hardware.device_memory_bytes - CUDA_CONTEXT_BYTES or hardware.device_kind == "cpu":
         action = "let the plan have more of the device"
         yield Change(("machine",), action, (("device_memory", needed),), _sized("device", needed))
     yield from _more_ranks(hardware, request)
