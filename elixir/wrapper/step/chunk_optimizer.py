@@ -84,6 +84,15 @@ class ChunkOptimizer:
                 found.append((segment, self._shard.memory[segment.start : segment.start + numel]))
         return found
 
+    def empty_with_gradient(self, used: Collection[str]) -> list[nn.Parameter]:
+        """The parameters without elements that got a gradient, which nobody steps; `used` as in `gradients`."""
+        mine = [slot for slot in self.chunk.slots if not slot.numel and slot.parameter in self._user.group_of]
+        return [
+            slot.parameter
+            for slot in mine
+            if (slot.parameter.grad is not None if self._shard is None else slot.name in used)
+        ]
+
     def make_states(self) -> bool:
         """Have the moments now, all zero, and counts of 0: the state in which the first step would find them.
 

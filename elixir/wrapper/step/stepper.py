@@ -261,13 +261,18 @@ class Stepper:
             for part in self.parts.values()
             for (segment, gradient), norm in part.with_norms(part.gradients(self._used))
         ]
-        # In the order of the model, so that one rank sums the norms as PyTorch would.
-        found.sort(key=lambda item: self._position[item[0]])
         known = [self._known.of(source, held) if norm is None else norm for source, _, norm, held in found]
         norms = each_norm([gradient for _, gradient, _, _ in found], self.host_threads, known)
         for (source, _, _, held), norm in zip(found, norms, strict=True):
             self._known.add(source, held, norm)
-        norm = norm_of_norms(norms)
+        summed = [(source, norm) for (source, _, _, _), norm in zip(found, norms, strict=True)]
+        if norms:
+            # torch sums the zeros of empty gradients, too: others are added in other groups than without them.
+            zero = torch.zeros_like(norms[0])
+            summed += [(it, zero) for part in self.parts.values() for it in part.empty_with_gradient(self._used)]
+        # In the order of the model, so that one rank sums the norms as PyTorch would.
+        summed.sort(key=lambda pair: self._position[pair[0]])
+        norm = norm_of_norms([norm for _, norm in summed])
         if self._engine.group.size == 1:
             return norm
         # Added in order of rank, so that all ranks have the same bits. Python's own sum compensates in some versions.

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from elixir.chunk.norms import PIECE_NUMEL, ROW_NUMEL, PartNorms, norms_of
 from elixir.wrapper.step import clipping as gradient_norm
 from tests.common import gpu
-from tests.common.parity import Pair, case, make_plan
+from tests.common.parity import Case, Pair, case, make_plan
 
 
 class Reads:
@@ -207,6 +208,32 @@ def test_a_parameter_without_a_gradient_has_no_part_in_the_norm(pair: Pair) -> N
         first.register_hook(torch.zeros_like)
     pair.train(2)
     pair.assert_same_weights()
+
+
+class WithEmpty(nn.Module):
+    """Layers between which lie parameters without elements, every other of which gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.empty = nn.ParameterList(nn.Parameter(torch.empty(0, 3)) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(20))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().sum() + sum(part.sum() for part in self.empty[::2])
+
+
+@pytest.mark.parametrize("mode", ["streamed", "mixed", "resident"])
+def test_empty_gradients_have_the_part_in_the_norm_that_they_have_in_torch(mode: str) -> None:
+    it = Case(WithEmpty(), {"x": torch.randn(4, 16)}, lambda model, inp: model(**inp))
+    with Pair(it, make_plan(it, mode)) as pair:
+        for _ in range(20):  # one in four has other bits without the zeros
+            pair.backward({"x": torch.randn(4, 16)})
+            same_norm(pair)
+            pair.step()
+        pair.assert_same_weights()
 
 
 @gpu.on_the_cpu("threads are lanes there")
