@@ -234,24 +234,15 @@ def _retrace(plan: Plan, args: argparse.Namespace, hardware: HardwareProfile) ->
             f"{args.plan} is for {plan.model_name!r}, {why}; give the trace it was made from as well, which "
             "`elixir profile --out trace.json` saves"
         )
-    from elixir.models import build, default_step, input_to_trace
-    from elixir.tracer import trace_step
-    from elixir.units import parse_dtype
+    from elixir.search.advice import StepByName, trace_by_name
 
-    dtype = None if plan.dtype == "as built" else parse_dtype(plan.dtype)
-    checkpoint = args.checkpoint or step.checkpoint
-    model = build(plan.model_name, dtype=dtype, checkpoint=checkpoint)
-    return trace_step(
-        model,
-        input_to_trace(model, batch=args.batch or step.samples or 1, seq=args.seq or step.seq),
-        default_step,
-        dtype=dtype,
-        hardware=hardware,
-        optimizer=None,
-        model_name=plan.model_name,
-        use_fused_kernels=step.fused_kernels if args.fused_kernels is None else args.fused_kernels,
-        checkpoint=checkpoint,
+    asked = StepByName(
+        batch=args.batch or step.samples or 1,
+        seq=args.seq or step.seq,
+        checkpoint=args.checkpoint or step.checkpoint,
+        fused_kernels=step.fused_kernels if args.fused_kernels is None else args.fused_kernels,
     )
+    return trace_by_name(plan.model_name, plan.dtype, asked, hardware, None)
 
 
 def _print_rows(rows: list[SweepRow] | tuple[SweepRow, ...], title: str) -> None:

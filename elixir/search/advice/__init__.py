@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from elixir.search.advice.changes import StepByName, trace_by_name
 from elixir.search.advice.enough import Tries, lacks_device, lacks_room, settled_arguments, with_what_suffices
 from elixir.search.advice.infeasible import Case, moments_instead, shortage
 from elixir.search.advice.levers import PlanLever, best_allowed, plan_levers, samples_per_s
@@ -13,6 +14,7 @@ from elixir.search.advice.levers import PlanLever, best_allowed, plan_levers, sa
 __all__ = [
     "Case",
     "PlanLever",
+    "StepByName",
     "Tries",
     "best_allowed",
     "lacks_device",
@@ -22,5 +24,6 @@ __all__ = [
     "samples_per_s",
     "settled_arguments",
     "shortage",
+    "trace_by_name",
     "with_what_suffices",
 ]

@@ -13,7 +13,8 @@ from elixir.errors import InputError, PlanError
 from elixir.hardware import preset
 from elixir.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.advice import best_allowed, samples_per_s
+from elixir.search.advice import StepByName, best_allowed, samples_per_s, trace_by_name
+from elixir.search.advice.changes import job_changes
 from elixir.search.planner import PlannerTries
 from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
@@ -118,3 +119,16 @@ def test_only_what_is_allowed_is_done(trace: StepTrace) -> None:
     assert replace(asked, moments="float32", accumulation=1) == request
     with pytest.raises(InputError, match="cannot be allowed"):
         best_allowed(trace, MACHINE, request, ("placement",), tries)
+
+
+def test_a_trace_without_an_optimizer_has_the_levers_of_one_with_it() -> None:
+    # What a plan's file is explained with, traced again by name, has none.
+    request = SearchRequest(world_size=1)
+    step = StepByName(batch=2, seq=64, checkpoint="none", fused_kernels=False)
+    traces = [trace_by_name("opt-125m", "bfloat16", step, MACHINE, optimizer) for optimizer in ("AdamW", None)]
+    steps = [
+        {change.action: change.applied(trace, MACHINE, request)[0].step for change in job_changes(trace, request)}
+        for trace in traces
+    ]
+    assert any(other != traces[0].step for other in steps[0].values())
+    assert steps[0] == steps[1]
