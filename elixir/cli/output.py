@@ -20,6 +20,10 @@ _NARROWEST_TABLE = 80
 """Characters."""
 _NO_TERMINAL_TABLE = 160
 """Likewise, where lines must not be cut to a width that nobody sees."""
+_LONGEST_NUMBER = 15
+"""Characters of a number with its unit or range, which stay in one line."""
+_LONGEST_WORD = 40
+"""Characters; a longer word in a table, such as a path, may be broken."""
 
 
 class _Results:
@@ -128,8 +132,34 @@ def say_tables(*tables: Any) -> None:
     for table in tables:
         # Written to memory first: rich pads lines with spaces, and ends the process where the reader has stopped.
         text = io.StringIO()
-        Console(file=text, width=width, force_terminal=terminal).print(table)
+        Console(file=text, width=_set_widths(table, width), force_terminal=terminal).print(table)
         say("\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines()) + "\n")
+
+
+def _set_widths(table: Any, width: int) -> int:
+    """Give each column of a table (rich) a width that breaks no word; return that of the table, in characters.
+
+    Where whole lines need more than `width`, columns of numbers get theirs first, and then those that lack least.
+    """
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console(width=_NO_TERMINAL_TABLE)
+    lacks: list[tuple[int, Any]] = []
+    for column in table.columns:
+        heading, *cells = (Measurement.get(console, console.options, cell) for cell in (column.header, *column.cells))
+        longest = max((cell.maximum for cell in cells), default=0)
+        column.width = min(max(cell.minimum for cell in (heading, *cells)), _LONGEST_WORD)
+        if column.justify == "right":  # a number keeps its unit
+            column.width = max(column.width, min(longest, _LONGEST_NUMBER))
+        lacks.append((longest - column.width, column))
+    spaces = 1 + 2 * len(lacks)  # a space and the padding between columns, a space at either edge
+    left: int = width - spaces - sum(column.width for _, column in lacks)
+    for lack, column in sorted(lacks, key=lambda pair: (pair[1].justify != "right", pair[0])):
+        more = max(0, min(lack, left))
+        column.width += more
+        left -= more
+    return width + max(0, -left)
 
 
 def flush() -> None:

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from elixir.errors import InputError
-from elixir.plan import range_text
 from elixir.search.whatif import SweepRow
 from elixir.show.style import DARK, PALE, RESOURCE_LABELS, SMALL_PT, TEXT_PT, finish, new_figure, swatch, title_style
-from elixir.show.tables import list_table
+from elixir.show.tables import list_table, range_cell
 from elixir.units import format_bytes
 
 if TYPE_CHECKING:
@@ -42,39 +41,49 @@ def to_frame(rows: Sequence[SweepRow]) -> pandas.DataFrame:
 
 def sweep_table(rows: Sequence[SweepRow], title: str = "on paper") -> Table:
     """One line per combination; what does not fit has a number, counted from 1, into `reasons` (rich)."""
-    columns = (
-        "model", "batch", "machine", "step", "per s", "TFLOP/s a device", "device peak", "host peak", "bound by",
-        "states on host",
-    )  # fmt: skip
+    jobs = {(row.model, row.batch) for row in rows}
+    columns = [
+        "machine",
+        "step",
+        "per s, FLOP/s a device",
+        "peak of device, host",
+        "bound by, chunks with states on host",
+    ]
     body = []
     for row in rows:
-        head = [row.model, str(row.batch), f"{row.world_size} x {row.machine}"]
+        head = [f"{row.world_size} x {row.machine}"]
         if not row.fits:
             number = reasons(rows).index(row.reason) + 1
-            body.append([*head, "-", "-", "-", "-", "-", f"does not fit [{number}]", ""])
+            body.append([*head, "-", "-", "-", f"does not fit [{number}]"])
             continue
         body.append(
             [
                 *head,
-                range_text(row.step_s or 0.0, _range(row)),
-                _speed(row),
-                speed_of_device(row),
-                format_bytes(row.device_peak_bytes or 0),
-                format_bytes(row.host_peak_bytes or 0),
-                RESOURCE_LABELS.get(row.bound_by or "", row.bound_by or ""),
-                f"{row.states_on_host_chunks} of {row.chunks} chunks"
-                + (f", {row.states_on_disk_chunks} on disk" if row.states_on_disk_chunks else ""),
+                range_cell(row.step_s or 0.0, _range(row)),
+                f"{_speed(row)}\n{speed_of_device(row, 'T')}",
+                f"{format_bytes(row.device_peak_bytes or 0)}\n{format_bytes(row.host_peak_bytes or 0)}",
+                f"{RESOURCE_LABELS.get(row.bound_by or '', row.bound_by or '')}\n{_states(row)}",
             ]
         )
+    if len(jobs) > 1:
+        columns = ["model", *columns]
+        body = [[f"{row.model}\nbatch {row.batch}", *cells] for row, cells in zip(rows, body, strict=True)]
+    else:
+        title = ", ".join([title, *(f"{model}, batch {batch}" for model, batch in jobs)])
     return list_table(title, columns, body)
 
 
-def speed_of_device(row: SweepRow) -> str:
-    """TFLOP/s of one device and their share of its peak, such as ``412 (42 %)``."""
+def speed_of_device(row: SweepRow, unit: str = "") -> str:
+    """TFLOP/s of one device and their share of its peak, such as ``412 (42 %)``, or ``412 T (42 %)``."""
     if not row.device_flops_per_s:
         return "-"
     share = "" if row.peak_share is None else f" ({100 * row.peak_share:.0f} %)"
-    return f"{row.device_flops_per_s / 1e12:.3g}{share}"
+    return f"{row.device_flops_per_s / 1e12:.3g}{unit and f' {unit}'}{share}"
+
+
+def _states(row: SweepRow) -> str:
+    on_disk = f", {row.states_on_disk_chunks} on disk" if row.states_on_disk_chunks else ""
+    return f"{row.states_on_host_chunks} of {row.chunks}{on_disk}"
 
 
 def _range(row: SweepRow) -> tuple[float, float] | None:

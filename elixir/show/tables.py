@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from elixir.artifact import Artifact
 from elixir.errors import InputTypeError
 from elixir.hardware import HardwareProfile, fit_unit
-from elixir.plan import ChunkPlan, Plan, range_text
+from elixir.plan import ChunkPlan, Plan
 from elixir.show.style import part_label
 from elixir.step_trace import StepShape, StepTrace
 from elixir.units import format_bytes, format_seconds
@@ -139,12 +139,12 @@ def record_of(artifact: Artifact) -> Record:
 
 def plan_levers_table(plan: Plan, levers: Sequence[PlanLever]) -> Table:
     """The effect of one change each on a plan: seconds, memory, speed (rich)."""
-    body = [["as planned", "", *_lever_cells(plan), "1.00 x"]]
+    body = [["as planned", *_lever_cells(plan, 1.0)]]
     for lever in levers:
         flags = " ".join(f"{flag_of(name)} {value}".rstrip() for name, value in lever.options)
-        cells = ["does not fit", "", "", ""] if lever.plan is None else _lever_cells(lever.plan)
-        body.append([lever.action, flags, *cells, "" if lever.gain is None else f"{lever.gain:.2f} x"])
-    columns = ("change", "add", "step", "device peak", "host peak", "tokens/s", "samples/s")
+        cells = ["does not fit", "", ""] if lever.plan is None else _lever_cells(lever.plan, lever.gain)
+        body.append([f"{lever.action}:\n{flags}", *cells])
+    columns = ("change, and what to add", "step", "peaks", "speed")
     return list_table("what would help, one change at a time", columns, body)
 
 
@@ -153,11 +153,27 @@ def flag_of(argument: str) -> str:
     return {"checkpoint": "--activation-checkpointing"}.get(argument, f"--{argument.replace('_', '-')}")
 
 
-def _lever_cells(plan: Plan) -> list[str]:
+def _lever_cells(plan: Plan, gain: float | None) -> list[str]:
     predicted = plan.predicted
-    tokens = "-" if plan.tokens_per_s is None else f"{plan.tokens_per_s:,.0f}"
-    peaks = (format_bytes(amount) for amount in (predicted.device_peak_bytes, predicted.host_peak_bytes))
-    return [range_text(predicted.step_s, predicted.range_s), *peaks, tokens]
+    peaks = (
+        f"{memory} {format_bytes(amount)}"
+        for memory, amount in (("device", predicted.device_peak_bytes), ("host", predicted.host_peak_bytes))
+    )
+    speed = [] if plan.tokens_per_s is None else [f"{plan.tokens_per_s:,.0f} tokens/s"]
+    speed += [] if gain is None else [f"{gain:.2f} x"]
+    return [range_cell(predicted.step_s, predicted.range_s), "\n".join(peaks), "\n".join(speed)]
+
+
+def range_cell(seconds: float, between: tuple[float, float] | None) -> str:
+    """Seconds for a column of a table, the range in which they may be in a second line."""
+    text = format_seconds(seconds)
+    if between is None:
+        return text
+    low, high = map(format_seconds, between)
+    unit = text.split()[1]
+    if low.endswith(f" {unit}") and high.endswith(f" {unit}"):
+        low, high = low.split()[0], high.split()[0]
+    return f"{text}\n{low} to {high}"
 
 
 @dataclass(frozen=True)
@@ -444,4 +460,7 @@ def _table(title: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    padding = (0, 1, 0, 0)
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=padding, pad_edge=False
+    )

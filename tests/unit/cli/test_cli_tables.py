@@ -1,0 +1,63 @@
+"""Tables on a terminal of 80 columns: no number or word is broken over two lines."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable
+
+import pytest
+
+from elixir.cli import main, output
+from elixir.show.tables import list_table
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def shown(show: Callable[[], object]) -> list[str]:
+    """The lines that `show` prints on a terminal, without empty ones and styles."""
+    with contextlib.redirect_stdout(Terminal()) as terminal:
+        show()
+    text = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def test_text_gives_way_to_numbers_and_breaks_between_words() -> None:
+    text = "several words that together are much longer than what a terminal has left for them"
+    table = list_table("title", ("text", "size"), [[text, "1,234.50 GiB"], ["more", "2.00 MiB"]])
+    lines = shown(lambda: output.say_tables(table))
+    assert max(map(len, lines)) <= 80
+    first, second = lines[3:5]
+    assert first.endswith("1,234.50 GiB")
+    assert [*first.removesuffix("1,234.50 GiB").split(), *second.split()] == text.split()
+
+
+def test_words_that_need_more_than_the_terminal_stay_whole() -> None:
+    words = [letter * 30 for letter in "abcd"]
+    lines = shown(lambda: output.say_tables(list_table("title", words, [words])))
+    assert lines[-1].split() == words
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "models",
+        "hardware",
+        "plan opt-125m --hardware t4 --host-memory 64GiB --seq 64",
+        "sweep opt-125m gpt2 --hardware t4,a100-40gb --seq 64",
+    ],
+)
+def test_commands_keep_to_the_width_of_a_terminal(command: str) -> None:
+    lines = shown(lambda: main(command.split()))
+    table = [index for index, line in enumerate(lines) if set(line) <= {" ", "\N{BOX DRAWINGS LIGHT HORIZONTAL}"}]
+    assert table
+    assert max(len(line) for line in lines[table[0] :] if line.startswith(" ")) <= 80
