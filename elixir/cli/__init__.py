@@ -134,7 +134,7 @@ def _explain(args: Namespace | None, command: str, error: Exception) -> int:
 
     message = str(error) or type(error).__name__
     if args is not None and isinstance(error, PlanError):
-        from elixir.cli.step import in_flags
+        from elixir.cli.from_flags import in_flags
 
         message = in_flags(error, args)
     if isinstance(error, OSError) and error.filename is not None:

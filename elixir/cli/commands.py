@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elixir.cli import files, output, step
+from elixir.cli import files, from_flags, output
 from elixir.cli.hardware import say_hardware
 from elixir.errors import InputError
 from elixir.show import tables
@@ -29,7 +29,7 @@ def run_profile(args: argparse.Namespace) -> int:
     files.check_outputs(pictures=[args.plot], data=[args.out])
     files.refuse_artifact(args.model)
     hardware = files.find_hardware(args.device)
-    trace = step.traced(args, hardware)
+    trace = from_flags.traced(args, hardware)
     written = [trace.save(args.out)] if args.out else []
     if args.plot:
         from elixir.show import plot_memory
@@ -54,9 +54,9 @@ def run_plan(args: argparse.Namespace) -> int:
     if trace is None:
         hardware = hardware or files.find_hardware(DEFAULT_HARDWARE)
         if not args.search_batch:
-            trace = step.traced(args, hardware)
+            trace = from_flags.traced(args, hardware)
     else:
-        step.refuse_settled(args, args.model, step.STEP_DEFAULTS)
+        from_flags.refuse_settled(args, args.model, from_flags.STEP_DEFAULTS)
         hardware = hardware or _traced_hardware(trace, args.model)
         if hardware.name != trace.device:
             output.note(
@@ -68,7 +68,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.host_memory is None and args.hardware is None:
         args.host_memory = host_memory_here(hardware)
     optimizer = args.optimizer or "adamw" if trace is None else trace.optimizer.split(" ")[0]
-    request = step.asked(args, optimizer)
+    request = from_flags.asked(args, optimizer)
     choice = None
     if trace is None:
         choice = _search_batch(args, hardware, request)
@@ -179,7 +179,9 @@ def _search_batch(args: argparse.Namespace, hardware: HardwareProfile, request: 
     from elixir.search import search_batches
 
     def trace_of(batch: int, checkpoint: str) -> StepTrace:
-        return step.traced(argparse.Namespace(**{**vars(args), "batch": batch, "checkpoint": checkpoint}), hardware)
+        return from_flags.traced(
+            argparse.Namespace(**{**vars(args), "batch": batch, "checkpoint": checkpoint}), hardware
+        )
 
     layers = 0 if args.checkpoint else len(checkpointable_layers(build(args.model)))
     with output.progress() as progress:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elixir.cli import files, output, step
+from elixir.cli import files, from_flags, output
 from elixir.errors import ArtifactError, InputError
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def run_sweep(args: argparse.Namespace) -> int:
             machines,
             args.world_sizes,
             args.batches,
-            step=step.training_step(args),
-            asked=step.asked(args, step.optimizer_class(args.optimizer or "adamw")),
+            step=from_flags.training_step(args),
+            asked=from_flags.asked(args, from_flags.optimizer_class(args.optimizer or "adamw")),
             network_bytes_per_s=args.network,
             progress=progress,
         )
@@ -73,8 +73,8 @@ def run_fit(args: argparse.Namespace) -> int:
             machines,
             batch=args.batch or 1,
             counts=args.world_sizes,
-            step=step.training_step(args),
-            asked=step.asked(args, step.optimizer_class(args.optimizer or "adamw")),
+            step=from_flags.training_step(args),
+            asked=from_flags.asked(args, from_flags.optimizer_class(args.optimizer or "adamw")),
             network_bytes_per_s=args.network,
             progress=progress,
         )
@@ -185,7 +185,7 @@ def _planned(args: argparse.Namespace) -> tuple[Plan, StepTrace, HardwareProfile
     if args.trace is None:
         trace = _retrace(plan, args, hardware)
     else:
-        step.refuse_settled(args, args.trace, ("batch", "seq", "checkpoint", "fused_kernels"))
+        from_flags.refuse_settled(args, args.trace, ("batch", "seq", "checkpoint", "fused_kernels"))
         found = files.load(args.trace)
         if not isinstance(found, StepTrace):
             raise ArtifactError(f"{args.trace}: expected a trace, found a {found.artifact.replace('_', ' ')}")

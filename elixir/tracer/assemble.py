@@ -1,30 +1,22 @@
-"""From what a trace observed to the `StepTrace` artifact."""
+"""From what a trace observed to the `StepTrace` artifact; the peaks in it come from `elixir.tracer.peaks`."""
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from elixir.step_trace import Access, Contributor, CurveSample, Operation, ParamInfo, StepShape, StepTrace
-from elixir.tracer.ledger import KINDS, Curve, Int64Array, Ledger, StorageRecord
+from elixir.step_trace import Access, Operation, ParamInfo, StepShape, StepTrace
+from elixir.tracer.ledger import KINDS, Int64Array, Ledger, StorageRecord
 from elixir.tracer.meta_copy import Twin
 from elixir.tracer.optimizer_phase import OptimizerPhase
 from elixir.tracer.order import UseOrder
+from elixir.tracer.peaks import NOT_ACTIVATIONS, contributors, find_peaks, operator_name, samples
 from elixir.units import dtype_name
-
-MAX_STEP_SAMPLES = 896
-"""Samples of the curve in `step_fn`. Enough for any picture; each keeps the highest moment of its stretch."""
-MAX_OPTIMIZER_SAMPLES = 128
-"""Samples of the optimizer's part; separate, since its length depends on how it was traced and would shift the
-others."""
-MAX_CONTRIBUTORS = 64
 
 
 @dataclass(frozen=True)
@@ -57,16 +49,10 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     first_optimizer = _records_before(ledger, observed.step_end)
     curve = ledger.curve(drop=dropped)
     end = observed.step_end
-    other = curve.without("parameters", "gradients", "buffers", "optimizer")[:end]
-    total = curve.total
-    peak = int(np.argmax(total[:end]))
+    other = curve.without(*NOT_ACTIVATIONS)[:end]
     state_bytes = sum(record.nbytes for record in ledger.records if record.kind == "optimizer")
-    backward_peak = int(total[peak])
-    # A steady step has its states from the start; in the trace, which is a first step, they come one by one.
-    optimizer_peak = state_bytes + int(curve.without("optimizer")[end:].max(initial=0))
+    peaks = find_peaks(ledger, curve, end, state_bytes)
     twin = observed.twin
-    alive = ledger.alive_at(peak)
-    last = alive[-1] if alive else None
     operations, numbers = _distinct(order)
     return StepTrace(
         model_name=observed.model_name,
@@ -80,23 +66,23 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         optimizer_bytes=observed.optimizer.state_bytes,
         buffer_bytes=sum(buffer.nbytes for buffer, _ in twin.buffers),
         input_bytes=int(curve.by_kind[KINDS.index("inputs"), end - 1]),
-        resting_bytes=int(total[observed.step_begin - 1]),
+        resting_bytes=int(curve.total[observed.step_begin - 1]),
         workspace_bytes=int(curve.by_kind[KINDS.index("workspace"), end - 1]),
-        activation_peak_bytes=int(other.max(initial=0)),
-        backward_peak_bytes=backward_peak,
-        step_peak_bytes=max(backward_peak + state_bytes, optimizer_peak),
-        peak_module=last.module if last else "",
-        peak_operator=_operator_name(last.operator) if last else "",
-        peak_contributors=_contributors(alive),
+        activation_peak_bytes=peaks.activation_bytes,
+        backward_peak_bytes=peaks.backward_bytes,
+        step_peak_bytes=peaks.step_bytes,
+        peak_module=peaks.module,
+        peak_operator=peaks.operator,
+        peak_contributors=contributors(peaks.alive),
         # A gradient that is still summed up is with autograd; a plan counts it from the event at which it is complete.
         operations=tuple(operations),
         accesses=_accesses(order, other + ledger.incomplete_gradients()[:end], numbers),
-        curve=_samples(curve, order, observed, state_bytes),
+        curve=samples(curve, order, observed.step_begin, end, state_bytes),
         operators=observed.operators,
         checkpointed_modules=order.checkpointed(),
         unused_parameters=tuple(names[0] for p, names in twin.names.items() if p.requires_grad and p.grad is None),
         unused_modules=_unused_modules(twin, order),
-        assumptions=observed.assumptions + _unverified(observed.unverified, alive, backward_peak),
+        assumptions=observed.assumptions + _unverified(observed.unverified, peaks.alive, peaks.backward_bytes),
         trace_s=time.perf_counter() - started,
         step=observed.step,
     )
@@ -158,46 +144,6 @@ def _accesses(order: UseOrder, other: Int64Array, numbers: Mapping[int, int]) ->
     )
 
 
-def _samples(curve: Curve, order: UseOrder, observed: Observed, state_bytes: int) -> tuple[CurveSample, ...]:
-    """The curve, thinned to the highest moment of each stretch; a steady step has its states from the start."""
-    total = curve.total
-    entries = len(total)
-    begin = max(observed.step_begin - 1, 0)  # before it, what rests in memory is only being listed
-    end = min(observed.step_end, entries)
-    bounds = np.union1d(_stretches(begin, end, MAX_STEP_SAMPLES), _stretches(end, entries, MAX_OPTIMIZER_SAMPLES))
-    operators = np.searchsorted(curve.starts, np.arange(entries), side="right") - 1
-    highest = [int(low + total[low:high].argmax()) for low, high in itertools.pairwise(bounds)]
-    uses = np.searchsorted([use.log_position for use in order.uses], highest, side="right") - 1
-    samples = []
-    for at, use, live in zip(highest, uses, curve.by_kind[:, highest].T.tolist(), strict=True):
-        by_kind = dict(zip(KINDS, live, strict=True)) | {"optimizer": state_bytes}
-        phase: Literal["forward", "recompute", "backward", "optimizer"] = order.uses[max(int(use), 0)].phase
-        if at >= observed.step_end:
-            phase = "optimizer"
-        elif phase == "forward" and at >= order.backward_position:
-            phase = "backward"  # the gradient of the loss, before any weight is read
-        samples.append(CurveSample(operator=max(int(operators[at]), 0), phase=phase, **by_kind))
-    return tuple(samples)
-
-
-def _stretches(begin: int, end: int, most: int) -> Int64Array:
-    """Where stretches of about equal length begin and end, at most so many."""
-    bounds: Int64Array = np.unique(np.linspace(begin, end, min(end - begin, most) + 1).astype(np.int64))
-    return bounds
-
-
-def _contributors(alive: list[StorageRecord]) -> tuple[Contributor, ...]:
-    groups: dict[tuple[Any, str, str], list[int]] = defaultdict(list)
-    for record in alive:
-        groups[record.kind, record.module, _operator_name(record.operator)].append(record.nbytes)
-    found = [
-        Contributor(kind=kind, module=module, operator=operator, count=len(sizes), bytes=sum(sizes))
-        for (kind, module, operator), sizes in groups.items()
-    ]
-    found.sort(key=lambda c: (-c.bytes, c.kind, c.module, c.operator))
-    return tuple(found[:MAX_CONTRIBUTORS])
-
-
 def _unused_modules(twin: Twin, order: UseOrder) -> tuple[str, ...]:
     """Modules that hold parameters and neither ran nor had those parameters used by another module."""
     index = {parameter: position for position, parameter in enumerate(twin.parameters)}
@@ -219,12 +165,6 @@ def _unverified(
     for said, operators in unverified.items():
         theirs = set(operators)
         touched = sum(record.nbytes for record in alive if record.operator in theirs)
-        names = ", ".join(sorted(_operator_name(operator) for operator in theirs))
+        names = ", ".join(sorted(operator_name(operator) for operator in theirs))
         found.append(f"{names}: {said}; they made {100 * touched / max(peak_bytes, 1):.1f} % of the peak")
     return tuple(found)
-
-
-def _operator_name(operator: Any) -> str:
-    if operator is None:
-        return ""
-    return str(operator)

@@ -25,8 +25,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
 from elixir.torch_private import enter_autocast, exit_autocast
+from elixir.tracer.checkpointed_regions import CHECKPOINT_FILE, CheckpointedRegions
 from elixir.tracer.device import Autocast
-from elixir.tracer.regions import CHECKPOINT_FILE, CheckpointedRegions
 from elixir.tracer.values import printable
 
 _UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)

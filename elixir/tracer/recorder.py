@@ -11,6 +11,7 @@ from elixir.access import backward_is_running, current_node_number
 from elixir.errors import TraceError
 from elixir.step_trace import Kind
 from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map
+from elixir.tracer.checkpointed_regions import CheckpointedRegions, HostRandom
 from elixir.tracer.device import (
     LENGTHS_IN_TENSORS,
     Autocast,
@@ -23,7 +24,6 @@ from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.operation_kinds import passing
 from elixir.tracer.operators import Arguments, Category, OperatorCache, Traits, traits
 from elixir.tracer.order import UseOrder
-from elixir.tracer.regions import CheckpointedRegions, HostRandom
 from elixir.tracer.values import (
     MAX_EAGER_SHADOW_NUMEL,
     SELECTIONS,

@@ -10,8 +10,8 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.files import PathLike
+from elixir.kernels.adam.disk_states import DiskStates, chosen
 from elixir.kernels.adam.moments import Moments, make_moments
-from elixir.kernels.adam.offload import DiskStates, chosen
 from elixir.kernels.adam.rule import AdamOptions, check_step
 from elixir.kernels.adam.step import adam_step, fused_step
 from elixir.memory_order import is_dense

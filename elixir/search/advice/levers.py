@@ -10,7 +10,7 @@ from elixir.errors import InputError, PlanError, TraceError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
 from elixir.search.advice.changes import Change, Kind, job_changes, more_batches, step_in_backward
-from elixir.search.advice.enough import Tries
+from elixir.search.advice.what_suffices import Tries
 from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
 

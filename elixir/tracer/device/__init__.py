@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from elixir.tracer.device.attention import routed
+from elixir.tracer.device.attention_choice import Attention
 from elixir.tracer.device.autocast import Autocast, warnings_heard
-from elixir.tracer.device.gradients import (
+from elixir.tracer.device.autograd_in_place import (
     WRITES_IN_PLACE,
     accumulates_in_place,
     references_when_alone,
     writes_in_place,
 )
 from elixir.tracer.device.meta_kernels import LENGTHS_IN_TENSORS
-from elixir.tracer.device.target import Attention, CudaTarget, OptimizerKernel, Target, target_for
+from elixir.tracer.device.routed_functions import routed
+from elixir.tracer.device.target import CudaTarget, OptimizerKernel, Target, target_for
 
 __all__ = [
     "LENGTHS_IN_TENSORS",

@@ -1,17 +1,15 @@
 """Rules that make meta tensors behave as the target device would.
 
-Meta runs the device-independent part of PyTorch. What differs per device, and matters for memory, is here: which
-attention kernel is chosen, whether dropout keeps a mask or a noise tensor, how sizes are rounded, what libraries keep
-for themselves, how the optimizer runs, and what kernels hold only while they run. Each rule names where it comes from;
-`docs/appendix/tracer_rules.md` says which ones a measurement has confirmed.
+Meta runs the device-independent part of PyTorch. What differs per device, and matters for memory, is here: whether
+dropout keeps a mask or a noise tensor, how sizes are rounded, what libraries keep for themselves, how the optimizer
+runs, and what kernels hold only while they run. The choice of an attention kernel is in `attention_choice`. Each rule
+names where it comes from; `docs/appendix/tracer_rules.md` says which ones a measurement has confirmed.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import os
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,13 +17,14 @@ import torch
 from elixir.hardware import HardwareProfile
 from elixir.torch_private import suggest_memory_format
 from elixir.tracer.device.attention_buffers import held_in_backward
+from elixir.tracer.device.attention_choice import Attention, AttentionKernel, chosen_on_cpu, chosen_on_cuda
 from elixir.tracer.device.kernel_memory import KERNELS_HERE, is_plain
 from elixir.units import KIB, MIB
 
 aten = torch.ops.aten
 
-AttentionKernel = Literal["cudnn", "flash", "efficient", "cpu_flash", "math"]
 OptimizerKernel = Literal["for-loop", "foreach", "fused"]
+_HALF = (torch.float16, torch.bfloat16)
 
 CUDA_ALLOCATION_BYTES = 512
 """`kMinBlockSize` of PyTorch's CUDA caching allocator: every allocation is a multiple of it."""
@@ -50,47 +49,6 @@ _CONTIGUOUS_FIRST = frozenset(
     {aten.native_layer_norm_backward.default, aten._log_softmax_backward_data.default, aten.mse_loss_backward.default}
 )
 """Kernels that write a contiguous first result on every device, where the meta kernels keep the argument's strides."""
-
-_HALF = (torch.float16, torch.bfloat16)
-_MAX_FLASH_HEAD_DIM = 256
-_MAX_CUDNN_HEAD_DIM = 128
-_CUDNN_WIDE_HEADS = (192, 128)
-"""Widths of queries and values beyond that which cuDNN takes as well."""
-_CUDNN_DROPOUT_STEPS = 16
-"""cuDNN drops by multiples of 1/16; from 2.12 on PyTorch sends it no other probability (pull request 174245)."""
-_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-_ROUNDS_DROPOUT = _TORCH < (2, 12)
-_EFFICIENT_GROUPS_HEADS = _TORCH >= (2, 14)
-"""Whether the memory-efficient kernel takes keys and values that heads share (pull request 191085)."""
-
-
-@dataclass(frozen=True)
-class Attention:
-    """The facts on which the choice of an attention kernel depends."""
-
-    dtype: torch.dtype
-    query_shape: tuple[int, ...]
-    key_shape: tuple[int, ...]
-    value_shape: tuple[int, ...]
-    mask_shape: tuple[int, ...] | None
-    mask_needs_grad: bool
-    dropout: float
-    is_causal: bool
-    enable_gqa: bool
-    last_dim_contiguous: bool = True
-    mask_last_dim_contiguous: bool = True
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether there is a mask or an additive bias."""
-        return self.mask_shape is not None
-
-    @property
-    def broadcasts(self) -> bool:
-        """Whether batches or heads differ where they are not said to be grouped: only the math form takes that."""
-        (batch, heads), key, value = self.query_shape[:2], self.key_shape[:2], self.value_shape[:2]
-        grouped = self.enable_gqa and heads % key[1] == heads % value[1] == 0
-        return key[0] != batch or value[0] != batch or not (grouped or heads == key[1] == value[1])
 
 
 class Target:
@@ -188,49 +146,8 @@ class CudaTarget(Target):
         return -(-nbytes // CUDA_ALLOCATION_BYTES) * CUDA_ALLOCATION_BYTES
 
     def attention_kernel(self, call: Attention) -> AttentionKernel:
-        """cuDNN first on data-centre Hopper and Blackwell, then flash, memory-efficient, math.
-
-        Source: `sdp_utils.cpp` (CUDA) of PyTorch 2.11 to 2.14, with the cuDNN (> 9.15) its wheels bring.
-        """
-        if len(call.query_shape) != 4 or call.dtype is torch.float64 or not call.last_dim_contiguous:
-            return "math"
-        if call.broadcasts or not call.mask_last_dim_contiguous:
-            return "math"
-        half = call.dtype in _HALF
-        if half and self._prefers_cudnn() and _cudnn_takes(call):
-            return "cudnn"
-        if call.key_shape[1] != call.value_shape[1]:
-            return "math"
-        grouped = call.key_shape[1] != call.query_shape[1]
-        head_dims = {call.query_shape[-1], call.key_shape[-1], call.value_shape[-1]}
-        head_dim = call.query_shape[-1]
-        square = call.query_shape[-2] == call.key_shape[-2]
-        flash = half and self.capability >= (8, 0) and not call.has_mask and len(head_dims) == 1
-        if (
-            flash
-            and head_dim <= _MAX_FLASH_HEAD_DIM
-            and (square or not call.is_causal)
-            and not self._no_wide_heads(call)
-        ):
-            return "flash"
-        alignment = 8 if half else 4
-        aligned = all(dim % alignment == 0 for dim in (call.query_shape[-1], call.value_shape[-1]))
-        known_dtype = half or call.dtype is torch.float32
-        if call.dtype is torch.bfloat16 and self.capability < (8, 0):
-            known_dtype = False
-        takes_heads = _EFFICIENT_GROUPS_HEADS or not grouped
-        return "efficient" if aligned and known_dtype and takes_heads else "math"
-
-    def _prefers_cudnn(self) -> bool:
-        datacenter = self.capability in ((9, 0), (10, 0), (10, 3))
-        return datacenter and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") != "1"
-
-    def _no_wide_heads(self, call: Attention) -> bool:
-        """Consumer Ampere to Blackwell lack the shared memory for flash's backward with wide heads."""
-        if self.capability not in ((8, 6), (8, 9), (12, 0), (12, 1)):
-            return False
-        head_dim = call.query_shape[-1]
-        return 192 < head_dim <= 224 or (head_dim > 224 and call.dropout > 0)
+        """By the rules of CUDA."""
+        return chosen_on_cuda(call, self.capability)
 
     def optimizer_kernel(self) -> OptimizerKernel:
         """`torch.optim` takes foreach for CUDA parameters unless told otherwise."""
@@ -259,25 +176,6 @@ class CudaTarget(Target):
         return super().results(func, args, result)
 
 
-def _cudnn_takes(call: Attention) -> bool:
-    """Whether cuDNN takes a call in half precision (`can_use_cudnn_attention`)."""
-    *_, queries, width = call.query_shape
-    keys, value_width = call.key_shape[-2], call.value_shape[-1]
-    narrow = width <= _MAX_CUDNN_HEAD_DIM and value_width <= _MAX_CUDNN_HEAD_DIM
-    if width % 8 or value_width % 8 or not (narrow or (width, value_width) == _CUDNN_WIDE_HEADS):
-        return False
-    if keys == 1 or (call.dropout and queries == 1):
-        return False
-    if not (_ROUNDS_DROPOUT or call.dropout * _CUDNN_DROPOUT_STEPS % 1 == 0):
-        return False
-    mask = call.mask_shape
-    if mask is None:
-        return True
-    full = (*call.query_shape[:2], queries, keys)[-len(mask) :]
-    fits = len(mask) in (2, 4) and all(size in (1, whole) for size, whole in zip(mask, full, strict=True))
-    return fits and not call.mask_needs_grad
-
-
 _NOT_COUNTED = "what these allocate beyond their results is not counted, as they are too large to be run for a number"
 _CONTINUED = "what these allocate beyond their results is told from smaller batches"
 
@@ -293,12 +191,8 @@ class CpuTarget(Target):
         self._threads = torch.get_num_threads()
 
     def attention_kernel(self, call: Attention) -> AttentionKernel:
-        """Flash where nothing is dropped, heads are equally wide and the mask is a constant (`sdp_utils_cpp.cpp`)."""
-        same_width = call.query_shape[-1] == call.key_shape[-1] == call.value_shape[-1]
-        plain = call.dropout == 0.0 and not call.mask_needs_grad and call.last_dim_contiguous
-        if len(call.query_shape) == 4 and plain and same_width and not call.broadcasts:
-            return "cpu_flash"
-        return "math"
+        """By the rules of the CPU."""
+        return chosen_on_cpu(call)
 
     def optimizer_kernel(self) -> OptimizerKernel:
         """`torch.optim` loops over the parameters on the CPU."""

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from elixir.tracer.device import recurrent, value_branches
+from elixir.tracer.device.attention_choice import Attention
 from elixir.tracer.device.meta_kernels import KERNELS
-from elixir.tracer.device.target import Attention, Target
+from elixir.tracer.device.target import Target
 
 aten = torch.ops.aten
 
