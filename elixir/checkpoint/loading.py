@@ -396,9 +396,9 @@ class StoredStates:
         """See `SavedStates`."""
         return self._tensor(kind, name).block_numel is not None
 
-    def lies_alike(self, kind: str, name: str) -> bool:
+    def order(self, kind: str, name: str) -> Order | None:
         """See `SavedStates`."""
-        return self._are_scales(kind, name) or self._tensor(kind, name).order == self._orders.get(name)
+        return self._tensor(kind, name).order
 
     def small(self, name: str) -> SmallStates:
         """See `SavedStates`."""
@@ -413,7 +413,7 @@ class StoredStates:
         """See `SavedStates`."""
         key = f"{kind}/{name}"
         saved = self._saved.index.tensors[key]
-        if not self.lies_alike(kind, name):
+        if saved.order != self._orders.get(name) and not self._are_scales(kind, name):
             out.copy_(self._in_order(key, saved, name)[start : start + out.numel()])
             return
         same = saved.torch_dtype == out.dtype

@@ -17,7 +17,7 @@ from elixir.chunk.chunk import Slot
 from elixir.chunk.disk import StoredStates
 from elixir.errors import InputError
 from elixir.kernels.adam import Moments, write_moments
-from elixir.memory_order import Order, flattened, is_dense, order_of
+from elixir.memory_order import Order, flattened, is_dense, order_of, shaped
 from elixir.optimizer_states import BLOCK_NUMEL
 from elixir.units import dtype_name
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
@@ -108,15 +108,15 @@ class SavedStates(Protocol):
     def has_codes(self, kind: str, name: str) -> bool:
         """Whether it is saved as codes of 8 bits."""
 
-    def lies_alike(self, kind: str, name: str) -> bool:
-        """Whether its elements lie in the order in which the parameter has them here."""
+    def order(self, kind: str, name: str) -> Order | None:
+        """In which its elements lie, whatever the order in which the parameter has them here."""
 
     def small(self, name: str) -> SmallStates:
         """Its other states."""
 
     def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
-        """Have `out`, flat, filled with the elements from `start` on, in its dtype; codes only into their own. It is
-        after `filled`."""
+        """Have `out`, flat, filled with the elements from `start` on, in the order in which the parameter has them
+        here, and in its dtype; codes only into their own. It is after `filled`."""
 
     def filled(self) -> None:
         """Wait for all that `fill` has begun; raises what went wrong with it."""
@@ -142,8 +142,15 @@ def stretches(part: ChunkOptimizer) -> Iterator[Stretch]:
         for kind, value in state.items():
             if kind != "step" and isinstance(value, torch.Tensor) and value.shape == segment.weights.shape:
                 on_disk = _on_disk(part, kind, value, segment.start)
-                flat = value.detach() if on_disk is not None else _flat(value, kind, segment)
-                yield Stretch(kind, segment.name, tuple(slot.shape), slot.order, start, flat, on_disk=on_disk)
+                if not is_dense(value.shape, value.stride()):
+                    raise InputError(
+                        f"state {kind!r} of {segment.name} has gaps between its elements in memory, or several in one "
+                        "place, so it cannot be saved; have the class keep state.contiguous()"
+                    )
+                own = order_of(value.shape, value.stride())
+                order = slot.order if own == segment.order else own  # a class may lay out its states as it likes
+                flat = flattened(value.detach(), own)
+                yield Stretch(kind, segment.name, tuple(slot.shape), order, start, flat, on_disk=on_disk)
 
 
 def _of_moments(
@@ -253,7 +260,8 @@ def _load_moments(part: ChunkOptimizer, moments: Moments, segment: Segment, save
         for kind, target in zip(ADAM_KINDS, moments.tensors(), strict=True):
             saved.fill(kind, name, start, target[at : at + numel])
         return _other_form(saved, name, moments.kind)
-    if all(saved.has_codes(kind, name) and saved.lies_alike(kind, name) for kind in ADAM_KINDS):
+    order = part.chunk.slots[segment.place].order
+    if all(saved.has_codes(kind, name) and saved.order(kind, name) == order for kind in ADAM_KINDS):
         blocks = slice(at // BLOCK_NUMEL, -(-(at + numel) // BLOCK_NUMEL))
         saved.fill("exp_avg", name, start, moments.exp_avg[at : at + numel])
         saved.fill("exp_avg_sq", name, start, moments.exp_avg_sq[at : at + numel])
@@ -290,18 +298,37 @@ def _load_state(
         state["step"] = _step_tensor(made.get("step"), small.step, weights, optimizer.param_groups[segment.group])
     for kind in kinds:
         wanted = _loaded_dtype(saved, kind, segment)
-        mine = made.get(kind)
-        if not isinstance(mine, torch.Tensor) or mine.shape != weights.shape or mine.dtype != wanted:
-            mine = part.new_state(kind, segment, wanted)
-        flat = _flat(mine, kind, segment)
-        saved.fill(kind, name, first_element(part, segment), flat)
-        state[kind] = mine
+        state[kind] = mine = _state_to_fill(part, kind, segment, saved)
+        first = first_element(part, segment)
+        if order_of(mine.shape, mine.stride()) == segment.order:
+            saved.fill(kind, name, first, flattened(mine.detach(), segment.order))
+        else:
+            flat = mine.new_empty(mine.numel())
+            saved.fill(kind, name, first, flat)
+            saved.filled()  # what it reads is copied next
+            mine.copy_(shaped(flat, mine.shape, segment.order))
         if saved.has_codes(kind, name) or saved.dtype(kind, name) != wanted:
             notes |= _other_form(saved, name, dtype_name(wanted), kind)
     for kind, value in small.others.items():
         state[kind] = torch.tensor(value[1], dtype=getattr(torch, value[0])) if isinstance(value, tuple) else value
     optimizer.state[weights] = state
     return notes
+
+
+def _state_to_fill(part: ChunkOptimizer, kind: str, segment: Segment, saved: SavedStates) -> torch.Tensor:
+    """The state that the class has made if it is one to go on with, otherwise another."""
+    weights, wanted = segment.weights, _loaded_dtype(saved, kind, segment)
+    made = part.optimizer.state.get(weights, {}).get(kind)
+    if (
+        isinstance(made, torch.Tensor)
+        and (made.shape, made.dtype) == (weights.shape, wanted)
+        and is_dense(made.shape, made.stride())
+    ):
+        return made
+    order = saved.order(kind, segment.name)
+    if weights is segment.source and order != segment.order:  # as plain PyTorch, which keeps what is loaded
+        return shaped(weights.new_zeros(weights.numel(), dtype=wanted), weights.shape, order)
+    return part.new_state(kind, segment, wanted)
 
 
 def _loaded_dtype(saved: SavedStates, kind: str, segment: Segment) -> torch.dtype:
@@ -335,15 +362,6 @@ def _count(value: Any, name: str) -> int:
     if number != int(number):
         raise InputError(f"state 'step' of {name} is {number}, expected a whole number")
     return int(number)
-
-
-def _flat(value: torch.Tensor, kind: str, segment: Segment) -> torch.Tensor:
-    if not is_dense(value.shape, value.stride()) or order_of(value.shape, value.stride()) != segment.order:
-        raise InputError(
-            f"state {kind!r} of {segment.name} does not lie in memory as its weights do, so it cannot be saved or "
-            "loaded"
-        )
-    return flattened(value.detach(), segment.order)
 
 
 def _pieces(first: int, stop: int) -> Iterable[tuple[int, int]]:

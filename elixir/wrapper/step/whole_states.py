@@ -10,6 +10,7 @@ import torch
 
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.errors import InputError, InputTypeError
+from elixir.memory_order import Order, flattened, is_dense, order_of, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
@@ -149,9 +150,10 @@ class _GivenStates:
         """See `SavedStates`."""
         return False
 
-    def lies_alike(self, kind: str, name: str) -> bool:
+    def order(self, kind: str, name: str) -> Order | None:
         """See `SavedStates`."""
-        return True
+        value = self._state[name][kind]
+        return order_of(value.shape, value.stride()) if is_dense(value.shape, value.stride()) else None
 
     def small(self, name: str) -> SmallStates:
         """See `SavedStates`."""
@@ -240,8 +242,11 @@ def _segments(part: ChunkOptimizer) -> Iterator[tuple[str, str, int, torch.Tenso
                 for kind, value in zip(ADAM_KINDS, optimizer.read(segment), strict=True):
                     yield segment.name, kind, segment.start, value
         return
+    orders = {slot.name: slot.order for slot in part.chunk.slots}
     for each in stretches(part):
         values = each.values(0, each.numel)
+        if each.order != orders[each.name]:  # then it is all of the parameter's
+            values = flattened(shaped(values, each.shape, each.order), orders[each.name])
         yield each.name, each.kind, starts[each.name] + each.start, values.to(_wide(values.dtype))
 
 
