@@ -124,7 +124,7 @@ def plan_or_shortage(
             format_bytes(budgets.device_reserve_bytes),
             format_bytes(budgets.host_reserve_bytes),
         )
-    found, least_host_bytes = None, LARGEST_BYTES
+    found, least_host_bytes = None, None
     on_disk = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes))
     if lacks_room(trace, setting, budgets) or lacks_device(trace, budgets):
         setting = on_disk if budgets.disk_bytes else setting
@@ -142,7 +142,12 @@ def plan_or_shortage(
                 )
     if found is None:
         tried = settled_arguments(trace, hardware, request) if others_tried else ()
-        raise shortage(Case(trace, hardware, setting, request), budgets, least_host_bytes, tried)
+        short, searched = Case(trace, hardware, setting, request), least_host_bytes
+
+        def least() -> int:
+            return _search(short.space, budgets, request)[1] if searched is None else searched
+
+        raise shortage(short, budgets, least, tried)
     return _plan_of(found, budgets, request)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import get_args
 
 from elixir.errors import Lever, PlanError, readable_bytes
@@ -27,6 +28,7 @@ class Case:
     setting: Setting
     request: SearchRequest
 
+    @cached_property
     def space(self) -> SearchSpace:
         """The case, ready to be searched, without overlap: that is given up before a search fails."""
         return SearchSpace(self.trace, self.hardware, replace(self.setting, overlap=False))
@@ -40,13 +42,16 @@ class _Least:
     parts: dict[str, int]
 
 
-def shortage(case: Case, budgets: Budgets, least_host_bytes: int, settled: Collection[str] = ()) -> PlanError:
+def shortage(
+    case: Case, budgets: Budgets, least_host_bytes: Callable[[], int], settled: Collection[str] = ()
+) -> PlanError:
     """The error for a case that has no plan within its budgets.
 
     Args:
         case: what was asked for.
         budgets: what it was searched with.
-        least_host_bytes: least host need of all that the search found to fit the device.
+        least_host_bytes: gives the least host need of all that the search finds to fit the device; called only if the
+            device would do.
         settled: arguments of which others will say whether they suffice; what they save is not worked out.
     """
     device = _least_device(case)
@@ -58,7 +63,7 @@ def shortage(case: Case, budgets: Budgets, least_host_bytes: int, settled: Colle
             levers=tuple(_device_levers(case, budgets, device, settled)),
         )
     estimate = _least_host(case, budgets.device_bytes)
-    host = replace(estimate, bytes=min(estimate.bytes, least_host_bytes))
+    host = replace(estimate, bytes=min(estimate.bytes, least_host_bytes()))
     provided = f", with as much on the device as {format_bytes(budgets.device_bytes)} hold"
     if case.request.placement == "cpu":
         provided = ", where placement 'cpu' puts all weights and states"
@@ -72,7 +77,7 @@ def shortage(case: Case, budgets: Budgets, least_host_bytes: int, settled: Colle
 
 def _device_message(case: Case, budgets: Budgets, least: _Least) -> str:
     where = f"{case.trace.model_name} at world size {case.setting.world_size}"
-    table = case.space().table
+    table = case.space.table
     rest = least.parts["activations"] + least.parts["buffers"]
     largest = max(range(len(table.aligned)), key=lambda index: (table.aligned[index], -index))
     if case.request.placement == "cuda":
@@ -206,7 +211,7 @@ def _half_batch(trace: StepTrace) -> StepTrace:
 
 def _models(case: Case) -> Iterator[MemoryModel]:
     """Those that the search tries."""
-    space = case.space()
+    space = case.space
     tiers = space.tiers(case.request.placement, all_sizes=case.request.search == "optimal")
     sizes = [size for tier in tiers for size in tier()]
     for size in dict.fromkeys(sizes):

@@ -106,6 +106,25 @@ def test_the_host_memory_that_is_needed_is_the_least_at_every_device_budget(
                 plan(trace, world_size, host=enough - 1, **options)
 
 
+def test_the_least_host_memory_is_searched_for_where_all_memory_together_is_too_little() -> None:
+    build = TraceBuilder()
+    weights = [build.parameter(f"w{i}", mib * MIB) for i, mib in enumerate((8, 24, 2, 3))]
+    for phase, order in (("forward", weights), ("backward", weights[::-1])):
+        for index in order:
+            build.use(phase, index, flops=10**9, live=8 * MIB)
+    trace = build.build("uneven")
+    device = least_needed(trace, 1, overlap=False) + 50 * MIB
+    enough = {}
+    for host in (0, 400 * MIB):  # with the first, some weight or state would lie nowhere
+        with pytest.raises(PlanError) as short:
+            plan(trace, device=device, host=host, overlap=False)
+        enough[host] = short.value.needed_bytes
+    assert enough[0] == enough[400 * MIB]
+    assert plan(trace, device=device, host=enough[0], overlap=False).predicted.host_step_bytes == enough[0]
+    with pytest.raises(PlanError):
+        plan(trace, device=device, host=enough[0] - 1, overlap=False)
+
+
 @given(traces(), st.sampled_from([1, 2]), st.booleans(), st.randoms(use_true_random=False))
 @settings(max_examples=30, deadline=None)
 def test_the_builders_running_peak_is_the_models(trace: StepTrace, world_size: int, overlap: bool, random: Any) -> None:
