@@ -71,6 +71,16 @@ def _count(text: str, most: int = LARGEST_COUNT) -> int:
     return value
 
 
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, found {shortened(repr(text))}") from None
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 1, such as 0.15 for 15 %, found {shortened(text)}")
+    return value
+
+
 def _size(text: str) -> int:
     from elixir.units import parse_bytes  # units come with torch, which only a command that plans has to import
 
@@ -199,6 +209,13 @@ FLAGS: dict[str, Flag] = {
         "const": False,
         "help": "for a run that does not clip gradients by their norm (default: it does, unless it steps in backward)",
     },
+    "--hedge": _flag(
+        "how much longer than the fastest step, as a share of it, a step may take if that makes it shorter on a host "
+        "0.3 times as fast (default: 0.01)",
+        "SHARE",
+        _share,
+        default=0.01,
+    ),
     "--placement": _flag(
         "force every chunk's home (default: auto)", choices=("auto", "cuda", "cpu"), default="auto"
     ),
@@ -263,7 +280,7 @@ FLAGS: dict[str, Flag] = {
 """Every argument by its name, or by name and command where commands differ."""
 
 _BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --disk-memory"
-_SEARCH = "--accumulation --moments --step-in-backward --speculate --no-clipping"
+_SEARCH = "--accumulation --moments --step-in-backward --speculate --no-clipping --hedge"
 _ASKED = "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --inp --step"
 _TRACED = f"{_ASKED} --optimizer-kernel"
 _AGAIN = {"": "plan trace --hardware --network", RETRACED: "--batch --seq --activation-checkpointing --fused-kernels"}

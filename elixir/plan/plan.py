@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from elixir.artifact import Artifact, digest
 from elixir.errors import ArtifactError, InputError
@@ -131,7 +131,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 13
+    schema_version: ClassVar[int] = 14
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
     model_name: str
@@ -181,6 +181,8 @@ class Plan(Artifact):
     clipping: bool = False
     """Whether its seconds have the norm of all gradients in them, which clipping needs, and loss scaling in float16. It
     runs with clipping and without, whatever this says."""
+    hedge: float = 0.01
+    """Share of the fastest step by which it might be longer for a better worst case."""
     device_reserve_bytes: int = 0
     """Memory of one device, kept back of its budget for what no plan counts; 0 where the budget was given."""
     host_reserve_bytes: int = 0
@@ -234,7 +236,8 @@ class Plan(Artifact):
     def __post_init__(self) -> None:
         check_at_least(1, "world_size", self.world_size)
         check_at_least(1, "accumulation", self.accumulation)
-        check_at_least(0, "start_up_s", self.start_up_s)
+        for name in ("start_up_s", "hedge"):
+            check_at_least(0, name, getattr(self, name))
         if self.host_threads is not None:
             check_at_least(1, "host_threads", self.host_threads)
         for name in _COUNTS:
@@ -407,16 +410,16 @@ class Plan(Artifact):
             parts.append("threads of the host not known")
         return "".join(f"; {part}" for part in parts)
 
-    def asks_levers(self, find: Callable[[Plan], tuple[Any, ...]]) -> None:
-        """Have `levers` ask this, which a search knows and a file does not."""
+    def asks(self, *, levers: Callable[[Plan], tuple[Any, ...]], hedge: Callable[[Plan], Any]) -> None:
+        """Have `levers` and `better_hedge` ask these, which a search knows and a file does not."""
         known = id(self)
-        _FINDERS[known] = (weakref.ref(self, lambda _: _FINDERS.pop(known, None)), find)
+        _FINDERS[known] = _Finders(weakref.ref(self, lambda _: _FINDERS.pop(known, None)), levers, hedge)
 
     @property
     def knows_levers(self) -> bool:
-        """Whether it comes from a search, so that `levers` can plan again."""
-        reference, _ = _FINDERS.get(id(self), (None, None))
-        return reference is not None and reference() is self
+        """Whether it comes from a search, so that `levers` and `better_hedge` can plan again."""
+        known = _FINDERS.get(id(self))
+        return known is not None and known.plan() is self
 
     def levers(self) -> tuple[Any, ...]:
         """The step with one thing changed, planned again (`elixir.search.PlanLever`): moments in fewer bits, fused
@@ -427,12 +430,24 @@ class Plan(Artifact):
         Raises:
             InputError: the plan was read from a file, or changed, so that its step and machine are not known.
         """
+        return self._finders("levers()").levers(self)
+
+    def better_hedge(self) -> Any:
+        """`SearchRequest.hedge` with which a slow host would hurt the plan much less (`elixir.search.advice.Hedge`);
+        None if no small one would do.
+
+        Raises:
+            InputError: as `levers`.
+        """
+        return self._finders("better_hedge()").hedge(self)
+
+    def _finders(self, asked: str) -> _Finders:
         if not self.knows_levers:
             raise InputError(
-                "levers() needs the step and the machine, which a plan from a file does not have; plan again with "
+                f"{asked} needs the step and the machine, which a plan from a file does not have; plan again with "
                 "optimal_search or plan_from_trace, or ask `elixir plan`"
             )
-        return _FINDERS[id(self)][1](self)
+        return _FINDERS[id(self)]
 
     @property
     def fingerprint(self) -> str:
@@ -500,8 +515,16 @@ def range_text(seconds: float, between: tuple[float, float] | None) -> str:
     return text if between is None else f"{text} ({format_seconds(between[0])} to {format_seconds(between[1])})"
 
 
-_FINDERS: dict[int, tuple[weakref.ref[Plan], Callable[[Plan], tuple[Any, ...]]]] = {}
-"""By a plan's id, what finds its levers. Not a field: it holds a trace, and a plan is data."""
+class _Finders(NamedTuple):
+    """Functions that plan again."""
+
+    plan: weakref.ref[Plan]
+    levers: Callable[[Plan], tuple[Any, ...]]
+    hedge: Callable[[Plan], Any]
+
+
+_FINDERS: dict[int, _Finders] = {}
+"""By a plan's id. Not a field: it holds a trace, and a plan is data."""
 NOTICEABLE_SHARE = 0.001
 """Share of a step by which another plan must be faster to be named."""
 NOTICEABLE_S = 1.0

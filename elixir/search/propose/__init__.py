@@ -5,6 +5,7 @@ from __future__ import annotations
 from elixir.search.propose.best import MOST_AHEAD, Outcome, find_best
 from elixir.search.propose.candidate import Candidate, as_it_runs, everything_resident, settled, weigh
 from elixir.search.propose.disk_overflow import spilled
+from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.local_search import Polish
 from elixir.search.propose.original_elixir import classic_candidates
@@ -16,6 +17,7 @@ __all__ = [
     "MOST_AHEAD",
     "Budgets",
     "Candidate",
+    "Fillings",
     "Outcome",
     "PlacementBuilder",
     "Polish",

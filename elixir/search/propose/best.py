@@ -9,8 +9,8 @@ What the first Elixir would have chosen is a candidate, too: no plan that leaves
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from elixir.search.problem import MemoryModel, Placement
 from elixir.search.propose.candidate import NEAR, Candidate, everything_resident, speculating, weigh
@@ -19,6 +19,7 @@ from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.local_search import EXACTLY, Polish
 from elixir.search.propose.original_elixir import classic_candidates
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.simulator import worst_case
 from elixir.units import LARGEST_BYTES
 
 MOST_AHEAD = 4
@@ -36,6 +37,8 @@ MUCH_LESS = 0.97
 """Plans none of whose chunks speculate are not looked at more closely if they take over so much less than them."""
 LITTLE_LESS = 1 - 2e-4
 """Plans that cannot be faster by so much are not looked at."""
+SLOWER_HOSTS = (1.0, 0.5, 0.25)
+"""Hosts for which a hedged search plans, as powers of the slowest: Adam x 0.3, 0.55 and 0.74."""
 STARTS = 8
 """Starting points of the search over homes of few chunks; one with more."""
 
@@ -61,6 +64,7 @@ def find_best(
     *,
     classic: bool = False,
     briefly: bool = False,
+    hedge: float = NEAR - 1,
 ) -> Outcome:
     """Search `sizes` with every placement.
 
@@ -71,14 +75,16 @@ def find_best(
         prefetch_depth: chunks fetched ahead, to begin with. Where it is not 0, all up to `MOST_AHEAD` are tried.
         classic: try what the first Elixir would have chosen as well, though its size be none of `sizes`.
         briefly: a first look at all sizes, and a closer one at the best: for questions that ask for many plans.
+        hedge: `SearchRequest.hedge`.
     """
+    sizes = tuple(sizes)
     theirs = classic_candidates(space, budgets.device_bytes, prefetch_depth) if classic else []
     # Capacities that pack alike share a model, which the first of them names.
     models = {model.work.packing.capacity_bytes: model for model in (space.model(size) for size in sizes)}
     for candidate in theirs:
         capacity = candidate.work.packing.capacity_bytes
         models[capacity] = space.model(capacity)
-    found = _Collection(budgets, theirs)
+    found = _Collection(budgets, theirs, max(NEAR, 1 + hedge))
     depths = range(MOST_AHEAD + 1) if prefetch_depth else range(1)
     trials = [_Trials(space, model, budgets, found) for model in models.values()]
     for trial in trials:
@@ -99,7 +105,9 @@ def find_best(
         # The cores that would step a chunk meanwhile are those of compute, which no simulation knows.
         return Outcome(found.resident, found.count, found.least_host, found.resident.seconds["total"])
     fastest_s = found.best_s
-    return Outcome(_surest(space, budgets, trials, found), found.count, found.least_host, fastest_s)
+    others = _for_slower_hosts(space, budgets, sizes, prefetch_depth, briefly) if 1 + hedge > NEAR else iter(())
+    best = _surest(space, budgets, trials, found, hedge, others)
+    return Outcome(best, found.count, found.least_host, fastest_s)
 
 
 def _closer(trials: list[_Trials], found: _Collection, depths: range, *, briefly: bool) -> None:
@@ -131,27 +139,38 @@ def _speculating(
     return sorted((trial for trial in trials if trial.early.best is not None), key=lambda trial: trial.early.best_s)
 
 
-def _surest(space: SearchSpace, budgets: Budgets, trials: Sequence[_Trials], found: _Collection) -> Candidate:
-    """The plan with the best worst case, of those about as fast as the fastest.
+def _surest(
+    space: SearchSpace,
+    budgets: Budgets,
+    trials: Sequence[_Trials],
+    found: _Collection,
+    hedge: float,
+    others: Iterator[Candidate],
+) -> Candidate:
+    """The plan with the best worst case, of those that take at most `hedge` more than the fastest; `others` are looked
+    at, too, if that one is not safe.
 
     Bytes that spare a link some of its work, but no time, can be bought with states on the host. If CPU Adam is then
     slower than the profile says, as it often is, only such a plan waits for it.
     """
     if found.best is None:
         raise ValueError("there is no plan to choose from")
-    most_s = found.best.seconds["total"] * NEAR
-    fastest = _quick_enough(space, found.best, most_s)
-    worst_s = {id(fastest): _worst_s(space, fastest)}
-    if worst_s[id(fastest)] <= most_s:
+    near_s, most_s = found.best.seconds["total"] * NEAR, found.best.seconds["total"] * (1 + hedge)
+    fastest = _quick_enough(space, found.best, near_s)
+    if not hedge:
         return fastest
+    worst_s = {id(fastest): _worst_s(space, fastest)}
+    if worst_s[id(fastest)] <= near_s:
+        return fastest
+    made = [candidate for candidate in others if candidate.seconds["total"] <= most_s]
     if found.best.speculating:
         found.take(min(trials, key=lambda trial: trial.early.best_s).early.fewest(most_s))
     near = {(c.placement, c.schedule.blocks, c.work.packing.capacity_bytes): c for c in found.near(most_s)}
     sparing = sorted(near.values(), key=lambda candidate: (_hosted_numel(candidate), candidate.sort_key))
     weighed = [fastest]
     # The work of a host that is slow is what makes the worst case, so the plans with least of it come first.
-    for near_one in sparing[:MOST_WEIGHED]:
-        candidate = _quick_enough(space, near_one, most_s)
+    for near_one in [*made, *sparing[:MOST_WEIGHED]]:
+        candidate = _quick_enough(space, near_one, min(near_s, most_s))
         most_worst_s = min(worst_s.values()) * EXACTLY + ROUNDING_S
         floor_s = space.worst_cost.floor_of(
             candidate.work, candidate.placement, candidate.schedule.blocks, speculating=bool(candidate.speculating)
@@ -168,7 +187,25 @@ def _surest(space: SearchSpace, budgets: Budgets, trials: Sequence[_Trials], fou
         if candidate.seconds["total"] <= most_s:
             worst_s[id(candidate)] = _worst_s(space, candidate)
             weighed.append(candidate)
+    if 1 + hedge > NEAR:  # seconds of the worst case are not known well enough to give certain ones for less
+        enough_s = min(worst_s.values()) * NEAR
+        return min((c for c in weighed if worst_s[id(c)] <= enough_s), key=lambda candidate: candidate.sort_key)
     return min(weighed, key=risk)
+
+
+def _for_slower_hosts(
+    space: SearchSpace, budgets: Budgets, sizes: tuple[int, ...], prefetch_depth: int, briefly: bool
+) -> Iterator[Candidate]:
+    """The fastest plans for hosts from the slowest to nearly that of the profile, with the seconds that they take with
+    this one."""
+    for power in SLOWER_HOSTS:
+        slower = space.on(worst_case(space.hardware, power))
+        best = find_best(slower, budgets, sizes, prefetch_depth, briefly=briefly, hedge=0.0).best
+        if best is not None:
+            seconds = space.cost.estimate(
+                best.work, best.placement, best.schedule, overlap=best.overlap, speculating=best.speculating
+            )
+            yield replace(best, seconds=seconds)
 
 
 def _quick_enough(space: SearchSpace, early: Candidate, most_s: float) -> Candidate:
@@ -343,8 +380,9 @@ class _Trials:
 class _Collection:
     """Keeps the best of what it is shown."""
 
-    def __init__(self, budgets: Budgets, candidates: Iterable[Candidate]) -> None:
+    def __init__(self, budgets: Budgets, candidates: Iterable[Candidate], near: float) -> None:
         self.count = 0
+        self._near_share = near
         self.best: Candidate | None = None
         self._host_bytes = budgets.host_bytes
         self._near: list[Candidate] = []
@@ -373,7 +411,7 @@ class _Collection:
                 self.least_host = candidate
             if candidate.need.host_bytes > self._host_bytes:
                 continue
-            if self.best is None or candidate.seconds["total"] <= self.best.seconds["total"] * NEAR:
+            if self.best is None or candidate.seconds["total"] <= self.best.seconds["total"] * self._near_share:
                 self._near.append(candidate)
             whole = self.resident
             if candidate.placement.keeps_everything and (whole is None or candidate.sort_key < whole.sort_key):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,7 +82,15 @@ class SearchSpace:
     @cached_property
     def worst_cost(self) -> SimulatedCost:
         """The time model where CPU Adam and the links are as slow as they may be (`worst_case`)."""
-        return SimulatedCost(self.trace, worst_case(self.hardware), self.setting, like=self.cost)
+        return self.on(worst_case(self.hardware)).cost
+
+    def on(self, hardware: HardwareProfile) -> SearchSpace:
+        """The same on another machine; packings and their memory are shared."""
+        other = copy.copy(self)
+        vars(other).pop("worst_cost", None)
+        other.hardware = hardware
+        other.cost = SimulatedCost(self.trace, hardware, self.setting, like=self.cost)
+        return other
 
     @cached_property
     def waste_size(self) -> int:

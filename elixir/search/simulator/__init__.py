@@ -17,7 +17,14 @@ from elixir.search.simulator.rates import (
 )
 from elixir.search.simulator.replay import RESOURCES, Span
 from elixir.search.simulator.step import SimulatedCost, Simulation, simulate_step
-from elixir.search.simulator.uncertainty import MEASURED_RANGE, SLOW_HOST_ADAM, extremes, with_host_speed, worst_case
+from elixir.search.simulator.uncertainty import (
+    MEASURED_RANGE,
+    SLOW_HOST_ADAM,
+    SLOW_LINK,
+    extremes,
+    with_host_speed,
+    worst_case,
+)
 
 __all__ = [
     "ADAM_TRAFFIC_BYTES",
@@ -26,6 +33,7 @@ __all__ = [
     "MEASURED_RANGE",
     "RESOURCES",
     "SLOW_HOST_ADAM",
+    "SLOW_LINK",
     "Cluster",
     "Rates",
     "SimulatedCost",

@@ -32,12 +32,13 @@ def with_host_speed(hardware: HardwareProfile, *, host_adam: float = 1.0, link: 
     )
 
 
-def worst_case(hardware: HardwareProfile) -> HardwareProfile:
+def worst_case(hardware: HardwareProfile, power: float = 1.0) -> HardwareProfile:
     """The machine at its slowest over CPU Adam x 0.3, 1, 3 and links x 0.6, 1.
 
-    Nothing that gets faster makes a step slower, so no other of these machines has a longer step.
+    Nothing that gets faster makes a step slower, so no other of these machines has a longer step. With a `power` below
+    1 the host is between this one and the profile's.
     """
-    return with_host_speed(hardware, host_adam=SLOW_HOST_ADAM, link=SLOW_LINK)
+    return with_host_speed(hardware, host_adam=SLOW_HOST_ADAM**power, link=SLOW_LINK**power)
 
 
 def extremes(hardware: HardwareProfile) -> tuple[tuple[HardwareProfile, float], tuple[HardwareProfile, float]]:
