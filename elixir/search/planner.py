@@ -122,6 +122,7 @@ def plan_or_shortage(
     With `others_tried` it leaves out what changes would save that `with_what_suffices` tries.
     """
     setting, budgets = setting_for(trace, hardware, request), _budgets(hardware, request)
+    say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
     if budgets.device_reserve_bytes or budgets.host_reserve_bytes:
         logger.info(
             "%s of a device and %s of the host are kept back for what no plan counts (device_reserve=, host_reserve=)",
@@ -189,6 +190,7 @@ def simple_plan(
         name: LARGEST_BYTES for name in ("device_memory", "host_memory") if getattr(request, name) is None
     }
     setting = setting_for(trace, hardware, request)
+    say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
     # By hand, nothing is chosen that was not asked for.
     setting = replace(setting, every_in_backward=request.step_in_backward, speculate=bool(setting.speculate))
     budgets = resolve_budgets(hardware, replace(request, **limits))
@@ -314,12 +316,10 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
         )
     if request.step_in_backward:
         _check_step_in_backward(trace, request.accumulation)
-    ranks_per_host = hardware.ranks_per_host(request.world_size)
-    say_if_network_unknown(hardware, request.world_size, ranks_per_host)
     clipping = not request.step_in_backward if request.clipping is None else request.clipping
     return Setting(
         request.world_size,
-        ranks_per_host,
+        hardware.ranks_per_host(request.world_size),
         state_size(request.optimizer_type, request.moments),
         bool(request.overlap),
         request.accumulation,

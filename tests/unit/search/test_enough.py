@@ -132,3 +132,9 @@ def test_a_trace_without_an_optimizer_has_the_levers_of_one_with_it() -> None:
     ]
     assert any(other != traces[0].step for other in steps[0].values())
     assert steps[0] == steps[1]
+
+
+def test_an_unknown_network_is_said_once(trace: StepTrace, caplog: pytest.LogCaptureFixture) -> None:
+    made = plan_from_trace(trace, replace(MACHINE, devices_per_host=1), 2, device_memory=GIB, host_memory=8 * GIB)
+    made.levers()
+    assert sum("span several machines" in record.message for record in caplog.records) == 1
