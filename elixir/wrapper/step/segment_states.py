@@ -142,14 +142,11 @@ def stretches(part: ChunkOptimizer) -> Iterator[Stretch]:
         for kind, value in state.items():
             if kind != "step" and isinstance(value, torch.Tensor) and value.shape == segment.weights.shape:
                 on_disk = _on_disk(part, kind, value, segment.start)
-                if not is_dense(value.shape, value.stride()):
-                    raise InputError(
-                        f"state {kind!r} of {segment.name} has gaps between its elements in memory, or several in one "
-                        "place, so it cannot be saved; have the class keep state.contiguous()"
-                    )
-                own = order_of(value.shape, value.stride())
-                order = slot.order if own == segment.order else own  # a class may lay out its states as it likes
-                flat = flattened(value.detach(), own)
+                order, flat = slot.order, value.detach()
+                if on_disk is None:
+                    own = _order_in_memory(value, kind, segment)
+                    order = slot.order if own == segment.order else own  # a class may lay out its states as it likes
+                    flat = flattened(flat, own)
                 yield Stretch(kind, segment.name, tuple(slot.shape), order, start, flat, on_disk=on_disk)
 
 
@@ -362,6 +359,15 @@ def _count(value: Any, name: str) -> int:
     if number != int(number):
         raise InputError(f"state 'step' of {name} is {number}, expected a whole number")
     return int(number)
+
+
+def _order_in_memory(value: torch.Tensor, kind: str, segment: Segment) -> Order | None:
+    if not is_dense(value.shape, value.stride()):
+        raise InputError(
+            f"state {kind!r} of {segment.name} has gaps between its elements in memory, or several in one place, so it "
+            "cannot be saved; have the class keep state.contiguous()"
+        )
+    return order_of(value.shape, value.stride())
 
 
 def _pieces(first: int, stop: int) -> Iterable[tuple[int, int]]:
