@@ -32,18 +32,18 @@ def hooks_over(listener: AccessListener, outer: Hooks | None) -> Any:
     while outer is not None and listener_of(outer) is listener:
         outer = outer[0].elixir_outer  # type: ignore[attr-defined]
 
+    keep, give = outer if outer is not None else (_Kept, _Kept.tensor_if_unchanged)
+
     def pack(tensor: torch.Tensor) -> Any:
         with DisableTorchFunctionSubclass():  # what is asked of a parameter here is no use of it
             handle = listener.pack(tensor)
-        if handle is not None:
-            return _Claimed(handle)
-        return outer[0](tensor) if outer is not None else _Kept(tensor)
+        return keep(tensor) if handle is None else _Claimed(handle)
 
     def unpack(packed: Any) -> Any:
         if type(packed) is _Claimed:
             with DisableTorchFunctionSubclass():
                 return listener.unpack(packed.handle)
-        return outer[1](packed) if outer is not None else packed.tensor_if_unchanged()
+        return give(packed)
 
     pack.elixir_listener = listener  # type: ignore[attr-defined]
     pack.elixir_outer = outer  # type: ignore[attr-defined]

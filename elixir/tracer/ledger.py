@@ -86,7 +86,8 @@ class Ledger:
         self._live: dict[int, _StorageRef] = {}
         self.records: list[StorageRecord] = []
         self.log: list[int] = []  # index of the record that is born, or ~index of the one that dies
-        self._starts: list[int] = []
+        self.starts: list[int] = []
+        """Length of the log at which each operator begins: births and deaths from there on belong to it."""
 
     def __len__(self) -> int:
         return len(self.log)
@@ -94,11 +95,7 @@ class Ledger:
     @property
     def operators(self) -> int:
         """How many operators have begun."""
-        return len(self._starts)
-
-    def begin_operator(self) -> None:
-        """All births and deaths from here on belong to the next operator."""
-        self._starts.append(len(self.log))
+        return len(self.starts)
 
     def find(self, tensor: torch.Tensor) -> StorageRecord | None:
         """The record of the tensor's storage, if it is followed."""
@@ -125,6 +122,22 @@ class Ledger:
         self._live[key] = ref
         return record
 
+    def follow(self, tensor: torch.Tensor, nbytes: int, kind: Kind, module: str, operator: Any, node: int) -> None:
+        """Follow the storage of a tensor that was just made, which takes `nbytes`, rounded already.
+
+        As `add`, and quicker: nothing can be known of such a storage.
+        """
+        records, storage = self.records, tensor.untyped_storage()
+        index = len(records)
+        record = StorageRecord(index, nbytes, kind, module, operator)
+        record.node = node
+        records.append(record)
+        self.log.append(index)
+        ref = _StorageRef(storage, self._died)
+        ref.key = key = storage._cdata
+        ref.record = record
+        self._live[key] = ref
+
     def add_bytes(self, nbytes: int, kind: Kind, module: str, operator: Any, copies: int = 1) -> StorageRecord:
         """Bytes that no tensor of the trace stands for, such as a library's workspace; they stay."""
         return self._born(self._round_bytes(nbytes) * copies, kind, module, operator)
@@ -148,7 +161,7 @@ class Ledger:
         by_kind = np.zeros((len(KINDS), len(log)), dtype=np.int64)
         by_kind[kinds[index], np.arange(len(log))] = delta
         np.cumsum(by_kind, axis=1, out=by_kind)
-        return Curve(by_kind, np.asarray(self._starts, dtype=np.int64))
+        return Curve(by_kind, np.asarray(self.starts, dtype=np.int64))
 
     def incomplete_gradients(self) -> Int64Array:
         """Bytes of gradients that autograd still adds to, after every entry of the log."""
@@ -177,9 +190,9 @@ class Ledger:
         self.log.append(record.index)
         return record
 
-    def _died(self, ref: weakref.ref[torch.UntypedStorage]) -> None:
-        if isinstance(ref, _StorageRef) and self._live.get(ref.key) is ref:
-            del self._live[ref.key]
-            self.log.append(~ref.record.index)
-            ref.record.shadow = None
-            ref.record.stands_for = None
+    def _died(self, ref: Any) -> None:
+        key, record = ref.key, ref.record
+        if self._live.get(key) is ref:
+            del self._live[key]
+            self.log.append(~record.index)
+            record.shadow = record.stands_for = None

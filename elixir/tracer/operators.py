@@ -65,6 +65,18 @@ DATA_DEPENDENT = frozenset(
 )
 """Operators whose result's shape, or whose very result, follows from values."""
 
+_DETOURS = frozenset({aten.add.Tensor, aten._local_scalar_dense.default, aten._to_copy.default})
+"""Operators of which some calls do not run: sums of autograd in place, numbers read out, copies to the host."""
+
+_QUICK_VIEWS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: torch.Tensor.detach,
+    aten.t.default: torch.Tensor.t,
+    aten.transpose.int: torch.Tensor.transpose,
+    aten.view.default: torch.Tensor.view,
+}
+"""The most frequent views, which are half of all operators -> the method that calls the same operator in half the time,
+as its arguments are parsed by generated code and not by the schema."""
+
 _QUERY_AT = {
     aten._scaled_dot_product_efficient_attention: 0,
     aten._scaled_dot_product_flash_attention: 0,
@@ -103,8 +115,10 @@ class Traits:
     """Facts that never change about an operator, looked up once per dispatch."""
 
     __slots__ = (
+        "call",
         "category",
         "constant_like",
+        "detours",
         "draws",
         "foreach",
         "formula_may_write",
@@ -130,6 +144,7 @@ class Traits:
         ]
         self.category = Category.MUTATES if schema.is_mutable else Category.VIEW if aliased else Category.PLAIN
         self.views = self.category is Category.VIEW
+        self.call: Callable[..., Any] = _QUICK_VIEWS.get(func, func)
         self.written = tuple((position, name) for position, name, is_write in aliased if is_write)
         """(position, name) of the arguments that it writes to."""
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -147,6 +162,8 @@ class Traits:
         self.formula_may_write = func in WRITES_IN_PLACE
         self.constant_like = func in CONSTANTS_LIKE
         self.may_choose = func in CHOOSES
+        self.detours = self.lengths_in_tensors or self.formula_may_write or self.needs_values or func in _DETOURS
+        """Whether some of its calls are more, or less, than to run it on meta."""
 
 
 def _returns_tensors(schema: Any) -> bool:
@@ -165,15 +182,15 @@ def _returns_first_if_any(schema: Any, written: list[int]) -> bool:
     return len(schema.returns) == 1 and str(first.type) == "Tensor" and alias is not None and alias.is_write
 
 
-_TRAITS: dict[int, Traits] = {}
+KNOWN_TRAITS: dict[int, Traits] = {}
+"""By the identity of an operator: an `OpOverload` hashes in Python, and lives as long as its traits."""
 
 
 def traits(func: Any) -> Traits:
-    """The traits of an operator. Keyed by identity: an `OpOverload` hashes in Python, and lives as long as its
-    traits."""
-    known = _TRAITS.get(id(func))
+    """The traits of an operator."""
+    known = KNOWN_TRAITS.get(id(func))
     if known is None:
-        known = _TRAITS[id(func)] = Traits(func)
+        known = KNOWN_TRAITS[id(func)] = Traits(func)
     return known
 
 
@@ -190,7 +207,9 @@ _STRIDED = torch.strided
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device})
 
 
+_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _PLAIN_TENSORS: dict[type, bool] = {torch.Tensor: True}
+"""Class of tensors met so far -> whether they do below autograd what `torch.Tensor` does."""
 
 
 def _is_plain(kind: type) -> bool:
@@ -212,6 +231,7 @@ class Arguments:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.storages: list[int] = []
         self.all_meta = True
         parts: list[Any] = []
         cacheable = self._scan(args, parts)
@@ -220,33 +240,61 @@ class Arguments:
                 parts.append(name)
                 cacheable = self._scan((kwargs[name],), parts) and cacheable
         self.key: tuple[Any, ...] | None = tuple(parts) if cacheable and self.all_meta else None
-        self.storages = [storage_of(tensor) for tensor in self.tensors]
 
     def _scan(self, items: Any, parts: list[Any]) -> bool:
+        """Whether the parts stand for all of the items. Runs for every operator that makes something: no calls that
+        can be spared.
+
+        The first part of an item says how many follow: a class (one), a size (two), a length (that many items).
+        """
         cacheable = True
         for item in items:
             kind = type(item)
             if kind in _ATOMS:
                 # 1, 1.0 and True are equal as keys, and mean different result types
-                parts.append((kind, item))
-            elif isinstance(item, torch.Tensor):
+                parts += (kind, item)
+            elif kind in _PLAIN_TENSORS or isinstance(item, torch.Tensor):
                 self.tensors.append(item)
+                self.storages.append(storage_of(item))
                 if not item.is_meta:
                     self.all_meta = False
                     cacheable = False
                     continue
                 dtype, plain = item.dtype, kind is torch.Tensor or _is_plain(kind)
                 # Only complex tensors, and parts of them, can be views that conjugate or negate what they show.
-                if item.layout is not _STRIDED or dtype.is_complex or item.is_neg() or not plain:
+                if item.layout is not _STRIDED or dtype in _COMPLEX or item.is_neg() or not plain:
                     cacheable = False
                     continue
-                parts.append((item.shape, item.stride(), dtype))
+                parts += (item.shape, item.stride(), dtype)
             elif isinstance(item, (list, tuple)):
                 parts.append(len(item))
                 cacheable = self._scan(item, parts) and cacheable
             else:
                 cacheable = False
         return cacheable
+
+
+class Remembered:
+    """The outcome of one operator signature, and how to have it again.
+
+    Args:
+        container: `torch.Tensor` for one tensor; the kind of sequence that several come in.
+        outputs: lengths and absent results as they are, otherwise a `Spec`.
+        cost: of one call.
+    """
+
+    __slots__ = ("alone", "container", "cost", "outputs")
+
+    def __init__(self, container: type, outputs: list[Any], cost: Cost) -> None:
+        self.container = container
+        self.outputs = outputs
+        self.cost = cost
+        self.alone: Spec | None = outputs[0] if container is torch.Tensor else None
+        """The only output, if it comes in no container."""
+
+
+Spec = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
+"""Size, strides and dtype of a remembered tensor, and bytes that the target's allocator takes for its storage."""
 
 
 class OperatorCache:
@@ -264,16 +312,12 @@ class OperatorCache:
         self._draw = draw
         self._target = target
         self._enabled = enabled
-        self._seen: dict[Any, tuple[type, list[Any], Cost]] = {}
+        self._seen: dict[Any, Remembered] = {}
         self._fits: set[Any] = set()
 
     def run(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> tuple[Any, list[Any], Cost]:
-        """`(result, its tensors, cost)` of a PLAIN operator."""
+        """`(result, its tensors, cost)` of a PLAIN operator; `recall` has it from then on if it can be repeated."""
         func = op.func
-        key = self._key(op, arguments) if op.makes_tensors else None
-        known = self._seen.get(key) if key is not None else None
-        if known is not None:
-            return _repeated(*known)
         if op.one_dtype and arguments.all_meta:
             _check_one_dtype(func, arguments.tensors)
         result = self._call(op, args, kwargs, arguments)
@@ -297,9 +341,22 @@ class OperatorCache:
             ),
             transient_bytes=self._target.transient_bytes(func, args, kwargs, tensors),
         )
+        key = self._key(op, arguments) if op.makes_tensors else None
         if key is not None and type(result) in (torch.Tensor, tuple, list) and _repeatable(outputs, arguments.tensors):
-            self._seen[key] = (type(result), [_spec(item) for item in outputs], cost)
+            self._seen[key] = Remembered(type(result), [self._spec(item) for item in outputs], cost)
         return result, tensors, cost
+
+    def recall(self, op: Traits, arguments: Arguments) -> Remembered | None:
+        """The outcome of a PLAIN operator, if `run` has met the signature before."""
+        if not op.makes_tensors or arguments.key is None or not self._enabled:
+            return None
+        return self._seen.get((op, torch.get_default_dtype(), arguments.key))
+
+    def _spec(self, item: torch.Tensor | int | None) -> Spec | int | None:
+        if not isinstance(item, torch.Tensor):
+            return item
+        held_bytes = self._target.round_bytes(item.untyped_storage().nbytes())
+        return item.size(), item.stride(), item.dtype, held_bytes
 
     def run_in_place(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         """Result of a MUTATES operator: on meta there is nothing to write, once its arguments are known to fit."""
@@ -341,18 +398,9 @@ class OperatorCache:
 _FILLS_WITH_A_TENSOR = frozenset({aten.masked_fill.Tensor, aten.masked_fill_.Tensor})
 
 
-def _repeated(container: type, specs: list[Any], cost: Cost) -> tuple[Any, list[Any], Cost]:
-    """The result of a remembered operator: tensors of the same shapes, in the same structure."""
-    if container is torch.Tensor:
-        size, stride, dtype = specs[0]
-        tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META)
-        return tensor, [tensor], cost
-    outputs = [
-        torch.empty_strided(spec[0], spec[1], dtype=spec[2], device=_META) if type(spec) is tuple else spec
-        for spec in specs
-    ]
-    tensors = [item for item in outputs if isinstance(item, torch.Tensor)]
-    return (outputs if container is list else tuple(outputs)), tensors, cost
+def remade(spec: Spec) -> torch.Tensor:
+    """A tensor of a remembered size, stride and dtype."""
+    return torch.empty_strided(spec[0], spec[1], dtype=spec[2], device=_META)
 
 
 def _foreach_by_representatives(func: Any, args: Any, kwargs: Any) -> Any:
@@ -384,7 +432,7 @@ def _foreach_by_representatives(func: Any, args: Any, kwargs: Any) -> Any:
         return None
     if not _repeatable(result, [tensor for items in lists for tensor in items if isinstance(tensor, torch.Tensor)]):
         return func(*args, **kwargs)
-    specs = [_spec(tensor) for tensor in result]
+    specs = [(tensor.size(), tensor.stride(), tensor.dtype) for tensor in result]
     return [torch.empty_strided(specs[r][0], specs[r][1], dtype=specs[r][2], device=_META) for r in rows]
 
 
@@ -444,10 +492,6 @@ def _outputs(result: Any) -> list[Any]:
     if isinstance(result, torch.Tensor):
         return [result]
     return list(result) if isinstance(result, (tuple, list)) else [result]
-
-
-def _spec(item: torch.Tensor | int | None) -> Any:
-    return (item.size(), item.stride(), item.dtype) if isinstance(item, torch.Tensor) else item
 
 
 def _repeatable(outputs: list[Any], inputs: list[torch.Tensor]) -> bool:

@@ -13,7 +13,6 @@ from torch import nn
 
 from elixir.access import (
     TrackedView,
-    backward_is_running,
     current_node_number,
     detached,
     operator_reads_only_metadata,
@@ -24,6 +23,7 @@ from elixir.step_trace import Operation, Phase
 from elixir.torch_private import (
     OpOverload,
     current_autograd_node,
+    current_graph_task_id,
     sequence_number,
     tree_leaves,
 )
@@ -73,6 +73,7 @@ class UseOrder:
         self._scopes: list[_Scope] = []
         self._forward_depth = 0  # scopes that were open when backward began
         self._marks: tuple[list[int], list[str]] = ([0], [""])  # sequence numbers at which the module changes
+        self._last_place = ("", -1)  # what `place` has found for a node, and the node's number; until the next mark
         self._node = -1  # sequence number of the node that last asked for a weight
         self._node_uses: list[int] = []
         self._node_parameters: set[int] = set()
@@ -92,7 +93,7 @@ class UseOrder:
 
     def phase(self) -> Phase:
         """Forward; recompute when a module runs inside backward; else backward."""
-        running = backward_is_running()
+        running = current_graph_task_id() != -1
         if running != self._in_backward:
             self._in_backward = running
             if running:
@@ -127,9 +128,11 @@ class UseOrder:
         node = current_autograd_node()
         if node is None:
             return phase, "", -1
-        number = int(node._sequence_nr())
-        marks, modules = self._marks
-        return phase, modules[bisect.bisect_right(marks, number) - 1], number
+        number: int = node._sequence_nr()
+        if number != self._last_place[1]:
+            marks, modules = self._marks
+            self._last_place = modules[bisect.bisect_right(marks, number) - 1], number
+        return phase, *self._last_place
 
     def innermost(self) -> object:
         """Something that stays the same object while one call of the innermost module lasts."""
@@ -277,7 +280,8 @@ class UseOrder:
         """Whether what runs now has announced a parameter."""
         phase = self.phase()
         if self._in_module(phase):
-            return any(index in scope.parameters for scope in self._scopes)
+            innermost = self._scopes[-1].parameters  # nearly always the one
+            return index in innermost or any(index in scope.parameters for scope in self._scopes)
         if phase == "forward":
             return index in self._outside
         self._enter_node()
@@ -306,6 +310,7 @@ class UseOrder:
         marks, modules = self._marks
         marks.append(sequence_number())
         modules.append(module)
+        self._last_place = ("", -1)
 
 
 def _creates_graph() -> bool:

@@ -22,7 +22,17 @@ from elixir.tracer.device import (
 from elixir.tracer.functions import StepFunctions
 from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.operation_kinds import passing
-from elixir.tracer.operators import Arguments, Category, OperatorCache, Traits, traits
+from elixir.tracer.operators import (
+    KNOWN_TRAITS,
+    Arguments,
+    Category,
+    Cost,
+    OperatorCache,
+    Remembered,
+    Traits,
+    remade,
+    traits,
+)
 from elixir.tracer.order import UseOrder
 from elixir.tracer.values import (
     MAX_EAGER_SHADOW_NUMEL,
@@ -38,6 +48,10 @@ from elixir.tracer.values import (
 )
 
 aten = torch.ops.aten
+
+_ADD = aten.add.Tensor
+_CAST = aten._to_copy.default
+_READ_NUMBER = aten._local_scalar_dense.default
 
 
 class Recorder(TorchDispatchMode):
@@ -63,6 +77,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._target = target
         self._ledger = ledger
+        self._log, self._starts = ledger.log, ledger.starts
         self._order = order
         self._shadows = shadows
         self._routing = routing
@@ -99,32 +114,34 @@ class Recorder(TorchDispatchMode):
         with DisableTorchFunction():
             if self._regions.beginning:
                 self._regions.settle()
-            self._ledger.begin_operator()
-            op = traits(func)
+            self._starts.append(len(self._log))
+            op = KNOWN_TRAITS.get(id(func)) or traits(func)
             if op.views:  # three of four
-                return func(*args, **kwargs) if kwargs else func(*args)
+                return func(*args, **kwargs) if kwargs else op.call(*args)
             return self._book(op, func, args, kwargs or {})
 
     def _book(self, op: Traits, func: Any, args: Any, kwargs: Any) -> Any:
-        if op.lengths_in_tensors:
-            func, args = self._lengths_as_numbers(*LENGTHS_IN_TENSORS[func], args)
-            op = traits(func)
-        if func is aten.add.Tensor and accumulates_in_place(args, depth=2):
-            self._order.cost(passing(args[0], 3 * args[0].nbytes))
-            return args[0]
-        if op.formula_may_write and self._formula_writes(func, args):
-            moved = sum(item.nbytes for item in args if isinstance(item, torch.Tensor))
-            self._order.cost(passing(args[0], moved))
-            return args[0]
-        if func is aten._local_scalar_dense.default:
-            value = self._shadows.real(args[0])
-            return unknown_number(args[0]) if value is None else value.item()
+        if op.detours:
+            if op.lengths_in_tensors:
+                func, args = self._lengths_as_numbers(*LENGTHS_IN_TENSORS[func], args)
+                op = traits(func)
+            if func is _ADD and accumulates_in_place(args, depth=2):
+                self._order.cost(passing(args[0], 3 * args[0].nbytes))
+                return args[0]
+            if op.formula_may_write and self._formula_writes(func, args):
+                moved = sum(item.nbytes for item in args if isinstance(item, torch.Tensor))
+                self._order.cost(passing(args[0], moved))
+                return args[0]
+            if func is _READ_NUMBER:
+                value = self._shadows.real(args[0])
+                return unknown_number(args[0]) if value is None else value.item()
         arguments = Arguments(args, kwargs)
         self._order.reached(arguments.storages, func)
-        if func is aten._to_copy.default and args[0].device.type == "meta" and _names_host(kwargs.get("device")):
-            return self._to_host(func, args, kwargs)
-        if op.needs_values and (func is not aten.index.Tensor or _indexes_by_mask(args)):
-            return self._by_value(func, args, kwargs)
+        if op.detours:
+            if func is _CAST and args[0].device.type == "meta" and _names_host(kwargs.get("device")):
+                return self._to_host(func, args, kwargs)
+            if op.needs_values and (func is not aten.index.Tensor or _indexes_by_mask(args)):
+                return self._by_value(func, args, kwargs)
         if not arguments.all_meta and any(t.device.type == "meta" for t in arguments.tensors):
             args, kwargs = self._all_on_meta(args, kwargs)
             arguments = Arguments(args, kwargs)
@@ -134,20 +151,25 @@ class Recorder(TorchDispatchMode):
 
     def _compute(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         func = op.func
-        result, tensors, cost = self._operators.run(op, args, kwargs, arguments)
-        real = bool(tensors) and tensors[0].device.type != "meta"
-        if real and not self._target.counts_host_tensors:
-            return result
-        phase, module, node = self._order.place()
-        if op.matrix_product:
-            self._hold_workspace(phase == "forward", module, func)
-        for tensor in tensors:
-            copies = self.copies.get(tensor.shape, 1) if self.copies else 1
-            self._ledger.add(tensor, self.new_kind, module, func, copies).node = node
-        if func is aten._to_copy.default and self._target.counts_host_tensors and tensors:
+        remembered = None if self.copies else self._operators.recall(op, arguments)
+        if remembered is not None:
+            result, tensors, cost = self._repeat(op, remembered)
+            real = False
+        else:
+            result, tensors, cost = self._operators.run(op, args, kwargs, arguments)
+            real = bool(tensors) and tensors[0].device.type != "meta"
+            if real and not self._target.counts_host_tensors:
+                return result
+            phase, module, node = self._order.place()
+            if op.matrix_product:
+                self._hold_workspace(phase == "forward", module, func)
+            for tensor in tensors:
+                copies = self.copies.get(tensor.shape, 1) if self.copies else 1
+                self._ledger.add(tensor, self.new_kind, module, func, copies).node = node
+            if cost.transient_bytes:
+                self._ledger.touch(cost.transient_bytes, module, func)
+        if func is _CAST and self._target.counts_host_tensors and tensors:
             self._same_where_the_device_is_the_host(args[0], tensors[0])
-        if cost.transient_bytes:
-            self._ledger.touch(cost.transient_bytes, module, func)
         if cost.operation is not None:
             self._order.cost(cost.operation)
         if real:
@@ -158,6 +180,34 @@ class Recorder(TorchDispatchMode):
         if choice is not None:
             self._routing.route(self._shadows, self._order.innermost(), choice)
         return result
+
+    def _repeat(self, op: Traits, remembered: Remembered) -> tuple[Any, list[torch.Tensor], Cost]:
+        """`(result, its tensors, cost)` as remembered, and booked: the way of nearly all operators that make
+        something."""
+        func, cost = op.func, remembered.cost
+        follow, kind = self._ledger.follow, self.new_kind
+        phase, module, node = self._order.place()
+        if op.matrix_product:
+            self._hold_workspace(phase == "forward", module, func)
+        spec = remembered.alone
+        if spec is not None:
+            result: Any = remade(spec)
+            tensors = [result]
+            follow(result, spec[3], kind, module, func, node)
+        else:
+            outputs, tensors = [], []
+            for output in remembered.outputs:
+                if type(output) is tuple:
+                    tensor = remade(output)
+                    follow(tensor, output[3], kind, module, func, node)
+                    outputs.append(tensor)
+                    tensors.append(tensor)
+                else:
+                    outputs.append(output)
+            result = outputs if remembered.container is list else tuple(outputs)
+        if cost.transient_bytes:
+            self._ledger.touch(cost.transient_bytes, module, func)
+        return result, tensors, cost
 
     def _mutate(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         written = []
