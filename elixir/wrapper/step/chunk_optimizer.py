@@ -377,6 +377,12 @@ class ChunkOptimizer:
         self._count_states()
 
     @property
+    def rests_without_gradients(self) -> bool:
+        """Whether a step without gradients does nothing."""
+        known = isinstance(self.optimizer, FusedAdam) or self._user.rests_without_gradients
+        return known or not self.segments
+
+    @property
     def follows_torch(self) -> bool:
         """Whether autograd's own gradients are stepped by the user's class: all on the device, and nothing waits for
         it."""

@@ -38,7 +38,7 @@ def update(
         part.step(arrived, factor, hyperparameters, in_place=in_place)
         part.write_weights(arrived)
         return
-    if chunk.stored is not None and not arrived:
+    if chunk.stored is not None and not arrived and part.rests_without_gradients:
         return  # nothing to step, and so nothing to move
     # `behind` brings the gradients. The step before writes masters and states, and if it failed, so must this. The
     # fetch before reads the shard of weights: a block would get some of them new.

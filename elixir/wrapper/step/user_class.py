@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
+from elixir.kernels import HybridAdam
 from elixir.optimizer_states import MomentKind
 from elixir.torch_private import tree_map
 from elixir.wrapper.engine import Engine
@@ -42,6 +43,11 @@ class UserOptimizer:
         self.fusible = can_fuse(given)
         self.begins_with_states = bool(given.state)
         """Whether the constructor of the class makes states."""
+        self.rests_without_gradients = isinstance(given, HybridAdam) or type(given).__module__.startswith(
+            "torch.optim."
+        )
+        """Whether its step is known to do nothing where there is no gradient. Other classes may count steps by
+        themselves."""
         self.group_of = {parameter: index for index, group in enumerate(groups()) for parameter in group["params"]}
 
     @property

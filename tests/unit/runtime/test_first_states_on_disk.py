@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from elixir.chunk.host_buffers import WINDOW, HostBuffer, window_kind
 from elixir.kernels import HybridAdam
@@ -18,7 +19,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from tests.common.on_disk import in_memory, on_disk
-from tests.common.parity import Pair, case, make_plan
+from tests.common.parity import Case, Pair, case, make_plan, square_loss
 from tests.unit.runtime.test_states_on_disk import assert_same
 
 
@@ -244,3 +245,26 @@ def test_states_that_are_loaded_go_to_the_window_at_once(tmp_path: Path, monkeyp
         pair.optimizer.load_state_dict(saved)
         assert seen == [True] * count
         assert_same(({}, pair.optimizer.state_dict()), ({}, saved))
+
+
+class Switched(nn.Module):
+    """A layer that only some steps use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        x = self.first(x).tanh()
+        return self.second(x) if both else x
+
+
+def test_a_class_that_counts_its_steps_counts_those_without_a_gradient(tmp_path: Path) -> None:
+    x = torch.randn(4, 32)
+    it = Case(Switched(), {"x": x}, square_loss)
+    plan = on_disk(make_plan(it, "streamed", split_number=2))
+    with Pair(it, plan, optimizer=lambda model: Counting(model.parameters()), disk_folder=tmp_path) as pair:
+        for both in (True, False, False, True, False, True):
+            pair.train(1, {"x": x, "both": both})
+        pair.assert_same_weights()
