@@ -46,7 +46,7 @@ class UserOptimizer:
         self.rests_without_gradients = isinstance(given, HybridAdam) or type(given).__module__.startswith(
             "torch.optim."
         )
-        """Whether its step is known to do nothing where there is no gradient. Other classes may count steps by
+        """Whether its step is known to do nothing without a gradient. Other classes may count steps by
         themselves."""
         self.group_of = {parameter: index for index, group in enumerate(groups()) for parameter in group["params"]}
 
