@@ -8,6 +8,7 @@ apart in the text: *published* (a datasheet: memory bandwidth and FLOP/s are pea
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 GIB = 2**30
@@ -21,7 +22,7 @@ class Quoted(NamedTuple):
 
 
 Entry = dict[str, Quoted]
-"""Field of `HardwareProfile` -> value and source."""
+"""Field of `HardwareProfile` -> value and source; ``fits.`` and a key: the rate of a fit."""
 
 # --- measurements that several entries lean on -------------------------------------------------------------------
 
@@ -108,9 +109,21 @@ _PCIE3: Entry = {
         12e9, "assumption: as fast as host to device; a P100 measured 12.9 GB/s (mpicbg-scicomp/gearshifft#82)"
     ),
 }
-_A100_LINK: Entry = {
+_A100_DEVICES = 8
+"""Devices of the machine that the original's constants are of."""
+_A100_HOST: Entry = {
     "host_to_device_bytes_per_s": Quoted(25.0e9, f"{_ORIGINAL}: 16.3 n + 8.7 GB/s, n = 1"),
     "device_to_host_bytes_per_s": Quoted(18.1e9, f"{_ORIGINAL}: 15.8 n + 2.3 GB/s, n = 1"),
+    "fits.host_to_device.all_ranks": Quoted(
+        (16.3e9 * _A100_DEVICES + 8.7e9) / _A100_DEVICES, f"{_ORIGINAL}: (16.3 n + 8.7) / n GB/s each, n = 8"
+    ),
+    "fits.device_to_host.all_ranks": Quoted(
+        (15.8e9 * _A100_DEVICES + 2.3e9) / _A100_DEVICES, f"{_ORIGINAL}: (15.8 n + 2.3) / n GB/s each, n = 8"
+    ),
+    "fits.host_adam.all_ranks": Quoted(
+        (1.66e9 * math.log(_A100_DEVICES) + 5.15e9) / _A100_DEVICES,
+        f"{_ORIGINAL}: (1.66 ln n + 5.15) / n G elements/s each, n = 8",
+    ),
 }
 
 NVLINK_REACHED = 380 / 450
@@ -295,7 +308,7 @@ PRESETS: dict[str, Entry] = {
         Quoted(A100_80GB_BYTES_PER_S, "NVIDIA A100 80GB SXM datasheet: 2039 GB/s"),
         _flops(19.5e12, 312e12, "NVIDIA A100 datasheet: FP32 19.5, FP16/BF16 312 TFLOPS dense"),
         Quoted(271.2 / 312, "measured 271.2 of 312 TFLOPS in bf16 (stas00/ml-engineering, MAMF table)"),
-        _A100_LINK,
+        _A100_HOST,
         _NVLINK3,
         _DGX_A100,
         _A100_STEPS,
@@ -307,7 +320,7 @@ PRESETS: dict[str, Entry] = {
         Quoted(1.555e12, "NVIDIA A100 40GB SXM datasheet: 1555 GB/s"),
         _flops(19.5e12, 312e12, "NVIDIA A100 datasheet: FP32 19.5, FP16/BF16 312 TFLOPS dense"),
         Quoted(246.3 / 312, f"measured 246.3 of 312 TFLOPS in bf16 ({_GEMM_TABLE}, A100 40GB)"),
-        _A100_LINK,
+        _A100_HOST,
         _NVLINK3,
         _DGX_A100,
         _A100_STEPS,

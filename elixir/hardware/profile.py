@@ -115,8 +115,9 @@ class HardwareProfile(Artifact):
     measured_at: str | None = None
     """ISO date of the measurement; None for a preset."""
     fits: dict[str, RateFit] = field(default_factory=dict)
-    """Latency and rate by what was measured, such as ``host_to_device.both``; a preset has none.
-    docs/appendix/hardware_fits.md lists the keys; `rate` and `seconds` answer for those that are not there."""
+    """Latency and rate by what was measured, such as ``host_to_device.both``; of a preset, what its source says of all
+    ranks at once. docs/appendix/hardware_fits.md lists the keys; `rate` and `seconds` answer for those that are not
+    there."""
     network_bytes_per_s: float | None = None
     """Between machines, per machine and direction, all its network cards together."""
     network_latency_s: float | None = None
@@ -314,6 +315,10 @@ def preset_names() -> tuple[str, ...]:
     return tuple(PRESETS)
 
 
+_FIT = "fits."
+"""Begins the name of a fit among sources, and among the fields of a preset."""
+
+
 def preset(name: str) -> HardwareProfile:
     """The preset machine `name` (case does not matter), every number with its source.
 
@@ -325,8 +330,11 @@ def preset(name: str) -> HardwareProfile:
     entry = PRESETS.get(name.lower())
     if entry is None:
         raise unknown_name("hardware", name, PRESETS)
-    values: dict[str, Any] = {key: quoted.value for key, quoted in entry.items()}
+    values: dict[str, Any] = {key: quoted.value for key, quoted in entry.items() if not key.startswith(_FIT)}
     values["flops_per_s"] = dict(values["flops_per_s"])
+    values["fits"] = {
+        key.removeprefix(_FIT): RateFit(0.0, quoted.value, 0.0) for key, quoted in entry.items() if key.startswith(_FIT)
+    }
     sources = {key: quoted.source for key, quoted in entry.items() if quoted.source}
     return HardwareProfile(name=name.lower(), sources=sources, **values)
 

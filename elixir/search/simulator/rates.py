@@ -84,6 +84,7 @@ class Rates:
 
     Fits of the profile are taken if it has them, otherwise its plain rates. Ranks of one machine share the host's Adam
     and its memory's bandwidth, unless the profile has measured all of them at once; its disk they share in any case.
+    Host memory carries both directions of a link, and Adam, together.
 
     Args:
         hardware: the machine.
@@ -123,8 +124,9 @@ class Rates:
         """Threads of one rank's Adam, if the profile tells how many are enough."""
         self.fetch = self._link("host_to_device").at_most(host_memory)
         self.offload = self._link("device_to_host").at_most(host_memory)
-        self.fetch_slowdown = self._both("host_to_device")
-        self.offload_slowdown = self._both("device_to_host")
+        wanted_per_s = self.fetch.per_s + self.offload.per_s
+        self.fetch_slowdown = self._both("host_to_device", wanted_per_s / host_memory)
+        self.offload_slowdown = self._both("device_to_host", wanted_per_s / host_memory)
         self.host_adam = self._host_adam()
         self.device_adam = self._device_adam()
         self._line(f"matmul.{dtype}.square")  # refuses a dtype without FLOP/s before any work
@@ -255,13 +257,33 @@ class Rates:
         return Line(fit.latency_s, fit.per_s)
 
     def _link(self, key: str) -> Line:
-        return self._line(f"{key}.all_ranks" if self._ranks > 1 else key)
+        return self._among_ranks(key, self._line(key), self._line(key))
 
-    def _both(self, key: str) -> float:
-        """How many times longer a transfer takes while another goes the other way; 1 where that was not measured."""
-        fits = self._hardware.fits
+    def _among_ranks(self, key: str, alone: Line, otherwise: Line, share: float = 1.0) -> Line:
+        """One of the ranks of a machine while all of them work, by `alone` and the fit of all that it has devices for;
+        `otherwise` without such a fit.
+
+        In between, the ranks of a machine together follow a straight line.
+        """
+        fit, most = self._hardware.fits.get(f"{key}.all_ranks"), self._hardware.devices_per_host
+        if self._ranks == 1 or fit is None:
+            return alone if self._ranks == 1 else otherwise
+        part = (self._ranks - 1) / max(most - 1, self._ranks - 1)
+        together_per_s = alone.per_s + part * (max(most, self._ranks) * fit.per_s * share - alone.per_s)
+        return Line(fit.latency_s, together_per_s / self._ranks)
+
+    def _both(self, key: str, of_host_memory: float) -> float:
+        """How many times longer a transfer takes while another goes the other way, as measured with as many ranks.
+
+        Otherwise as far as host memory cannot carry both: `of_host_memory` is what they want over what it has.
+        """
+        fits, ending = self._hardware.fits, ".all_ranks" if self._ranks > 1 else ""
+        alone, both = fits.get(f"{key}{ending}"), fits.get(f"{key}.both{ending}")
+        if alone is not None and both is not None:
+            return max(1.0, alone.per_s / both.per_s)
         alone, both = fits.get(key), fits.get(f"{key}.both")
-        return 1.0 if alone is None or both is None else max(1.0, alone.per_s / both.per_s)
+        measured = 1.0 if alone is None or both is None else alone.per_s / both.per_s
+        return max(1.0, measured, of_host_memory)
 
     def _device_adam(self) -> Line:
         measured = self._hardware.fits.get("device_adam.bfloat16") if self._moments == "bfloat16" else None
@@ -279,8 +301,9 @@ class Rates:
         on_cpu = self._hardware.device_kind == "cpu"
         threads = adam_threads(cores, self._ranks, cores // self._ranks if on_cpu else 0)
         if not alone and not together:
-            fit = self._hardware.rate("host_adam")
-            return Line(fit.latency_s, fit.per_s * adam_share(self._moments)).shared(self._ranks)
+            fit, share = self._hardware.rate("host_adam"), adam_share(self._moments)
+            plain = Line(fit.latency_s, fit.per_s * share)
+            return self._among_ranks("host_adam", plain, plain.shared(self._ranks), share)
         # What all cores together get out of memory is what ranks share, whatever each could do alone.
         most_per_s = max((fit.per_s for fit in alone.values()), default=math.inf) / self._ranks
 

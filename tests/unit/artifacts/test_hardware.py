@@ -42,8 +42,9 @@ def holds_numbers(value: object) -> bool:
 
 def unsourced(profile: HardwareProfile) -> list[str]:
     """Fields with a number and no source."""
-    names = [field.name for field in dataclasses.fields(profile)]
-    return [n for n in names if holds_numbers(getattr(profile, n)) and not profile.sources.get(n, "").strip()]
+    names = [field.name for field in dataclasses.fields(profile) if holds_numbers(getattr(profile, field.name))]
+    names += [f"fits.{key}" for key in profile.fits]
+    return [name for name in names if not profile.sources.get(name, "").strip()]
 
 
 def test_every_promised_preset_is_there() -> None:
@@ -55,7 +56,7 @@ def test_every_number_of_a_preset_has_a_source(name: str) -> None:
     profile = preset(name)
     assert unsourced(profile) == []
     fields = {field.name for field in dataclasses.fields(profile)}
-    assert set(profile.sources) <= fields
+    assert set(profile.sources) <= fields | {f"fits.{key}" for key in profile.fits}
     assert profile.name == name
     assert profile.measured_at is None
 
