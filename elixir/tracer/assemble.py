@@ -44,10 +44,10 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     """Peaks, curve, accesses and gates of a finished trace; `started` is its `time.perf_counter()`."""
 
     def dropped(record: StorageRecord) -> bool:
-        return record.kind == "workspace" and record.index >= first_optimizer and not observed.optimizer.has_temporaries
+        return record.kind == "workspace" and record.index >= first_optimizer
 
     first_optimizer = _records_before(ledger, observed.step_end)
-    curve = ledger.curve(drop=dropped)
+    curve = ledger.curve(drop=None if observed.optimizer.has_temporaries else dropped)
     end = observed.step_end
     other = curve.without(*NOT_ACTIVATIONS)[:end]
     state_bytes = sum(record.nbytes for record in ledger.records if record.kind == "optimizer")

@@ -8,7 +8,7 @@ over), so the log keeps births and deaths, and `Ledger.curve` sorts them into ki
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,12 +150,21 @@ class Ledger:
         """Follow nothing any more; what dies from now on stays in the log as alive."""
         self._live.clear()
 
-    def curve(self, *, drop: Callable[[StorageRecord], bool] = lambda record: False) -> Curve:
+    def knows(self, storages: Iterable[int]) -> bool:
+        """Whether the values of all these storages are known."""
+        for storage in storages:
+            ref = self._live.get(storage)
+            if ref is None or ref.record.shadow is None:
+                return False
+        return True
+
+    def curve(self, *, drop: Callable[[StorageRecord], bool] | None = None) -> Curve:
         """Live bytes by kind after every entry of the log, leaving out the records that `drop` names."""
         log = np.asarray(self.log, dtype=np.int64)
         births = log >= 0
         index = np.where(births, log, ~log)
-        sizes = np.fromiter((0 if drop(r) else r.nbytes for r in self.records), np.int64, len(self.records))
+        kept = (r.nbytes if drop is None or not drop(r) else 0 for r in self.records)
+        sizes = np.fromiter(kept, np.int64, len(self.records))
         kinds = np.fromiter((KIND_INDEX[r.kind] for r in self.records), np.int64, len(self.records))
         delta = np.where(births, sizes[index], -sizes[index])
         by_kind = np.zeros((len(KINDS), len(log)), dtype=np.int64)

@@ -57,10 +57,10 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
             f"{type(model).__name__} has no parameters, so there is no step to plan; give the model itself"
         )
     refuse_unplannable(model)
-    follow = casts_buffers(model, dtype)
     if all(_fits(parameter, dtype) for parameter in original.names) and all(buffer.is_meta for buffer in buffers):
         return original
     memo: dict[int, Any] = {}
+    follow = casts_buffers(model, dtype)
     for parameter in original.names:
         cast = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         data = torch.empty_strided(parameter.size(), parameter.stride(), dtype=cast, device="meta")

@@ -143,7 +143,8 @@ class UseOrder:
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         """A function is about to read parameters."""
         phase = self.phase()
-        indices = [self._index[parameter] for parameter in parameters if parameter in self._index]
+        found = [self._index.get(parameter) for parameter in parameters]
+        indices = [index for index in found if index is not None]
         position = self._record(phase, indices, self.module(phase), function)
         if self._in_module(phase):
             self._scopes[-1].uses.append(position)
@@ -221,7 +222,8 @@ class UseOrder:
         for position in scope.uses:
             self.uses[position].pin_until = len(self.uses) - 1
         self._mark(self._scopes[-1].module if self._scopes else "")
-        untrack(tree_leaves(output))  # at run time a module returns copies of what lies in a block
+        if type(output) is not torch.Tensor:
+            untrack(tree_leaves(output))  # at run time a module returns copies of what lies in a block
         return output
 
     def pack(self, tensor: torch.Tensor) -> Any | None:

@@ -320,12 +320,10 @@ class Recorder(TorchDispatchMode):
     def _may_be_known(self, op: Traits, arguments: Arguments, outputs: list[Any]) -> bool:
         if not arguments.tensors or op.constant_like:
             return any(not t.is_floating_point() or t.numel() <= MAX_EAGER_SHADOW_NUMEL for t in outputs)
-        for tensor, storage in zip(arguments.tensors, arguments.storages, strict=True):
-            if tensor.is_meta:
-                record = self._ledger.at(storage)
-                if record is None or record.shadow is None:
-                    return False
-        return True
+        storages = arguments.storages
+        if not arguments.all_meta:
+            storages = [at for tensor, at in zip(arguments.tensors, storages, strict=True) if tensor.is_meta]
+        return self._ledger.knows(storages)
 
     def _count_state(self, state: torch.Tensor) -> None:
         if self._target.counts_host_tensors:
