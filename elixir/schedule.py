@@ -15,9 +15,11 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
 from itertools import accumulate
 
-from elixir.errors import InputError, PlanError, StateError
+from elixir.errors import InputError, PlanError
 
 
 class TooFewBlocksError(PlanError):
@@ -44,21 +46,29 @@ class ScheduleResult:
 
     blocks: int
     prefetch_depth: int
-    loads: int
     hits: int
     """Requirements that were met by what was there: neither loaded for it, nor fetched ahead for it."""
-    timeline: tuple[tuple[int, int], ...]
-    """(position, chunk) of every load, in order; a prefetched chunk carries the position during which it is fetched."""
+    positions: tuple[int, ...]
+    """Position of every load, in order; a prefetched chunk has the one during which it is fetched."""
+    chunks: tuple[int, ...]
+    """The chunk of every load."""
     left: tuple[int, ...] = ()
     """Chunks that lie in the blocks at the end, in order of id."""
 
     @property
+    def loads(self) -> int:
+        """How many there are."""
+        return len(self.chunks)
+
+    @property
+    def timeline(self) -> tuple[tuple[int, int], ...]:
+        """(position, chunk) of every load."""
+        return tuple(zip(self.positions, self.chunks, strict=True))
+
+    @property
     def loads_by_chunk(self) -> dict[int, int]:
         """Loads per chunk, in order of chunk id."""
-        counts: dict[int, int] = {}
-        for _, chunk in self.timeline:
-            counts[chunk] = counts.get(chunk, 0) + 1
-        return dict(sorted(counts.items()))
+        return dict(sorted(Counter(self.chunks).items()))
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,16 @@ class EvictionPolicy:
             self.next_request[request] = self.first_request.get(chunk, self.end + chunk)
             self.first_request[chunk] = request
         self.requested.extend(range(max(self.requested, default=-1) + 1))
+
+    @cached_property
+    def widths(self) -> dict[int, int]:
+        """By number of chunks that a position requires, how many chunks are requested from the first such one on."""
+        last = [request for request in range(self.end) if self.next_request[request] >= self.end]
+        found: dict[int, int] = {}
+        for position, chunks in enumerate(self.required):
+            if len(chunks) not in found:
+                found[len(chunks)] = len(last) - bisect_left(last, self.starts[position])
+        return found
 
     def next_use(self, chunk: int, position: int) -> int | None:
         """First position from `position` on that requires `chunk`; None if no position does."""
@@ -205,22 +225,31 @@ class StepSchedule:
             raise InputError(f"prefetch depth must be 0 or larger, got {prefetch_depth}")
         self.policy = required if isinstance(required, EvictionPolicy) else EvictionPolicy(required)
         self.prefetch_depth = prefetch_depth
-        self.windows = self._windows()
-        self.min_blocks = max(map(len, self.windows), default=0)
+        self.min_blocks = max(
+            (min(width + prefetch_depth, chunks) for width, chunks in self.policy.widths.items()), default=0
+        )
         """Fewest blocks with which every window fits."""
         self._results: dict[tuple[int, tuple[int, ...]], ScheduleResult] = {}
 
-    def _windows(self) -> tuple[tuple[int, ...], ...]:
+    @cached_property
+    def windows(self) -> tuple[tuple[int, ...], ...]:
+        """By position, the chunks that lie in blocks while it runs, in the order in which they are needed."""
         required, depth = self.policy.required, self.prefetch_depth
         if depth == 0:
             return required
         most = depth + max(map(len, required), default=0)
         windows: list[tuple[int, ...]] = []
         ahead: tuple[int, ...] = ()  # distinct chunks of later positions, the next first
+        between: tuple[int, ...] = ()  # the window of a position that requires nothing
         for here in reversed(required):
-            if ahead[: len(here)] != here:
-                ahead = (here + tuple([chunk for chunk in ahead if chunk not in here]))[:most]
-            windows.append(ahead[: len(here) + depth])
+            if not here:
+                windows.append(between)
+                continue
+            width = len(here)
+            if ahead[:width] != here:
+                ahead = (*here, *[chunk for chunk in ahead if chunk not in here])[:most]
+                between = ahead[:depth]
+            windows.append(ahead[: width + depth])
         return tuple(reversed(windows))
 
     def simulate(self, blocks: int, held: tuple[int, ...] = ()) -> ScheduleResult:
@@ -262,48 +291,54 @@ class StepSchedule:
             held = walks[-1].left
         # A walk that begins as an earlier one did goes on as that one did, so the rest goes round in a circle.
         first = begun.get(held, 0)
-        by_chunk, hits = Counter[int](), 0
+        by_chunk, hits = dict[int, int](), 0
         for index, walk in enumerate(walks):
             times = 1 if index < first else (micro_batches - index - 1) // (len(walks) - first) + 1
             hits += times * walk.hits
-            for chunk, loads in walk.loads_by_chunk.items():
-                by_chunk[chunk] += times * loads
+            for chunk, loads in Counter(walk.chunks).items():
+                by_chunk[chunk] = by_chunk.get(chunk, 0) + times * loads
         return StepLoads(hits, dict(sorted(by_chunk.items())))
 
     def _walk(self, blocks: int, held: Sequence[int]) -> ScheduleResult:
-        cache = self.policy.start()
+        """As `CacheView` has it, in one loop: a search takes hundreds of walks.
+
+        No pins are needed: a window's own chunks have the nearest next uses, so none of them can be the victim.
+        """
+        policy = self.policy
+        requested, next_request = policy.requested, policy.next_request
+        coming = policy.first_request.copy()  # by chunk that is in no block, the request of its next use
+        # Requests of next uses, the furthest first. Those that have passed stay in there: they never come first.
+        uses: list[int] = []
+        inside = set(held)
         for chunk in held:
-            cache.admit(chunk)
-        residents = cache.residents
-        timeline: list[tuple[int, int]] = []
-        fresh: set[int] = set()
-        hits = 0
+            heappush(uses, -coming[chunk])
+        loaded_for: dict[int, int] = {}
+        positions: list[int] = []
+        chunks: list[int] = []
+        unused = request = 0
         before: tuple[int, ...] = ()
-        for position, window in enumerate(self.windows):
-            for chunk in window if window != before else ():
-                if chunk in residents:
-                    continue
-                if len(residents) == blocks:
-                    # No pins needed: the window's own chunks have the nearest next uses, so none can be the victim.
-                    victim = cache.victim()
-                    if victim is None:
-                        raise StateError(f"position {position}: all {blocks} blocks hold nothing that can leave")
-                    cache.evict(victim)
-                    fresh.discard(victim)
-                cache.admit(chunk)
-                fresh.add(chunk)
-                timeline.append((position, chunk))
-            before = window
-            here = self.policy.required[position]
-            for chunk in here:
-                if chunk in fresh:
-                    fresh.discard(chunk)
-                else:
-                    hits += 1
-            if here:
-                cache.passed(position)
-        left = tuple(sorted(residents))
-        return ScheduleResult(blocks, self.prefetch_depth, len(timeline), hits, tuple(timeline), left)
+        for position, (window, here) in enumerate(zip(self.windows, policy.required, strict=True)):
+            if window != before:
+                before = window
+                for chunk in window:
+                    if chunk in inside:
+                        continue
+                    if len(inside) == blocks:
+                        furthest = -heappop(uses)
+                        victim = requested[furthest]
+                        inside.remove(victim)
+                        coming[victim] = furthest
+                        unused += loaded_for.get(victim) == furthest
+                    inside.add(chunk)
+                    loaded_for[chunk] = use = coming[chunk]
+                    heappush(uses, -use)
+                    positions.append(position)
+                    chunks.append(chunk)
+            for _ in here:
+                heappush(uses, -next_request[request])
+                request += 1
+        hits = policy.end - len(chunks) + unused
+        return ScheduleResult(blocks, self.prefetch_depth, hits, tuple(positions), tuple(chunks), tuple(sorted(inside)))
 
 
 def required_chunks(
