@@ -27,6 +27,9 @@ MOST_AHEAD = 4
 SIZES_KEPT = 3
 """Packings that are looked at closer after a first look at all."""
 SIZES_POLISHED = 2
+EARLY_CHUNKS = 512
+"""More packings get a closer look, with chunks that speculate, while all of them together have at most so many chunks.
+"""
 FEW_CHUNKS = 16
 """Up to so many, all homes are looked at unless they are too many in spite of what can be ruled out."""
 MOST_WEIGHED = 24
@@ -96,7 +99,11 @@ def find_best(
         early = _speculating(space, budgets, trials[: SIZES_KEPT if briefly else None], found, ahead)
     if found.best is None or found.best_s > plain_s * MUCH_LESS:
         _closer(trials, found, depths, briefly=briefly)
-    for trial in early[: 1 if briefly else SIZES_KEPT]:
+    looked_at = 0
+    for place, trial in enumerate(early):
+        looked_at += len(trial.model.work.chunks)
+        if place >= (1 if briefly else SIZES_KEPT) and (briefly or looked_at > EARLY_CHUNKS):
+            break
         trial.early.vary(ahead, found.best_s)
         found.take(trial.early.found())
     if found.best is None:

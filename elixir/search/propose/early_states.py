@@ -9,7 +9,7 @@ hides no more, and rise: the least of them is found in few looks, on any packing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class EarlyStates:
         self.best: tuple[Key, Candidate] | None = None
         self._starts: list[Key] = []
         self._least = 0  # chunks whose states the device cannot hold
+        self._promising = 0  # chunks with which seconds have the least floor
         self._known: dict[tuple[Placement, int, int], Candidate | None] = {}
 
     @property
@@ -69,6 +70,7 @@ class EarlyStates:
         homes, none = (RESIDENT[codes], WEIGHTS[codes], STATES[codes]), np.zeros(len(counts), dtype=np.int64)
         floors_s = self.space.cost.floor_s(work, np.arange(len(work.chunks)), *homes, none, speculating=True)
         least = int(np.argmin(np.where(fit, np.round(floors_s, DECIMALS), np.inf)))
+        self._promising = int(counts[least])
         sets = np.cumsum([0, *(self.model.second_set_bytes[chunk] for chunk in reversed(order))])[counts]
         whole = np.flatnonzero(host_bytes + sets <= self._budgets.host_bytes - self.model.copies_bytes)
         starts = {least, min(least, int(whole[-1]) if len(whole) else 0)}
@@ -94,21 +96,59 @@ class EarlyStates:
         choice = self._fillings.hosting(*key)
         return choice is not None and sum(self.model.host_parts(choice[0]).values()) <= self._budgets.host_bytes
 
-    def vary(self, depths: Iterable[int], most_s: float) -> None:
-        """From the best so far, other numbers of chunks, other depths and blocks in turn, in ever smaller steps."""
-        step = max(self.most // FIRST_STEP, 1) if self.best is not None else 0
-        while step and self.best is not None:
-            here = hosted, blocks, depth = self.best[0]
-            around = [
-                (count, blocks, depth) for count in (hosted - step, hosted + step) if self._least <= count <= self.most
-            ]
-            if step == 1:
-                around += [(hosted, max(blocks, self._fillings.block_range(other).start), other) for other in depths]
-                around += [(hosted, 2 * blocks, depth)]
-            for key in around:
-                self.at(key, min(most_s, self.best_s))
-            if self.best[0] == here:
+    def vary(self, depths: Sequence[int], most_s: float) -> None:
+        """From the best so far, other numbers of chunks in ever smaller steps; then the next depths, and more blocks.
+
+        If its floor is above `most_s`, from the nearest number that may take less.
+        """
+        if self.best is None:
+            return
+        here = self.best[0]
+        found: Candidate | None = self.best[1]
+        if self._floor_s(here) > most_s:
+            here = self._nearest_below(here, most_s)
+            if self._floor_s(here) > most_s:
+                return
+            found = self.at(here, most_s)
+        step = max(self.most // FIRST_STEP, 1)
+        while step:
+            hosted, blocks, depth = here
+            moved = self._better(((count, blocks, depth) for count in (hosted - step, hosted + step)), found, most_s)
+            if step == 1 and moved is None:
+                near = [other for other in (depth - 1, depth + 1) if other in depths]
+                around = [(hosted, max(blocks, self._fillings.block_range(other).start), other) for other in near]
+                moved = self._better([*around, (hosted, 2 * blocks, depth)], found, most_s)
+            if moved is None:
                 step //= 2
+            else:
+                here, found = moved
+
+    def _better(self, keys: Iterable[Key], than: Candidate | None, most_s: float) -> tuple[Key, Candidate] | None:
+        """The best of these that is better."""
+        best: tuple[Key, Candidate] | None = None
+        for key in keys:
+            found = self.at(key, min(most_s, self.best_s)) if self._least <= key[0] <= self.most else None
+            known = than if best is None else best[1]
+            if found is not None and (known is None or found.sort_key < known.sort_key):
+                best = (self._hosted(found.placement), *key[1:]), found
+        return best
+
+    def _nearest_below(self, key: Key, most_s: float) -> Key:
+        """With the nearest number of chunks that has a floor of at most `most_s`, towards the one with the least."""
+        above, below = key[0], self._promising
+        while abs(below - above) > 1:
+            middle = (below + above) // 2
+            if self._floor_s((middle, *key[1:])) > most_s:
+                above = middle
+            else:
+                below = middle
+        return (below, *key[1:])
+
+    def _floor_s(self, key: Key) -> float:
+        choice = self._fillings.hosting(*key)
+        if choice is None:
+            return math.inf
+        return self.space.cost.floor_of(self.model.work, *choice, speculating=True)
 
     def found(self) -> list[Candidate]:
         """All that were simulated."""

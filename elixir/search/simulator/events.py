@@ -155,6 +155,16 @@ class WorkTimes:
         return self.total_s if entry is None else float(self._before_s[self._access_of[entry]])
 
     @property
+    def sent(self) -> tuple[Ints, Floats]:
+        """By chunk, its place in the order in which last gradients come, and the trace's own compute after that."""
+        sent = self._grad_kind == SEND
+        chunks = self._grad_chunk[sent]
+        place, after_s = np.full(len(self.bytes), -1, dtype=np.int64), np.zeros(len(self.bytes))
+        place[chunks] = np.arange(len(chunks))
+        after_s[chunks] = self.total_s - self._before_s[self._grad_access[sent] + 1]
+        return place, after_s
+
+    @property
     def without_updates_s(self) -> float:
         """That of it between the last first use in forward of a chunk that is trained, and the first chunk's last
         gradient.

@@ -19,9 +19,18 @@ class Floor:
     Args:
         times: seconds of every piece of work.
         step_in_backward: the host may update what it can before forward begins, which then need not wait for that.
+        clipping, accumulates, ahead: as in `Machine`.
     """
 
-    def __init__(self, times: WorkTimes, step_in_backward: bool = False) -> None:
+    def __init__(
+        self,
+        times: WorkTimes,
+        step_in_backward: bool = False,
+        *,
+        clipping: bool = False,
+        accumulates: bool = False,
+        ahead: bool = False,
+    ) -> None:
         self._times = times
         self._several = times.world_size > 1
         work, before_backward_s = times.work, times.before_backward_s
@@ -47,6 +56,18 @@ class Floor:
         self._host_adam_s, self._device_adam_s = np.array(times.host_adam_s), np.array(times.device_adam_s)
         self._copy_s, self._deliver_s = np.array(times.device_copy_s), np.array(times.deliver_on_device_s)
         self._gather_s, self._reduce_s = np.array(times.gather_s), np.array(times.reduce_s)
+        self._norm_s = np.array(times.norm_s) * clipping
+        self._number_s = times.rates.number_s * clipping
+        # Who wrote it last sums what leaves for the host: compute, the network's lane, or on a CPU the offload lane.
+        summed_s = self._norm_s * (not accumulates)
+        self._summed_by_compute_s = summed_s * (ahead and not self._several)
+        self._reduce_to_host_s = self._reduce_s + summed_s * self._several
+        self._offload_s = self._offload_s + summed_s * (not ahead and not self._several)
+        # Loads come in the order of first uses, gradients leave in the order of the last of each chunk.
+        before_s = [times.before_first_use_s(chunk) for chunk in range(count)]
+        self._before_s = np.array(before_s, dtype=np.float64)
+        self._used_place: Ints = np.argsort(np.argsort(self._before_s, kind="stable"), kind="stable")
+        self._sent_place, self._after_sent_s = times.sent
 
     def seconds(self, chunks: Ints, resident: Bools, weight: Bools, state: Bools, blocks: Ints) -> Floats:
         """The least a step with these homes, and no more than so many blocks, can take.
@@ -60,21 +81,50 @@ class Floor:
         fetch_s, gather_s = self._fetch_s[chunks], self._gather_s[chunks]
         on_host, on_device, away = trained & ~state, trained & state, ~weight
         done_s = self._updated_s(chunks, on_host & self._updated_behind[chunks], weight)
-        forward_s: Floats = np.maximum(on_device @ self._device_adam_s[chunks] + self._before_backward_s, done_s)
-        forward_s = np.maximum(forward_s, away @ np.where(forward, fetch_s, 0.0))
+        walked_s = self._before_backward_s + self._loading_s(chunks, forward & ~resident, weight)
+        forward_s: Floats = np.maximum(on_device @ self._device_adam_s[chunks] + walked_s, done_s)
         through = trained & ~(resident & state) if not self._several else np.broadcast_to(trained, resident.shape)
-        left_s: Floats = on_host @ self._offload_s[chunks] + (on_device & through) @ self._deliver_s[chunks]
-        backward_s: Floats = np.maximum(self._after_s + through @ self._copy_s[chunks], left_s)
+        backward_s: Floats = self._after_s + self._sending_s(chunks, through, state)
         backward_s = np.maximum(backward_s, _loads_s(away & backward, fetch_s, blocks))
         if self._several:
             gathered_s = (trained | ~resident) @ np.where(forward, gather_s, 0.0)
-            network_s = _loads_s(~resident & backward, gather_s, blocks) + float(self._reduce_s[chunks][trained].sum())
+            reduced_s = on_device @ self._reduce_s[chunks] + on_host @ self._reduce_to_host_s[chunks]
+            network_s = _loads_s(~resident & backward, gather_s, blocks) + reduced_s
             forward_s, backward_s = np.maximum(forward_s, gathered_s), np.maximum(backward_s, network_s)
-        found: Floats = forward_s + backward_s
+        norm_s = on_device @ self._norm_s[chunks] + on_host.any(axis=1) * self._number_s
+        found: Floats = norm_s + forward_s + backward_s
         if self._early:
             due = on_host & forward
             busy_s = np.maximum(due @ self._host_adam_s[chunks], (due & weight) @ fetch_s)
             found = np.maximum(found, busy_s + self._idle_s)
+        return found
+
+    def _loading_s(self, chunks: Ints, loaded: Bools, weight: Bools) -> Floats:
+        """How long forward waits for loads, one after the other: none begins before the device has made its updates, or
+        before compute has come to the first chunk that needs one."""
+        order = np.argsort(self._used_place[chunks], kind="stable")
+        some, loaded, weight = chunks[order], loaded[:, order], weight[:, order]
+        on_device_s = 0.0 if self._several else self._copy_s[some]
+        here_s = np.cumsum(np.where(loaded, np.where(weight, on_device_s, self._fetch_s[some]), 0.0), axis=1)
+        if self._several:
+            here_s = here_s + self._gather_s[some]
+        if len(chunks) == len(self._before_s):  # otherwise that may be another
+            here_s = here_s + np.where(loaded, self._before_s[some], np.inf).min(axis=1, initial=np.inf)[:, None]
+        waits_s: Floats = np.where(loaded, here_s - self._before_s[some], 0.0).max(axis=1, initial=0.0)
+        return waits_s
+
+    def _sending_s(self, chunks: Ints, through: Bools, state: Bools) -> Floats:
+        """Copies of gradients into blocks, and how long after compute's end the last of them are where they belong."""
+        order = np.argsort(-self._sent_place[chunks], kind="stable")
+        some, through, state = chunks[order], through[:, order], state[:, order]
+        copied_s = np.where(through, self._copy_s[some] + ~state * self._summed_by_compute_s[some], 0.0)
+        still_s = np.cumsum(copied_s, axis=1)
+        gone_s = np.where(through, np.where(state, self._deliver_s[some], self._offload_s[some]), 0.0)
+        late_s = np.cumsum(gone_s, axis=1) - (still_s - copied_s) - self._after_sent_s[some]
+        if self._several:
+            late_s = late_s + np.where(state, self._reduce_s[some], self._reduce_to_host_s[some])
+        waits_s = np.where(through, late_s, 0.0).max(axis=1, initial=0.0)
+        found: Floats = copied_s.sum(axis=1) + waits_s
         return found
 
     def _updated_s(self, chunks: Ints, on_host: Bools, weight: Bools) -> Floats:

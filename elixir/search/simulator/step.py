@@ -415,24 +415,34 @@ class SimulatedCost:
                 if other is None
                 else other.times.at(self._rates, self._accesses_s)
             )
-            found = self._known[work] = Known(times, model, self._setting.step_in_backward)
+            found = self._known[work] = Known(times, model, self._setting, self._ahead)
         return found
 
 
 class Known:
     """Values that `SimulatedCost` works out once per packing."""
 
-    def __init__(self, times: WorkTimes, model: MemoryModel, step_in_backward: bool) -> None:
-        self.times, self.model, self._step_in_backward = times, model, step_in_backward
+    def __init__(self, times: WorkTimes, model: MemoryModel, setting: Setting, ahead: bool) -> None:
+        self.times, self.model, self._setting, self._ahead = times, model, setting, ahead
 
     @cached_property
     def floor(self) -> Floor:
-        return Floor(self.times, self._step_in_backward)
+        return self._floor(self._setting.step_in_backward)
 
     @cached_property
     def early_floor(self) -> Floor:
         """For steps some of whose chunks speculate."""
-        return Floor(self.times, True)
+        return self._floor(True)
+
+    def _floor(self, in_backward: bool) -> Floor:
+        setting = self._setting
+        return Floor(
+            self.times,
+            in_backward,
+            clipping=setting.clipping,
+            accumulates=setting.accumulation > 1,
+            ahead=self._ahead,
+        )
 
 
 def _replay(case: Case, accumulation: int, steps: int) -> Simulation:

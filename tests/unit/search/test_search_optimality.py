@@ -12,14 +12,15 @@ import pytest
 
 from benchmark.certificate.lower_bound import lower_bound
 from elixir.optimizer_states import StateSize
+from elixir.plan import Home
 from elixir.search import plan_from_trace
 from elixir.search.problem import Placement, Setting
 from elixir.search.propose import Budgets, Polish, SearchSpace, Variants, find_best, weigh
 from elixir.search.propose.candidate import NEAR
-from elixir.units import GIB
+from elixir.units import GIB, MIB
 from tests.common.searching import HARDWARE
 from tests.common.small_searches import SmallSearch, best_of_all, every_placement, small_search
-from tests.common.synthetic_trace import stack_trace
+from tests.common.synthetic_trace import TraceBuilder, stack_trace
 
 NANOSECOND_S = 1e-9
 
@@ -79,6 +80,42 @@ def test_variants_need_what_the_memory_model_says_and_floors_lie_below_simulatio
                     np.array([blocks]),
                 )
                 assert floor[0] <= candidate.seconds["total"] * (1 + 1e-12)
+                early = search.space.cost.speculating(
+                    model.work,
+                    placement,
+                    candidate.schedule,
+                    overlap=candidate.overlap,
+                    left_bytes=draw.choice((model.second_set_bytes[0], sum(model.second_set_bytes))),
+                    needed=model.second_set_bytes,
+                )
+                floor_s = search.space.cost.floor_of(model.work, placement, blocks, speculating=True)
+                early_s = candidate.seconds["total"] if early is None else early[1]["total"]
+                assert floor_s <= min(early_s, candidate.seconds["total"]) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_floor_is_what_a_step_takes_that_waits_at_its_ends_only(world_size: int) -> None:
+    """The first chunk comes in while compute waits, and the last gradient leaves when compute is over."""
+    build = TraceBuilder()
+    parts = [build.parameter(f"layers.{i}.p", 16 * MIB) for i in range(6)]
+    for part in parts:
+        build.use("forward", part, flops=10**13, live=MIB)
+    for part in reversed(parts):
+        build.use("backward", part, flops=2 * 10**13, live=MIB)
+    quick = replace(HARDWARE, host_adam_numel_per_s=1e14, host_memory_bytes_per_s=1e15)
+    space = SearchSpace(build.build("stack"), quick, Setting(world_size, world_size, StateSize(8), True))
+    model = space.model(space.table.largest_bytes)
+    placement = Placement.everywhere(Home.HOST, len(parts))
+    plain = weigh(model, placement, 4, 2, space.cost)
+    early = space.cost.speculating(
+        model.work, placement, plain.schedule, overlap=True, left_bytes=GIB, needed=model.second_set_bytes
+    )
+    assert early is not None
+    step_s = early[1]["total"]
+    floor_s = space.cost.floor_of(model.work, placement, 4, speculating=True)
+    compute_s = space.cost.known(model.work).times.total_s
+    assert compute_s < floor_s <= step_s * (1 + 1e-12)
+    assert step_s - floor_s < (step_s - compute_s) / 10
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
