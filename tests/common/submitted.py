@@ -46,6 +46,6 @@ def simulated_events(plan: Plan, trace: StepTrace, hardware: HardwareProfile) ->
     work, rates = workload_of(plan, trace), Rates(hardware, main_dtype(trace), plan.world_size, plan.world_size)
     times = WorkTimes(work, rates, rates.accesses_s(trace), plan.block_bytes)
     schedule = plan.schedule()
-    events = times.events(placement_of(plan), schedule, schedule.simulate(plan.block_count).timeline, updated=True)
+    events = times.events(placement_of(plan), schedule, schedule.simulate(plan.block_count), updated=True)
     pairs = zip(events.kinds, events.chunks, strict=True)
     return [(kind, chunk) for kind, chunk in pairs if kind in (LOAD, OPEN, SEND)]

@@ -78,7 +78,7 @@ class Fillings:
         schedule = self.model.work.schedule(self._empty.placement().residents, depth)
         if blocks < schedule.min_blocks:
             return
-        loads = loads_per_chunk(len(chunks), schedule.simulate(blocks).timeline)
+        loads = loads_per_chunk(len(chunks), schedule.simulate(blocks).chunks)
         weights = () if self._single else (c for c in by_saving(self.model, loads, whole=False) if loads[c] > 1)
         whole = by_saving(self.model, loads, whole=True)
         saving = self._fill(blocks, weights=tuple(weights), whole=tuple(whole), others=False)

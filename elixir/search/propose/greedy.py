@@ -185,6 +185,7 @@ def by_saving(model: MemoryModel, loads: Sequence[int], *, whole: bool) -> list[
     return sorted(chunks, key=lambda chunk: (-saving(chunk), chunk))
 
 
-def loads_per_chunk(count: int, timeline: Sequence[tuple[int, int]]) -> list[int]:
-    """Loads by chunk id."""
-    return np.bincount([chunk for _, chunk in timeline], minlength=count).tolist() if timeline else [0] * count
+def loads_per_chunk(count: int, loaded: Sequence[int]) -> list[int]:
+    """Loads by chunk id, from the chunk of each."""
+    counts: list[int] = np.bincount(np.array(loaded, dtype=np.int64), minlength=count).tolist()
+    return counts

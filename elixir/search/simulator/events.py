@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from elixir.schedule import EvictionPolicy, StepSchedule
-from elixir.search.problem import Floats, Ints, Placement, Workload
+from elixir.schedule import EvictionPolicy, ScheduleResult, StepSchedule
+from elixir.search.problem import RESIDENT, STATES, Floats, Ints, Placement, Workload
 from elixir.search.simulator.rates import Rates
 
 LOAD, USE, OPEN, SEND, BACKWARD, ENTRY = range(6)
@@ -182,7 +182,7 @@ class WorkTimes:
         self,
         placement: Placement,
         schedule: StepSchedule,
-        loads: Sequence[tuple[int, int]],
+        walk: ScheduleResult,
         *,
         updated: bool,
         record: bool = False,
@@ -192,22 +192,21 @@ class WorkTimes:
         Args:
             placement: homes of the chunks.
             schedule: the order without the resident chunks.
-            loads: (position, chunk), in order.
+            walk: of that order, with the loads.
             updated: a step came before, so resident chunks may have to wait for their weights.
             record: entries as well.
         """
         reached = self._reached(placement.resident, schedule)
         end = len(self._before_s) - 1
-        loaded = np.array(loads, dtype=np.int64).reshape(-1, 2)
-        positions, chunks = loaded[:, 0], loaded[:, 1]
+        positions, chunks = np.array(walk.positions, dtype=np.int64), np.array(walk.chunks, dtype=np.int64)
         entries = reached[positions]
         access = self._access_of[entries]
-        place = np.full(len(loaded), _AT["load"])
+        place = np.full(len(chunks), _AT["load"])
         if self.world_size > 1:
             # What forward did not come to is loaded when it is over.
             backward = self.work.first_backward
             place[(positions < backward) & (entries >= backward)] = _AT["forward over"]
-        parts = [(self._key(access, place, 2 * positions), np.full(len(loaded), LOAD), chunks)]
+        parts = [(self._key(access, place, 2 * positions), np.full(len(chunks), LOAD), chunks)]
         parts.append(self._uses(placement, entries, chunks, updated=updated))
         parts.append(self._gradients(placement, schedule, reached))
         backward_access = self._access_of[self.work.first_backward]
@@ -250,11 +249,8 @@ class WorkTimes:
 
     def _gradients(self, placement: Placement, schedule: StepSchedule, reached: Ints) -> tuple[Ints, Ints, Ints]:
         """Gradients that go through blocks: all but those of one rank that stay next to resident weights."""
-        gathers = [
-            self.world_size > 1 or not (resident and state)
-            for resident, state in zip(placement.resident, placement.state_on_device, strict=True)
-        ]
-        kept = np.array(gathers, dtype=bool)[self._grad_chunk]
+        gathers = (self.world_size > 1) | ~(RESIDENT & STATES)[placement.codes]
+        kept = gathers[self._grad_chunk]
         access, chunks, kinds = self._grad_access[kept], self._grad_chunk[kept], self._grad_kind[kept]
         keys = self._key(access, _AT["gradient"])
         if self.world_size > 1:

@@ -3,7 +3,6 @@ from before."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elixir.schedule import ScheduleResult, StepSchedule
@@ -51,13 +50,13 @@ class Case:
             accumulates=self.accumulates,
         )
 
-    def events(self, loads: Sequence[tuple[int, int]], *, updated: bool, record: bool = False) -> Events:
-        return self.times.events(self.placement, self.schedule, loads, updated=updated, record=record)
+    def events(self, walk: ScheduleResult, *, updated: bool, record: bool = False) -> Events:
+        return self.times.events(self.placement, self.schedule, walk, updated=updated, record=record)
 
-    def loads_of_batches(self, count: int) -> list[tuple[tuple[int, int], ...]]:
-        """Loads of each batch of a step: the blocks are empty before the first only, since weights change between
+    def walks(self, count: int) -> list[ScheduleResult]:
+        """The walk of each batch of a step: the blocks are empty before the first only, since weights change between
         steps."""
         walks = [self.result]
         while len(walks) < count:
             walks.append(self.schedule.simulate(self.result.blocks, walks[-1].left))
-        return [walk.timeline for walk in walks]
+        return walks

@@ -288,15 +288,15 @@ class SimulatedCost:
     def _steady(self, case: Case, machine: Machine) -> dict[str, float]:
         """Seconds of the step after the one that `machine` has come to the end of."""
         machine.restart()
-        return self._seconds(case, machine, case.events(case.result.timeline, updated=True))
+        return self._seconds(case, machine, case.events(case.result, updated=True))
 
     def _before_step(self, case: Case) -> Machine:
         """A machine that comes to its first optimizer step."""
         machine = case.machine(record=False)
-        walks = case.loads_of_batches(min(self._setting.accumulation, BATCHES_SIMULATED))
-        for batch, loads in enumerate(walks):
+        walks = case.walks(min(self._setting.accumulation, BATCHES_SIMULATED))
+        for batch, walk in enumerate(walks):
             machine.in_last_batch = batch == len(walks) - 1
-            machine.batch(case.events(loads, updated=False))
+            machine.batch(case.events(walk, updated=False))
         machine.settle()
         return machine
 
@@ -304,11 +304,11 @@ class SimulatedCost:
         """Which chunks step in backward, and the step's seconds: none, where those worth it would make it longer."""
         setting, work = self._setting, case.times.work
         able = can_step(work, case.placement) if setting.step_in_backward and setting.accumulation == 1 else frozenset()
-        later = case.events(case.result.timeline, updated=True)
+        later = case.events(case.result, updated=True)
         if not able:
             return able, self._seconds(case, case.machine(record=False), later)
         machine = case.machine(record=False)
-        machine.batch(case.events(case.result.timeline, updated=False))
+        machine.batch(case.events(case.result, updated=False))
         machine.settle()
         chosen = able
         if not setting.every_in_backward:
@@ -335,10 +335,10 @@ class SimulatedCost:
         forward_s, last_forward_s, began_s, taken_s = 0.0, 0.0, optimizer_s, 0.0
         busy: dict[str, float] = {}
         simulated = min(self._setting.accumulation, BATCHES_SIMULATED)
-        for batch, loads in enumerate(case.loads_of_batches(simulated)):
+        for batch, walk in enumerate(case.walks(simulated)):
             busy = machine.busy_s.copy()
             machine.in_last_batch = batch == simulated - 1
-            machine.batch(case.events(loads, updated=False) if batch else first)
+            machine.batch(case.events(walk, updated=False) if batch else first)
             last_forward_s = machine.backward_from_s - began_s
             forward_s += last_forward_s
             taken_s, began_s = machine.now_s - began_s, machine.now_s
@@ -446,7 +446,7 @@ class Known:
 
 
 def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
-    loads = case.loads_of_batches(accumulation)
+    walks = case.walks(accumulation)
     machine, updated_s = case.machine(record=True), 0.0
     for step in range(steps):
         phases = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
@@ -457,7 +457,7 @@ def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
         began_s = updated_s
         for batch in range(accumulation):
             machine.in_last_batch = batch == accumulation - 1
-            machine.batch(case.events(loads[batch], updated=bool(step) and batch == 0, record=True))
+            machine.batch(case.events(walks[batch], updated=bool(step) and batch == 0, record=True))
             phases["forward"] += machine.backward_from_s - began_s
             phases["backward"] += machine.now_s - machine.backward_from_s
             began_s = machine.now_s
