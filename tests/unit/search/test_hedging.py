@@ -19,9 +19,9 @@ from elixir.units import GIB
 from tests.common.searching import HARDWARE
 from tests.common.synthetic_trace import StackShape, stack_trace
 
-STACK = StackShape(hidden=256, layers=6, ffn=1024, vocab=1024, positions=256)
-SLOW = replace(HARDWARE, flops_per_s={"bfloat16": 2e12, "float16": 2e12}, host_adam_numel_per_s=2.5e8)
-"""The host's Adam takes longer than backward."""
+STACK = StackShape(hidden=256, layers=12, ffn=1024, vocab=1024, positions=256)
+MACHINE = replace(HARDWARE, flops_per_s={"bfloat16": 2e12, "float16": 2e12}, host_adam_numel_per_s=8e8)
+"""CPU Adam is done before the step is, but not if it takes three times as long."""
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +32,16 @@ def stack() -> StepTrace:
 @pytest.fixture(scope="module")
 def short_bytes(stack: StepTrace) -> int:
     """Memory of a device that is too small for all states."""
-    whole = plan_from_trace(stack, SLOW, 1, device_memory=1 << 40, host_memory=64 * GIB, placement="cuda")
-    return int(0.7 * whole.predicted.device_peak_bytes)
+    whole = plan_from_trace(stack, MACHINE, 1, device_memory=1 << 40, host_memory=64 * GIB, placement="cuda")
+    return int(0.6 * whole.predicted.device_peak_bytes)
 
 
 def planned(trace: StepTrace, device_memory: int, **options: Any) -> Plan:
-    return plan_from_trace(trace, SLOW, 1, device_memory=device_memory, host_memory=64 * GIB, **options)
+    return plan_from_trace(trace, MACHINE, 1, device_memory=device_memory, host_memory=64 * GIB, **options)
 
 
 def worst_s(plan: Plan, trace: StepTrace) -> float:
-    return simulate_step(plan, trace, worst_case(SLOW)).step_s
+    return simulate_step(plan, trace, worst_case(MACHINE)).step_s
 
 
 def test_a_hedge_shortens_the_step_on_a_slow_host_and_costs_no_more_than_it_says(
@@ -54,7 +54,7 @@ def test_a_hedge_shortens_the_step_on_a_slow_host_and_costs_no_more_than_it_says
         assert plan.predicted.fastest_s is not None
         assert plan.predicted.step_s <= (1 + hedge) * plan.predicted.fastest_s
         assert plan.hedge == hedge
-        assert request_of(plan, SLOW).hedge == hedge
+        assert request_of(plan, MACHINE).hedge == hedge
         assert Plan.from_json(plan.to_json()) == plan
 
 
