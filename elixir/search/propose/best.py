@@ -42,6 +42,8 @@ LITTLE_LESS = 1 - 2e-4
 """Plans that cannot be faster by so much are not looked at."""
 SLOWER_HOSTS = (1.0, 0.5, 0.25)
 """Hosts for which a hedged search plans, as powers of the slowest: Adam x 0.3, 0.55 and 0.74."""
+PACKINGS_FOR_HOST = 6
+"""Packings at which all homes are looked at for the least host memory: those that need least at a first look."""
 STARTS = 8
 """Starting points of the search over homes of few chunks; one with more."""
 
@@ -124,7 +126,7 @@ def _closer(trials: list[_Trials], found: _Collection, depths: range, *, briefly
     trials.sort(key=_Trials.order)
     if found.best is None and found.least_host is not None:
         # Some fit the device, but what they leave to the host does not fit there.
-        for trial in trials:
+        for trial in sorted(trials, key=lambda trial: trial.least_host_bytes)[:PACKINGS_FOR_HOST]:
             trial.look_for_host(depths[0])
     for trial in trials if not briefly or len(trials[0].model.work.chunks) <= FEW_CHUNKS else ():
         trial.polish(depths, few=trial in trials[:SIZES_POLISHED])
@@ -269,6 +271,8 @@ class _Trials:
         self.space, self.model, self.budgets, self.found = space, model, budgets, found
         self.few_chunks = len(model.work.chunks) <= FEW_CHUNKS
         self.best: Candidate | None = None
+        self.least_host_bytes = LARGEST_BYTES
+        """Least host need of those that fit the device so far."""
         self._tried: dict[tuple[int, int], Candidate | None] = {}
         self._fillings = Fillings(model, budgets.device_bytes, space.cost)
         self.early = EarlyStates(space, model, self._fillings, budgets)
@@ -374,7 +378,9 @@ class _Trials:
         return max(self.best.seconds["total"], self.found.best.seconds["total"] * NEAR) * EXACTLY + ROUNDING_S
 
     def _take(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        best = self.found.take(candidates)
+        taken = list(candidates)
+        self.least_host_bytes = min([self.least_host_bytes, *(candidate.need.host_bytes for candidate in taken)])
+        best = self.found.take(taken)
         if best is not None and (self.best is None or best.sort_key < self.best.sort_key):
             self.best = best
         return best
