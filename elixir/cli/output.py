@@ -150,6 +150,8 @@ def _set_widths(table: Any, width: int) -> int:
         heading, *cells = (Measurement.get(console, console.options, cell) for cell in (column.header, *column.cells))
         longest = max((cell.maximum for cell in cells), default=0)
         column.width = min(max(cell.minimum for cell in (heading, *cells)), _LONGEST_WORD)
+        if column.no_wrap:  # rich would cut what does not fit
+            column.width = max(heading.maximum, longest)
         if column.justify == "right":  # a number keeps its unit
             column.width = max(column.width, min(longest, _LONGEST_NUMBER))
         lacks.append((longest - column.width, column))

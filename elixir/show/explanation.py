@@ -170,19 +170,22 @@ def elsewhere_table(explanation: Explanation, most: int) -> Table:
     for group in found[:most]:
         for number, option in enumerate(group.options):
             head = [group.chunks, group.spot.short] if not number else ["", ""]
+            amounts = (
+                ("device", option.device_change_bytes),
+                ("host", option.host_change_bytes),
+                ("moved", option.moved_change_bytes),
+            )
             some = f"{option.fitting} of {option.of}" if option.fitting else option.lacks
             rows.append(
                 [
                     *head,
                     option.spot.short,
                     _range(option),
-                    _signed_bytes(option.device_change_bytes),
-                    _signed_bytes(option.host_change_bytes),
-                    _signed_bytes(option.moved_change_bytes),
+                    "\n".join(f"{_signed_bytes(amount)} {what}" for what, amount in amounts if amount) or "0",
                     "yes" if option.fitting == option.of else some,
                 ]
             )
-    columns = ("chunks", "weights / states", "if one were", "step", "device", "host", "moved", "fits")
+    columns = ("chunks", "weights / states", "if one were", "step", "bytes", "fits")
     left = f" (the {most} of {len(found)} runs that matter most)" if len(found) > most else ""
     return list_table(f"one chunk elsewhere{left}", columns, rows)
 

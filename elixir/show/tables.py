@@ -315,7 +315,7 @@ def list_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     body = [list(row) for row in rows]
     table = _table(title)
     for index, heading in enumerate(columns):
-        numeric = bool(body) and all(row[index][:1].isdigit() or row[index] in ("-", "") for row in body)
+        numeric = bool(body) and all(row[index].lstrip("+-")[:1].isdigit() or row[index] in ("-", "") for row in body)
         table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
     for row in body:
         table.add_row(*row)

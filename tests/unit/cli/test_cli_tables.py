@@ -61,3 +61,13 @@ def test_commands_keep_to_the_width_of_a_terminal(command: str) -> None:
     table = [index for index, line in enumerate(lines) if set(line) <= {" ", "\N{BOX DRAWINGS LIGHT HORIZONTAL}"}]
     assert table
     assert max(len(line) for line in lines[table[0] :] if line.startswith(" ")) <= 80
+    assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)
+
+
+def test_signed_numbers_keep_their_units_and_headings_that_cannot_wrap_are_whole() -> None:
+    rows = [["text " * 20, "+27.04 MiB", "1"], ["more", "-1.00 GiB", "2"]]
+    table = list_table("title", ("text", "moved", "a heading that cannot wrap"), rows)
+    table.columns[2].no_wrap = True
+    lines = shown(lambda: output.say_tables(table))
+    assert sum("+27.04 MiB" in line or "-1.00 GiB" in line for line in lines) == 2
+    assert any("a heading that cannot wrap" in line for line in lines)
