@@ -127,6 +127,10 @@ def _untraced(rank: int, world_size: int, kind: str) -> None:
         chosen = choices[rank if kind == "resident" else 0]  # what is gathered must be so on all ranks alike
         twins.backward({"x": x, "chosen": chosen, "extra": 1 in chosen})
         twins.step()
+    twins.backward()  # as traced; what has had a gradient once is reduced in each step, and the report knows
+    twins.step()
+    moved = twins.module.last_report
+    assert moved.observed["network"] == moved.predicted["network"]
     twins.check()
     twins.close()
 

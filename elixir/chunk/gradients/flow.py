@@ -160,6 +160,11 @@ class GradientFlow:
             awaited = [gradient for index, gradient in self.by_chunk.items() if index in self._awaited]
             self._unsent = awaited if self._group.size > 1 else []
 
+    @property
+    def untraced(self) -> frozenset[int]:
+        """Chunks that several ranks send in every backward, although they got no gradient in the traced step."""
+        return frozenset(i for i in self._awaited if self.by_chunk[i].chunk.plan.reduce_order is None)
+
     def leave(self, position: int) -> None:
         """The loads of `position` come next: send what has its place before them, complete or not."""
         with self._lock:

@@ -87,7 +87,8 @@ class StepAccount:
             odd = f"{self._trained} forwards to train and {len(backwards)} backwards came before step()"
         elif len(engine.steppers) > 1:
             odd = f"{len(engine.steppers)} optimizers step this module, each a part of it"
-        course = Course(Backwards.of(backwards), self._held, engine.group.rank, skipped, odd)
+        untraced = engine.gradients.untraced
+        course = Course(Backwards.of(backwards), self._held, engine.group.rank, skipped, untraced, odd)
         if course not in self._known:
             self._known[course] = expected_of(engine.plan, engine.schedule, course)
         self.last_report = make_report(

@@ -33,6 +33,8 @@ class Course:
     rank: int
     skipped: bool
     """Whether the optimizer left it out after an overflow."""
+    untraced: frozenset[int]
+    """Chunks that ranks reduce although they got no gradient in the traced step."""
     odd: str
     """Why its loads and bytes follow from no plan; empty where they do."""
 
@@ -197,8 +199,12 @@ def expected_of(plan: Plan, schedule: StepSchedule, course: Course) -> Expected:
     known = {chunk for chunks in schedule.policy.required for chunk in chunks}
     held = tuple(chunk for chunk in course.held if chunk in known)
     loads = schedule.step(plan.block_count, count, held)
+    routes = (
+        route._replace(gradient=route.gradient or index in course.untraced)
+        for index, route in enumerate(plan.routes(course.rank))
+    )
     moved = step_traffic(
-        plan.routes(course.rank),
+        tuple(routes),
         loads.by_chunk,
         course.backwards,
         stepped=not course.skipped,
