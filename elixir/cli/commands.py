@@ -167,11 +167,12 @@ def run_models(args: argparse.Namespace) -> int:
 
         output.say_json({shape.name: {**dataclasses.asdict(shape), "parameters": shape.parameters} for shape in shapes})
         return 0
-    columns = ("name", "parameters", "layers", "hidden", "heads", "ffn", "positions")
-    rows = [[tables.show_value(key, getattr(shape, key)) for key in columns] for shape in shapes]
-    for row, shape in zip(rows, shapes, strict=True):
-        row[1] = f"{shape.parameters / 1e9:,.3f} B"
-    output.say_tables(tables.list_table("models known by name", columns, rows))
+    sizes = ("layers", "hidden", "heads", "ffn", "positions")
+    rows = []
+    for shape in shapes:
+        shown = [tables.show_value(key, getattr(shape, key)) for key in sizes]
+        rows.append([shape.name, f"{shape.parameters / 1e9:,.3f} B", *shown])
+    output.say_tables(tables.list_table("models known by name", ("name", "parameters", *sizes), rows))
     return 0
 
 

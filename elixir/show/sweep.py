@@ -51,14 +51,14 @@ def sweep_table(rows: Sequence[SweepRow], title: str = "on paper") -> Table:
     ]
     body = []
     for row in rows:
-        head = [f"{row.world_size} x {row.machine}"]
+        machine = f"{row.world_size} x {row.machine}"
         if not row.fits:
             number = reasons(rows).index(row.reason) + 1
-            body.append([*head, "-", "-", "-", f"does not fit [{number}]"])
+            body.append([machine, "-", "-", "-", f"does not fit [{number}]"])
             continue
         body.append(
             [
-                *head,
+                machine,
                 range_cell(row.step_s or 0.0, _range(row)),
                 f"{_speed(row)}\n{speed_of_device(row, 'T')}",
                 f"{format_bytes(row.device_peak_bytes or 0)}\n{format_bytes(row.host_peak_bytes or 0)}",

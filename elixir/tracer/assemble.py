@@ -15,7 +15,7 @@ from elixir.tracer.ledger import KINDS, Int64Array, Ledger, StorageRecord
 from elixir.tracer.meta_copy import Twin
 from elixir.tracer.optimizer_phase import OptimizerPhase
 from elixir.tracer.order import UseOrder
-from elixir.tracer.peaks import NOT_ACTIVATIONS, contributors, find_peaks, operator_name, samples
+from elixir.tracer.peaks import contributors, find_peaks, operator_name, samples
 from elixir.units import dtype_name
 
 
@@ -49,7 +49,6 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     first_optimizer = _records_before(ledger, observed.step_end)
     curve = ledger.curve(drop=None if observed.optimizer.has_temporaries else dropped)
     end = observed.step_end
-    other = curve.without(*NOT_ACTIVATIONS)[:end]
     state_bytes = sum(record.nbytes for record in ledger.records if record.kind == "optimizer")
     peaks = find_peaks(ledger, curve, end, state_bytes)
     twin = observed.twin
@@ -76,7 +75,7 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
         peak_contributors=contributors(peaks.alive),
         # A gradient that is still summed up is with autograd; a plan counts it from the event at which it is complete.
         operations=tuple(operations),
-        accesses=_accesses(order, other + ledger.incomplete_gradients()[:end], numbers),
+        accesses=_accesses(order, peaks.activations + ledger.incomplete_gradients()[:end], numbers),
         curve=samples(curve, order, observed.step_begin, end, state_bytes),
         operators=observed.operators,
         checkpointed_modules=order.checkpointed(),

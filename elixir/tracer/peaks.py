@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from elixir.step_trace import Contributor, CurveSample, Kind
+from elixir.step_trace import Contributor, CurveSample
 from elixir.tracer.ledger import KINDS, Curve, Int64Array, Ledger, StorageRecord
 from elixir.tracer.order import UseOrder
 
@@ -19,21 +19,26 @@ MAX_OPTIMIZER_SAMPLES = 128
 """Samples of the optimizer's part; separate, since its length depends on how it was traced and would shift the
 others."""
 MAX_CONTRIBUTORS = 64
-NOT_ACTIVATIONS: tuple[Kind, ...] = ("parameters", "gradients", "buffers", "optimizer")
 
 
 @dataclass(frozen=True)
 class Peaks:
     """Bytes at the highest moments of a step."""
 
-    activation_bytes: int
-    """In forward and backward: all but parameters, gradients, buffers and optimizer states."""
+    activations: Int64Array
+    """Live bytes after every log entry of forward and backward, (entries,): all but parameters, gradients, buffers and
+    optimizer states."""
     backward_bytes: int
     """In forward and backward: all kinds but the optimizer states of a steady step."""
     step_bytes: int
     """In the whole step, these states included."""
     alive: list[StorageRecord]
     """Storages at `backward_bytes`, oldest first."""
+
+    @property
+    def activation_bytes(self) -> int:
+        """The most of `activations`."""
+        return int(self.activations.max(initial=0))
 
     @property
     def module(self) -> str:
@@ -61,7 +66,7 @@ def find_peaks(ledger: Ledger, curve: Curve, end: int, state_bytes: int) -> Peak
     # A steady step has its states from the start; in the trace, which is a first step, they come one by one.
     optimizer = state_bytes + int(curve.without("optimizer")[end:].max(initial=0))
     return Peaks(
-        activation_bytes=int(curve.without(*NOT_ACTIVATIONS)[:end].max(initial=0)),
+        activations=curve.without("parameters", "gradients", "buffers", "optimizer")[:end],
         backward_bytes=backward,
         step_bytes=max(backward + state_bytes, optimizer),
         alive=ledger.alive_at(peak),

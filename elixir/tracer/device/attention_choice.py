@@ -10,7 +10,7 @@ import torch
 
 AttentionKernel = Literal["cudnn", "flash", "efficient", "cpu_flash", "math"]
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 _MAX_FLASH_HEAD_DIM = 256
 _MAX_CUDNN_HEAD_DIM = 128
 _CUDNN_WIDE_HEADS = (192, 128)
@@ -61,7 +61,7 @@ def chosen_on_cuda(call: Attention, capability: tuple[int, int]) -> AttentionKer
         return "math"
     if call.broadcasts or not call.mask_last_dim_contiguous:
         return "math"
-    half = call.dtype in _HALF
+    half = call.dtype in HALF
     if half and _prefers_cudnn(capability) and _cudnn_takes(call):
         return "cudnn"
     if call.key_shape[1] != call.value_shape[1]:

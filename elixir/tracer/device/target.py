@@ -17,14 +17,13 @@ import torch
 from elixir.hardware import HardwareProfile
 from elixir.torch_private import suggest_memory_format
 from elixir.tracer.device.attention_buffers import held_in_backward
-from elixir.tracer.device.attention_choice import Attention, AttentionKernel, chosen_on_cpu, chosen_on_cuda
+from elixir.tracer.device.attention_choice import HALF, Attention, AttentionKernel, chosen_on_cpu, chosen_on_cuda
 from elixir.tracer.device.kernel_memory import KERNELS_HERE, is_plain
 from elixir.units import KIB, MIB
 
 aten = torch.ops.aten
 
 OptimizerKernel = Literal["for-loop", "foreach", "fused"]
-_HALF = (torch.float16, torch.bfloat16)
 
 CUDA_ALLOCATION_BYTES = 512
 """`kMinBlockSize` of PyTorch's CUDA caching allocator: every allocation is a multiple of it."""
@@ -243,7 +242,7 @@ class CpuTarget(Target):
             if found is not None:
                 *others, workspace = result
                 return (*others, workspace.new_empty(found.result_bytes[-1], dtype=torch.uint8))
-        if func is aten.native_layer_norm.default and args[0].dtype in _HALF:
+        if func is aten.native_layer_norm.default and args[0].dtype in HALF:
             weight = args[2]
             if weight is None or weight.dtype == args[0].dtype:
                 output, *statistics = result
@@ -281,7 +280,7 @@ def _cpu_flash_buffers(query: torch.Tensor, key: torch.Tensor, threads: int, *, 
     rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
     columns = min(key.shape[2], 512)
     accumulated = 8 if query.dtype is torch.float64 else 4
-    halves = query.itemsize if query.dtype in _HALF else 0
+    halves = query.itemsize if query.dtype in HALF else 0
     if backward:
         each = rows * columns * (2 * accumulated + 2 * halves)
         return each * threads + rows * accumulated
