@@ -370,6 +370,8 @@ def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 item.elixir_listener.drops_gradient(item)
         elif owner is _DATA and name == "__set__":
             item.elixir_listener.replaces(item)
+            func(*args, **kwargs)
+            return item.elixir_listener.wrote([item])
     elif owner is _DATA and name == "__set__":
         untrack([item])  # it is to be a view of something else
     return func(*args, **kwargs)

@@ -32,7 +32,7 @@ class AccessListener(Protocol):
         """
 
     def wrote(self, parameters: list[nn.Parameter]) -> None:
-        """The function of the last `writes` on this thread has returned."""
+        """The function of the last `writes` on this thread has returned, or ``data`` has been set after `replaces`."""
 
     def view(self, tensor: torch.Tensor) -> Place | None:
         """Where a result lies if its memory is a parameter's, so that it is to be tracked; else None."""

@@ -194,7 +194,12 @@ class UseOrder:
         """Says nothing of when they are read."""
 
     def wrote(self, parameters: list[nn.Parameter]) -> None:
-        """Nor does this."""
+        """Find weights that now lie elsewhere; another tensor may get the number of the storage that they have left."""
+        for parameter in parameters:
+            index, storage = self._index[parameter], storage_of(parameter)
+            if self._storages.get(storage) != index:
+                self._storages = {number: at for number, at in self._storages.items() if at != index}
+                self._storages[storage] = index
 
     def replaces(self, parameter: nn.Parameter) -> None:
         """No weight is read for it."""

@@ -288,3 +288,28 @@ def test_a_nested_checkpoint_is_followed() -> None:
     assert sum(event.phase == "forward" for event in trace.accesses) == 2
     assert "inner" in trace.checkpointed_modules
     assert all(p.grad_access is not None for p in trace.parameters)
+
+
+@pytest.mark.parametrize("replaced", ["by new memory", "by a cast", "by another's"])
+def test_a_weight_whose_memory_is_replaced_is_found_again(replaced: str) -> None:
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        first, second = model.get_submodule("first.0"), model.get_submodule("second.0")
+        assert isinstance(first, nn.Linear)
+        assert isinstance(second, nn.Linear)
+        if replaced == "by a cast":
+            second.to(torch.float64).to(torch.float32)
+        elif replaced == "by new memory":
+            second.weight.data = torch.empty_like(second.weight)
+        else:  # a number that was one weight's is another's, as may be that of memory which was given up
+            memory = first.bias.data
+            first.bias.data = torch.empty_like(memory)
+            second.weight.data = memory.expand(4, 16)
+        sum_step(model, inp)
+
+    first, second = first_and_second()
+    found = events(cpu_trace(Mlp(), INP, step))
+    assert [event for event in found if event[2]] == [
+        ("forward", first, "first.0"),
+        ("forward", second, "second.0"),
+        ("backward", ("second.0.weight",), "second.0"),
+    ]
