@@ -44,6 +44,9 @@ WEIGHT = "weight"
 class ChunkStates:
     """This rank's part of one chunk: weights, or their masters, and the states of what steps them.
 
+    What is read is the memory that held them when this was made: a step may give the chunk other memory, in which it
+    has made new states, before anybody has come to read the old ones.
+
     Args:
         chunk: the chunk.
         parts: its optimizers.
@@ -53,6 +56,8 @@ class ChunkStates:
         self.chunk, self.parts = chunk, tuple(parts)
         self._updated: Ticket | None = chunk.updated
         self._written: Ticket | None = None if chunk.stored is None else chunk.stored.written
+        self._weights_of_then = self.target
+        self._states_of_then = [part.states for part in self.parts]
 
     @property
     def is_settled(self) -> bool:
@@ -69,19 +74,19 @@ class ChunkStates:
     def stretches(self) -> list[Stretch]:
         """Everything to save, as it lies in live memory; call this when no update is under way."""
         found = list(self._weights())
-        for part in self.parts:
-            found += stretches(part)
+        for part, states in zip(self.parts, self._states_of_then, strict=True):
+            found += stretches(part, states)
         return found
 
     def small(self) -> dict[str, SmallStates]:
         """Counts of steps and other scalars, by parameter, as of now."""
         found: dict[str, SmallStates] = {}
-        for part in self.parts:
-            found |= small_states(part)
+        for states in self._states_of_then:
+            found |= small_states(states)
         return found
 
     def _weights(self) -> Iterator[Stretch]:
-        memory = self.target
+        memory = self._weights_of_then
         for slot, start, stop in self.cuts():
             at = slot.offset + start - self.chunk.shard_start
             on_disk = None if self.chunk.stored is None else OnDisk(self.chunk.stored, MASTERS, at)

@@ -109,9 +109,9 @@ class Run:
         self.module.settle()
         found: dict[str, Any] = {f"model.{name}": value for name, value in self.module.state_dict().items()}
         for part in stepper_of(self.optimizer).parts.values():
-            for each in stretches(part):
+            for each in stretches(part, part.states):
                 found[f"{each.kind}.{each.name}.{each.start}"] = each.values(0, each.numel).detach().cpu().clone()
-            found |= {f"small.{name}": vars(small) for name, small in small_states(part).items()}
+            found |= {f"small.{name}": vars(small) for name, small in small_states(part.states).items()}
         found["groups"] = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]

@@ -23,6 +23,7 @@ from elixir.units import dtype_name
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.fused_adam import FusedAdam
 from elixir.wrapper.step.segments import Segment
+from elixir.wrapper.step.shard_states import ShardStates
 
 SCALE_SUFFIX = "_scale"
 """Kind of the scales of 8-bit codes: ``exp_avg`` -> ``exp_avg_scale``."""
@@ -127,10 +128,10 @@ def first_element(part: ChunkOptimizer, segment: Segment) -> int:
     return part.chunk.shard_start + segment.start - part.chunk.slots[segment.place].offset
 
 
-def stretches(part: ChunkOptimizer) -> Iterator[Stretch]:
-    """All elementwise states of a chunk's shard, as views of live memory; of segments that have been stepped."""
-    optimizer = part.optimizer
-    for segment in part.segments:
+def stretches(part: ChunkOptimizer, states: ShardStates) -> Iterator[Stretch]:
+    """All elementwise `states` of a chunk's shard, as views of live memory; of segments that have been stepped."""
+    optimizer = states.optimizer
+    for segment in states.segments:
         slot, start, numel = part.chunk.slots[segment.place], first_element(part, segment), segment.weights.numel()
         if isinstance(optimizer, FusedAdam):
             if optimizer.steps_of(segment):
@@ -182,15 +183,15 @@ def have_begun(part: ChunkOptimizer) -> bool:
     return all(_has_begun(optimizer.state.get(segment.weights, {})) for segment in part.segments)
 
 
-def small_states(part: ChunkOptimizer) -> dict[str, SmallStates]:
+def small_states(states: ShardStates) -> dict[str, SmallStates]:
     """Counts of steps and other scalars of a chunk's parameters, as of now.
 
     Raises:
         InputError: a state is neither elementwise nor a number.
     """
     found: dict[str, SmallStates] = {}
-    optimizer = part.optimizer
-    for segment in part.segments:
+    optimizer = states.optimizer
+    for segment in states.segments:
         if isinstance(optimizer, FusedAdam):
             steps = optimizer.steps_of(segment)
             if steps:

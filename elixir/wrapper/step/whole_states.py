@@ -57,7 +57,7 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
     mine: dict[int, dict[str, str]] = {}
     names: dict[str, set[str]] = {}
     for index, part in stepper.parts.items():
-        small |= small_states(part)
+        small |= small_states(part.states)
         for name, kind, dtype in _kinds(part):
             mine.setdefault(index, {})[kind] = dtype_name(dtype)
             names.setdefault(name, set()).add(kind)
@@ -224,7 +224,7 @@ def _kinds(part: ChunkOptimizer) -> Iterator[tuple[str, str, torch.dtype]]:
         stepped = [segment.name for segment in part.segments if optimizer.steps_of(segment)]
         yield from ((name, kind, torch.float32) for name in stepped for kind in ADAM_KINDS)
         return
-    yield from ((each.name, each.kind, _wide(each.dtype)) for each in stretches(part))
+    yield from ((each.name, each.kind, _wide(each.dtype)) for each in stretches(part, part.states))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -243,7 +243,7 @@ def _segments(part: ChunkOptimizer) -> Iterator[tuple[str, str, int, torch.Tenso
                     yield segment.name, kind, segment.start, value
         return
     orders = {slot.name: slot.order for slot in part.chunk.slots}
-    for each in stretches(part):
+    for each in stretches(part, part.states):
         values = each.values(0, each.numel)
         if each.order != orders[each.name]:  # then it is all of the parameter's
             values = flattened(shaped(values, each.shape, each.order), orders[each.name])

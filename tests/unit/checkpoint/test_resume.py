@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format import open_checkpoint
 from elixir.errors import InputError
 from elixir.plan import Plan
+from elixir.wrapper.engine import engine_of
 from tests.common.early import all_speculating, attempts, rehomed
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.parity import MODES, Case, case, make_plan
@@ -171,3 +174,39 @@ def test_frozen_and_unused_parameters(tmp_path: Path) -> None:
     for name, parameter in it.model.named_parameters():
         parameter.requires_grad_("self_attn" not in name)
     check(it, make_plan(it, "mixed"), two_groups(), tmp_path / "run")
+
+
+@pytest.mark.parametrize("homes", ["streamed", "states"])
+def test_states_exchanged_before_the_save_reads_them(homes: str, tmp_path: Path) -> None:
+    """The old states are saved, although the chunk has other memory by the time at which anybody looks at them."""
+    it = case("gpt2")
+    plan = all_speculating(rehomed(make_plan(it, "streamed"), homes))
+    exchanged = threading.Event()
+
+    def released() -> None:
+        assert exchanged.wait(60)
+
+    class LateFiles(UnsyncedFiles):
+        def call(self, *args: Any) -> Any:
+            released()
+            return super().call(*args)
+
+    with Run(it, plan, two_groups()) as run, contextlib.ExitStack() as at_last:
+        at_last.callback(exchanged.set)
+        run.train(3)
+        wanted = run.bits()
+        engine = engine_of(run.module)
+        saving = save_checkpoint(tmp_path / "run", run.state(), step=3, files=LateFiles())
+        held = engine.lanes.host_adam.submit(released)
+        run.optimizer.backward(it.loss(run.module, run.case.inp))
+        run.optimizer.step()
+        report = run.module.last_report
+        assert report is not None
+        assert report.kept == len([chunk for chunk in plan.chunks if chunk.speculates]) > 0
+        assert not held.done()
+        exchanged.set()
+        saving.wait()
+        assert differing(wanted, run.bits()) != []
+    with Run(it, plan, two_groups()) as run:
+        load_checkpoint(tmp_path / "run", run.state(), files=FILES)
+        assert differing(wanted, run.bits()) == []
