@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError
+from elixir.garbage import garbage_collection_paused
 from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import ADAM_FAMILIES, MASTER_BYTES, check_kind, optimizer_name, state_size
 from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPrediction, check_step_in_backward
@@ -232,6 +233,7 @@ def _too_large(candidate: Candidate, budgets: Budgets) -> PlanError:
     )
 
 
+@garbage_collection_paused()
 def _search(
     space: SearchSpace, budgets: Budgets, request: SearchRequest, *, briefly: bool = False
 ) -> tuple[tuple[SearchSpace, Outcome] | None, int]:

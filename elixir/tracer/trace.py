@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from torch import nn
 
 from elixir.access import ParameterAccess
 from elixir.errors import ElixirError, InputTypeError, TraceError
+from elixir.garbage import garbage_collection_paused
 from elixir.hardware import HardwareProfile
 from elixir.kernels.model import FusedKernels
 from elixir.models import fingerprint
@@ -43,20 +43,8 @@ def _one_at_a_time() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """Collections in the middle of a step cost as much as the step, and would free cycles at random moments."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 @_one_at_a_time()
-@_garbage_collection_paused()
+@garbage_collection_paused()  # collections in the middle of a step cost as much as the step
 def trace_step(  # noqa: PLR0913 - a public entry point
     model: nn.Module,
     inp: dict[Any, Any],

@@ -11,8 +11,8 @@ plus a duration: nothing that gets faster can make a step slower.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 from elixir.plan import LINKS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
 from elixir.search.problem import Placement
@@ -22,6 +22,9 @@ RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_ada
 """After compute the runtime's lanes `fetch`, `offload`, `network`, `host_adam`, `refresh` and `disk`. Reads and writes
 are one lane, as they share the drive."""
 COMPUTE, FETCH, OFFLOAD, NETWORK, HOST_ADAM, REFRESH, DISK = RESOURCES
+
+Handler = Callable[[Any, int, float], float]
+"""Takes a machine, a chunk and the time at which compute comes there; gives the time at which it goes on."""
 
 
 class Span(NamedTuple):
@@ -97,10 +100,6 @@ class Machine:
         self._grad_blocks = self._free_blocks = grad_blocks
         self._leaving: deque[tuple[float, bool]] = deque()  # gradients: when they are gone, and whether from a block
         self._holds = [False] * len(chunks)  # whether a gradient waits at home, to which the next is added
-        self._handlers: dict[int, Callable[[int, float], float]] = {
-            LOAD: self._load, USE: self._use, OPEN: self._open, SEND: self._send,
-            BACKWARD: self._backward, ENTRY: self._entry,
-        }  # fmt: skip
         self._added_s = 0.0  # when the last gradient that passed has been added
         self.now_s = 0.0
         self.spans: list[Span] = []
@@ -262,12 +261,12 @@ class Machine:
 
     def batch(self, events: Events) -> None:
         """Forward and backward of one batch."""
-        base_s, base_compute_s, handlers = self.now_s, 0.0, self._handlers
+        base_s, base_compute_s, handlers = self.now_s, 0.0, self.HANDLERS
         self._since_s = base_s
         for kind, chunk, compute_s in zip(events.kinds, events.chunks, events.compute_s, strict=True):
             # Measured from the last stop and not added up, so that recording does not change the last bits.
             now_s = base_s + (compute_s - base_compute_s)
-            then_s = handlers[kind](chunk, now_s)
+            then_s = handlers[kind](self, chunk, now_s)
             if then_s != now_s:
                 base_s, base_compute_s = then_s, compute_s
         self.now_s = base_s + (events.total_s - base_compute_s)
@@ -394,6 +393,12 @@ class Machine:
         self._doing = self._times.phases[entry]
         self._doing_chunk = self._times.entry_chunks[entry][0]
         return now_s
+
+    # Of the class: a machine that held methods bound to itself would be a cycle, which only a collection frees.
+    HANDLERS: ClassVar[Mapping[int, Handler]] = {
+        LOAD: _load, USE: _use, OPEN: _open, SEND: _send, BACKWARD: _backward, ENTRY: _entry,
+    }  # fmt: skip
+    """By kind of event."""
 
     # --- clocks ------------------------------------------------------------------------------------------------------
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from elixir.search.simulator.events import ENTRY, Events
-from elixir.search.simulator.replay import COMPUTE, DISK, Machine
+from elixir.search.simulator.replay import COMPUTE, DISK, Handler, Machine
+
+
+def _delayed(handler: Handler) -> Handler:
+    return lambda self, chunk, now_s: handler(self, chunk, self.after_loss(now_s))
 
 
 class SharedCores(Machine):
@@ -16,26 +20,24 @@ class SharedCores(Machine):
     waits for lanes later, it waits that much less. Arguments are those of `Machine`.
     """
 
+    HANDLERS: ClassVar[Mapping[int, Handler]] = {
+        # Entries are only for the record, without which seconds must be the same.
+        kind: handler if kind == ENTRY else _delayed(handler)
+        for kind, handler in Machine.HANDLERS.items()
+    }
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._contention = self._times.rates.contention
         self._lost_s = 0.0
-        self._handlers = {
-            # Entries are only for the record, without which seconds must be the same.
-            kind: handler if kind == ENTRY else self._delayed(handler)
-            for kind, handler in self._handlers.items()
-        }
 
     def batch(self, events: Events) -> None:
         """Forward and backward of one batch."""
         super().batch(events)
-        self.now_s = self._after_loss(self.now_s)
+        self.now_s = self.after_loss(self.now_s)
         self._computed(self.now_s)
 
-    def _delayed(self, handler: Callable[[int, float], float]) -> Callable[[int, float], float]:
-        return lambda chunk, now_s: handler(chunk, self._after_loss(now_s))
-
-    def _after_loss(self, now_s: float) -> float:
+    def after_loss(self, now_s: float) -> float:
         """When compute comes there, having lost what lanes were given since it was asked last."""
         lost_s, self._lost_s = self._lost_s, 0.0
         self.busy_s[COMPUTE] += lost_s

@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[3] / "elixir"
 
 LEAVES = frozenset(
     {
-        "access", "artifact", "checkpoint_format", "errors", "extents", "files", "hardware", "memory_order", "models", "optimizer_states", "plan",
-        "schedule", "step_trace", "torch_private", "units",
+        "access", "artifact", "checkpoint_format", "errors", "extents", "files", "garbage", "hardware", "memory_order", "models",
+        "optimizer_states", "plan", "schedule", "step_trace", "torch_private", "units",
     }
 )  # fmt: skip
 """Modules on which everything may build: no CUDA, no process group, nothing of ours but each other."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +50,22 @@ def test_plans_fit_say_what_they_need_and_are_no_slower_than_the_originals(
     setting = Setting(world_size, ranks_per_host, made.state_size, overlap, moments=made.moments)
     theirs = originals_step_s(trace, setting, device)
     assert theirs is None or made.predicted.seconds["total"] <= theirs + NANOSECOND_S
+
+
+def test_planning_leaves_the_collection_of_garbage_as_it_was_and_nothing_for_it() -> None:
+    trace = stack_trace("opt-1.3b")
+    assert gc.isenabled()
+    with pytest.raises(PlanError):
+        plan(trace, 1, device=GIB // 8)
+    assert gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        plan(trace, 1, device=6 * GIB)
+        assert not gc.isenabled()
+        assert gc.collect() < len(trace.parameters)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow
