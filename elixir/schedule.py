@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
 from elixir.errors import InputError, PlanError
@@ -252,6 +252,13 @@ class StepSchedule:
             windows.append(ahead[: width + depth])
         return tuple(reversed(windows))
 
+    @cached_property
+    def loading(self) -> tuple[int, ...]:
+        """Positions whose window is not empty."""
+        if self.prefetch_depth:
+            return tuple(range(bisect_left(self.policy.starts, self.policy.end)))
+        return tuple(position for position, here in enumerate(self.policy.required) if here)
+
     def simulate(self, blocks: int, held: tuple[int, ...] = ()) -> ScheduleResult:
         """Walk the order once with `blocks` blocks; an answer given once is remembered.
 
@@ -300,45 +307,50 @@ class StepSchedule:
         return StepLoads(hits, dict(sorted(by_chunk.items())))
 
     def _walk(self, blocks: int, held: Sequence[int]) -> ScheduleResult:
-        """As `CacheView` has it, in one loop: a search takes hundreds of walks.
+        """As `CacheView` has it, in one loop over requests: a search takes hundreds of walks.
 
-        No pins are needed: a window's own chunks have the nearest next uses, so none of them can be the victim.
+        A window begins at the first request of its position and ends before the request `ahead`, which only goes on:
+        where a window ends earlier than the one before, all that is in it is there. No pins are needed: a window's own
+        chunks have the nearest next uses, so none of them can be the victim.
         """
-        policy = self.policy
-        requested, next_request = policy.requested, policy.next_request
-        coming = policy.first_request.copy()  # by chunk that is in no block, the request of its next use
-        # Requests of next uses, the furthest first. Those that have passed stay in there: they never come first.
-        uses: list[int] = []
+        policy, depth = self.policy, self.prefetch_depth
+        requested, next_request, end = policy.requested, policy.next_request, policy.end
         inside = set(held)
-        for chunk in held:
-            heappush(uses, -coming[chunk])
+        # Requests of next uses, the furthest first. Those that have passed stay in there: they never come first.
+        uses = [-policy.first_request[chunk] for chunk in held]
+        heapify(uses)
         loaded_for: dict[int, int] = {}
+        last_ahead: dict[int, int] = {}  # by chunk, its last request before `ahead`
         positions: list[int] = []
         chunks: list[int] = []
-        unused = request = 0
-        before: tuple[int, ...] = ()
-        for position, (window, here) in enumerate(zip(self.windows, policy.required, strict=True)):
-            if window != before:
-                before = window
-                for chunk in window:
-                    if chunk in inside:
-                        continue
+        unused = ahead = request = 0
+        window = 0  # how many chunks are in it
+        for position, here in enumerate(policy.required):
+            wanted = len(here) + depth
+            while window < wanted and ahead < end:
+                chunk = requested[ahead]
+                if last_ahead.get(chunk, -1) < request:
+                    window += 1
+                last_ahead[chunk] = ahead
+                if chunk not in inside:
                     if len(inside) == blocks:
                         furthest = -heappop(uses)
                         victim = requested[furthest]
                         inside.remove(victim)
-                        coming[victim] = furthest
                         unused += loaded_for.get(victim) == furthest
                     inside.add(chunk)
-                    loaded_for[chunk] = use = coming[chunk]
-                    heappush(uses, -use)
+                    loaded_for[chunk] = ahead
+                    heappush(uses, -ahead)
                     positions.append(position)
                     chunks.append(chunk)
+                ahead += 1
             for _ in here:
-                heappush(uses, -next_request[request])
+                following = next_request[request]
+                heappush(uses, -following)
+                window -= following >= ahead
                 request += 1
-        hits = policy.end - len(chunks) + unused
-        return ScheduleResult(blocks, self.prefetch_depth, hits, tuple(positions), tuple(chunks), tuple(sorted(inside)))
+        hits = end - len(chunks) + unused
+        return ScheduleResult(blocks, depth, hits, tuple(positions), tuple(chunks), tuple(sorted(inside)))
 
 
 def required_chunks(

@@ -515,7 +515,7 @@ def engine_of(module: nn.Module) -> Engine:
 def _places(chunks: list[Chunk], schedule: StepSchedule) -> dict[int, int]:
     """By chunk, the position after whose loads it is reduced: the last gathers before its last gradient; -1 if none
     are."""
-    loading = [position for position, window in enumerate(schedule.windows) if window]
+    loading = schedule.loading
     return {
         chunk.index: ([-1, *loading])[bisect_right(loading, chunk.plan.grad_entry)]
         for chunk in chunks

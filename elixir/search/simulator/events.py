@@ -260,7 +260,7 @@ class WorkTimes:
     def _in_order(self, keys: Ints, kinds: Ints, entries: Ints, schedule: StepSchedule, reached: Ints) -> Ints:
         """Reductions come after the last loads before the last gradient (`ElixirModule._gradient_flow`)."""
         sent = kinds == SEND
-        loading = np.flatnonzero([bool(window) for window in schedule.windows])
+        loading = np.array(schedule.loading, dtype=np.int64)
         before = np.searchsorted(loading, entries[sent], side="right") - 1
         behind = loading[before[before >= 0]]
         loaded = np.zeros(len(before), dtype=np.int64)

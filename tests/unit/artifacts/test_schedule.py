@@ -50,6 +50,7 @@ def test_windows_always_fit_and_lie_in_blocks(order: list[set[int]], depth: int,
     schedule = StepSchedule([sorted(s) for s in order], depth)
     result = schedule.simulate(schedule.min_blocks + spare)
     assert schedule.min_blocks <= max(map(len, order)) + depth
+    assert schedule.loading == tuple(position for position, window in enumerate(schedule.windows) if window)
     assert sum(result.loads_by_chunk.values()) == result.loads == len(result.timeline)
     assert result.loads >= len(set().union(*order))
     # Replay: with evictions by the stateless form, the same chunks come in at the same positions.
