@@ -159,33 +159,46 @@ class ParamTable:
         return grid
 
     def survey(self, sizes: Ints) -> GridSurvey:
-        """Packings with each of `sizes`, all at once; no size may be below `largest_bytes`."""
-        counts = np.zeros((3, len(sizes)), dtype=np.int64)
-        largest = np.zeros(len(sizes), dtype=np.int64)
-        mark = np.zeros(len(sizes), dtype=np.uint64)
-        for members in self.groups.values():
-            prefix = np.concatenate(([0], np.cumsum([self.aligned[index] for index in members], dtype=np.int64)))
-            used = [np.concatenate(([0], np.cumsum([flags[index] for index in members]))) for flags in self._flags]
-            start = np.zeros(len(sizes), dtype=np.int64)
-            while (open_sizes := start < len(members)).any():
-                end = np.searchsorted(prefix, prefix[start] + sizes, side="right") - 1
-                counts[0] += open_sizes
-                counts[1] += used[0][end] > used[0][start]
-                counts[2] += used[1][end] > used[1][start]
-                np.maximum(largest, prefix[end] - prefix[start], out=largest)
-                mark = mark * np.uint64(1_000_003) + end.astype(np.uint64)
+        """Packings with each of `sizes`, which rise; none may be below `largest_bytes`.
+
+        Any capacity from the largest chunk up packs alike, so the few packings that differ are made, largest first.
+        """
+        counts = np.zeros((4, len(sizes)), dtype=np.int64)
+        first: Ints = np.zeros(len(sizes), dtype=np.int64)
+        until = len(sizes)
+        while until:
+            found = self._counts(int(sizes[until - 1]))
+            start = int(np.searchsorted(sizes, found[-1]))
+            counts[:, start:until] = np.array(found)[:, None]
+            first[start:until] = start
+            until = start
+        block = -(-counts[3] // self.unit_bytes) * self.unit_bytes
+        return GridSurvey(sizes, counts[0], counts[1], counts[2], block, first, sum(self.bytes))
+
+    def _counts(self, capacity_bytes: int) -> tuple[int, int, int, int]:
+        """Chunks of one packing, those that forward uses, those that later phases use, and bytes of the largest."""
+        chunks = in_forward = in_backward = largest = 0
+        for ends, forward, backward in self._prefixes:
+            start = 0
+            while start < len(ends) - 1:
+                end = bisect_right(ends, ends[start] + capacity_bytes) - 1
+                chunks += 1
+                in_forward += forward[end] > forward[start]
+                in_backward += backward[end] > backward[start]
+                largest = max(largest, ends[end] - ends[start])
                 start = end
-        block = -(-largest // self.unit_bytes) * self.unit_bytes
-        return GridSurvey(sizes, counts[0], counts[1], counts[2], block, mark, sum(self.bytes))
+        return chunks, in_forward, in_backward, largest
+
+    @cached_property
+    def _prefixes(self) -> list[list[list[int]]]:
+        """By group, sums over its first parameters: bytes, and how many forward, and later phases, use."""
+        of = self.aligned, self.in_forward, self.in_backward
+        return [[[0, *accumulate(each[i] for i in members)] for each in of] for members in self.groups.values()]
 
     @cached_property
     def grid(self) -> GridSurvey:
         """The survey of `search_grid`."""
         return self.survey(search_grid(self))
-
-    @property
-    def _flags(self) -> tuple[list[bool], list[bool]]:
-        return self.in_forward, self.in_backward
 
 
 @dataclass(frozen=True)
@@ -200,8 +213,8 @@ class GridSurvey:
     """Chunks that recompute and backward use."""
     block_bytes: Ints
     """The largest chunk: the smallest block with which the packing is the same."""
-    mark: npt.NDArray[np.uint64]
-    """Equal for equal packings (and, but for a chance of 2**-64, only for those)."""
+    first: Ints
+    """Index of the smallest size with the same packing."""
     param_bytes: int
 
     @property
@@ -211,7 +224,7 @@ class GridSurvey:
 
     def distinct(self) -> Ints:
         """Indices of the smallest size of every packing, in rising order of size."""
-        return np.sort(np.unique(self.mark, return_index=True)[1]).astype(np.int64)
+        return np.unique(self.first)
 
 
 GRID_REACH = 3

@@ -115,7 +115,7 @@ class Fillings:
         """The device with as many as fit of `weights`, then of `whole` with their states, then of all other weights."""
         key = (blocks, weights, whole, others)
         if key not in self._filled:
-            builder, budget = PlacementBuilder(self.model, blocks), self._device_bytes
+            builder, budget = self._empty.with_blocks(blocks), self._device_bytes
             fits = builder.squeeze(budget)
             if fits:
                 builder.move_all(weights, state=False, resident=False, budget_bytes=budget)

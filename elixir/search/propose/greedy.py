@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -49,6 +50,13 @@ class PlacementBuilder:
         self._curve_peak = self._peak_over_time(self._curve, 0.0, bool(gathering))
         self._weights: list[list[int]] = model.device_weights[:, [_SHARDS, _RESIDENT]].tolist()
         self._states: list[int] = model.device_states[:, _RESIDENT].tolist()
+
+    def with_blocks(self, blocks: int) -> PlacementBuilder:
+        """The same as it stands, for so many rCache blocks."""
+        other = copy.copy(self)
+        other.blocks = blocks
+        other.resident, other.weight, other.state = self.resident.copy(), self.weight.copy(), self.state.copy()
+        return other
 
     def placement(self) -> Placement:
         """The placement as it stands."""
@@ -107,13 +115,12 @@ class PlacementBuilder:
 
     def move_all(self, chunks: Iterable[int], *, state: bool, resident: bool, budget_bytes: int) -> None:
         """Walk `chunks` and move each that still fits."""
-        slack = budget_bytes - self.peak_bytes()
+        room = budget_bytes - self.peak_bytes() + self._most_given_back(resident)
         for chunk in chunks:
-            least = self.least_bytes(chunk, state=state, resident=resident)
-            if least > slack + self._most_given_back(resident):
+            if self.least_bytes(chunk, state=state, resident=resident) > room:
                 continue
             if self.move(chunk, state=state, resident=resident, budget_bytes=budget_bytes):
-                slack = budget_bytes - self.peak_bytes()
+                room = budget_bytes - self.peak_bytes() + self._most_given_back(resident)
 
     def _most_given_back(self, resident: bool) -> int:
         """The most that moving one chunk can free: its block, its gradient block, the room of gradients in flight."""

@@ -149,10 +149,12 @@ class WorkTimes:
         """That of it which lies before backward."""
         return float(self._before_s[self._access_of[self.work.first_backward]])
 
-    def before_first_use_s(self, chunk: int) -> float:
-        """That of it which lies before the first use of a chunk; all where it has none."""
-        entry = self._first_use.get(chunk)
-        return self.total_s if entry is None else float(self._before_s[self._access_of[entry]])
+    @property
+    def before_first_use_s(self) -> Floats:
+        """By chunk, that of it which lies before the first use; all if it has none."""
+        entries = [self._first_use.get(chunk, len(self.entry_chunks)) for chunk in range(len(self.bytes))]
+        found: Floats = self._before_s[self._access_of[entries]]
+        return found
 
     @property
     def sent(self) -> tuple[Ints, Floats]:

@@ -7,6 +7,8 @@ holds without them holds.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 
 from elixir.search.problem import Bools, Floats, Ints
@@ -37,9 +39,10 @@ class Floor:
         count = len(times.bytes)
         facts = work.chunks
         self._trained = np.array([chunk.grad_bytes > 0 for chunk in facts], dtype=bool)
-        forward, backward = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
-        for entry, chunks in enumerate(times.entry_chunks):
-            (forward if entry < work.first_backward else backward)[list(chunks)] = True
+        forward, backward = (
+            np.isin(np.arange(count), list(chain.from_iterable(chunks)))
+            for chunks in (times.entry_chunks[: work.first_backward], times.entry_chunks[work.first_backward :])
+        )
         self._forward, self._backward = forward, backward
         early = [step_in_backward and work.can_step_in_backward(chunk) for chunk in range(count)]
         self._updated_behind = np.array([not can for can in early], dtype=bool)
@@ -50,8 +53,8 @@ class Floor:
         # Updates come in this order; from a chunk's first use on, that much of forward is left.
         self._place: Ints = np.full(count, count, dtype=np.int64)
         self._place[times.update_order] = np.arange(len(times.update_order))
-        left = [max(0.0, before_backward_s - times.before_first_use_s(chunk)) for chunk in range(count)]
-        self._left_s = np.where(forward, np.array(left, dtype=np.float64), -np.inf)
+        self._before_s = times.before_first_use_s
+        self._left_s = np.where(forward, np.maximum(before_backward_s - self._before_s, 0.0), -np.inf)
         self._fetch_s, self._offload_s = np.array(times.fetch_s), np.array(times.offload_s)
         self._host_adam_s, self._device_adam_s = np.array(times.host_adam_s), np.array(times.device_adam_s)
         self._copy_s, self._deliver_s = np.array(times.device_copy_s), np.array(times.deliver_on_device_s)
@@ -64,8 +67,6 @@ class Floor:
         self._reduce_to_host_s = self._reduce_s + summed_s * self._several
         self._offload_s = self._offload_s + summed_s * (not ahead and not self._several)
         # Loads come in the order of first uses, gradients leave in the order of the last of each chunk.
-        before_s = [times.before_first_use_s(chunk) for chunk in range(count)]
-        self._before_s = np.array(before_s, dtype=np.float64)
         self._used_place: Ints = np.argsort(np.argsort(self._before_s, kind="stable"), kind="stable")
         self._sent_place, self._after_sent_s = times.sent
 

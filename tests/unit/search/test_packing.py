@@ -102,7 +102,7 @@ def test_the_survey_agrees_with_packing_each_size(trace: StepTrace, world_size: 
         assert survey.waste_bytes[index] == packing.waste_bytes
         used = [any(table.in_forward[m] for m in chunk.parameters) for chunk in packing.chunks]
         assert survey.forward_chunks[index] == sum(used)
-    marks = survey.mark.tolist()
+    marks = survey.first.tolist()
     for left, here in enumerate(contents):
         for right, there in enumerate(contents):
             assert (marks[left] == marks[right]) == (here == there)
