@@ -42,6 +42,11 @@ class GradientBlocks:
         self.extra = 0
         """Blocks beyond the plan's, made because a chunk that others wait for never got its gradients."""
 
+    @property
+    def are_taken(self) -> bool:
+        """Whether gradients are arriving in all blocks, so that none will be free."""
+        return not self._free and not self._leaving
+
     def open(self, chunk: Chunk) -> OpenChunk:
         """A block for a chunk, or memory for it alone where it is resident and larger than any block."""
         if chunk.weight_bytes > self.block_bytes:

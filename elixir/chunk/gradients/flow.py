@@ -7,8 +7,9 @@ Weights are never touched. A chunk that misses gradients is sent off at the end 
 Several ranks send their chunks in one order that all share, whatever their data does: the plan says after which of
 its gathers a chunk's reduction comes. A chunk that is complete waits for its place. One that is not when its place
 comes is sent as it is, zeros for what is missing. Gradients that arrive later still, which takes another order of
-execution than the traced one, are kept and sent with the next backward or before the optimizer steps. A chunk that gets
-no gradient in the traced step is not sent, until a rank has one: before the optimizer steps, all ranks learn of that.
+execution than the traced one, and those of a chunk that gets none in the traced step, leave their block for the home of
+the states, where each rank keeps them until the next backward that sends the chunk, or until the optimizer steps: before
+that, all ranks learn of them. From then on every backward sends the chunk.
 
 While `reducing` is off, several ranks each add up whole gradients at the home of the states; they are added to the next
 ones that are reduced, or reduced before the optimizer steps.
@@ -144,8 +145,10 @@ class GradientFlow:
             if mine.is_complete:
                 if self._group.size == 1:
                     self._send(chunk)
-                else:
+                elif mine in self._unsent:
                     self._send_in_order()
+                else:
+                    self._keep(mine)  # no other rank sends it in this backward
 
     def _adds_to_held(self, gradient: ChunkGradient, slot: Slot) -> bool:
         """Whether a gradient of an earlier backward is at home, on the only rank. Several round as their sums do."""
@@ -183,10 +186,11 @@ class GradientFlow:
             if self._group.size > 1:
                 self._unsettled = True
             else:
-                opened = {g.opened.number: g for g in self.by_chunk.values() if g.opened is not None}
-                self._unsent = [opened[number] for number in sorted(opened)]
+                self._unsent = sorted((g for g in self.by_chunk.values() if g.opened is not None), key=_number)
             while self._unsent:
                 self._send(self._unsent.pop(0).chunk)
+            for late in self.by_chunk.values():
+                self._keep(late)  # its block is the next forward's, and the next backward's
 
     def forget_counts(self) -> None:
         """A step begins, or has been reported: nothing counts that was before."""
@@ -272,7 +276,7 @@ class GradientFlow:
             InputError: a chunk has been stepped without it, on any rank; then on all, and what came late is left out.
         """
         own = self.by_chunk.items()
-        late_here = [index for index, own_gradient in own if own_gradient.opened or own_gradient.kept]
+        late_here = [index for index, own_gradient in own if own_gradient.kept]
         stepping = [index for index, own_gradient in own if own_gradient.chunk.stepping]
         answers: list[tuple[list[int], list[int]]] = []
         mine = late_here, stepping
@@ -286,7 +290,7 @@ class GradientFlow:
                 if index not in missed:
                     self._send(self.by_chunk[index].chunk, late=True)
                 else:
-                    self._given_up(self.by_chunk[index])
+                    self.by_chunk[index].give_up_kept()
         if missed:
             raise self.by_chunk[missed[0]].chunk.stepped_without("on some rank gradients came")
 
@@ -301,6 +305,12 @@ class GradientFlow:
             self._send(gradient.chunk)
 
     def _opened(self, chunk: Chunk) -> OpenChunk:
+        if self._group.size > 1 and self._blocks.are_taken:
+            # The plan has no block for those that are sent when backward is over, or not in this one.
+            arriving = [own for own in self.by_chunk.values() if own.opened is not None]
+            late = [own for own in arriving if own.chunk.plan.reduce_order is None or own not in self._unsent]
+            if late:
+                self._keep(min(late, key=_number))
         return self._blocks.open(chunk)
 
     def _send(self, chunk: Chunk, *, late: bool = False) -> None:
@@ -310,19 +320,22 @@ class GradientFlow:
             late: backward is over, so that its step no longer begins in there.
         """
         gradient = self.by_chunk[chunk.index]
-        opened = gradient.close()
         if self._group.size > 1 and not self.reducing:
-            if opened is not None:
-                self._blocks.leave(self._transport.keep(gradient, opened))
+            self._keep(gradient)
             return
-        if opened is None:
-            opened = self._opened(chunk)
+        opened = gradient.close() or self._opened(chunk)
         opened.fill_gaps(chunk)
         leaving = self._transport.send(gradient, opened, self._norms_for(gradient))
         is_block = opened.memory.nbytes == self._options.block_bytes
         self._blocks.leave(leaving if is_block else leaving._replace(is_extra=True))
         if self._complete is not None and self.reducing and not late and len(opened.arrived) == len(chunk.slots):
             self._complete(chunk, gradient.tickets[0])
+
+    def _keep(self, gradient: ChunkGradient) -> None:
+        """Let what has arrived leave its block, to be kept by this rank."""
+        opened = gradient.close()
+        if opened is not None:
+            self._blocks.leave(self._transport.keep(gradient, opened))
 
     def _norms_for(self, gradient: ChunkGradient) -> PartNorms | None:
         """Where the norms of what is sent now are summed; None where the step sums those that it needs.
@@ -336,3 +349,8 @@ class GradientFlow:
         if chunk.plan.update_home != "host" or self._backwards < self._options.accumulation or not self._wants_norms():
             return None
         return PartNorms(chunk, "cpu" if gradient.holds else self._device)
+
+
+def _number(gradient: ChunkGradient) -> int:
+    """When the block of a gradient was opened, compared with others; 0 if none is."""
+    return 0 if gradient.opened is None else gradient.opened.number
