@@ -7,9 +7,9 @@ Weights are never touched. A chunk that misses gradients is sent off at the end 
 Several ranks send their chunks in one order that all share, whatever their data does: the plan says after which of
 its gathers a chunk's reduction comes. A chunk that is complete waits for its place. One that is not when its place
 comes is sent as it is, zeros for what is missing. Gradients that arrive later still, which takes another order of
-execution than the traced one, and those of a chunk that gets none in the traced step, leave their block for the home of
-the states, where each rank keeps them until the next backward that sends the chunk, or until the optimizer steps: before
-that, all ranks learn of them. From then on every backward sends the chunk.
+execution than the traced one, and those of a chunk that gets none in the traced step, leave their block for the home
+of the states. Each rank keeps them there until the next backward that sends the chunk, or until the optimizer steps,
+before which all ranks learn of them. From then on every backward sends the chunk.
 
 While `reducing` is off, several ranks each add up whole gradients at the home of the states; they are added to the next
 ones that are reduced, or reduced before the optimizer steps.

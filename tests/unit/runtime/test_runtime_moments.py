@@ -191,8 +191,8 @@ def test_a_step_is_that_of_hybrid_adam_where_shards_are_parameters(kind: str, ma
 @pytest.mark.parametrize("kind", LOW)
 def test_other_kinds_of_moments_are_read_in_float32_on_the_way(kind: str) -> None:
     it = case("opt")
-    plan = make_plan(it, "streamed")
-    low = replace(plan, moments=kind, state_size=moments_size(kind))
+    low = make_plan(it, "streamed", moments=kind)
+    plan = replace(low, moments="float32", state_size=moments_size("float32"))  # in the same packing
     run = Run(it, plan)
     run.train(5)
     run.module.settle()
