@@ -9,7 +9,7 @@ from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.local_search import Polish
 from elixir.search.propose.original_elixir import classic_candidates
-from elixir.search.propose.placement_batch import Variants
+from elixir.search.propose.placement_batch import Variants, possible_homes
 from elixir.search.propose.sizes import MAX_OUTSIZED, Budgets, SearchSpace
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "classic_candidates",
     "everything_resident",
     "find_best",
+    "possible_homes",
     "settled",
     "spilled",
     "weigh",

@@ -9,14 +9,16 @@ What the first Elixir would have chosen is a candidate, too: no plan that leaves
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from elixir.search.problem import MemoryModel, Placement
 from elixir.search.propose.candidate import NEAR, Candidate, everything_resident, speculating, weigh
 from elixir.search.propose.early_states import EarlyStates
 from elixir.search.propose.fillings import Fillings
-from elixir.search.propose.local_search import EXACTLY, Polish
+from elixir.search.propose.last_look import moved_while_better
+from elixir.search.propose.local_search import DECIMALS, EXACTLY, Polish
 from elixir.search.propose.original_elixir import classic_candidates
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator import worst_case
@@ -113,10 +115,44 @@ def find_best(
     if found.resident is not None and space.hardware.device_kind == "cpu":
         # The cores that would step a chunk meanwhile are those of compute, which no simulation knows.
         return Outcome(found.resident, found.count, found.least_host, found.resident.seconds["total"])
-    fastest_s = found.best_s
     others = _for_slower_hosts(space, budgets, sizes, prefetch_depth, briefly) if 1 + hedge > NEAR else iter(())
+    last_look = partial(moved_while_better, space, budgets, depth=prefetch_depth)
+    if found.best.speculating and _few_chunks(space, found.best):
+        found.take([last_look(found.best, key=lambda candidate: candidate.sort_key, cost=space.cost)])
     best = _surest(space, budgets, trials, found, hedge, others)
-    return Outcome(best, found.count, found.least_host, fastest_s)
+    safe = best is found.best and _worst_s(space, best) <= found.best_s * NEAR
+    if hedge and not safe and _few_chunks(space, best):
+        best = _surer(space, best, last_look, found.best_s * (1 + hedge), certain=1 + hedge <= NEAR)
+        found.take([best])
+    return Outcome(best, found.count, found.least_host, found.best_s)
+
+
+def _few_chunks(space: SearchSpace, candidate: Candidate) -> bool:
+    """Whether each chunk is a large part of the step."""
+    return not space.setting.spill and len(candidate.work.chunks) <= FEW_CHUNKS
+
+
+def _surer(
+    space: SearchSpace, best: Candidate, last_look: Callable[..., Candidate], most_s: float, *, certain: bool
+) -> Candidate:
+    """A neighbour of `best` with a better worst case that takes no longer than `most_s`.
+
+    If that is not `certain` to be short, the fastest with a worst case that is nearly as good.
+    """
+
+    def risk(candidate: Candidate) -> tuple[float, ...]:
+        worst_s = _worst_s(space, candidate) if candidate.seconds["total"] <= most_s else math.inf
+        return round(worst_s, DECIMALS), *candidate.sort_key
+
+    surer = last_look(best, key=risk, cost=space.worst_cost)
+    if certain:
+        return surer
+    enough_s = risk(surer)[0] * NEAR
+
+    def seconds(candidate: Candidate) -> tuple[float, ...]:
+        return candidate.sort_key if risk(candidate)[0] <= enough_s else (math.inf,)
+
+    return last_look(min(best, surer, key=seconds), key=seconds, cost=space.cost)
 
 
 def _closer(trials: list[_Trials], found: _Collection, depths: range, *, briefly: bool) -> None:
@@ -171,7 +207,10 @@ def _surest(
     worst_s = {id(fastest): _worst_s(space, fastest)}
     if worst_s[id(fastest)] <= near_s:
         return fastest
-    made = [candidate for candidate in others if candidate.seconds["total"] <= most_s]
+    made = list(others)
+    found.take(made)
+    near_s, most_s = found.best_s * NEAR, found.best_s * (1 + hedge)
+    made = [candidate for candidate in made if candidate.seconds["total"] <= most_s]
     if found.best.speculating:
         found.take(min(trials, key=lambda trial: trial.early.best_s).early.fewest(most_s))
     near = {(c.placement, c.schedule.blocks, c.work.packing.capacity_bytes): c for c in found.near(most_s)}

@@ -15,6 +15,8 @@ from elixir.search.simulator import SimulatedCost
 
 NEAR = 1.01
 """A plan that takes this many times the fastest one's seconds is as good, as far as rates are known."""
+_UNDO = "undo"
+"""Part of host memory: new states next to the old ones, of chunks that speculate."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,7 @@ def speculating(space: SearchSpace, plain: Candidate, budgets: Budgets) -> Candi
     if space.setting.speculate is False:
         return None
     model = space.model(plain.work.packing.capacity_bytes)
-    left = budgets.host_bytes - plain.need.host_bytes
-    if space.setting.speculate is None:
-        left -= model.copies_bytes
+    left = left_to_speculate(space, plain, budgets)
     found = space.cost.speculating(
         plain.work,
         plain.placement,
@@ -107,6 +107,15 @@ def speculating(space: SearchSpace, plain: Candidate, budgets: Budgets) -> Candi
         needed=model.second_set_bytes,
     )
     return None if found is None else _speculating(model, plain, *found)
+
+
+def left_to_speculate(space: SearchSpace, candidate: Candidate, budgets: Budgets) -> int:
+    """Host bytes of a machine for new states of all chunks that speculate."""
+    parts = candidate.need.host_parts
+    left_bytes = budgets.host_bytes - candidate.need.host_bytes + parts.get(_UNDO, 0)
+    if space.setting.speculate is None:
+        left_bytes -= space.model(candidate.work.packing.capacity_bytes).copies_bytes
+    return left_bytes
 
 
 def as_it_runs(space: SearchSpace, plain: Candidate, budgets: Budgets, enough_s: float = 0.0) -> Candidate:
@@ -129,7 +138,7 @@ def _speculating(
     if not chunks:
         return replace(plain, seconds=seconds)
     undo = sum(model.second_set_bytes[chunk] for chunk in chunks)
-    need = replace(plain.need, host_parts={**plain.need.host_parts, "undo": undo})
+    need = replace(plain.need, host_parts={**plain.need.host_parts, _UNDO: undo})
     return replace(plain, need=need, seconds=seconds, speculating=chunks)
 
 

@@ -67,7 +67,16 @@ class Variants:
         possible = all(code in homes for code, homes in zip(placement.codes.tolist(), self.homes, strict=True))
         return placement.codes if possible else None
 
-    def look(self, codes: Codes, device_bytes: int, chunks: Ints | None = None) -> Look:
+    def neighbours(self, codes: Codes) -> Codes:
+        """Variants with another home for one chunk."""
+        here = codes.tolist()
+        changes = [(chunk, code) for chunk, homes in enumerate(self.homes) for code in homes if code != here[chunk]]
+        found = np.tile(codes, (len(changes), 1))
+        for row, (chunk, code) in enumerate(changes):
+            found[row, chunk] = code
+        return found
+
+    def look(self, codes: Codes, device_bytes: int, chunks: Ints | None = None, *, speculating: bool = False) -> Look:
         """Bytes and least seconds of the variants.
 
         Args:
@@ -75,6 +84,7 @@ class Variants:
             device_bytes: budget of the device.
             chunks: those that the columns of `codes` stand for; all by default. Of some chunks, the others being left
                 out: all with these homes need no less and are no faster.
+            speculating: the floor holds whatever chunks speculate.
         """
         model = self.model
         some = np.arange(len(self.homes)) if chunks is None else chunks
@@ -90,6 +100,12 @@ class Variants:
             blocks=blocks,
             host_bytes=np.sum(list(host.values()), axis=0),
             floor_s=self.cost.floor_s(
-                model.work, some, RESIDENT[codes], WEIGHTS[codes], STATES[codes], np.maximum(blocks, 0)
+                model.work,
+                some,
+                RESIDENT[codes],
+                WEIGHTS[codes],
+                STATES[codes],
+                np.maximum(blocks, 0),
+                speculating=speculating,
             ),
         )

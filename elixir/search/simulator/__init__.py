@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elixir.search.simulator.collectives import Cluster, gather_s
 from elixir.search.simulator.events import WorkTimes
-from elixir.search.simulator.in_backward import worth_stepping
+from elixir.search.simulator.in_backward import can_step, worth_stepping
 from elixir.search.simulator.rates import (
     ADAM_TRAFFIC_BYTES,
     ARITHMETIC_NUMEL_PER_S,
@@ -41,6 +41,7 @@ __all__ = [
     "Span",
     "WorkTimes",
     "adam_share",
+    "can_step",
     "extremes",
     "gather_s",
     "main_dtype",
