@@ -153,13 +153,15 @@ def test_a_save_that_failed_holds_nobody_up() -> None:
 
     def full(key: str, number: int, data: memoryview) -> None:
         waiting.start()
-        time.sleep(0.3)  # so long that the other thread has begun to wait
+        while not snapshot._wanted:  # an update that has begun to wait
+            time.sleep(0.001)
+        time.sleep(0.03)
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="full"):
         snapshot.write(full, lambda: None)
     snapshot.over()
-    waiting.join(timeout=5)
+    waiting.join(timeout=60)
     assert not waiting.is_alive()
     snapshot.release(1)
     snapshot.wait_for_live()
