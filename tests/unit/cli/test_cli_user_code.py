@@ -183,7 +183,7 @@ def run(command: str, **options: object) -> subprocess.CompletedProcess[bytes]:
     """A shell command with the installed program as ``$E``; its output is buffered, as a user's is."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     environment |= {"E": f"{sys.executable} -m elixir.cli", "PYTHONPATH": f"{ROOT}{os.pathsep}{os.getcwd()}"}
-    return subprocess.run(["bash", "-c", command], capture_output=True, timeout=120, env=environment)
+    return subprocess.run(["bash", "-c", command], capture_output=True, timeout=300, env=environment)
 
 
 @pytest.mark.slow

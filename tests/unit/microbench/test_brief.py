@@ -44,7 +44,7 @@ def test_profile_has_measured_rates_and_the_preset_for_the_rest() -> None:
         assert profile.sources[field].startswith("measured for 0.2 s")
         assert getattr(profile, field) != getattr(base, field)
     assert profile.launch_s is not None
-    assert 1e-7 < profile.launch_s < 1e-2
+    assert 1e-7 < profile.launch_s < 0.1
 
 
 def test_slow_products_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,13 +67,12 @@ def test_what_lanes_take_from_products_is_seen() -> None:
         with lock:
             time.sleep(seconds)
 
-    alone, held_up = brief._Rate(lambda: hold(1e-3), 1.0), brief._Rate(lambda: hold(1e-3), 1.0)
+    held_up = brief._Rate(lambda: hold(1e-3), 1.0)
     with ThreadPoolExecutor(1) as worker:
         lane = brief._Rate(lambda: hold(0.05), 1.0)
         brief._Lane(lane, held_up, worker).turn(0.3)
-    alone.turn(0.1)
     assert lane.done >= 2
-    assert held_up.per_s < 0.7 * alone.per_s
+    assert held_up.per_s < 0.7 / 1e-3  # a busy machine makes it fewer still
 
 
 class _Block(nn.Module):
