@@ -7,7 +7,7 @@ ranks of a machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -251,7 +251,10 @@ class MemoryModel:
         if self.setting.accumulation > 1:
             flying = flying | np.any(on_device, axis=1)
         used = np.flatnonzero(on_device.any(axis=0))  # often few, and curves are long
-        gradients = stepped[:, used] @ over.curves[used if some is None else some[used]]
+        if some is None and 2 * len(used) > len(self.trainable):
+            gradients = stepped @ over.curves
+        else:
+            gradients = stepped[:, used] @ over.curves[used if some is None else some[used]]
         temporary = (stepped * self.temporaries[chunks]).max(axis=1, initial=0.0)
         live = over.base + gradients + np.where(flying[:, None], over.transient, 0.0)
         live[:, -1] += temporary
@@ -275,24 +278,13 @@ class MemoryModel:
         if setting.world_size > 1:
             rows = rows[:1]  # all gradients are gathered, whatever the homes
         pooled = rows & ~self.outsized[chunks]
-        opened = (pooled.astype(np.float32) @ self._filling[chunks]).max(axis=1, initial=0.0).astype(np.int64)
+        opened = (pooled.astype(np.float32) @ self.filling[chunks]).max(axis=1, initial=0.0).astype(np.int64)
         # Those open at once, and with overlap one that leaves next to them: more are needed only on a link that lags.
         found = np.minimum(opened + setting.overlap, pooled.sum(axis=1))
         # An outsized gradient needs no block, but a second may arrive while it leaves.
         several = setting.overlap or setting.world_size > 1
         alone = np.where(rows & self.outsized[chunks], self._bytes[chunks], 0).max(axis=1, initial=0) * several
         return np.broadcast_to(found, len(codes)), np.broadcast_to(alone, len(codes))
-
-    def open_blocks(self, chunks: Iterable[int]) -> Ints:
-        """By stretch, how many gradient blocks are being filled."""
-        change = np.zeros(self.work.facts.stretches + 1, dtype=np.int64)
-        for chunk in chunks:
-            stretches = self.work.chunks[chunk].grad_stretches
-            if stretches is not None:
-                change[stretches[0]] += 1
-                change[stretches[1] + 1] -= 1
-        opened: Ints = np.cumsum(change[:-1])
-        return opened
 
     def outsized_grad_bytes(self, gathering: Sequence[int]) -> int:
         """Bytes that outsized gradients take at once."""
@@ -351,38 +343,38 @@ class MemoryModel:
             taken = self.shard_numel * FP32_BYTES * self._low_precision
         return np.asarray(taken * self.trainable, dtype=np.float64)
 
-    @cached_property
-    def _all_stretches(self) -> _Stretches:
-        setting, stretches = self.setting, self.work.facts.stretches
+    def _over(self, stretches: Ints) -> _Stretches:
+        """Curves at some stretches, which rise to the last."""
+        setting, several_batches = self.setting, self.setting.accumulation > 1
         if setting.world_size == 1:
-            curves = self.work.arrived_grad_bytes
-            if setting.accumulation > 1:
-                curves = np.repeat(curves[:, -1:], stretches, axis=1)
+            curves = self.work.arrived_grad_bytes(stretches[-1:] if several_batches else stretches)
+            curves *= self.trainable[:, None]
         else:
             # Reduced when the last has arrived; with accumulation it waits for the next batch all the time.
-            last = [(chunk.grad_stretches or (0, stretches))[1] for chunk in self.work.chunks]
-            arrived = np.arange(stretches) >= np.array(last)[:, None]
-            curves = (arrived | (setting.accumulation > 1)) * self.grad_shard_bytes[:, None]
+            last = [(chunk.grad_stretches or (0, self.work.facts.stretches))[1] for chunk in self.work.chunks]
+            waiting = (stretches >= np.array(last)[:, None]) | several_batches
+            curves = waiting * (self.grad_shard_bytes * self.trainable).astype(np.float64)[:, None]
         return _Stretches(
-            self.base.astype(np.float64),
-            self.transient.astype(np.float64),
-            curves.astype(np.float64) * self.trainable[:, None],
+            self.base[stretches].astype(np.float64),
+            self.transient[stretches].astype(np.float64),
+            np.broadcast_to(curves, (len(curves), len(stretches))),
         )
+
+    @cached_property
+    def _all_stretches(self) -> _Stretches:
+        return self._over(np.arange(self.work.facts.stretches))
 
     @cached_property
     def telling_stretches(self) -> _Stretches:
         """Gradients only get more until the step: a stretch counts if nothing later in forward, or in backward, is as
         high."""
-        facts, whole = self.work.facts, self._all_stretches
+        facts = self.work.facts
         backward = facts.first_backward_stretch
         parts = [np.arange(backward), np.arange(backward, facts.stretches - 1), np.array([facts.stretches - 1])]
-        stretches = np.concatenate([part[_above_all_later(self.base[part])] for part in parts])
-        return _Stretches(
-            whole.base[stretches], whole.transient[stretches], np.ascontiguousarray(whole.curves[:, stretches])
-        )
+        return self._over(np.concatenate([part[_above_all_later(self.base[part])] for part in parts]))
 
     @cached_property
-    def _filling(self) -> npt.NDArray[np.float32]:
+    def filling(self) -> npt.NDArray[np.float32]:
         """[chunk, stretch]: whether a gradient block of it is open, where any is opened: there most are."""
         stretches = np.array([chunk.grad_stretches or (0, -1) for chunk in self.work.chunks], dtype=np.int64)
         first, last = stretches[:, :1], stretches[:, 1:]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
 from elixir.plan import ChunkUse, Phase
 from elixir.schedule import StepSchedule, required_chunks
 from elixir.search.problem.packing import Ints, Packing
+from elixir.search.problem.placement import Floats
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_bytes
 
@@ -31,28 +33,40 @@ class StepFacts:
         self.trace = trace
         accesses = trace.accesses
         first_backward = next((i for i, access in enumerate(accesses) if access.phase != "forward"), len(accesses))
-        arrivals = {param.grad_access for param in trace.parameters if param.grad_access is not None}
-        edges = {0, first_backward} | arrivals | {access + 1 for access in arrivals}
+        self._grad_access = [param.grad_access for param in trace.parameters]
+        arrivals = sorted({access for access in self._grad_access if access is not None})
+        edges = {0, first_backward, *arrivals, *(access + 1 for access in arrivals)}
         self.edges: Ints = np.array(sorted(edge for edge in edges if edge < len(accesses)), dtype=np.int64)
         live = np.array([access.live_bytes for access in accesses], dtype=np.int64)
         at_step = trace.input_bytes + trace.workspace_bytes
         self.live_bytes: Ints = np.concatenate((np.maximum.reduceat(live, self.edges), [at_step]))
         self.stretches = len(self.live_bytes)
         self.first_backward_stretch = int(np.searchsorted(self.edges, first_backward))
-        self.largest_grad_bytes = max(
-            (param.numel * dtype_bytes(param.dtype) for param in trace.parameters if param.grad_access is not None),
-            default=0,
+        self._stretch_of: dict[int, int] = dict(
+            zip(arrivals, (np.searchsorted(self.edges, arrivals, side="right") - 1).tolist(), strict=True)
         )
+        self.gradients: Ints = np.array(
+            [
+                (index, self._stretch_of[param.grad_access], param.numel * dtype_bytes(param.dtype))
+                for index, param in enumerate(trace.parameters)
+                if param.grad_access is not None
+            ],
+            dtype=np.int64,
+        ).reshape(-1, 3)
+        """A row for each parameter that gets one: its index, the stretch in which the gradient arrives, its bytes."""
+        self.largest_grad_bytes = int(self.gradients[:, 2].max(initial=0))
 
         # Accesses without parameters count for the live bytes above, but there is nothing to fetch for them.
         sets: dict[tuple[int, ...], int] = {}
-        following = np.cumsum([bool(access.parameters) for access in accesses]).tolist()
-        self._uses_until = following
+        reads = [bool(access.parameters) for access in accesses]
+        self.reading: Ints = np.flatnonzero(reads)
+        """Accesses with parameters."""
+        self._uses_until: list[int] = np.cumsum(reads).tolist()
         self.uses: list[tuple[Phase, int, int]] = [
             (
                 access.phase,
                 sets.setdefault(access.parameters, len(sets)),
-                following[min(access.pin_until, len(accesses) - 1)] - 1,
+                self._uses_until[min(access.pin_until, len(accesses) - 1)] - 1,
             )
             for access in accesses
             if access.parameters
@@ -63,17 +77,19 @@ class StepFacts:
             parameter: index for index, access in enumerate(accesses) for parameter in access.parameters
         }
         """By parameter, the last access that reads it."""
-        self._slot_of = {
-            access: int(np.searchsorted(self.edges, access, side="right")) - 1 for access in sorted(arrivals)
-        }
 
     def stretch(self, access: int) -> int:
         """The stretch of an access in which a gradient arrives."""
-        return self._slot_of[access]
+        return self._stretch_of[access]
 
     def last_use(self, access: int) -> int:
         """Index into `uses` of the last access with parameters up to `access`; 0 before the first."""
-        return max(0, int(self._uses_until[access]) - 1)
+        return max(0, self._uses_until[access] - 1)
+
+    def arrivals(self, parameters: Sequence[int]) -> tuple[int, int] | None:
+        """Accesses at which the first and the last of their gradients arrive; None if they get none."""
+        found = [access for index in parameters if (access := self._grad_access[index]) is not None]
+        return (min(found), max(found)) if found else None
 
 
 @dataclass(frozen=True)
@@ -111,6 +127,8 @@ class Workload:
     def __init__(self, facts: StepFacts, packing: Packing) -> None:
         self.facts = facts
         self.packing = packing
+        self.arrivals = tuple(facts.arrivals(chunk.parameters) for chunk in packing.chunks)
+        """By chunk, the accesses at which its first and its last gradient arrive; None if it gets none."""
         self.chunks = tuple(self._chunk_facts(index) for index in range(len(packing.chunks)))
         self.entries, self.entry_of = _collapse(facts, packing)
         self.required = required_chunks((chunks, pin_until) for _, chunks, pin_until in self.entries)
@@ -146,24 +164,21 @@ class Workload:
             for chunks in self.required
         ]
 
-    @cached_property
-    def arrived_grad_bytes(self) -> Ints:
-        """[chunk, stretch]: bytes of its gradients that have arrived by the stretch, parameter by parameter."""
-        arrived = np.zeros((len(self.chunks), self.facts.stretches), dtype=np.int64)
-        for index, chunk in enumerate(self.packing.chunks):
-            for member in chunk.parameters:
-                param = self.facts.trace.parameters[member]
-                if param.grad_access is not None:
-                    arrived[index, self.facts.stretch(param.grad_access)] += param.numel * dtype_bytes(param.dtype)
-        cumulated: Ints = np.cumsum(arrived, axis=1)
-        return cumulated
+    def arrived_grad_bytes(self, stretches: Ints) -> Floats:
+        """[chunk, stretch]: bytes of its gradients that have arrived by each of `stretches`, which rise to the last."""
+        chunks = self.packing.chunks
+        members = list(chain.from_iterable(chunk.parameters for chunk in chunks))
+        chunk_of = np.zeros(len(members), dtype=np.int64)
+        chunk_of[members] = np.repeat(np.arange(len(chunks)), [len(chunk.parameters) for chunk in chunks])
+        parameters, arrival, nbytes = self.facts.gradients.T
+        arrived: Floats = np.zeros((len(chunks), len(stretches)))
+        np.add.at(arrived, (chunk_of[parameters], np.searchsorted(stretches, arrival)), nbytes)
+        return np.cumsum(arrived, axis=1, out=arrived)
 
     def grad_entry(self, index: int) -> int | None:
         """The entry of `order` during which a chunk's last gradient arrives; None where it gets none."""
-        parameters = self.facts.trace.parameters
-        accesses = [parameters[member].grad_access for member in self.packing.chunks[index].parameters]
-        arrivals = [access for access in accesses if access is not None]
-        return self.entry_of[self.facts.last_use(max(arrivals))] if arrivals else None
+        arrivals = self.arrivals[index]
+        return None if arrivals is None else self.entry_of[self.facts.last_use(arrivals[1])]
 
     def can_step_in_backward(self, index: int) -> bool:
         """Whether all gradients of a chunk come, each at once, and nothing reads its weights after the last of them."""
@@ -176,11 +191,8 @@ class Workload:
         return self._can_step_in_backward[index]
 
     def _chunk_facts(self, index: int) -> ChunkFacts:
-        chunk, trace = self.packing.chunks[index], self.facts.trace
+        chunk, arrivals = self.packing.chunks[index], self.arrivals[index]
         itemsize = dtype_bytes(chunk.dtype)
-        arrivals = [
-            access for member in chunk.parameters if (access := trace.parameters[member].grad_access) is not None
-        ]
         return ChunkFacts(
             bytes=chunk.bytes,
             numel=chunk.bytes // itemsize,
@@ -188,7 +200,7 @@ class Workload:
             trainable=chunk.trainable,
             outsized=chunk.outsized,
             grad_bytes=chunk.bytes if arrivals else 0,
-            grad_stretches=(self.facts.stretch(min(arrivals)), self.facts.stretch(max(arrivals))) if arrivals else None,
+            grad_stretches=(self.facts.stretch(arrivals[0]), self.facts.stretch(arrivals[1])) if arrivals else None,
         )
 
 
@@ -198,7 +210,10 @@ def _collapse(facts: StepFacts, packing: Packing) -> tuple[list[OrderEntry], lis
     Entries that were joined share the latest of their pins: their chunks are the same, so nothing more is held.
     """
     chunk_of = {member: index for index, chunk in enumerate(packing.chunks) for member in chunk.parameters}
-    chunks_of = [tuple(sorted({chunk_of[member] for member in members})) for members in facts.parameter_sets]
+    chunks_of = [
+        (chunk_of[members[0]],) if len(members) == 1 else tuple(sorted({chunk_of[member] for member in members}))
+        for members in facts.parameter_sets
+    ]
     keys: list[tuple[Phase, tuple[int, ...]]] = []
     last_event: list[int] = []
     entry_of: list[int] = []

@@ -41,8 +41,9 @@ class PlacementBuilder:
         gathering = np.flatnonzero(model.gets_gradients).tolist()
         self._outsized = tuple(c for c in gathering if chunks[c].outsized)
         self._grad_chunks = len(gathering) - len(self._outsized)
-        self._open = model.open_blocks([c for c in gathering if not chunks[c].outsized])
-        self._open_max = int(self._open.max())
+        self._open = model.filling.sum(axis=0)
+        self._most_open = int(self._open.max(initial=0))
+        self._widest = int(model.filling.sum(axis=1).max(initial=0))
         self._curve: Floats = model.telling_stretches.base
         self._temporary = 0.0
         self._constant = sum(chunk.bytes for chunk in chunks if chunk.outsized)
@@ -65,8 +66,7 @@ class PlacementBuilder:
 
     def peak_bytes(self) -> int:
         """Device peak as it stands."""
-        pool = self._pool(self.streamed, self._open_max, self._grad_chunks, self._outsized_bytes)
-        return self._curve_peak + self._constant + pool
+        return self._curve_peak + self._constant + self._pool_now
 
     def most_blocks(self, budget_bytes: int) -> int:
         """Most rCache blocks that fit next to everything else; negative where the rest alone does not fit."""
@@ -77,61 +77,76 @@ class PlacementBuilder:
             return 0 if rest <= budget_bytes else -1
         return min((budget_bytes - rest) // block, self.streamed)
 
-    def move(self, chunk: int, *, state: bool, resident: bool, budget_bytes: int) -> bool:
-        """Put a chunk's weights, and with `state` its states, on the device if that fits; whether it did."""
-        model, facts = self.model, self.model.work.chunks[chunk]
-        resident = resident or self.resident[chunk]
-        constant, curve, temporary = self._constant, self._curve, self._temporary
-        if self.weight[chunk]:
-            constant -= self._weight_bytes(chunk, self.resident[chunk])
-        constant += self._weight_bytes(chunk, resident)
-        streamed = self.streamed - (resident and not self.resident[chunk])
-        outsized, outsized_bytes, grad_chunks = self._outsized, self._outsized_bytes, self._grad_chunks
-        opened, open_max, over_time = self._open, self._open_max, self._curve_peak
-        if state and facts.trainable and not self.state[chunk]:
-            constant += self._states[chunk]
-            curve = curve + model.telling_stretches.curves[chunk]
-            temporary = max(temporary, float(model.temporaries[chunk]))
-            if facts.grad_stretches is None or model.setting.world_size > 1:
-                pass  # its gradients take the same way as before
-            elif facts.outsized:
-                outsized = tuple(c for c in outsized if c != chunk)
-                outsized_bytes = model.outsized_grad_bytes(outsized)
+    def move_all(self, chunks: Iterable[int], *, state: bool, resident: bool, budget_bytes: int) -> None:
+        """Walk `chunks`; put the weights of each that still fits, and with `state` its states, on the device."""
+        waiting = list(chunks)
+        room = budget_bytes - self.peak_bytes() + self._most_given_back(resident)
+        at, together = 0, 1
+        while at < len(waiting):
+            some = waiting[at : at + together]
+            if self._least_bytes(some[0], state=state, resident=resident) > room:
+                at, together = at + 1, 1
+            elif self._move(some, state=state, resident=resident, budget_bytes=budget_bytes):
+                room = budget_bytes - self.peak_bytes() + self._most_given_back(resident)
+                at, together = at + len(some), 2 * together
             else:
-                opened = opened.copy()
-                opened[facts.grad_stretches[0] : facts.grad_stretches[1] + 1] -= 1
-                open_max, grad_chunks = int(opened.max()), grad_chunks - 1
-            in_flight = bool(outsized or grad_chunks) or model.setting.accumulation > 1
-            over_time = self._peak_over_time(curve, temporary, in_flight)
-        if over_time + constant + self._pool(streamed, open_max, grad_chunks, outsized_bytes) > budget_bytes:
+                at, together = at + (len(some) == 1), max(len(some) // 2, 1)
+
+    def _move(self, chunks: Sequence[int], *, state: bool, resident: bool, budget_bytes: int) -> bool:
+        """Move chunks if each fits after those before it; whether it did. Of several, it may not know that they fit."""
+        model, facts = self.model, self.model.work.chunks
+        constant = self._constant + sum(self._least_bytes(c, state=state, resident=resident) for c in chunks)
+        streamed = self.streamed - sum(resident and not self.resident[c] for c in chunks)
+        outsized, outsized_bytes, grad_chunks = self._outsized, self._outsized_bytes, self._grad_chunks
+        opened, most_open, over_time = self._open, self._most_open, self._curve_peak
+        curve, temporary, most_over_time = self._curve, self._temporary, over_time
+        stepped = [c for c in chunks if state and facts[c].trainable and not self.state[c]]
+        if stepped:
+            curve = curve + model.telling_stretches.curves[stepped].sum(axis=0)
+            temporary = max(temporary, float(model.temporaries[stepped].max()))
+            # With several ranks their gradients take the same way as before.
+            kept = [c for c in stepped if facts[c].grad_stretches is not None and model.setting.world_size == 1]
+            pooled = [c for c in kept if not facts[c].outsized]
+            if len(pooled) < len(kept):
+                outsized = tuple(c for c in outsized if c not in kept)
+                outsized_bytes = model.outsized_grad_bytes(outsized)
+            if pooled:
+                opened, grad_chunks = opened - model.filling[pooled].sum(axis=0), grad_chunks - len(pooled)
+                most_open = int(opened.max())
+            over_time = self._peak_over_time(curve, temporary, self._in_flight(outsized, grad_chunks))
+            most_over_time = self._peak_over_time(curve, temporary, self._in_flight(self._outsized, self._grad_chunks))
+        pool = self._pool(streamed, most_open, grad_chunks, outsized_bytes)
+        # What a chunk gives back does not help those before it.
+        most = over_time + pool if len(chunks) == 1 else most_over_time + self._pool_now
+        if most + constant > budget_bytes:
             return False
         self._constant, self._curve, self._temporary, self._curve_peak = constant, curve, temporary, over_time
-        self._open, self._open_max, self._grad_chunks = opened, open_max, grad_chunks
+        self._open, self._most_open, self._grad_chunks = opened, most_open, grad_chunks
         self._outsized, self._outsized_bytes, self.streamed = outsized, outsized_bytes, streamed
-        self.weight[chunk] = True
-        self.resident[chunk] = resident
-        self.state[chunk] = self.state[chunk] or state or not facts.trainable
-        return True
-
-    def move_all(self, chunks: Iterable[int], *, state: bool, resident: bool, budget_bytes: int) -> None:
-        """Walk `chunks` and move each that still fits."""
-        room = budget_bytes - self.peak_bytes() + self._most_given_back(resident)
         for chunk in chunks:
-            if self.least_bytes(chunk, state=state, resident=resident) > room:
-                continue
-            if self.move(chunk, state=state, resident=resident, budget_bytes=budget_bytes):
-                room = budget_bytes - self.peak_bytes() + self._most_given_back(resident)
+            self.weight[chunk] = True
+            self.resident[chunk] = resident or self.resident[chunk]
+            self.state[chunk] = self.state[chunk] or state or not facts[chunk].trainable
+        return True
 
     def _most_given_back(self, resident: bool) -> int:
         """The most that moving one chunk can free: its block, its gradient block, the room of gradients in flight."""
         block = self.model.work.packing.block_bytes
         freed = block if resident and self.give_back and self.streamed <= self.blocks else 0
         if self.model.setting.world_size == 1:  # with more ranks gradients are gathered wherever their states live
-            freed += block if self._grad_chunks else 0
+            freed += block if self._grad_chunks and self._may_close() else 0
             freed += self._outsized_bytes
             if self._grad_chunks + len(self._outsized) == 1:
                 freed += self.model.work.facts.largest_grad_bytes
         return freed
+
+    def _may_close(self) -> bool:
+        """Whether one chunk less may mean one gradient block less: a chunk cannot be all that fills most blocks in
+        stretches that lie further apart than its own gradients."""
+        if self._grad_chunks <= self._most_open + self.model.setting.overlap:
+            return True
+        highest = np.flatnonzero(self._open == self._most_open)
+        return bool(highest[-1] - highest[0] < self._widest)
 
     def squeeze(self, budget_bytes: int) -> bool:
         """While the peak is above the budget, make moves that lower it; whether it is within the budget then.
@@ -150,7 +165,7 @@ class PlacementBuilder:
                 return False
         return True
 
-    def least_bytes(self, chunk: int, *, state: bool, resident: bool) -> int:
+    def _least_bytes(self, chunk: int, *, state: bool, resident: bool) -> int:
         """Bytes that a move adds to the device, gradients and blocks not counted."""
         here = self._weight_bytes(chunk, self.resident[chunk]) if self.weight[chunk] else 0
         there = self._weight_bytes(chunk, resident or self.resident[chunk])
@@ -163,6 +178,13 @@ class PlacementBuilder:
     def _peak_over_time(self, curve: Floats, temporary: float, in_flight: bool) -> int:
         running = curve[:-1] + self.model.telling_stretches.transient[:-1] if in_flight else curve[:-1]
         return max(int(running.max()), int(curve[-1] + temporary))
+
+    def _in_flight(self, outsized: tuple[int, ...], grad_chunks: int) -> bool:
+        return bool(outsized or grad_chunks) or self.model.setting.accumulation > 1
+
+    @property
+    def _pool_now(self) -> int:
+        return self._pool(self.streamed, self._most_open, self._grad_chunks, self._outsized_bytes)
 
     def _pool(self, streamed: int, open_max: int, grad_chunks: int, outsized_bytes: int) -> int:
         blocks = min(self.blocks, streamed) if self.give_back else self.blocks

@@ -94,10 +94,9 @@ class WorkTimes:
         work = self.work
         self.phases = [phase for phase, _, _ in work.entries]
         self.entry_chunks = [chunks for _, chunks, _ in work.entries]
-        with_parameters = np.flatnonzero([bool(event.parameters) for event in work.facts.trace.accesses])
         _, first = np.unique(np.array(work.entry_of), return_index=True)
         # One access after the last, for what happens at the end.
-        self._access_of = np.append(with_parameters[first], len(work.facts.trace.accesses))
+        self._access_of = np.append(work.facts.reading[first], len(work.facts.trace.accesses))
         entries = len(work.entries)
         several = len(work.chunks)
         self._lone_chunk = np.array(
@@ -116,13 +115,11 @@ class WorkTimes:
 
     def _index_gradients(self) -> None:
         """Where first and last gradients arrive. Within one access, chunks in falling order, as they are sent."""
-        parameters = self.work.facts.trace.parameters
         found: list[tuple[int, int, int, int]] = []
         for index in self.update_order:
-            members = self.work.packing.chunks[index].parameters
-            accesses = [access for member in members if (access := parameters[member].grad_access) is not None]
+            first, last = self.work.arrivals[index] or (0, 0)
             entry = self.work.grad_entry(index) or 0
-            found += [(min(accesses), -index, OPEN, entry), (max(accesses), -index, SEND, entry)]
+            found += [(first, -index, OPEN, entry), (last, -index, SEND, entry)]
         rows = np.array(sorted(found), dtype=np.int64).reshape(-1, 4)
         self._grad_entry: Ints = rows[:, 3]
         self._grad_access, self._grad_chunk, self._grad_kind = rows[:, 0], -rows[:, 1], rows[:, 2]

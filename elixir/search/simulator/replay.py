@@ -82,7 +82,7 @@ class Machine:
         copied = [0.0] * len(chunks) if self._together else times.device_copy_s
         self._fetch_s = [copied[c] if placement.weight_on_device[c] else times.fetch_s[c] for c in chunks]
         self._slowdown = {
-            lane: (other, factor)
+            lane: (other, factor, 1 - 1 / factor)
             for lane, other, factor in (
                 (FETCH, OFFLOAD, times.rates.fetch_slowdown),
                 (OFFLOAD, FETCH, times.rates.offload_slowdown),
@@ -409,9 +409,11 @@ class Machine:
             start_s = submitted_s
         if lane in self._slowdown:
             # Of two transfers in opposite directions the later one is slowed for as long as the earlier one lasts.
-            other, factor = self._slowdown[lane]
-            overlap_s = min(max(self._free_s[other] - start_s, 0.0), seconds * factor)
-            seconds += overlap_s * (1 - 1 / factor)
+            other, factor, lost_share = self._slowdown[lane]
+            overlap_s = self._free_s[other] - start_s
+            if overlap_s > 0:
+                slowed_s = seconds * factor
+                seconds += (overlap_s if overlap_s < slowed_s else slowed_s) * lost_share
         end_s = self._free_s[lane] = start_s + seconds
         self.busy_s[lane] += seconds
         if self._recording and end_s > start_s:

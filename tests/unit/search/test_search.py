@@ -159,6 +159,27 @@ def test_the_builders_running_peak_is_the_models(trace: StepTrace, world_size: i
         assert builder.most_blocks(budget) == min(blocks + 3, builder.streamed)
 
 
+@given(traces(), st.sampled_from([1, 2]), st.booleans(), st.sampled_from([1, 3]), st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_many_chunks_move_as_they_would_one_by_one(
+    trace: StepTrace, world_size: int, overlap: bool, accumulation: int, random: Any
+) -> None:
+    table = ParamTable(trace, world_size)
+    packing = table.pack(random.randint(table.largest_bytes // 2, 2 * table.largest_bytes))
+    setting = Setting(world_size, world_size, StateSize(8), overlap, accumulation)
+    model = MemoryModel(Workload(StepFacts(trace), packing), setting)
+    together, alone = PlacementBuilder(model, 3), PlacementBuilder(model, 3)
+    order = random.sample(range(len(packing.chunks)), len(packing.chunks))
+    for state in (True, False):
+        spare = random.randint(0, table.total_bytes * 7 // world_size)
+        how: dict[str, Any] = {"state": state, "resident": world_size == 1, "budget_bytes": alone.peak_bytes() + spare}
+        together.move_all(order, **how)
+        for chunk in order:
+            alone.move_all([chunk], **how)
+        assert together.placement() == alone.placement()
+        assert together.peak_bytes() == alone.peak_bytes()
+
+
 def test_a_chunk_that_moves_gives_back_its_gradient_block() -> None:
     build = TraceBuilder()
     weights = [build.parameter(f"w{i}", 2**20) for i in range(4)]
