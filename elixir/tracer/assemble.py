@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +43,9 @@ class Observed:
 def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float) -> StepTrace:
     """Peaks, curve, accesses and gates of a finished trace; `started` is its `time.perf_counter()`."""
 
-    def dropped(record: StorageRecord) -> bool:
-        return record.kind == "workspace" and record.index >= first_optimizer
-
-    first_optimizer = _records_before(ledger, observed.step_end)
-    curve = ledger.curve(drop=None if observed.optimizer.has_temporaries else dropped)
+    curve = ledger.curve(
+        drop=None if observed.optimizer.has_temporaries else _workspace_from(ledger, observed.step_end)
+    )
     end = observed.step_end
     state_bytes = sum(record.nbytes for record in ledger.records if record.kind == "optimizer")
     peaks = find_peaks(ledger, curve, end, state_bytes)
@@ -87,9 +85,10 @@ def assemble(observed: Observed, ledger: Ledger, order: UseOrder, started: float
     )
 
 
-def _records_before(ledger: Ledger, position: int) -> int:
-    """How many records were born before a log position."""
-    return int(np.count_nonzero(np.asarray(ledger.log[:position]) >= 0))
+def _workspace_from(ledger: Ledger, position: int) -> Callable[[StorageRecord], bool]:
+    """Whether a record is workspace that was born at a log position, or later."""
+    earlier = int(np.count_nonzero(np.asarray(ledger.log[:position]) >= 0))
+    return lambda record: record.kind == "workspace" and record.index >= earlier
 
 
 def _distinct(order: UseOrder) -> tuple[dict[Operation, int], dict[int, int]]:

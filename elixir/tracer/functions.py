@@ -46,35 +46,19 @@ class StepFunctions(PreDispatchTorchFunctionMode):
         self._kind = kind
         self._autocast = autocast
         self._regions = regions
-        self._handlers: dict[Any, Callable[..., Any]] = {
-            torch.Tensor.__getitem__: _index,
-            torch.Tensor.__setitem__: _index,
-            torch.Tensor.__format__: _format,
-            torch.Tensor.item: _item,
-            torch.Tensor.new_tensor: _make_like,
-            torch.tensor: _make,
-            torch.as_tensor: _make,
-            torch.asarray: _make,
-            torch.Tensor.backward: self._backward,
-            torch.autograd.backward: self._differentiate,
-            torch.autograd.grad: self._differentiate,
-            torch.Tensor.device.__get__: self._device,
-            enter_autocast: self._autocast_entered,
-            exit_autocast: self._autocast_left,
-        }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = self._handlers.get(func)
+        handler = _HANDLERS.get(func)
         if handler is not None:
-            return handler(func, args, kwargs or {})
+            return handler(self, func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _backward(self, func: Any, args: Any, kwargs: Any) -> None:
+    def begin_backward(self, func: Any, args: Any, kwargs: Any) -> None:
         given = inspect.signature(func).bind(*args, **kwargs).arguments
         tensor, gradient = given.pop("self"), given.pop("gradient", None)
-        self._differentiate(torch.autograd.backward, (tensor, gradient), given)
+        self.differentiate(torch.autograd.backward, (tensor, gradient), given)
 
-    def _differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = inspect.signature(func).bind(*args, **kwargs).arguments
         starts, gradients = ("tensors", "grad_tensors") if "tensors" in given else ("outputs", "grad_outputs")
         if given.get("grad_variables") is not None:  # the old name, which PyTorch refuses next to the new one
@@ -87,7 +71,7 @@ class StepFunctions(PreDispatchTorchFunctionMode):
         finally:
             entering.leave()
 
-    def _device(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def device(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``x.device`` is meta, but who asks for its type because of autocast is told the target's."""
         caller = sys._getframe(2)
         device = func(*args, **kwargs)
@@ -97,10 +81,10 @@ class StepFunctions(PreDispatchTorchFunctionMode):
             self._regions.begins(caller)
         return torch.device(self._kind)
 
-    def _autocast_entered(self, func: Any, args: Any, kwargs: Any) -> None:
+    def autocast_entered(self, func: Any, args: Any, kwargs: Any) -> None:
         self._autocast.entered()
 
-    def _autocast_left(self, func: Any, args: Any, kwargs: Any) -> None:
+    def autocast_left(self, func: Any, args: Any, kwargs: Any) -> None:
         self._autocast.left()
 
 
@@ -130,7 +114,7 @@ class _Entering:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
-def _index(func: Any, args: Any, kwargs: Any) -> Any:
+def _index(mode: StepFunctions, func: Any, args: Any, kwargs: Any) -> Any:
     """``x[:, [-1, 0]]`` goes by way of a tensor on the CPU, whose values are known."""
     tensor, index, *value = args
     if tensor.is_meta and type(index) not in (int, slice):
@@ -146,7 +130,7 @@ def _as_tensor(item: Any) -> Any:
     return item
 
 
-def _format(func: Any, args: Any, kwargs: Any) -> Any:
+def _format(mode: StepFunctions, func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     if not tensor.is_meta or tensor.dim():
         return func(*args, **kwargs)
@@ -154,11 +138,11 @@ def _format(func: Any, args: Any, kwargs: Any) -> Any:
     return "unknown" if isinstance(value, _UNKNOWN) else format(value, *args[1:], **kwargs)
 
 
-def _item(func: Any, args: Any, kwargs: Any) -> Any:
+def _item(mode: StepFunctions, func: Any, args: Any, kwargs: Any) -> Any:
     return printable(func(*args, **kwargs))
 
 
-def _make(func: Any, args: Any, kwargs: Any) -> Any:
+def _make(mode: StepFunctions, func: Any, args: Any, kwargs: Any) -> Any:
     """``torch.tensor([1, 2], device=x.device)`` is made on the CPU, and copied with its values.
 
     PyTorch reads numbers out of tensors in a list, ``torch.tensor([height, width])``, below every dispatch mode: here
@@ -194,11 +178,11 @@ def _on_host(item: Any, unknown: list[torch.Tensor]) -> Any:
     return torch.tensor(value, dtype=item.dtype)
 
 
-def _make_like(func: Any, args: Any, kwargs: Any) -> Any:
+def _make_like(mode: StepFunctions, func: Any, args: Any, kwargs: Any) -> Any:
     like, *rest = args
     if kwargs.get("device") is not None or not like.is_meta:
-        return _make(func, args, kwargs) if not like.is_meta else func(*args, **kwargs)
-    return _make(torch.tensor, tuple(rest), {"dtype": like.dtype} | kwargs | {"device": like.device})
+        return _make(mode, func, args, kwargs) if not like.is_meta else func(*args, **kwargs)
+    return _make(mode, torch.tensor, tuple(rest), {"dtype": like.dtype} | kwargs | {"device": like.device})
 
 
 @functools.lru_cache(maxsize=4096)
@@ -212,3 +196,22 @@ def _asks_type_for_autocast(code: CodeType, position: int) -> bool:
         if one.offset == position:
             return following.opname.startswith("LOAD_") and following.argval == "type"
     return False
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__getitem__: _index,
+    torch.Tensor.__setitem__: _index,
+    torch.Tensor.__format__: _format,
+    torch.Tensor.item: _item,
+    torch.Tensor.new_tensor: _make_like,
+    torch.tensor: _make,
+    torch.as_tensor: _make,
+    torch.asarray: _make,
+    torch.Tensor.backward: StepFunctions.begin_backward,
+    torch.autograd.backward: StepFunctions.differentiate,
+    torch.autograd.grad: StepFunctions.differentiate,
+    torch.Tensor.device.__get__: StepFunctions.device,
+    enter_autocast: StepFunctions.autocast_entered,
+    exit_autocast: StepFunctions.autocast_left,
+}
+"""Function -> what handles it instead, called with the mode first."""

@@ -147,8 +147,13 @@ class Ledger:
         self.log.append(~self.add_bytes(nbytes, "workspace", module, operator).index)
 
     def stop(self) -> None:
-        """Follow nothing any more; what dies from now on stays in the log as alive."""
-        self._live.clear()
+        """Follow nothing any more; what dies from now on stays in the log as alive.
+
+        Values that are known lead back here: without them, all of this goes when the last reference to it does.
+        """
+        live, self._live = self._live, {}
+        for ref in live.values():
+            ref.record.shadow = ref.record.stands_for = None
 
     def knows(self, storages: Iterable[int]) -> bool:
         """Whether the values of all these storages are known."""
@@ -163,9 +168,8 @@ class Ledger:
         log = np.asarray(self.log, dtype=np.int64)
         births = log >= 0
         index = np.where(births, log, ~log)
-        kept = (r.nbytes if drop is None or not drop(r) else 0 for r in self.records)
-        sizes = np.fromiter(kept, np.int64, len(self.records))
-        kinds = np.fromiter((KIND_INDEX[r.kind] for r in self.records), np.int64, len(self.records))
+        sizes = np.array([r.nbytes if drop is None or not drop(r) else 0 for r in self.records], dtype=np.int64)
+        kinds = np.array([KIND_INDEX[r.kind] for r in self.records], dtype=np.int64)
         delta = np.where(births, sizes[index], -sizes[index])
         by_kind = np.zeros((len(KINDS), len(log)), dtype=np.int64)
         by_kind[kinds[index], np.arange(len(log))] = delta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -61,15 +61,15 @@ class UseOrder:
 
     Args:
         twin: the model that is traced.
-        log_position: gives the ledger's current length.
+        log: the ledger's, whose length says when something happened.
     """
 
-    def __init__(self, twin: Twin, log_position: Callable[[], int]) -> None:
+    def __init__(self, twin: Twin, log: Sized) -> None:
         self._names = {module: name or type(module).__name__ for module, name in twin.modules.items()}
         self._parameters = twin.parameters
         self._index = {parameter: index for index, parameter in enumerate(twin.parameters)}
         self._storages = {p.untyped_storage()._cdata: index for p, index in self._index.items()}
-        self._log_position = log_position
+        self._log = log
         self._scopes: list[_Scope] = []
         self._forward_depth = 0  # scopes that were open when backward began
         self._marks: tuple[list[int], list[str]] = ([0], [""])  # sequence numbers at which the module changes
@@ -97,7 +97,7 @@ class UseOrder:
         if running != self._in_backward:
             self._in_backward = running
             if running:
-                self.backward_position = min(self.backward_position, self._log_position())
+                self.backward_position = min(self.backward_position, len(self._log))
                 self._forward_depth = len(self._scopes)
                 self._backward_grad_mode = _creates_graph()
         if not running:
@@ -310,7 +310,7 @@ class UseOrder:
 
     def _record(self, phase: Phase, parameters: list[int], module: str, operator: str) -> int:
         position = len(self.uses)
-        self.uses.append(Use(phase, parameters, module, operator, self._log_position(), pin_until=position))
+        self.uses.append(Use(phase, parameters, module, operator, len(self._log), pin_until=position))
         return position
 
     def _mark(self, module: str) -> None:

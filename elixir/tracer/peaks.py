@@ -103,9 +103,10 @@ def _stretches(begin: int, end: int, most: int) -> Int64Array:
 
 def contributors(alive: list[StorageRecord]) -> tuple[Contributor, ...]:
     """Groups of storages that are alive, by kind, module and operator, the largest first."""
+    names = {number: operator_name(found) for number, found in {id(r.operator): r.operator for r in alive}.items()}
     groups: dict[tuple[Any, str, str], list[int]] = defaultdict(list)
     for record in alive:
-        groups[record.kind, record.module, operator_name(record.operator)].append(record.nbytes)
+        groups[record.kind, record.module, names[id(record.operator)]].append(record.nbytes)
     found = [
         Contributor(kind=kind, module=module, operator=operator, count=len(sizes), bytes=sum(sizes))
         for (kind, module, operator), sizes in groups.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class Recorder(TorchDispatchMode):
         self._routing = routing
         self._random = HostRandom()
         self._operators = OperatorCache(target, cache, self._random.call)
-        self._regions = CheckpointedRegions(self._random, self._count_state)
+        self._regions = CheckpointedRegions(self._random, partial(_count_state, target, ledger, order))
         self._autocast = Autocast(target.kind)
         self._functions = StepFunctions(target.kind, self._autocast, self._regions)
         self._workspaces: dict[bool, StorageRecord] = {}
@@ -325,14 +326,16 @@ class Recorder(TorchDispatchMode):
             storages = [at for tensor, at in zip(arguments.tensors, storages, strict=True) if tensor.is_meta]
         return self._ledger.knows(storages)
 
-    def _count_state(self, state: torch.Tensor) -> None:
-        if self._target.counts_host_tensors:
-            self._ledger.add(state, "activations", self._order.module(self._order.phase()), "generator state")
-
     def _hold_workspace(self, forward: bool, module: str, func: Any) -> None:
         if forward not in self._workspaces:
             nbytes = self._target.matmul_workspace_bytes()
             self._workspaces[forward] = self._ledger.add_bytes(nbytes, "workspace", module, func)
+
+
+def _count_state(target: Target, ledger: Ledger, order: UseOrder, state: torch.Tensor) -> None:
+    """Count a generator's state that a checkpoint keeps, where it lies in the memory that is predicted."""
+    if target.counts_host_tensors:
+        ledger.add(state, "activations", order.module(order.phase()), "generator state")
 
 
 def _names_host(device: Any) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -100,7 +101,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             if not real.is_meta:
                 shadows.attach(tensor, real)
     step_begin = len(ledger)
-    order = UseOrder(twin, lambda: len(ledger))
+    order = UseOrder(twin, ledger.log)
     routing = routing if routing is not None else BalancedRouting()
     recorder = Recorder(target, ledger, order, shadows, routing, cache)
 
@@ -114,6 +115,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         trained = any(parameter.grad is not None for parameter in parameters)
         phase = run_optimizer(optimizer if trained else None, optimizer_kernel, parameters, recorder, ledger, target)
         ledger.stop()
+        shadows.stop()
         observed = Observed(
             twin=twin,
             model_name=model_name or type(model).__name__,
@@ -138,11 +140,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
 def _run_step(
     twin: Twin, inp: dict[Any, Any], step_fn: StepFn, recorder: Recorder, order: UseOrder, ledger: Ledger
 ) -> None:
-    handles = [  # before the parameters announce what they are asked
-        parameter.register_post_accumulate_grad_hook(order.gradient_ready)
-        for parameter in twin.parameters
-        if parameter.requires_grad
-    ]
+    unheard = _gradients_heard(twin.parameters, order)  # before the parameters announce what they are asked
     access = ParameterAccess(twin.model, order, scripts=False)
     try:
         with recorder:
@@ -153,8 +151,7 @@ def _run_step(
         raise _explained(error) from error
     finally:
         access.remove()
-        for handle in handles:
-            handle.remove()
+        unheard()
     if not order.uses:
         raise TraceError("step_fn used no parameter of the model it was given; it must run the model it gets")
     trains = any(parameter.requires_grad for parameter in twin.parameters)
@@ -167,6 +164,30 @@ def _run_step(
                 order.gradient_ready(parameter)  # set by step_fn itself, as with torch.autograd.grad
             record.kind = "gradients"
             record.complete_at = order.uses[order.grad_use[index]].log_position
+
+
+def _gradients_heard(parameters: list[nn.Parameter], order: UseOrder) -> Callable[[], None]:
+    """Have `order` told of gradients that autograd has accumulated, until what this returns is called.
+
+    Parameters without other hooks share one table of them: thousands of handles would take longer than the backward
+    pass has to call them.
+    """
+    hooks = OrderedDict({0: order.gradient_ready})
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    alone = [parameter for parameter in trained if not parameter._post_accumulate_grad_hooks]
+    others = [parameter for parameter in trained if parameter._post_accumulate_grad_hooks]
+    for parameter in alone:
+        parameter._post_accumulate_grad_hooks = hooks
+    handles = [parameter.register_post_accumulate_grad_hook(order.gradient_ready) for parameter in others]
+
+    def unheard() -> None:
+        hooks.clear()
+        for parameter in alone:
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        for handle in handles:
+            handle.remove()
+
+    return unheard
 
 
 def _shape_of(inp: dict[Any, Any], fused_kernels: bool, checkpoint: str | None) -> StepShape:

@@ -119,6 +119,10 @@ class Shadows:
             record.shadow = Shadow(source.numel(), lambda: _flat_like(source.to(dtype), tensor_geometry), because)
             tensor_geometry = (tensor.size(), tensor.stride(), tensor.untyped_storage().nbytes() // tensor.itemsize)
 
+    def stop(self) -> None:
+        """Work out no values any more: those that wait for it would keep themselves, and all of a trace, alive."""
+        self._pending.clear()
+
     def of(self, tensor: torch.Tensor) -> View | None:
         """The known values of a meta tensor."""
         record = self._ledger.find(tensor)
