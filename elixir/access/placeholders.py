@@ -111,6 +111,7 @@ def watch(reached: Callable[..., Any]) -> None:
 def storage_of(tensor: torch.Tensor) -> int:
     """A number that only the storage of this tensor has; 0 if it has none (sparse, or inside vmap)."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        number: int = tensor.untyped_storage()._cdata
     except NotImplementedError:
         return 0
+    return number

@@ -128,6 +128,7 @@ def _accesses(order: UseOrder, other: Int64Array, numbers: Mapping[int, int]) ->
     ends = np.append(starts[1:], len(other))
     # The highest from every first to every second position of a pair; one entry more, as a position must lie inside.
     highest = np.maximum.reduceat(np.append(other, 0), np.stack((begins, ends), axis=1).ravel())[::2].tolist()
+    number = numbers.__getitem__
     return tuple(
         Access(
             phase=use.phase,
@@ -135,7 +136,7 @@ def _accesses(order: UseOrder, other: Int64Array, numbers: Mapping[int, int]) ->
             pin_until=use.pin_until,
             module=use.module,
             operator=use.operator,
-            operations=tuple([numbers[id(operation)] for operation in use.operations]),
+            operations=tuple(map(number, map(id, use.operations))),
             live_bytes=live,
         )
         for use, live in zip(order.uses, highest, strict=True)

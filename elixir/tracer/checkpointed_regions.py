@@ -29,6 +29,7 @@ class HostRandom:
 
     def __init__(self) -> None:
         self._generator: torch.Generator | None = None
+        self._state: torch.Tensor | None = None  # of the generator; until something draws, which most regions never do
 
     @property
     def generator(self) -> torch.Generator:
@@ -42,6 +43,7 @@ class HostRandom:
         """An operator that draws, on real tensors."""
         if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
+        self._state = None
         seeded = _with_generator(func)
         if seeded is not None:
             return seeded(*args, **{**kwargs, "generator": self.generator})
@@ -56,18 +58,29 @@ class HostRandom:
 
     def replaying(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` as it will run later: it draws what it would draw now."""
-        state = self.generator.get_state()
+        state = self._present()
 
         @functools.wraps(function, updated=())
         def again(*args: Any, **kwargs: Any) -> Any:
-            present = self.generator.get_state()
-            self.generator.set_state(state)
+            present = self._present()
+            self._return_to(state)
             try:
                 return function(*args, **kwargs)
             finally:
-                self.generator.set_state(present)
+                self._return_to(present)
 
         return again
+
+    def _present(self) -> torch.Tensor:
+        """The generator's state: the same object as long as it is the same state."""
+        if self._state is None:
+            self._state = self.generator.get_state()
+        return self._state
+
+    def _return_to(self, state: torch.Tensor) -> None:
+        if self._state is not state:
+            self.generator.set_state(state)
+            self._state = state
 
 
 def _unseen(function: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:

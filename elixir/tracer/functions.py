@@ -54,11 +54,13 @@ class StepFunctions(PreDispatchTorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def begin_backward(self, func: Any, args: Any, kwargs: Any) -> None:
+        """``loss.backward()`` is `torch.autograd.backward` of one tensor."""
         given = inspect.signature(func).bind(*args, **kwargs).arguments
         tensor, gradient = given.pop("self"), given.pop("gradient", None)
         self.differentiate(torch.autograd.backward, (tensor, gradient), given)
 
     def differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A backward pass, with the mode put back for what it runs again."""
         given = inspect.signature(func).bind(*args, **kwargs).arguments
         starts, gradients = ("tensors", "grad_tensors") if "tensors" in given else ("outputs", "grad_outputs")
         if given.get("grad_variables") is not None:  # the old name, which PyTorch refuses next to the new one
@@ -82,9 +84,11 @@ class StepFunctions(PreDispatchTorchFunctionMode):
         return torch.device(self._kind)
 
     def autocast_entered(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Autocast is on from now on."""
         self._autocast.entered()
 
     def autocast_left(self, func: Any, args: Any, kwargs: Any) -> None:
+        """It is as it was before that."""
         self._autocast.left()
 
 

@@ -247,15 +247,12 @@ class Arguments:
 
         The first part of an item says how many follow: a class (one), a size (two), a length (that many items).
         """
-        cacheable = True
+        cacheable, tensors, storages = True, self.tensors, self.storages
         for item in items:
             kind = type(item)
-            if kind in _ATOMS:
-                # 1, 1.0 and True are equal as keys, and mean different result types
-                parts += (kind, item)
-            elif kind in _PLAIN_TENSORS or isinstance(item, torch.Tensor):
-                self.tensors.append(item)
-                self.storages.append(storage_of(item))
+            if kind in _PLAIN_TENSORS or isinstance(item, torch.Tensor):
+                tensors.append(item)
+                storages.append(storage_of(item))
                 if not item.is_meta:
                     self.all_meta = False
                     cacheable = False
@@ -266,6 +263,9 @@ class Arguments:
                     cacheable = False
                     continue
                 parts += (item.shape, item.stride(), dtype)
+            elif kind in _ATOMS:
+                # 1, 1.0 and True are equal as keys, and mean different result types
+                parts += (kind, item)
             elif isinstance(item, (list, tuple)):
                 parts.append(len(item))
                 cacheable = self._scan(item, parts) and cacheable

@@ -30,7 +30,7 @@ from elixir.torch_private import (
 from elixir.tracer.meta_copy import Twin
 
 
-@dataclass
+@dataclass(slots=True)
 class Use:
     """An access while it is being recorded."""
 
@@ -43,7 +43,7 @@ class Use:
     operations: list[Operation] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Scope:
     module: str
     uses: list[int] = field(default_factory=list)
@@ -213,10 +213,10 @@ class UseOrder:
     def entered(self, module: nn.Module) -> None:
         """A module starts."""
         name = self._names.get(module, type(module).__name__)
-        self.phase()  # notices that backward has begun while the scopes that were open before are still counted
+        before = self.phase()  # notices that backward has begun while the scopes that were open before still count
         self._scopes.append(_Scope(name))
         self.ran[name] = None
-        if self.phase() == "recompute" and len(self._scopes) == self._forward_depth + 1:
+        if before != "forward" and len(self._scopes) == self._forward_depth + 1:
             self._enter_node()  # a reentrant checkpoint is a separate node
             self._recomputed.setdefault(current_node_number(), []).append(name)
         self._mark(name)

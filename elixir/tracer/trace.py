@@ -35,6 +35,8 @@ StepFn = Callable[[nn.Module, dict[Any, Any]], Any]
 
 
 _TRACING = threading.RLock()
+_HEARD = "elixir.tracer"
+"""Key of a trace among the hooks of a parameter, whose others have numbers."""
 
 
 @contextlib.contextmanager
@@ -169,23 +171,19 @@ def _run_step(
 def _gradients_heard(parameters: list[nn.Parameter], order: UseOrder) -> Callable[[], None]:
     """Have `order` told of gradients that autograd has accumulated, until what this returns is called.
 
-    Parameters without other hooks share one table of them: thousands of handles would take longer than the backward
-    pass has to call them.
+    As `register_post_accumulate_grad_hook`, without a handle for each of thousands of parameters.
     """
-    hooks = OrderedDict({0: order.gradient_ready})
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    alone = [parameter for parameter in trained if not parameter._post_accumulate_grad_hooks]
-    others = [parameter for parameter in trained if parameter._post_accumulate_grad_hooks]
-    for parameter in alone:
-        parameter._post_accumulate_grad_hooks = hooks
-    handles = [parameter.register_post_accumulate_grad_hook(order.gradient_ready) for parameter in others]
+    ready, heard = order.gradient_ready, []
+    for parameter in parameters:
+        if parameter.requires_grad:
+            hooks = parameter._post_accumulate_grad_hooks or OrderedDict()
+            hooks[_HEARD] = ready
+            parameter._post_accumulate_grad_hooks = hooks
+            heard.append(hooks)
 
     def unheard() -> None:
-        hooks.clear()
-        for parameter in alone:
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        for handle in handles:
-            handle.remove()
+        for hooks in heard:
+            hooks.pop(_HEARD, None)
 
     return unheard
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import threading
@@ -22,6 +23,7 @@ from elixir.access import ParameterAccess
 from elixir.errors import TraceError
 from elixir.models import default_input, default_step
 from elixir.tracer import StepTrace, trace_step
+from elixir.tracer.ledger import StorageRecord
 from elixir.tracer.meta_copy import meta_twin
 from elixir.tracer.order import UseOrder
 from tests.common.tiny_models import tiny
@@ -375,3 +377,33 @@ def test_an_activation_that_a_running_model_shares_can_be_traced_in_another() ->
             cpu_trace(running, inp, works)
     finally:
         access.remove()
+
+
+def test_a_trace_is_gone_without_the_garbage_collector() -> None:
+    """It holds tens of thousands of objects, and would be collected as soon as it has ended."""
+    model = tiny("opt", checkpoint="non-reentrant")
+    inp = default_input(model, batch=2, seq=16)
+    gc.collect()
+    gc.disable()
+    try:
+        for optimizer in (None, "AdamW"):
+            trace_step(model, inp, default_step, hardware=H200, optimizer=optimizer)
+        left = [item for item in gc.get_objects() if isinstance(item, StorageRecord)]
+    finally:
+        gc.enable()
+    assert not left
+
+
+def test_hooks_on_gradients_that_a_step_registers_stay_with_their_parameter() -> None:
+    told: list[torch.Size] = []
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        handle = model.weight.register_post_accumulate_grad_hook(lambda parameter: told.append(parameter.shape))  # type: ignore[union-attr, operator]
+        model(inp["x"]).sum().backward()
+        handle.remove()
+
+    model = nn.Linear(4, 2, device="meta")
+    trace = cpu_trace(model, {"x": torch.ones(3, 4)}, step)
+    assert told == [torch.Size([2, 4])]
+    assert [parameter.grad_arrivals for parameter in trace.parameters] == [1, 1]
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
