@@ -85,6 +85,7 @@ def plan_record(plan: Plan) -> Record:
         "clipping": plan.clipping,
         "overlap": plan.overlap,
         "placement": plan.placement,
+        "hedge": plan.hedge,
         "device_budget_bytes": plan.device_budget_bytes,
         "host_budget_bytes": plan.host_budget_bytes,
         "disk_budget_bytes": plan.disk_budget_bytes,

@@ -135,9 +135,9 @@ def _few_chunks(space: SearchSpace, candidate: Candidate) -> bool:
 def _surer(
     space: SearchSpace, best: Candidate, last_look: Callable[..., Candidate], most_s: float, *, certain: bool
 ) -> Candidate:
-    """A neighbour of `best` with a better worst case that takes no longer than `most_s`.
+    """A neighbour of `best` with a better worst case that takes no longer than `most_s`, the fastest such one.
 
-    If that is not `certain` to be short, the fastest with a worst case that is nearly as good.
+    If that is not `certain` to be short, its worst case may also be nearly as good.
     """
 
     def risk(candidate: Candidate) -> tuple[float, ...]:
@@ -145,9 +145,7 @@ def _surer(
         return round(worst_s, DECIMALS), *candidate.sort_key
 
     surer = last_look(best, key=risk, cost=space.worst_cost)
-    if certain:
-        return surer
-    enough_s = risk(surer)[0] * NEAR
+    enough_s = risk(surer)[0] * (1.0 if certain else NEAR)
 
     def seconds(candidate: Candidate) -> tuple[float, ...]:
         return candidate.sort_key if risk(candidate)[0] <= enough_s else (math.inf,)

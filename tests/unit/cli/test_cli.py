@@ -257,7 +257,8 @@ def test_show_takes_every_artifact(artifact: Artifact, capsys: pytest.CaptureFix
 
 
 def test_compare_marks_what_differs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    a, b = str(make_plan(4).save(tmp_path / "a.json")), str(make_plan(4, resident=0.6).save(tmp_path / "b.json"))
+    a = str(make_plan(4).save(tmp_path / "a.json"))
+    b = str(dataclasses.replace(make_plan(4, resident=0.6), hedge=0.05).save(tmp_path / "b.json"))
     status, out, _ = run(capsys, "compare", a, b)
     assert status == 0
     marked = [line for line in out.splitlines() if line.lstrip().startswith("*")]
@@ -265,6 +266,7 @@ def test_compare_marks_what_differs(capsys: pytest.CaptureFixture[str], tmp_path
     assert not any("world size" in line for line in marked)
     record = json.loads(run(capsys, "compare", a, b, "--json")[1])
     assert record["fields"]["resident_chunks"] == {"a": 2, "b": 3, "differs": True}
+    assert record["fields"]["hedge"] == {"a": 0.01, "b": 0.05, "differs": True}
     assert record["fields"]["world_size"]["differs"] is False
     # Chunks 0 and 1 are resident in one, 0 to 2 in the other, and their states follow half as far.
     assert record["placed_differently"] == ["layers.1.weight", "layers.2.weight"]

@@ -233,11 +233,11 @@ def test_levers_never_lengthen_the_step_and_come_by_effect(plan: Plan, trace: St
 @pytest.mark.parametrize(
     ("world_size", "budget", "options"),
     [
-        (1, 1400, {}),
-        (1, 1800, {"hedge": 0.1}),
-        (2, 1400, {"hedge": 0.1}),
-        (2, 1200, {"speculate": False}),
+        (1, 1850, {}),
+        (1, 1999, {}),
         (1, 2200, {}),
+        (2, 1400, {"hedge": 0.1}),
+        (2, 1500, {}),
     ],
 )
 def test_nobody_is_told_to_plan_again_what_was_just_planned(
