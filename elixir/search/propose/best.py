@@ -110,6 +110,10 @@ def find_best(
             break
         trial.early.vary(ahead, found.best_s)
         found.take(trial.early.found())
+    quickest = min((trial.early for trial in early), key=lambda states: states.best_s, default=None)
+    if quickest is not None and not briefly and quickest.best_s == found.best_s:
+        quickest.fill_less()
+        found.take(quickest.found())
     if found.best is None:
         return Outcome(None, found.count, found.least_host)
     if found.resident is not None and space.hardware.device_kind == "cpu":

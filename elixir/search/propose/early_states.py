@@ -23,6 +23,9 @@ from elixir.search.propose.sizes import Budgets, SearchSpace
 Key = tuple[int, int, int]
 """Chunks whose states the host has at least, least blocks, depth of prefetch."""
 _ON_DEVICE, _STATES_AWAY = HOMES.index(Home.RESIDENT), HOMES.index(Home.RESIDENT_HOST)
+LESS_FULL = 0.75
+"""Part of the device that is filled at last. New weights return to those that it holds, over the link that gradients
+need: a chunk that is fetched when it is used may be quicker."""
 FIRST_STEP = 16
 """The first change of the number of chunks is one of so many parts of them."""
 
@@ -123,6 +126,11 @@ class EarlyStates:
             else:
                 here, found = moved
 
+    def fill_less(self) -> None:
+        """From the best, with `LESS_FULL` of the device filled, if new weights return to some of what it holds."""
+        if self.best is not None and any(home.returns for home in self.best[1].placement.homes):
+            self.at(self.best[0], self.best_s, LESS_FULL)
+
     def _better(self, keys: Iterable[Key], than: Candidate | None, most_s: float) -> tuple[Key, Candidate] | None:
         """The best of these that is better."""
         best: tuple[Key, Candidate] | None = None
@@ -169,10 +177,10 @@ class EarlyStates:
             else:
                 low = middle
 
-    def at(self, key: Key, most_s: float) -> Candidate | None:
-        """The candidate; None if it does not fit, if none of its chunks speculates or maybe if it takes longer than
-        `most_s`."""
-        choice = self._fillings.hosting(*key)
+    def at(self, key: Key, most_s: float, part: float = 1.0) -> Candidate | None:
+        """The candidate with `part` of the device filled; None if it does not fit, if none of its chunks speculates or
+        maybe if it takes longer than `most_s`."""
+        choice = self._fillings.hosting(*key, part)
         found = None if choice is None else self._weighed(*choice, key[2], most_s)
         if found is not None and (self.best is None or found.sort_key < self.best[1].sort_key):
             self.best = (self._hosted(found.placement), *key[1:]), found

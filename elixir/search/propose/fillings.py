@@ -85,17 +85,18 @@ class Fillings:
         if saving is not None:
             yield saving
 
-    def hosting(self, hosted: int, blocks: int, depth: int) -> tuple[Placement, int] | None:
+    def hosting(self, hosted: int, blocks: int, depth: int, part: float = 1.0) -> tuple[Placement, int] | None:
         """Homes with the states of the last `hosted` chunks that forward asks for on the host, or of more if not so
         many fit the device, and at least `blocks` blocks: their number; None if that does not fit.
 
-        Updates of these come last, and their gradients first. Weights stay on the device as far as they fit.
+        Updates of these come last, and their gradients first. Weights stay on the device as far as they fit `part` of
+        its memory.
         """
         order = self.update_order
         away = frozenset(order[len(order) - hosted :]) if hosted else frozenset()
         whole = tuple(c for c in self._by_use if c not in away)
-        builder = self._fill(blocks, weights=(), whole=whole, others=True)
-        return None if builder is None else settled(self.model, builder, depth, self._device_bytes)
+        builder = self._fill(blocks, weights=(), whole=whole, others=True, part=part)
+        return None if builder is None else settled(self.model, builder, depth, int(part * self._device_bytes))
 
     @property
     def update_order(self) -> list[int]:
@@ -110,12 +111,13 @@ class Fillings:
         return tuple(sorted(range(count), key=lambda chunk: (place.get(chunk, count), chunk)))
 
     def _fill(
-        self, blocks: int, *, weights: tuple[int, ...], whole: tuple[int, ...], others: bool
+        self, blocks: int, *, weights: tuple[int, ...], whole: tuple[int, ...], others: bool, part: float = 1.0
     ) -> PlacementBuilder | None:
-        """The device with as many as fit of `weights`, then of `whole` with their states, then of all other weights."""
-        key = (blocks, weights, whole, others)
+        """`part` of the device with as many as fit of `weights`, then of `whole` with their states, then of all other
+        weights."""
+        key = (blocks, weights, whole, others, part)
         if key not in self._filled:
-            builder, budget = self._empty.with_blocks(blocks), self._device_bytes
+            builder, budget = self._empty.with_blocks(blocks), int(part * self._device_bytes)
             fits = builder.squeeze(budget)
             if fits:
                 builder.move_all(weights, state=False, resident=False, budget_bytes=budget)
