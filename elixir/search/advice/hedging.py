@@ -19,6 +19,8 @@ HEDGES = (0.02, 0.05, 0.1, 0.2)
 """Shares that are advised."""
 MUCH_SHORTER = 0.9
 """A worst case is worth saying if it takes at most so much of that of the plan as it is."""
+HARDLY_LESS = 0.95
+"""Another packing, or a last look, gives a worst case of about so much of what is estimated at the least."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,10 @@ def better_hedge(
     slow = _OnSlowHost(plan, trace, hardware)
     enough_s = slow.step_s * MUCH_SHORTER
     # No plan is faster there than the fastest is here.
-    if fastest_s > enough_s or slow.fullest_s() > enough_s:
+    if fastest_s > enough_s or slow.fullest_s() * HARDLY_LESS > enough_s:
         return None
     brief = tries.plan(trace, replace(request, hedge=HEDGES[-1]), briefly=True)
-    if brief is None:
+    if brief is None or simulate_step(brief, trace, worst_case(hardware)).step_s * HARDLY_LESS > enough_s:
         return None
     for hedge in HEDGES:
         if hedge <= request.hedge or brief.predicted.step_s > (1 + hedge) * fastest_s:

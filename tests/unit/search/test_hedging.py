@@ -10,6 +10,7 @@ import pytest
 from elixir.errors import InputError, InputTypeError
 from elixir.plan import Plan
 from elixir.search import plan_from_trace
+from elixir.search.advice import hedging
 from elixir.search.request import SearchRequest
 from elixir.search.simulator import simulate_step, worst_case
 from elixir.search.whatif.bottlenecks import request_of
@@ -69,6 +70,15 @@ def test_a_plan_says_which_hedge_is_worth_it_and_that_hedge_gives_what_it_says(
     assert advice.worst_s <= 0.9 * advice.unhedged_worst_s
     assert f"--hedge {advice.hedge:g} makes that " in hedge_line(plain, advice)
     assert hedged.better_hedge() is None
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.94, True), (0.96, False)])
+def test_an_estimate_a_little_too_long_hides_no_hedge(
+    stack: StepTrace, short_bytes: int, monkeypatch: pytest.MonkeyPatch, share: float, said: bool
+) -> None:
+    """One packing is estimated before any plan is made; others may do better."""
+    monkeypatch.setattr(hedging._OnSlowHost, "fullest_s", lambda slow: share * slow.step_s)
+    assert (planned(stack, short_bytes).better_hedge() is not None) == said
 
 
 def test_nothing_is_said_of_plans_that_no_host_can_hurt(stack: StepTrace, short_bytes: int) -> None:
