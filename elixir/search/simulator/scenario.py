@@ -4,6 +4,7 @@ from before."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from elixir.schedule import ScheduleResult, StepSchedule
 from elixir.search.problem import Placement
@@ -60,3 +61,15 @@ class Case:
         while len(walks) < count:
             walks.append(self.schedule.simulate(self.result.blocks, walks[-1].left))
         return walks
+
+    def batches(self, count: int, first: Events | None = None) -> list[Events]:
+        """Events of each batch of a step; `first` are those of the first, if an update came before it.
+
+        Batches that find the same chunks in the blocks have the same walk, and so the same events.
+        """
+        walks = self.walks(count)
+        found = [self.events(walks[0], updated=False) if first is None else first]
+        for batch, (before, walk) in enumerate(pairwise(walks)):
+            alike = walk is before and (batch > 0 or first is None)
+            found.append(found[-1] if alike else self.events(walk, updated=False))
+        return found

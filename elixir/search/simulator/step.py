@@ -293,10 +293,10 @@ class SimulatedCost:
     def _before_step(self, case: Case) -> Machine:
         """A machine that comes to its first optimizer step."""
         machine = case.machine(record=False)
-        walks = case.walks(min(self._setting.accumulation, BATCHES_SIMULATED))
-        for batch, walk in enumerate(walks):
-            machine.in_last_batch = batch == len(walks) - 1
-            machine.batch(case.events(walk, updated=False))
+        batches = case.batches(min(self._setting.accumulation, BATCHES_SIMULATED))
+        for batch, events in enumerate(batches):
+            machine.in_last_batch = batch == len(batches) - 1
+            machine.batch(events)
         machine.settle()
         return machine
 
@@ -335,10 +335,10 @@ class SimulatedCost:
         forward_s, last_forward_s, began_s, taken_s = 0.0, 0.0, optimizer_s, 0.0
         busy: dict[str, float] = {}
         simulated = min(self._setting.accumulation, BATCHES_SIMULATED)
-        for batch, walk in enumerate(case.walks(simulated)):
+        for batch, events in enumerate(case.batches(simulated, first)):
             busy = machine.busy_s.copy()
             machine.in_last_batch = batch == simulated - 1
-            machine.batch(case.events(walk, updated=False) if batch else first)
+            machine.batch(events)
             last_forward_s = machine.backward_from_s - began_s
             forward_s += last_forward_s
             taken_s, began_s = machine.now_s - began_s, machine.now_s
