@@ -98,6 +98,11 @@ class ExtentFile:
             raise
 
     @property
+    def paths(self) -> str:
+        """The folders, as an error names them."""
+        return ", ".join(os.fspath(file.path) for file in self._files)
+
+    @property
     def is_direct(self) -> bool:
         """Whether transfers go past the page cache, rather than having it dropped afterwards."""
         return all(file.is_direct for file in self._files)

@@ -41,7 +41,6 @@ from elixir.errors import (
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
-    ElixirError,
     InputError,
     InputTypeError,
     RankError,
@@ -279,7 +278,7 @@ class Saves:
         try:
             states.refuse("save_checkpoint()")
             captured = _capture(user, options, self._values.rank)
-        except (ElixirError, ValueError, TypeError) as error:
+        except Exception as error:  # also what a lane has raised: all ranks must hear of it
             problem = error
         mine = (os.fspath(options.folder), user.names(), options.step, options.frozen, new_id())
         answers = self.together("save", mine, problem)
@@ -414,7 +413,7 @@ class Saving:
                     captured.common if group.rank == 0 else None,
                 )
             )
-            index = _index(self._id, sequence, parts, options, self._user.states)
+            index = _index(self._id, sequence, parts, options)
             folder.commit(index, before, ranks)
         except BaseException:
             folder.abandon(self._id)
@@ -477,6 +476,7 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
         "loss_scale": states.loss_scale_state(),
         "moments": plan.moments if optimizers and plan.optimizer in ADAM_FAMILIES else None,
         "model_fingerprint": plan.model_fingerprint,
+        "plan_fingerprint": plan.fingerprint,
     }
     empty = [
         Slice(_key(WEIGHT, slot.name), tuple(slot.shape), each.target.dtype, 0, 0, order=slot.order)
@@ -487,9 +487,7 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
     return _Captured(readers, small, own | found, rng, rank_values, common, tensors, empty)
 
 
-def _index(
-    checkpoint_id: str, sequence: int, parts: list[_RankPart], options: SaveOptions, states: TrainingStates
-) -> Index:
+def _index(checkpoint_id: str, sequence: int, parts: list[_RankPart], options: SaveOptions) -> Index:
     """The index of what all ranks have written: the same bytes wherever it is made."""
     files, shared = (
         [part.file for part in parts],
@@ -510,7 +508,6 @@ def _index(
         sequence=sequence,
         step=options.step,
         world_size=len(parts),
-        plan_fingerprint=states.plan.fingerprint,
         checksum_kind=CHECKSUM_KIND,
         files={file.name: file.nbytes for file in files},
         tensors=tensors,

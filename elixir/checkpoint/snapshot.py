@@ -106,6 +106,8 @@ class _Part:
         self.rest: list[_Rest] | None = None
         """The tensors that are left; None until it was read for the first time."""
         self.area: Area | None = None
+        self.handed_over = False
+        """Whether the writer has left the rest to an update, none of which has begun to copy it."""
         self.arrived: torch.cuda.Event | None = None
         """Event after the copies into the pool, if they come from a device."""
         self.lock = threading.Lock()
@@ -159,7 +161,7 @@ class Snapshot:
 
     def release(self, index: int) -> None:
         """The states of a chunk are about to change: come back when nothing is read from their memory any more."""
-        part = self._parts[index]
+        part, copying = self._parts[index], False
         started = time.perf_counter()
         try:
             with self._turn:
@@ -168,22 +170,25 @@ class Snapshot:
                     return
             part.read()
             with self._turn:
-                if self._copy_now(part):
-                    copying = True
-                else:
+                copying = self._copy_now(part)
+                if not copying:
                     self._wanted.append(index)
                     self._turn.notify_all()
-                    # The writer reads this chunk's live memory, which the caller is about to change.
-                    self._turn.wait_for(lambda: part.phase in (Phase.DONE, Phase.COPIED, Phase.COPYING))
+                    # The writer, or another update, reads this chunk's live memory, which the caller is about to
+                    # change.
+                    self._turn.wait_for(lambda: part.phase in (Phase.DONE, Phase.COPIED) or part.handed_over)
                     self._wanted.remove(index)
-                    copying = part.phase is Phase.COPYING
+                    copying, part.handed_over = part.handed_over, False
             if copying:
                 self._copy(part)
         except BaseException as error:
             # The update must go on, and a checkpoint of half a chunk is none.
             with self._turn:
-                if part.phase is Phase.COPYING:
+                if part.phase is Phase.COPYING and (copying or part.handed_over):
                     part.to(Phase.DONE)
+                    if self._device.type == "cuda":
+                        # What was queued still fills the area, which another save may get.
+                        torch.cuda.current_stream(self._device).synchronize()
                     self._drop(part)
             self.give_up(error)
             if not isinstance(error, Exception):  # such as an interrupt, which is for the caller
@@ -328,15 +333,17 @@ class Snapshot:
             area = self._pool.take(part.rest_bytes)
             if area is None:
                 return False
-            part.area = area
+            part.area, part.handed_over = area, True
             part.to(Phase.COPYING)
             self._turn.notify_all()
             return True
 
     def _drop(self, part: _Part) -> None:
         if part.area is not None:
+            if part.arrived is not None:
+                part.arrived.synchronize()  # the device still copies into the area, which another save may get
             self._pool.give_back(part.area)
-        part.area, part.rest = None, []
+        part.area, part.rest, part.handed_over = None, [], False
 
     def wait_for_live(self) -> None:
         """Wait until nothing is read from live memory."""

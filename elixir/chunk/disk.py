@@ -21,6 +21,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from errno import EIO
 
 import torch
 
@@ -257,6 +258,11 @@ class StoredStates:
                 if begin < end:
                     part[begin:end].copy_(values[begin - at : end - at])
 
+    def forget_failure(self) -> None:
+        """Somebody has been told why the last step was not written; who reads the extent gets the step before."""
+        if failure(self.written) is not None:
+            self.written = None
+
     def put_away(self) -> None:
         """A step has failed: the extent stays as it was."""
         self._unbind()
@@ -359,10 +365,10 @@ class StateWindow:
             self._write_next()
         buffer = self._take_alone(states) if alone else self._buffers.take(WINDOW, states.nbytes)
         nbytes = states.kept_bytes
-        # The states that the buffer held last must be on the disk, and those that are read now, too.
-        read = self._lane.submit(
-            lambda: states.fill(buffer), after=[*buffer.tickets, *known(states.written)], nbytes=nbytes
-        )
+        # The states that the buffer held last must be on the disk, and those that are read now, too; of what could not
+        # be written `fill` knows.
+        after = [over(ticket) for ticket in (*buffer.tickets, *known(states.written))]
+        read = self._lane.submit(lambda: states.fill(buffer), after=after, nbytes=nbytes)
         buffer.busy = read
         self.read_bytes += nbytes
         return buffer, read
@@ -384,13 +390,15 @@ class StateWindow:
         nbytes = states.used_bytes
 
         def write() -> None:
-            if self.lost is not None or over(stepped).failed:
+            error = self.lost or failure(stepped)
+            if error is not None:
                 states.put_away()
-            else:
-                states.store(buffer)
+                raise error  # a save that waits for these states must not take those of the step before for them
+            states.store(buffer)
 
         # The step fills the buffer. If it fails, the states on the disk stay, and the buffer is free all the same.
-        states.written = buffer.busy = self._lane.submit(write, after=[over(stepped)], nbytes=nbytes)
+        states.written = self._lane.submit(write, after=[over(stepped)], nbytes=nbytes)
+        buffer.busy = over(states.written)
         self.written_bytes += nbytes
 
     def settle(self) -> None:
@@ -495,6 +503,9 @@ class StateWindow:
             (self._file.read if way == "read" else self._file.write)(extent, view, first)
         except FileError as error:
             raise self._failed(error, name) from error
+        except Exception as error:  # such as too little memory, or no more threads: what was moved is not known
+            text = f"{type(error).__name__}: {error}"
+            raise self._failed(FileError(EIO, text, self._file.paths, way), name) from error
 
     def enlarge(self, buffer: HostBuffer, nbytes: int) -> None:
         """More room in a buffer of the window, which keeps what it holds."""

@@ -343,6 +343,13 @@ class Engine:
         if untold is not None:
             raise untold
 
+    def refuse_mixed(self) -> None:
+        """Raise where the states are not all of one step: one has failed, which the next forward or step raises, or a
+        disk has lost some. Other ranks are told by who calls this."""
+        error = self._untold or self.lost or self.window.lost
+        if error is not None:
+            raise error
+
     def refuse_lost(self) -> None:
         """Raise where states on a disk are lost. Several ranks agree on that in each step: one that stopped alone would
         leave the others without a word, and nobody could save."""
@@ -414,6 +421,9 @@ class Engine:
         for chunk in self.chunks:
             found += chunk.failures()
         self.window.settle()
+        for chunk in self.chunks:
+            if chunk.stored is not None:
+                chunk.stored.forget_failure()  # `window.lost` tells of it, or the step that has failed
         found += [*self.gradients.failures(), *self.host_buffers.failures()]
         for ticket in self._pending_updates:
             error = failure(ticket)

@@ -176,10 +176,14 @@ class TrainingStates:
         Raises:
             InputError: inside `gathered`, in a forward or backward, between backward and `step`, or the module is
                 closed.
+            ElixirError: a step has failed, or a disk, so that states are not all of one step; what a lane has raised
+                comes as it is.
         """
         engine = self._engine
         if not loading:
             engine.refuse_unusable()
+            if self.optimizers:  # weights can be had whatever has failed
+                engine.refuse_mixed()
         engine.uses.refuse_inside(what)
         if engine.uses.gathered:
             raise InputError(f"{what} is for outside of gathered(); leave it first")

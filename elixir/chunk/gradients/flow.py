@@ -290,7 +290,7 @@ class GradientFlow:
                 if index not in missed:
                     self._send(self.by_chunk[index].chunk, late=True)
                 else:
-                    self.by_chunk[index].give_up_kept()
+                    self.by_chunk[index].forget_kept()
         if missed:
             raise self.by_chunk[missed[0]].chunk.stepped_without("on some rank gradients came")
 

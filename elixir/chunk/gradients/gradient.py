@@ -10,7 +10,7 @@ import torch
 
 from elixir.chunk.buffers import Arena
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.lanes import Lane, Ticket, failure, known
+from elixir.chunk.lanes import Lane, Ticket, failure, known, over
 from elixir.chunk.norms import PartNorms
 from elixir.errors import StateError
 
@@ -174,6 +174,15 @@ class ChunkGradient:
             self._arena.count(-kept.memory.nbytes, self.chunk.plan.update_home, "gradients")
         return kept
 
+    def forget_kept(self) -> set[str]:
+        """Nobody needs what this rank has kept to itself; names of the parameters that it had a gradient of."""
+        kept = self.give_up_kept()
+        if kept is None:
+            return set()
+        for ticket in known(kept.ready):
+            over(ticket).wait()  # a gradient must not be added to memory that compute uses for something else
+        return kept.arrived
+
     def clear(self, arrived: set[str], *, to_none: bool) -> None:
         """Forget the gradient; or have zeros in its place, where one has arrived.
 
@@ -181,10 +190,7 @@ class ChunkGradient:
             arrived: names of parameters with a gradient in a block that was closed for this.
             to_none: rather than zeros.
         """
-        arrived = arrived | self.arrived
-        kept = self.give_up_kept()
-        if kept is not None:
-            arrived |= kept.arrived
+        arrived = arrived | self.arrived | self.forget_kept()
         self.dropped.clear()
         self.norms = None
         self.changes += 1
@@ -216,7 +222,7 @@ class ChunkGradient:
                 # The last addition to `kept.memory` must not come after the zeros.
                 kept.ready = offload.submit(part.zero_, after=known(kept.ready))
             else:
-                self.give_up_kept()
+                self.forget_kept()
         if not self.holds:
             return
         self.changes += 1

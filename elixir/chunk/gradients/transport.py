@@ -17,7 +17,7 @@ from elixir.chunk.gradients.blocks import Leaving
 from elixir.chunk.gradients.gradient import ChunkGradient, GradState, OpenChunk
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, HostBuffers
-from elixir.chunk.lanes import Lanes, Ticket, Work, known
+from elixir.chunk.lanes import Lanes, Ticket, Work, known, over
 from elixir.chunk.norms import PartNorms
 
 
@@ -65,8 +65,10 @@ class Passage:
         buffer = self._buffers.take(SUMMANDS, gradients.nbytes)
         here = buffer.view(gradients.numel(), gradients.dtype)
         copy = partial(here.copy_, gradients, non_blocking=True)
-        # `written` fills `gradients`; the sum before may still read the buffer that is overwritten.
-        gone = self._lanes.offload.submit(copy, after=[*written, *buffer.tickets], nbytes=nbytes)
+        # `written` fills `gradients`; the sum before may still read the buffer that is overwritten, whether or not it
+        # has failed.
+        free = [over(ticket) for ticket in buffer.tickets]
+        gone = self._lanes.offload.submit(copy, after=[*written, *free], nbytes=nbytes)
         # `gone` fills the buffer; `used` reads or writes `home`, which this changes.
         buffer.busy = self._lanes.host_adam.submit(partial(add, here), after=[gone, *used])
         return gone, buffer.busy

@@ -8,6 +8,7 @@ models, and which of them was saved would depend on who saved it.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -50,8 +51,10 @@ class SharedBuffers:
     def before_forward(self) -> None:
         """Have rank 0's, where it is time."""
         if self._any and self._due:
+            made: list[torch.Tensor] = []
             # Compute that reads or writes buffers comes after their new values.
-            self._lanes.network.submit(self._take).wait()
+            self._lanes.network.submit(lambda: self._take(made)).wait()
+            _used_by_compute(made)
 
     def after_forward(self, *, reducing: bool) -> None:
         """A forward has ended; `reducing` is off inside of `no_sync`."""
@@ -64,14 +67,16 @@ class SharedBuffers:
         found: dict[str, torch.Tensor] = {}
         # The dict is empty until the network's thread has filled it.
         self._lanes.network.submit(lambda: found.update(self._receive(self._places()))).synchronize()
+        _used_by_compute(found.values())
         places = self._places() if found else {}
         return {places[name].buffer: value for name, value in found.items() if name in places}
 
-    def _take(self) -> None:
+    def _take(self, made: list[torch.Tensor]) -> None:
+        """Have rank 0's values; those that are buffers themselves from here on are added to `made`."""
         places = self._places()
         with torch.inference_mode(False), torch.no_grad():
             for name, value in self._receive(places).items():
-                _put(self._model, places, name, value)
+                made += _put(self._model, places, name, value)
 
     def _places(self) -> dict[str, _Place]:
         """The buffers by name, each once; forwards may have registered others."""
@@ -127,22 +132,33 @@ def _padded(buffer: torch.Tensor) -> torch.Tensor:
     return nn.functional.pad(flat, (0, _padded_bytes(buffer) - flat.numel()))
 
 
-def _put(model: nn.Module, places: dict[str, _Place], name: str, value: torch.Tensor) -> None:
-    """Give a buffer rank 0's value; in place where it can be, so that all that hold it see it."""
+def _used_by_compute(tensors: Iterable[torch.Tensor]) -> None:
+    """Compute reads memory that was allocated by another stream, which gets it back only after that."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _put(model: nn.Module, places: dict[str, _Place], name: str, value: torch.Tensor) -> list[torch.Tensor]:
+    """Give a buffer rank 0's value; in place where it can be, so that all that hold it see it. What replaces it
+    otherwise."""
     place = places.get(name)
     if place is None:  # rank 0's forward has registered one that this rank's has not
         prefix, _, key = name.rpartition(".")
         model.get_submodule(prefix)._buffers[key] = value
-        return
+        return [value]
     module, key, own = place
     if own.shape != value.shape and key in module._non_persistent_buffers_set:
-        return  # a cache that has grown with this rank's data, whose size the module keeps elsewhere
+        return []  # a cache that has grown with this rank's data, whose size the module keeps elsewhere
     if own.shape != value.shape or own.dtype != value.dtype or own.is_inference() or own.layout != value.layout:
-        module._buffers[key] = value.to(own.device)
-    elif has_internal_overlap(own):  # an expanded one, which cannot be written to
-        if not torch.equal(own, value):
-            module._buffers[key] = value.clone()
-    else:
-        # What a graph has saved counts as unwritten, as under DDP: with two forwards before one backward it may be.
-        with version_counter_kept(own):
-            own.copy_(value)
+        module._buffers[key] = new = value.to(own.device)
+        return [new]
+    if has_internal_overlap(own):  # an expanded one, which cannot be written to
+        if torch.equal(own, value):
+            return []
+        module._buffers[key] = new = value.clone()
+        return [new]
+    # What a graph has saved counts as unwritten, as under DDP: with two forwards before one backward it may be.
+    with version_counter_kept(own):
+        own.copy_(value)
+    return []

@@ -32,6 +32,12 @@ class ShardStates:
         for mine, theirs in zip(self.segments, other.segments, strict=True):
             copy_state(other.optimizer.state[theirs.weights], self.optimizer.state[mine.weights])
 
+    def restore(self, other: ShardStates) -> None:
+        """Have the values of the other set, and its weights: new ones could not be made."""
+        self.copy(other)
+        if self.weights is not None and other.weights is not None:
+            self.weights.copy_(other.weights)
+
     def step_from(
         self,
         old: ShardStates,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.lanes import Ticket, known
+from elixir.chunk.lanes import Ticket, known, over
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.forecast import Forecast
@@ -62,6 +62,7 @@ class Attempt:
         arrived: the segments of `old` with their gradients.
         gradients: of the whole shard.
         premises: what they are made of.
+        after: work that brings what they are made of, and frees the memory that they take.
     """
 
     chunk: Chunk
@@ -70,6 +71,7 @@ class Attempt:
     arrived: Arrived
     gradients: torch.Tensor | None
     premises: Premises
+    after: list[Ticket]
     made: Ticket | None = None
     given_up: bool = False
     """Nobody wants it: if it has not begun, it need not."""
@@ -82,6 +84,8 @@ class Attempt:
         if self.given_up:
             return
         try:
+            for ticket in self.after:
+                ticket.synchronize()  # over by now; raises what it raised, as the step of such a chunk would
             if release is not None:
                 release()  # once the states are exchanged, a checkpoint would read others than it has to
             premises = self.premises
@@ -91,7 +95,7 @@ class Attempt:
                 self._error = error
                 if not self._kept:
                     return  # the chunk is stepped as it would have been, which raises the same if it must
-            self.new.copy(self.old)
+            self.new.restore(self.old)
             raise failed_step(self.chunk, error) from error
 
     def keep(self) -> bool:
@@ -144,13 +148,14 @@ class Speculation:
             return
         arrived = part.gradients({slot.name for slot in chunk.slots})
         premises = self._premises(part, arrived, 1.0 / scale, self._user.hyperparameters())
-        attempt = Attempt(chunk, part.states, spare, arrived, part.shard_gradients, premises)
-        self._attempts[chunk.index] = attempt
         # `home` brings the gradients. The step before writes the old states, or brings weights out of the memory that
         # the new ones take; the fetch before may read that memory as well.
         after = [home, *known(chunk.updated, chunk.fetched)]
+        attempt = Attempt(chunk, part.states, spare, arrived, part.shard_gradients, premises, after)
+        self._attempts[chunk.index] = attempt
         run = partial(attempt.run, chunk.before_write)
-        chunk.speculated = attempt.made = engine.lanes.host_adam.submit(run, after=after)
+        # Of work that has failed `run` tells, so that what was never made is not kept.
+        chunk.speculated = attempt.made = engine.lanes.host_adam.submit(run, after=[over(ticket) for ticket in after])
 
     def keep(
         self, part: ChunkOptimizer, arrived: Arrived, factor: float | torch.Tensor, options: list[dict[str, Any]]

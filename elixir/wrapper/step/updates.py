@@ -47,7 +47,8 @@ def update(
     if chunk.plan.returns_rounded and arrived:
         stage = engine.host_buffers.take(STAGING, chunk.shard_numel * chunk.dtype.itemsize)
         staged = stage.view(chunk.shard_numel, chunk.dtype)
-        before += stage.tickets  # the weights that it held last may still be on their way to the device
+        # The weights that it held last may still be on their way to the device; whether they came is not this step's.
+        before += [over(ticket) for ticket in stage.tickets]
     # As of now: a checkpoint that begins later saves what this step makes, and waits for it.
     step: Work = partial(
         _step, part, chunk.before_write, arrived, factor, hyperparameters, staged, in_place=in_place, states=part.states

@@ -61,17 +61,18 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
         for name, kind, dtype in _kinds(part):
             mine.setdefault(index, {})[kind] = dtype_name(dtype)
             names.setdefault(name, set()).add(kind)
-    answers = engine.exchange("optimizer states", (mine, names, small))
+    answers = engine.exchange("optimizer states", (mine, names, small, engine.said_of_disk()))
+    engine.hear_of_disks([said for *_, said in answers])
     state: dict[int, dict[str, Any]] = {}
-    for _, _, theirs in answers:
+    for *_, theirs, _ in answers:
         for name, each in theirs.items():
             state.setdefault(numbers[name], {}).update(_plain(each))
     having: dict[str, set[str]] = {}
-    for _, theirs, _ in answers:
+    for _, theirs, _, _ in answers:
         for name, kinds in theirs.items():
             having.setdefault(name, set()).update(kinds)
     for index, part in stepper.parts.items():
-        kinds = {kind: dtype for found, _, _ in answers for kind, dtype in found.get(index, {}).items()}
+        kinds = {kind: dtype for found, *_ in answers for kind, dtype in found.get(index, {}).items()}
         with part.chunk.at_hand():
             for kind in sorted(kinds):
                 whole = _gathered(engine, part, kind, getattr(torch, kinds[kind]))

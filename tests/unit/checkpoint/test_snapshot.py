@@ -166,3 +166,38 @@ def test_a_save_that_failed_holds_nobody_up() -> None:
     snapshot.release(1)
     snapshot.wait_for_live()
     assert snapshot.stall_s > 0.02
+
+
+def test_the_second_of_two_updates_waits_until_the_first_has_copied() -> None:
+    """Both are about to change one chunk: one on the lane of the host's steps, one of a forward that writes to it."""
+    copying, go = threading.Event(), threading.Event()
+
+    class Slow(Flat):
+        def values(self, first: int, stop: int) -> torch.Tensor:
+            copying.set()
+            assert go.wait(60)
+            return super().values(first, stop)
+
+    chunk = Chunk(0, 100)
+    chunk.read = lambda: {"a/0": Slow(chunk.tensors["a/0"])}  # type: ignore[method-assign]
+    snapshot = Snapshot([chunk], SnapshotPool(1 << 20, lambda n: torch.empty(n, dtype=torch.uint8)), CPU)
+    first = threading.Thread(target=snapshot.release, args=(0,))
+    first.start()
+    assert copying.wait(60)
+    returned = threading.Event()
+
+    def release_and_write() -> None:
+        snapshot.release(0)
+        returned.set()
+        chunk.tensors["a/0"].fill_(7)
+
+    second = threading.Thread(target=release_and_write)
+    second.start()
+    while not snapshot._wanted and not returned.is_set():  # it has come to wait, or has not waited
+        time.sleep(1e-3)
+    go.set()
+    first.join()
+    second.join()
+    sink = Sink(random.Random(0), 0)
+    snapshot.write(sink.write, lambda: None)
+    assert torch.equal(sink.tensor("a/0", torch.float32), torch.zeros(100))
