@@ -69,6 +69,8 @@ class SnapshotPool:
 
     def give_back(self, area: Area) -> None:
         """The area is free again."""
+        if not area.memory.numel():
+            return  # it would part the areas on both sides of it
         with self._lock:
             self._free.append((area.start, aligned(area.memory.numel())))
             self._free.sort()

@@ -184,6 +184,7 @@ class Snapshot:
         except BaseException as error:
             # The update must go on, and a checkpoint of half a chunk is none.
             with self._turn:
+                self._given_up = self._given_up or error  # before the writer finds nothing left to write
                 if part.phase is Phase.COPYING and (copying or part.handed_over):
                     part.to(Phase.DONE)
                     if self._device.type == "cuda":

@@ -269,12 +269,14 @@ class Engine:
         self.phase.leave_forward()
         self.cache.end_forward()
 
-    def forward_failed(self) -> None:
-        """The model's forward has raised."""
+    def forward_failed(self, error: BaseException) -> None:
+        """The model's forward has raised `error`."""
         self.phase.leave_forward()
         self.uses.reset()
         self.cache.disturbed()
-        self._failures()  # if one of them is what has been raised, it has been told with that
+        failed = self._failures()
+        if failed and all(each is not error for each in failed):  # otherwise they have been told with that
+            self._untold = self._untold or failed[0]
 
     def watch_output(self, output: Any) -> None:
         """Notice the beginning of backward at what it begins with, before any of the model's nodes run."""

@@ -194,7 +194,7 @@ class ElixirModule(nn.Module):
             args, kwargs = cast_inputs((args, kwargs), engine.device, self._cast)
             output = self.module(*args, **kwargs)
         except BaseException as error:
-            engine.forward_failed()
+            engine.forward_failed(error)
             if begins:
                 self._account.begin_anew()
             refuse_addresses(self.module, error)

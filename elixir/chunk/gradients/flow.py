@@ -270,13 +270,13 @@ class GradientFlow:
             self._blocks.reclaim_all()
 
     def _send_late(self) -> None:
-        """Send what arrived after its chunk had been sent, on any rank.
+        """Send what arrived after its chunk had been sent, on any rank, and what a backward has left that raised.
 
         Raises:
             InputError: a chunk has been stepped without it, on any rank; then on all, and what came late is left out.
         """
         own = self.by_chunk.items()
-        late_here = [index for index, own_gradient in own if own_gradient.kept]
+        late_here = [index for index, own_gradient in own if own_gradient.opened or own_gradient.kept]
         stepping = [index for index, own_gradient in own if own_gradient.chunk.stepping]
         answers: list[tuple[list[int], list[int]]] = []
         mine = late_here, stepping
@@ -290,6 +290,7 @@ class GradientFlow:
                 if index not in missed:
                     self._send(self.by_chunk[index].chunk, late=True)
                 else:
+                    self._given_up(self.by_chunk[index])
                     self.by_chunk[index].forget_kept()
         if missed:
             raise self.by_chunk[missed[0]].chunk.stepped_without("on some rank gradients came")

@@ -201,3 +201,12 @@ def test_the_second_of_two_updates_waits_until_the_first_has_copied() -> None:
     sink = Sink(random.Random(0), 0)
     snapshot.write(sink.write, lambda: None)
     assert torch.equal(sink.tensor("a/0", torch.float32), torch.zeros(100))
+
+
+def test_an_empty_area_does_not_part_the_others() -> None:
+    pool = SnapshotPool(1024, lambda n: torch.empty(n, dtype=torch.uint8))
+    areas = [pool.take(nbytes) for nbytes in (512, 0, 512)]
+    for area in areas:
+        assert area is not None
+        pool.give_back(area)
+    assert pool.take(1024) is not None

@@ -211,3 +211,23 @@ def test_the_index_names_the_plan_of_the_moment_of_the_save(tmp_path: Path) -> N
         saving.wait()
     with open_checkpoint(tmp_path / "run") as saved:
         assert saved.index.plan_fingerprint == plan.fingerprint
+
+
+def test_a_step_that_failed_is_told_though_a_forward_raises_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("gpt2")
+    plan = rehomed(make_plan(it, "streamed", unified_dtype="bfloat16"), "states")
+    with Run(it, plan, two_groups()) as run:
+        run.train(2)
+        run.module.settle()
+        monkeypatch.setattr(ChunkOptimizer, "step", Failing(ChunkOptimizer.step, RuntimeError("once")))
+        run.step()
+
+        def refuse(*_: object) -> None:
+            raise ValueError("bad batch")
+
+        hook = run.module.module.register_forward_pre_hook(refuse)
+        with pytest.raises(ValueError, match="bad batch"):
+            run.module(**run.case.inp)
+        hook.remove()
+        with pytest.raises(StepError, match="once"):
+            run.module.settle()
