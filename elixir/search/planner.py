@@ -438,10 +438,7 @@ def step_range_s(space: SearchSpace, best: Candidate) -> tuple[float, float]:
     total_s = []
     for hardware, compute_scale in extremes(space.hardware):
         cost = SimulatedCost(space.trace, hardware, space.setting, compute_scale=compute_scale, like=space.cost)
-        seconds = cost.estimate(
-            best.work, best.placement, best.schedule, overlap=best.overlap, speculating=best.speculating
-        )
-        total_s.append(seconds["total"])
+        total_s.append(best.seconds_by(cost)["total"])
     fastest, slowest = total_s
     return fastest, slowest
 

@@ -252,10 +252,7 @@ def _for_slower_hosts(
         slower = space.on(worst_case(space.hardware, power))
         best = find_best(slower, budgets, sizes, prefetch_depth, briefly=briefly, hedge=0.0).best
         if best is not None:
-            seconds = space.cost.estimate(
-                best.work, best.placement, best.schedule, overlap=best.overlap, speculating=best.speculating
-            )
-            yield replace(best, seconds=seconds)
+            yield replace(best, seconds=best.seconds_by(space.cost))
 
 
 def _quick_enough(space: SearchSpace, early: Candidate, most_s: float) -> Candidate:
@@ -271,14 +268,7 @@ def _quick_enough(space: SearchSpace, early: Candidate, most_s: float) -> Candid
 
 
 def _worst_s(space: SearchSpace, candidate: Candidate) -> float:
-    found = space.worst_cost.estimate(
-        candidate.work,
-        candidate.placement,
-        candidate.schedule,
-        overlap=candidate.overlap,
-        speculating=candidate.speculating,
-    )
-    return found["total"]
+    return candidate.seconds_by(space.worst_cost)["total"]
 
 
 def _with_fewer_blocks(space: SearchSpace, budgets: Budgets, best: Candidate, most_s: float) -> list[Candidate]:

@@ -49,6 +49,12 @@ class Candidate:
             self.schedule.blocks,
         )
 
+    def seconds_by(self, cost: SimulatedCost) -> Mapping[str, float]:
+        """Seconds of the same step by another cost, as of a machine with other rates."""
+        return cost.estimate(
+            self.work, self.placement, self.schedule, overlap=self.overlap, speculating=self.speculating
+        )
+
 
 def settled(
     model: MemoryModel, builder: PlacementBuilder, prefetch_depth: int, budget_bytes: int

@@ -273,23 +273,13 @@ class _Variants:
         base_s = base.seconds["total"]
         if not change.fits or change.change_s >= -NEGLIGIBLE_SHARE * base_s:
             return change
-        worst_s = self._worst_s(other) - self._base_worst_s
+        worst_s = other.seconds_by(self._worst_cost)["total"] - self._base_worst_s
         near = base_s <= (1 + plan.hedge) * change.step_s
         return replace(change, worst_change_s=worst_s, passed_over=near and worst_s > 0)
 
     @cached_property
     def _base_worst_s(self) -> float:
-        return self._worst_s(self._base)
-
-    def _worst_s(self, candidate: Candidate) -> float:
-        seconds = self._worst_cost.estimate(
-            candidate.work,
-            candidate.placement,
-            candidate.schedule,
-            overlap=candidate.overlap,
-            speculating=candidate.speculating,
-        )
-        return seconds["total"]
+        return self._base.seconds_by(self._worst_cost)["total"]
 
     def _check(self, trace: StepTrace) -> None:
         """The order of use does not depend on the batch, but memory and time do; so they must agree."""

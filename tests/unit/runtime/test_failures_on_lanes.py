@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class Failing:
 
 
 class FailingReads(UnsyncedFiles):
-    """From `armed` on, the read with that number fails."""
+    """Once `left` is set, the read with that number fails."""
 
     def __init__(self, error: Exception) -> None:
         self.error, self.left = error, 0
@@ -68,6 +69,19 @@ def after(plan: Any, *steps: int) -> list[dict[str, Any]]:
             run.step()
             found[step] = run.bits()
     return [found[step] for step in steps]
+
+
+@contextlib.contextmanager
+def failed_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """A run whose third step has failed for one chunk, of which nobody has been told."""
+    it = case("gpt2")
+    plan = rehomed(make_plan(it, "streamed", unified_dtype="bfloat16"), "states")
+    with Run(it, plan, two_groups()) as run:
+        run.train(2)
+        run.module.settle()
+        monkeypatch.setattr(ChunkOptimizer, "step", Failing(ChunkOptimizer.step, RuntimeError("once")))
+        run.step()
+        yield run
 
 
 def test_new_states_that_nothing_made_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,13 +166,7 @@ def test_a_step_that_fails_leaves_those_of_other_chunks_alone(monkeypatch: pytes
 
 @pytest.mark.parametrize("looks", [False, True])
 def test_a_step_that_failed_is_not_saved(looks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = case("gpt2")
-    plan = rehomed(make_plan(it, "streamed", unified_dtype="bfloat16"), "states")
-    with Run(it, plan, two_groups()) as run:
-        run.train(2)
-        run.module.settle()
-        monkeypatch.setattr(ChunkOptimizer, "step", Failing(ChunkOptimizer.step, RuntimeError("once")))
-        run.step()
+    with failed_step(monkeypatch) as run:
         if looks:  # as an evaluation does, which logs the error and leaves it to the next step or save
             with run.module.gathered():
                 pass
@@ -214,13 +222,7 @@ def test_the_index_names_the_plan_of_the_moment_of_the_save(tmp_path: Path) -> N
 
 
 def test_a_step_that_failed_is_told_though_a_forward_raises_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = case("gpt2")
-    plan = rehomed(make_plan(it, "streamed", unified_dtype="bfloat16"), "states")
-    with Run(it, plan, two_groups()) as run:
-        run.train(2)
-        run.module.settle()
-        monkeypatch.setattr(ChunkOptimizer, "step", Failing(ChunkOptimizer.step, RuntimeError("once")))
-        run.step()
+    with failed_step(monkeypatch) as run:
 
         def refuse(*_: object) -> None:
             raise ValueError("bad batch")
