@@ -205,8 +205,8 @@ def test_the_second_of_two_updates_waits_until_the_first_has_copied() -> None:
 
 def test_an_empty_area_does_not_part_the_others() -> None:
     pool = SnapshotPool(1024, lambda n: torch.empty(n, dtype=torch.uint8))
-    areas = [pool.take(nbytes) for nbytes in (512, 0, 512)]
-    for area in areas:
+    first, empty, second, third = (pool.take(nbytes) for nbytes in (512, 0, 256, 256))
+    for area in (first, second, empty, third):
         assert area is not None
         pool.give_back(area)
     assert pool.take(1024) is not None
