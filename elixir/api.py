@@ -23,7 +23,7 @@ from elixir.chunk.group import Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
 from elixir.hardware import HardwareProfile, check_host_threads
 from elixir.microbench import with_disk
-from elixir.optimizer_states import check_kind, family_of, moments_of
+from elixir.optimizer_states import LOOPS, check_kind, family_of, moments_of
 from elixir.plan import Plan
 from elixir.search.replan import Observation, correct
 from elixir.search.request import Function, SearchRequest, bound, check_options, options_of, takes
@@ -36,7 +36,7 @@ from elixir.wrapper.build import agree_on_plan, check_weights, compute_device
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import folders_of, refuse_wrapped
-from elixir.wrapper.step import check_early, check_optimizer, clips_in_backward
+from elixir.wrapper.step import check_early, check_optimizer, clips_in_backward, copies_states
 
 logger = logging.getLogger(__name__)
 
@@ -260,10 +260,25 @@ class _Question:
                 f"one plan counts the states of one family of optimizers, found {sorted(families)} with moments in "
                 f"{sorted(kinds)}; use one class for all parameters"
             )
-        settled = {"optimizer_type": families.pop(), "moments": kinds.pop(), "clipping": self.clipping}
+        settled = {
+            "optimizer_type": families.pop() + self._loop(*kinds),
+            "moments": kinds.pop(),
+            "clipping": self.clipping,
+        }
         return self.how.plan(
             self.model, self.machine, SearchRequest(**{**self.asked, **settled, "world_size": world_size})
         )
+
+    def _loop(self, moments: str) -> str:
+        """The part of `elixir.optimizer_states.optimizer_name` that says how states are stepped that stay in place."""
+        fused = bool(self.how.use_fused_kernels)
+        loop = next(
+            (each for each in self.optimizers if copies_states(each, fused_kernels=fused, moments=moments)), None
+        )
+        if loop is None:
+            return ""
+        foreach, for_loop = LOOPS
+        return f" ({foreach if loop.param_groups[0].get('foreach') else for_loop})"
 
 
 def _checked(

@@ -83,6 +83,9 @@ class StateSize:
 
 ADAM_FAMILIES = ("Adam", "AdamW")
 """Optimizers whose states are the two moments that are known in several kinds."""
+LOOPS = ("foreach", "for-loop")
+"""How `torch.optim` steps Adam without ``fused=True``: ``AdamW (for-loop)`` is the family AdamW, stepped so. No kernel
+of this project has those bits."""
 
 _SIZES: dict[MomentKind, StateSize] = {
     "float32": StateSize(2 * FP32_BYTES),
@@ -172,7 +175,7 @@ def check_adam(optimizer: str, moments: MomentKind) -> None:
     Raises:
         InputError: it is none.
     """
-    if moments != "float32" and optimizer not in ADAM_FAMILIES:
+    if moments != "float32" and not is_adam(optimizer):
         raise InputError(
             f"moments in {moments} exist only for {' and '.join(ADAM_FAMILIES)}, found the optimizer {optimizer}; "
             "leave "
@@ -187,26 +190,47 @@ def state_size(optimizer_type: str, moments: str = "float32") -> StateSize:
         InputError, InputTypeError: the family or the kind of moments is unknown, or no name; the family is no Adam and
             its states are wanted in fewer bits.
     """
-    name = optimizer_name(optimizer_type)
+    family = _family(optimizer_name(optimizer_type))
     if not isinstance(moments, str):
         raise InputTypeError(f"moments is 'float32', 'bfloat16' or '8bit', got {moments!r}")
     kind = check_kind(moments)
-    check_adam(name, kind)
-    return moments_size(kind) if name in ADAM_FAMILIES else StateSize(_STATE_BYTES[name])
+    check_adam(family, kind)
+    return moments_size(kind) if family in ADAM_FAMILIES else StateSize(_STATE_BYTES[family])
 
 
 def optimizer_name(optimizer_type: str) -> str:
-    """The family's name in its usual spelling.
+    """The family's name in its usual spelling; after that of an Adam which of `LOOPS` steps it, if that was said.
 
     Raises:
         InputError, InputTypeError: the family is unknown, or no name.
     """
     if not isinstance(optimizer_type, str):
         raise InputTypeError(f"optimizer_type is a name such as 'Adam', got {optimizer_type!r}")
-    found = {name.lower(): name for name in _STATE_BYTES}.get(optimizer_type.lower())
+    given = optimizer_type.lower()
+    loop = next((f" ({loop})" for loop in LOOPS if given.endswith(f" ({loop})")), "")
+    found = {name.lower(): name for name in _STATE_BYTES}.get(given.removesuffix(loop))
     if found is None:
         raise unknown_name("optimizer type", optimizer_type, _STATE_BYTES)
-    return found
+    return found + loop if found in ADAM_FAMILIES else found
+
+
+def is_adam(optimizer: str) -> bool:
+    """Whether an optimizer, by its `optimizer_name`, is of `ADAM_FAMILIES`."""
+    return _family(optimizer) in ADAM_FAMILIES
+
+
+def is_copied(optimizer: str, moments: MomentKind) -> bool:
+    """Whether the host copies states before it makes new ones of them, since no kernel has the bits of the optimizer.
+
+    Args:
+        optimizer: by its `optimizer_name`.
+        moments: if they have fewer bits than float32, this project steps them, whatever the optimizer.
+    """
+    return moments == "float32" and optimizer not in ADAM_FAMILIES
+
+
+def _family(optimizer: str) -> str:
+    return optimizer.partition(" (")[0]
 
 
 def moments_of(optimizer: torch.optim.Optimizer, moments: str | None = None) -> str:

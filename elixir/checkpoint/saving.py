@@ -47,7 +47,7 @@ from elixir.errors import (
     StateError,
 )
 from elixir.files import FILES, Files, PathLike
-from elixir.optimizer_states import ADAM_FAMILIES, BLOCK_NUMEL
+from elixir.optimizer_states import BLOCK_NUMEL, is_adam
 from elixir.units import format_bytes
 from elixir.wrapper.step.segment_states import SmallStates
 from elixir.wrapper.training_states import WEIGHT, ChunkStates, TrainingStates
@@ -474,7 +474,7 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
         "optimizers": optimizers,
         "aliases": states.aliases(),
         "loss_scale": states.loss_scale_state(),
-        "moments": plan.moments if optimizers and plan.optimizer in ADAM_FAMILIES else None,
+        "moments": plan.moments if optimizers and is_adam(plan.optimizer) else None,
         "model_fingerprint": plan.model_fingerprint,
         "plan_fingerprint": plan.fingerprint,
     }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from elixir.cli import files, from_flags, output
 from elixir.cli.hardware import say_hardware
 from elixir.errors import InputError
+from elixir.optimizer_states import LOOPS
 from elixir.show import tables
 
 if TYPE_CHECKING:
@@ -67,8 +68,7 @@ def run_plan(args: argparse.Namespace) -> int:
     warn_if_disk_full(hardware, args.disk_memory)
     if args.host_memory is None and args.hardware is None:
         args.host_memory = host_memory_here(hardware)
-    optimizer = args.optimizer or "adamw" if trace is None else trace.optimizer.split(" ")[0]
-    request = from_flags.asked(args, optimizer)
+    request = from_flags.asked(args, _optimizer(args, trace))
     choice = None
     if trace is None:
         choice = _search_batch(args, hardware, request)
@@ -80,6 +80,12 @@ def run_plan(args: argparse.Namespace) -> int:
             trace, request = _with_allowed(args, trace, hardware, request)
         plan = plan_from_trace(trace, hardware, request)
     return _say_plan(args, plan, choice)
+
+
+def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str:
+    """The optimizer of the step; a plan counts on its fused one, unless flags say otherwise."""
+    name = args.optimizer or "adamw" if trace is None else trace.optimizer.split(" ")[0]
+    return f"{name} ({args.optimizer_kernel})" if args.optimizer_kernel in LOOPS and not args.fused_kernels else name
 
 
 def _say_plan(args: argparse.Namespace, plan: Plan, choice: BatchChoice | None) -> int:

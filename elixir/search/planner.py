@@ -13,7 +13,7 @@ from typing import Any, Literal
 from elixir.errors import InputError, InputTypeError, Lever, PlanError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware import HardwareProfile
-from elixir.optimizer_states import ADAM_FAMILIES, MASTER_BYTES, check_kind, optimizer_name, state_size
+from elixir.optimizer_states import MASTER_BYTES, check_kind, is_adam, is_copied, optimizer_name, state_size
 from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPrediction, check_step_in_backward
 from elixir.search.advice import (
     Case,
@@ -328,14 +328,15 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
         moments=kind,
         step_in_backward=bool(request.step_in_backward),
         speculate=_speculate(hardware, request),
+        copied=is_copied(optimizer_name(request.optimizer_type), kind),
         # In float16 the loss is scaled, so that each step looks for an overflow.
         clipping=clipping or trace.dtype == "float16",
     )
 
 
 def _speculate(hardware: HardwareProfile, request: SearchRequest) -> bool | None:
-    """`SearchRequest.speculate` as it concerns this machine and optimizer; other classes have no kernel for it."""
-    if optimizer_name(request.optimizer_type) not in ADAM_FAMILIES:
+    """`SearchRequest.speculate` as it concerns this machine and optimizer; none but an Adam speculates."""
+    if not is_adam(optimizer_name(request.optimizer_type)):
         return False
     # The cores of a CPU that is the device compute backward, so that host updates during it do not come for nothing.
     elsewhere = request.step_in_backward or hardware.device_kind == "cpu"

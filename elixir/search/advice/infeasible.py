@@ -9,7 +9,7 @@ from typing import get_args
 
 from elixir.errors import Lever, PlanError, readable_bytes
 from elixir.hardware import HardwareProfile
-from elixir.optimizer_states import ADAM_FAMILIES, MASTER_BYTES, MomentKind, moments_size, optimizer_name
+from elixir.optimizer_states import MASTER_BYTES, MomentKind, is_adam, moments_size, optimizer_name
 from elixir.plan import Home
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
 from elixir.search.problem import MemoryModel, Placement, Setting, Spill
@@ -165,7 +165,7 @@ def _fewer_bits(case: Case) -> Iterator[tuple[MomentKind, Case]]:
     """The case with each kind of moments that has fewer bits, without a disk."""
     kinds: tuple[MomentKind, ...] = get_args(MomentKind)
     wide = any(p.trainable and dtype_bytes(p.dtype) > MASTER_BYTES for p in case.trace.parameters)
-    if wide or optimizer_name(case.request.optimizer_type) not in ADAM_FAMILIES:
+    if wide or not is_adam(optimizer_name(case.request.optimizer_type)):
         return
     for kind in kinds[kinds.index(case.setting.moments) + 1 :]:
         yield kind, replace(case, setting=replace(case.setting, states=moments_size(kind), moments=kind, spill=None))

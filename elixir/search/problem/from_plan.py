@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elixir.errors import InputError
+from elixir.optimizer_states import is_copied
 from elixir.plan import Plan
 from elixir.search.problem.packed_step import StepFacts, Workload
 from elixir.search.problem.packing import PackedChunk, Packing
@@ -66,6 +67,7 @@ def setting_of(plan: Plan, ranks_per_host: int) -> Setting:
         moments=plan.moments,
         step_in_backward=plan.may_step_in_backward,
         speculate=plan.may_speculate,
+        copied=is_copied(plan.optimizer, plan.moments),
         clipping=plan.clipping,
     )
 

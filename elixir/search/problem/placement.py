@@ -114,5 +114,7 @@ class Setting:
     speculate: bool | None = False
     """Whether the host may make new states of chunks in backward next to the old ones, with memory that is left; None:
     where that clearly shortens the step."""
+    copied: bool = False
+    """Whether it copies the old ones first; see `elixir.optimizer_states.is_copied`."""
     clipping: bool = True
     """Whether the norm of all gradients is worked out before each step, which clipping needs, and loss scaling."""

@@ -11,29 +11,26 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 
-from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, moments_size
-from elixir.search.problem import Placement, Workload
+from elixir.optimizer_states import MASTER_BYTES
+from elixir.search.problem import Placement, Setting, Workload
 
 _IN_PLACE_BYTES = 14
 """Bytes that a step in place moves per element, states apart: see `elixir.search.simulator.rates`."""
 
 
-def out_of_place_share(states: StateSize, moments: MomentKind) -> float:
+def out_of_place_share(setting: Setting) -> float:
     """Seconds of a step that keeps the old states over one in place, by the bytes that cross the memory bus.
 
     Adam's has a kernel (`elixir.kernels.adam.out_of_place`) for moments in float32 and bfloat16. It streams what it
     writes, moves 28 and 20 bytes an element where a step in place moves 30 and 22, and is taken to be as fast. Other
-    optimizers, and 8 bits, have states copied first: each byte is read, and written to a line that is read before.
-
-    Args:
-        states: of the optimizer, master weights not included.
-        moments: how Adam's are kept.
+    optimizers, torch's Adams without ``fused=True``, and 8 bits have states copied first: each byte is read, and
+    written to a line that is read before.
     """
-    if states == moments_size(moments) and moments != "8bit":
+    if not setting.copied and setting.moments != "8bit":
         return 1.0
-    kept = states.least_per_numel()
+    kept = setting.states.least_per_numel()
     # The first of two passes with 8 bits reads the gradient and the codes once more.
-    in_place = _IN_PLACE_BYTES + 2 * kept + (4 if moments == "8bit" else 0)
+    in_place = _IN_PLACE_BYTES + 2 * kept + (4 if setting.moments == "8bit" else 0)
     return 1.0 + 3 * (MASTER_BYTES + kept) / in_place
 
 

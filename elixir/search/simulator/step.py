@@ -165,7 +165,7 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
         # With several batches gradients are whole after the last only.
         frozenset(i for i, chunk in enumerate(plan.chunks) if chunk.steps_in_backward and accumulation == 1),
         speculating=frozenset(i for i, chunk in enumerate(plan.chunks) if chunk.speculates),
-        speculative_share=out_of_place_share(plan.state_size, plan.moments),
+        speculative_share=out_of_place_share(setting),
         clipping=plan.clipping,
         accumulates=accumulation > 1,
     )
@@ -211,7 +211,7 @@ class SimulatedCost:
             moments=setting.moments,
         )
         self._setting = setting
-        self._out_of_place_share = out_of_place_share(setting.states, setting.moments)
+        self._out_of_place_share = out_of_place_share(setting)
         self._ahead = hardware.device_kind == "cuda"
         self._accesses_s = self._rates.accesses_s(trace) * compute_scale
         self._known: WeakKeyDictionary[Workload, Known] = WeakKeyDictionary()

@@ -7,7 +7,7 @@ from elixir.wrapper.step.fused_adam import FusedAdam
 from elixir.wrapper.step.in_backward import check_early, clips_in_backward
 from elixir.wrapper.step.inputs import cast_inputs
 from elixir.wrapper.step.stepper import Stepper
-from elixir.wrapper.step.user_class import check_elementwise, check_optimizer
+from elixir.wrapper.step.user_class import check_elementwise, check_optimizer, copies_states
 from elixir.wrapper.step.whole_states import load_whole_states, take_options, whole_states
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "check_elementwise",
     "check_optimizer",
     "clips_in_backward",
+    "copies_states",
     "load_whole_states",
     "take_options",
     "total_norm",

@@ -13,6 +13,7 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
+from elixir.kernels.adam import can_step_like
 from elixir.optimizer_states import MomentKind
 from elixir.torch_private import tree_map
 from elixir.wrapper.engine import Engine
@@ -53,7 +54,7 @@ class UserOptimizer:
     @property
     def fuses(self) -> bool:
         """Whether shards are stepped by `FusedAdam` rather than by the user's class; same rule, other rounding."""
-        return self.fusible and (self._engine.options.fused_kernels or self._engine.plan.moments != "float32")
+        return self.fusible and _fuses(self._engine.options.fused_kernels, self._engine.plan.moments)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Options of the groups, as of now."""
@@ -72,6 +73,22 @@ class UserOptimizer:
         """An optimizer that steps a shard in one pass, with the groups' options; `zeros` as of `FusedAdam`."""
         decoupled = isinstance(self.given, torch.optim.AdamW)
         return FusedAdam(master, segments, self.hyperparameters(), decoupled, self._engine.plan.moments, zeros)
+
+
+def _fuses(fused_kernels: bool, moments: str) -> bool:
+    return fused_kernels or moments != "float32"
+
+
+def copies_states(given: torch.optim.Optimizer, *, fused_kernels: bool, moments: str) -> bool:
+    """Whether states that the host keeps are copied before `given` makes new ones next to them: no kernel has the bits
+    of its class and options.
+
+    Args:
+        given: the user's.
+        fused_kernels: whether the model runs with ``use_fused_kernels``.
+        moments: of the plan.
+    """
+    return not (can_fuse(given) and _fuses(fused_kernels, moments)) and not can_step_like(given, ())
 
 
 def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> None:

@@ -201,6 +201,10 @@ def test_plan_passes_moments_and_fused_kernels_on(
     assert run(capsys, "plan", "opt-13b", "--moments", "8bit", "--fused-kernels")[0] == 0
     assert stub.calls["plan_from_trace"]["args"][2].moments == "8bit"
     assert stub.calls["trace_step"]["use_fused_kernels"]
+    loop = ("--optimizer-kernel", "for-loop")
+    for words, optimizer in ((), "adamw"), (loop, "adamw (for-loop)"), ((*loop, "--fused-kernels"), "adamw"):
+        assert run(capsys, "plan", "opt-13b", *words)[0] == 0
+        assert stub.calls["plan_from_trace"]["args"][2].optimizer_type.lower() == optimizer
     path = str(make_trace("saved", 3).save(tmp_path / "trace.json"))
     assert "--fused-kernels" in fails(capsys, "plan", path, "--fused-kernels")  # the trace has settled it
     assert "invalid choice" in fails(capsys, "plan", "opt-13b", "--moments", "4bit")

@@ -4,29 +4,40 @@ for which they are made again from the old ones, rather than accepted."""
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from elixir.api import dry_run
 from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
+from elixir.kernels import HybridAdam
 from elixir.models import default_input
+from elixir.optimizer_states import is_copied
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.step.shard_states import ShardStates
 from tests.common import gpu
 from tests.common.debug import debugged
 from tests.common.early import HOMES, attempts, chain, rehomed, speculating, without
 from tests.common.parity import ALL, Case, Pair, case, hf_loss
-from tests.unit.runtime.test_speculation import chain_plan, make_ordinary, settled, spec
+from tests.unit.runtime.test_speculation import chain_plan, make_ordinary, settled, spec, steps
 
 SMALL: dict[str, Any] = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "vocab_size": 96, "dropout": 0.0}
 HEADS: dict[str, Any] = {
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
 }  # fmt: skip
+
+
+def _plain(kind: Any, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """Makes an optimizer of a model."""
+    return lambda model: kind(model.parameters(), lr=1e-3, **options)  # type: ignore[no-any-return]
 
 
 def _bart() -> Case:
@@ -224,3 +235,41 @@ def test_closing_between_backward_and_step_leaves_the_old_weights(homes: str, ea
     pair.module.close()
     for name, value in pair.plain.state_dict().items():
         assert torch.equal(model.state_dict()[name].cpu(), value.cpu()), name
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("make", "options", "expected"),
+    [
+        (_plain(torch.optim.AdamW), {}, "AdamW (for-loop)"),
+        (_plain(torch.optim.AdamW, foreach=True), {}, "AdamW (foreach)"),
+        (_plain(torch.optim.NAdam), {}, "Adam (for-loop)"),  # keeps as much
+        (_plain(torch.optim.Adam, fused=True), {}, "Adam"),
+        (_plain(HybridAdam), {}, "Adam"),
+        (_plain(torch.optim.AdamW), {"use_fused_kernels": {"cross_entropy": "plain"}}, "AdamW"),
+    ],
+)
+def test_a_plan_knows_whether_states_are_copied(
+    make: Any, options: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run copies the old states before it makes new ones if, and only if, the plan that it asks for counts on
+    that."""
+    monkeypatch.setenv("ELIXIR_COMPILE", "wait")
+    it = chain()
+    how = {"step_fn": lambda model, inp: it.loss(model, inp).backward(), "hardware": "cpu", "host_memory": "1GiB"}
+    plan = dry_run(it.model, make(it.model), inp=it.inp, **how, **options)
+    assert plan.optimizer == expected
+    copied: list[object] = []
+    copy = ShardStates.copy
+    monkeypatch.setattr(ShardStates, "copy", lambda mine, other: (copied.append(mine), copy(mine, other)))
+    _, kept = steps(it, chain_plan(it), [1e9, 1e9, 1e9], dict(options), make)
+    assert kept[-1]
+    assert bool(copied) == is_copied(plan.optimizer, plan.moments)
+
+
+def test_optimizers_of_which_one_copies() -> None:
+    it = chain()
+    first, second = it.model.layers[:2].parameters(), it.model.layers[2:].parameters()  # type: ignore[index]
+    optimizers = [torch.optim.AdamW(first, fused=True), torch.optim.AdamW(second)]
+    how = {"step_fn": lambda model, inp: it.loss(model, inp).backward(), "hardware": "cpu", "host_memory": "1GiB"}
+    assert dry_run(it.model, optimizers, inp=it.inp, **how).optimizer == "AdamW (for-loop)"

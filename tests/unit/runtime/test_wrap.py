@@ -337,7 +337,7 @@ def test_the_plan_is_that_of_the_search() -> None:
     from elixir.search import optimal_search
 
     memory = {"device_memory": "1MiB", "host_memory": "1GiB"}
-    options = {"optimizer_type": "AdamW", "hardware": "cpu", "clipping": False}  # no max_norm was given
+    options = {"optimizer_type": "AdamW (for-loop)", "hardware": "cpu", "clipping": False}  # no max_norm was given
     plan = optimal_search(other.model, 1, inp=other.inp, **options, **memory)
     assert model.plan == plan
     assert make_plan(other, "streamed") != plan
@@ -348,12 +348,12 @@ def test_the_plan_is_that_of_the_search() -> None:
 @pytest.mark.parametrize(
     ("make", "family"),
     [
-        (lambda p: torch.optim.AdamW(p), "AdamW"),
+        (lambda p: torch.optim.AdamW(p), "AdamW (for-loop)"),
         (lambda p: torch.optim.Adam(p, fused=True), "Adam"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "AMSGrad"),
         (lambda p: torch.optim.SGD(p, lr=0.1), "SGD"),
         (lambda p: torch.optim.RMSprop(p, lr=1e-3), "RMSprop"),
-        (lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9), "Adam"),
+        (lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9), "Adam (for-loop)"),
         (lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True), "AMSGrad"),
     ],
 )

@@ -137,5 +137,10 @@ def test_states_by_family_of_optimizer() -> None:
     assert state_size("adamw").nbytes(10) == 80
     assert state_size("SGD").nbytes(10) == 40
     assert optimizer_name("adam") == "Adam"
+    assert optimizer_name("adamw (For-Loop)") == "AdamW (for-loop)"
+    assert optimizer_name("sgd (foreach)") == "SGD"  # of these a plan needs no more than the family
+    assert state_size("AdamW (foreach)", "8bit") == state_size("AdamW", "8bit")
+    with pytest.raises(InputError, match="unknown optimizer type"):
+        optimizer_name("AdamW (by hand)")
     with pytest.raises(InputError, match="did you mean Adam"):
         state_size("Adan")

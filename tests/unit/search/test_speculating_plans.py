@@ -199,6 +199,25 @@ def test_optimizers_of_other_classes_wait(stack: StepTrace) -> None:
     assert not planned(stack, optimizer_type="SGD", speculate=True).speculates
 
 
+@pytest.mark.parametrize("kernel", ["foreach", "for-loop"])
+def test_states_that_no_kernel_makes_are_copied_first(stack: StepTrace, kernel: str) -> None:
+    """30 bytes an element in a step; 12 of masters and moments are read, and written to lines that are read before."""
+    fused, looped = (planned(stack, optimizer_type=f"adamw{how}", speculate=True) for how in ("", f" ({kernel})"))
+    assert (fused.optimizer, looped.optimizer) == ("AdamW", f"AdamW ({kernel})")
+    assert looped.state_size == fused.state_size
+    assert looped.predicted.step_s > fused.predicted.step_s
+    seconds = []
+    for plan in (fused, Plan.from_json(replace(fused, optimizer=looped.optimizer).to_json())):
+        spans = simulate_step(plan, stack, SLOW).timeline
+        seconds.append(sum(span.end_s - span.start_s for span in spans if span.name == "speculate"))
+    assert seconds[1] / seconds[0] == pytest.approx(1 + 3 * 12 / 30)
+    assert simulate_step(looped, stack, SLOW).step_s == pytest.approx(looped.predicted.step_s, rel=1e-9)
+    assert setting_of(looped, 1).copied
+    assert plan_from_trace(stack, SLOW, request_of(looped, SLOW)).chunks == looped.chunks
+    narrow = planned(stack, optimizer_type=looped.optimizer, moments="bfloat16")
+    assert not setting_of(narrow, 1).copied  # stepped by this project, whatever the class
+
+
 def test_a_plan_by_hand_speculates_too(stack: StepTrace) -> None:
     request = SearchRequest(world_size=1, speculate=True)
     plan = simple_plan(stack, SLOW, request, split_number=8, shard_device="cpu")
