@@ -15,7 +15,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
@@ -39,11 +39,44 @@ class Ticket(Protocol):
         """Whether the work is done."""
 
 
+class _Thread(threading.local):
+    is_lane = False
+    """Whether this thread is a lane's: what it waits for keeps no compute waiting."""
+    is_quiet = False
+    """Whether it goes on after errors that it meets."""
+
+
+_THREAD = _Thread()
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    before, _THREAD.is_quiet = _THREAD.is_quiet, True
+    try:
+        yield
+    finally:
+        _THREAD.is_quiet = before
+
+
+def _tell(error: BaseException) -> BaseException:
+    """The error of work, which the caller raises."""
+    if not (_THREAD.is_lane or _THREAD.is_quiet):
+        error.elixir_told = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether the error of some work has been raised by a ticket to another thread than a lane's, which passes it
+    on."""
+    return hasattr(error, "elixir_told")
+
+
 def failure(ticket: Ticket | None) -> Exception | None:
-    """The error of the work, if there was one, once it is over."""
+    """The error of the work, if there was one, once it is over; it is not told by this."""
     try:
         if ticket is not None:
-            ticket.synchronize()  # its work still uses buffers that the caller frees, or fills anew
+            with _quietly():
+                ticket.synchronize()  # its work still uses buffers that the caller frees, or fills anew
     except Exception as error:
         return error
     return None
@@ -67,7 +100,7 @@ class over:
 
     def wait(self) -> None:
         """See `Ticket`."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), _quietly():
             self._ticket.wait()  # what is submitted after this uses the buffers of the work
 
     def synchronize(self) -> None:
@@ -120,14 +153,6 @@ class Emulation:
     disk_bytes_per_s: float | None = None
 
 
-class _Worker(threading.local):
-    running = False
-    """Whether this thread is a lane's: what it waits for keeps no compute waiting."""
-
-
-_WORKER = _Worker()
-
-
 class _ThreadTicket:
     def __init__(self, lane: ThreadLane) -> None:
         self._lane = lane
@@ -145,10 +170,10 @@ class _ThreadTicket:
         if not self._event.is_set():
             started = time.perf_counter()
             self._event.wait()  # the lane's thread still reads or writes the buffers of the work
-            if not _WORKER.running:
+            if not _THREAD.is_lane:
                 self._lane.waited_s += time.perf_counter() - started
         if self._error is not None:
-            raise self._error
+            raise _tell(self._error)
 
     wait = synchronize  # compute on the CPU is the calling thread
 
@@ -195,7 +220,7 @@ class ThreadLane:
                 self._thread.join()
 
     def _run(self) -> None:
-        _WORKER.running = True
+        _THREAD.is_lane = True
         while (item := self._queue.get()) is not None:
             work, after, nbytes, ticket = item
             error: BaseException | None = None
@@ -245,7 +270,7 @@ class _CudaTicket:
 
     def raise_error(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise _tell(self._error)
 
     def done(self) -> bool:
         return self._issued.is_set() and (self._event is None or bool(self._event.query()))
@@ -264,7 +289,7 @@ class _CudaTicket:
     def _until_issued(self) -> torch.cuda.Event:
         self._issued.wait()  # no event exists before: to go on without would leave the buffers unprotected
         if self._event is None:
-            raise self._error or StateError("work of a lane was issued without an event")
+            raise _tell(self._error or StateError("work of a lane was issued without an event"))
         return self._event
 
 

@@ -34,7 +34,7 @@ from elixir.chunk.host_buffers import (
     summands_kind,
     window_kind,
 )
-from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes
+from elixir.chunk.lanes import Lanes, Ticket, failure, is_told, make_lanes
 from elixir.chunk.rcache import RCache
 from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, RankError
 from elixir.extents import open_extents
@@ -269,14 +269,12 @@ class Engine:
         self.phase.leave_forward()
         self.cache.end_forward()
 
-    def forward_failed(self, error: BaseException) -> None:
-        """The model's forward has raised `error`."""
+    def forward_failed(self) -> None:
+        """The model's forward has raised."""
         self.phase.leave_forward()
         self.uses.reset()
         self.cache.disturbed()
-        failed = self._failures()
-        if failed and all(each is not error for each in failed):  # otherwise they have been told with that
-            self._untold = self._untold or failed[0]
+        self._keep_untold("a forward")
 
     def watch_output(self, output: Any) -> None:
         """Notice the beginning of backward at what it begins with, before any of the model's nodes run."""
@@ -301,11 +299,24 @@ class Engine:
             try:
                 self.uses.reset()
                 self.cache.disturbed()
-                self._failures()
+                self._keep_untold("a backward")
                 if self.group.size == 1:
                     self.gradients.flush()
             finally:
                 self.phase.leave_backward()
+
+    def _keep_untold(self, what: str) -> None:
+        """Have the next forward, step or `settle` raise what lanes have met apart from the error that `what` raised.
+
+        Of several of one kind, as of the chunks of a step, one tells of all.
+        """
+        failed = self._failures()
+        told = {type(error) for error in failed if is_told(error)}
+        for error in failed:
+            if not is_told(error):
+                logger.error("%s has raised, and so has a lane, which nobody has been told of yet: %s", what, error)
+            if type(error) not in told:
+                self._untold = self._untold or error
 
     def _backward_over(self) -> None:
         try:
@@ -333,6 +344,7 @@ class Engine:
         """
         self.refuse_unusable()
         self.refuse_lost()
+        self.forget_failed_backward()
         if any(chunk.updated is not None and chunk.updated.done() and failure(chunk.updated) for chunk in self.chunks):
             self._untold = self._untold or self._failures()[0]
         self.raise_untold()

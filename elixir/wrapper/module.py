@@ -181,12 +181,12 @@ class ElixirModule(nn.Module):
                 "a CUDA graph would replay with the addresses that weights had when it was captured, but streamed "
                 "weights move; run an ElixirModule without capturing it"
             )
+        engine.forget_failed_backward()
         engine.raise_untold()
         engine.refuse_lost()
         engine.phase.refuse_begun("a forward", STEP_OR_ACCUMULATE)
         if engine.before_forward is not None:
             engine.before_forward()
-        engine.forget_failed_backward()
         begins = self._account.forward(args, kwargs)
         buffers.before_forward()
         engine.forward_begins()
@@ -194,7 +194,7 @@ class ElixirModule(nn.Module):
             args, kwargs = cast_inputs((args, kwargs), engine.device, self._cast)
             output = self.module(*args, **kwargs)
         except BaseException as error:
-            engine.forward_failed(error)
+            engine.forward_failed()
             if begins:
                 self._account.begin_anew()
             refuse_addresses(self.module, error)

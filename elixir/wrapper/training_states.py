@@ -180,6 +180,7 @@ class TrainingStates:
                 comes as it is.
         """
         engine = self._engine
+        engine.forget_failed_backward()
         if not loading:
             engine.refuse_unusable()
             if self.optimizers:  # weights can be had whatever has failed
@@ -187,7 +188,6 @@ class TrainingStates:
         engine.uses.refuse_inside(what)
         if engine.uses.gathered:
             raise InputError(f"{what} is for outside of gathered(); leave it first")
-        engine.forget_failed_backward()
         engine.phase.refuse_begun(what)
         if engine.unstepped:
             raise InputError(

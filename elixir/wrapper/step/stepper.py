@@ -183,6 +183,7 @@ class Stepper:
         engine.phase.refuse_begun("clip_grad_norm_()", "leave clipping out")
         self._refuse_unreduced("clip_grad_norm_()")
         engine.forget_failed_backward()
+        engine.raise_untold()
         engine.gradients.send_late()
         self.clip_once = max_norm
         self.asked_for_norm = True  # who asks once asks again
@@ -204,7 +205,6 @@ class Stepper:
         self._refuse_unreduced("step()")
         self._refuse_unseen()
         self.speculation.stepping()
-        engine.forget_failed_backward()
         engine.gradients.send_late()  # each update waits for the arrival of its gradients, and nothing else does
         self._agree_on_used(unscaled=self._unscaled())
         loss_scale, made_by = engine.loss_scale, self._gradient_scale()

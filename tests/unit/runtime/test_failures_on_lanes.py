@@ -18,10 +18,10 @@ from elixir.wrapper.engine import engine_of
 from elixir.wrapper.options import Debug
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.shard_states import ShardStates
-from tests.common.early import all_speculating, attempts, rehomed
+from tests.common.early import all_speculating, attempts, backward_watched, chain, rehomed
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.on_disk import on_disk
-from tests.common.parity import case, make_plan
+from tests.common.parity import Pair, case, make_plan
 from tests.common.resuming import Run, two_groups
 
 
@@ -71,6 +71,20 @@ def after(plan: Any, *steps: int) -> list[dict[str, Any]]:
     return [found[step] for step in steps]
 
 
+def fails_at(lane: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have one of the next pieces of work of a lane fail."""
+    submit, left = lane.submit, [number]
+
+    def failing(work: Callable[[], None], **options: Any) -> Any:
+        def fail() -> None:
+            raise MemoryError("no memory on the way")
+
+        left[0] -= 1
+        return submit(work if left[0] else fail, **options)
+
+    monkeypatch.setattr(lane, "submit", failing)
+
+
 @contextlib.contextmanager
 def failed_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """A run whose third step has failed for one chunk, of which nobody has been told."""
@@ -91,17 +105,7 @@ def test_new_states_that_nothing_made_are_not_kept(monkeypatch: pytest.MonkeyPat
     with Run(case("gpt2"), plan, two_groups()) as run:
         run.train(3)
         run.module.settle()
-        offload = engine_of(run.module).lanes.offload
-        submit, left = offload.submit, [len(plan.chunks)]
-
-        def failing(work: Callable[[], None], **options: Any) -> Any:
-            def fail() -> None:
-                raise MemoryError("no memory on the way")
-
-            left[0] -= 1
-            return submit(work if left[0] else fail, **options)
-
-        monkeypatch.setattr(offload, "submit", failing)
+        fails_at(engine_of(run.module).lanes.offload, len(plan.chunks), monkeypatch)
         run.optimizer.backward(run.case.loss(run.module, run.case.inp))
         monkeypatch.undo()
         assert len(attempts(run.module)) == len(plan.chunks)
@@ -233,3 +237,54 @@ def test_a_step_that_failed_is_told_though_a_forward_raises_something_else(monke
         hook.remove()
         with pytest.raises(StepError, match="once"):
             run.module.settle()
+
+
+@pytest.mark.parametrize("tells", ["step", "forward", "settle", "clip", "save"])
+def test_a_gradient_that_did_not_come_home_is_told_though_backward_raises_something_else(
+    tells: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = chain()
+    with Pair(it, make_plan(it, "streamed", split_number=4)) as pair:
+        pair.train(1)
+        fails_at(pair.engine.lanes.offload, 3, monkeypatch)
+
+        def refuse(_: object) -> None:
+            raise ValueError("bad batch")
+
+        with pytest.raises(ValueError, match="bad batch"):
+            backward_watched(pair, refuse)
+        monkeypatch.undo()
+        if tells == "save":
+            pair.module.zero_grad()
+        with pytest.raises((MemoryError, CheckpointError), match="no memory on the way"):
+            {
+                "step": pair.optimizer.step,
+                "forward": lambda: pair.module(**it.inp),
+                "settle": pair.module.settle,
+                "clip": lambda: pair.optimizer.clip_grad_norm_(1.0),
+                "save": lambda: save_checkpoint(
+                    tmp_path / "run", {"model": pair.module, "optimizer": pair.optimizer}, files=UnsyncedFiles()
+                ),
+            }[tells]()
+        assert "nobody has been told of yet: no memory on the way" in caplog.text
+        if tells == "save":  # as it does after every step that has failed
+            with pytest.raises(MemoryError):
+                pair.module.settle()
+        pair.module.zero_grad()
+        pair.optimizer.zero_grad()
+        pair.train(2)  # told once, and all goes on
+        pair.assert_same_weights()
+
+
+def test_an_error_that_backward_has_raised_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = chain()
+    with Pair(it, make_plan(it, "streamed", split_number=4)) as pair:
+        pair.train(1)
+        loss = it.loss(pair.module, it.inp)
+        fails_at(pair.engine.lanes.fetch, 1, monkeypatch)
+        with pytest.raises(MemoryError, match="no memory on the way"):
+            pair.optimizer.backward(loss)
+        monkeypatch.undo()
+        pair.optimizer.zero_grad()
+        pair.train(2)
+        pair.assert_same_weights()
