@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from elixir.chunk.lanes import Emulation
+from elixir.plan import Memory, Plan
 from tests.common.ddp import Twins, batch_of
 from tests.common.parity import hf_loss
 from tests.common.spawn import run_ranks, run_to_end
@@ -108,6 +110,33 @@ def test_experts_that_differ_between_four_ranks(kind: str) -> None:
     run_ranks(4, _routing, kind, {})
 
 
+_HOME: dict[str, Memory] = {"resident": "device", "host": "host", "mixed": "host"}
+
+
+def _state_bytes(stepper: Any, plan: Plan, home: Memory) -> int:
+    """Bytes of masters and states of all chunks whose states live there."""
+    parts = [part for part in stepper.parts.values() if part.chunk.plan.update_home == home]
+    kept = sum(
+        value.nbytes
+        for part in parts
+        for state in part.optimizer.state.values()
+        for value in state.values()
+        if value.numel() > 1
+    )
+    return kept + sum(part.chunk.masters.nbytes for part in parts if part.chunk.masters is not None)
+
+
+def _check_told(twins: Twins, told: list[str], kind: str) -> None:
+    """The run says that its plan has no memory for what came, and the report shows how much it took."""
+    report = twins.module.last_report
+    assert report is not None
+    assert f"{_HOME[kind]}_peak" in report.surprises()
+    if kind != "mixed":  # whose homes are no planner's, so that the first step differs already
+        (message,) = told
+        assert "gradients came to" in message
+        assert "that got none in the traced step" in message
+
+
 def _untraced(rank: int, world_size: int, kind: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(rank))
@@ -123,6 +152,9 @@ def _untraced(rank: int, world_size: int, kind: str) -> None:
     assert moved is not None
     assert moved.observed["network"] == moved.predicted["network"]
     assert not any(own.memory.numel() for index, own in flow.by_chunk.items() if index not in foreseen)
+    told: list[str] = []
+    logger = logging.getLogger("elixir.wrapper.account.counts")
+    logger.addFilter(lambda record: told.append(record.getMessage()) or True)
     for choices in (_CHOICES[0], *_CHOICES):
         chosen = choices[rank if kind == "resident" else 0]  # what is gathered must be so on all ranks alike
         for _ in range(2):
@@ -131,6 +163,9 @@ def _untraced(rank: int, world_size: int, kind: str) -> None:
             assert not any(own.opened for own in flow.by_chunk.values())
         twins.step()
         assert flow.extra_blocks == 0 or choices is not _CHOICES[0]
+        seen, (stepper,) = twins.engine.arena, twins.engine.steppers
+        assert seen.parts(_HOME[kind])["optimizer_states"] == _state_bytes(stepper, twins.plan, _HOME[kind])
+    _check_told(twins, told, kind)
     twins.backward()  # as traced; what has had a gradient once is reduced in each step, and the report knows
     twins.step()
     moved = twins.module.last_report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -98,11 +98,21 @@ class StepAccount:
         surprises = {} if skipped else self.last_report.surprises()
         if surprises and not self._warned:
             self._warned = True
-            count, planned = self.last_report.micro_batches, engine.plan.accumulation
-            other = (
-                "" if count == planned else f"; it had {count} micro-batches, planned were {planned}: see accumulation="
+            causes = self._causes(self.last_report.micro_batches, untraced)
+            logger.warning("this step differs from its plan: %s", "; ".join([differences(surprises), *causes]))
+
+    def _causes(self, micro_batches: int, untraced: frozenset[int]) -> Iterator[str]:
+        """Known reasons why a step needs more than its plan says."""
+        engine = self._engine
+        if micro_batches != engine.plan.accumulation:
+            planned = engine.plan.accumulation
+            yield f"it had {micro_batches} micro-batches, planned were {planned}: see accumulation="
+        if untraced:
+            slot = engine.chunks[min(untraced)].slots[0]
+            yield (
+                f"gradients came to {len(untraced)} chunks ({slot.name}, ...) that got none in the traced step, for "
+                "which the plan has no memory: plan with a step that trains them"
             )
-            logger.warning("this step differs from its plan: %s%s", differences(surprises), other)
 
 
 def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

@@ -64,6 +64,7 @@ class ChunkOptimizer:
             if self._waits_for_states:
                 self.optimizer.state.clear()  # else those of all chunks would be in memory until then
         self._counted_states = chunk.stored is not None  # they are part of an extent, which is
+        self._counted_bytes = 0
         self._versions: dict[str, int] = {}  # of the parameters, after the last step that changed them
         self.stow()
 
@@ -488,17 +489,18 @@ class ChunkOptimizer:
     def _count_states(self) -> None:
         if self._counted_states:
             return
-        self._counted_states = True
         if isinstance(self.optimizer, FusedAdam):
-            states = self.optimizer.nbytes
+            self._counted_states, states = True, self.optimizer.nbytes
         else:
+            self._counted_states = not self._without_states()  # a gradient may come to others later
             states = sum(
                 value.nbytes
                 for state in self.optimizer.state.values()
                 for value in state.values()
                 if isinstance(value, torch.Tensor) and value.numel() > 1
             )
-        self._engine.arena.count(states, self.chunk.plan.update_home, "optimizer_states")
+        self._engine.arena.count(states - self._counted_bytes, self.chunk.plan.update_home, "optimizer_states")
+        self._counted_bytes = states
 
 
 def _flatten(state: dict[str, Any], shape: torch.Size, order: Order) -> None:
