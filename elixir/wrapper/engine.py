@@ -85,8 +85,11 @@ class AnyStepper(Protocol):
     def take_states(self, states: dict[str, dict[str, Any]]) -> None:
         """Go on from `states`, under the engine's plan of now."""
 
-    def gradients_scaled(self, by: float | None) -> None:
-        """The gradients there are were multiplied by a loss scale; None: none are there."""
+    def gradients_scaled(self, by: float) -> None:
+        """The gradients there are were multiplied by a loss scale."""
+
+    def gradients_cleared(self, scale: float | None) -> None:
+        """No gradients are there, nor a limit for them; or, of this loss scale, zeros."""
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
         """The norm of the gradients; the next step clips to `max_norm`."""

@@ -299,7 +299,7 @@ class ElixirModule(nn.Module):
         engine.unstepped.clear()
         engine.gradients.clear(to_none=set_to_none)
         for stepper in engine.steppers:
-            stepper.gradients_scaled(None if set_to_none else engine.loss_scale.value)
+            stepper.gradients_cleared(None if set_to_none else engine.loss_scale.value)
         if engine.group.size > 1:
             engine.lanes.network.submit(lambda: engine.group.note("zero_grad()"))
         with DisableTorchFunctionSubclass():

@@ -185,7 +185,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
             InputError: zeros are asked for where the module has another optimizer, whose gradients share the chunks.
         """
         self._engine.phase.refuse_begun("zero_grad()", STEP_OR_LEAVE_OUT)
-        self._stepper.clip_once = 0.0
         self._has_used_gradients()
         if len(self._engine.steppers) == 1:
             self.module.zero_grad(set_to_none)
@@ -193,13 +192,16 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if not set_to_none:
             raise InputError("with several optimizers on one module use zero_grad(set_to_none=True)")
         self._engine.forget_failed_backward()
-        self._stepper.gradients_scaled(None)
+        self._stepper.gradients_cleared(None)
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """The global norm of the gradients, on the device; the next `step` clips what there is then to `max_norm`.
+
+        Asked several times, or where the optimizer has a `max_norm` anyway, it clips to the least. The norm is that
+        before any clipping.
 
         Raises:
             RuntimeError: the norm is not finite, where that is asked for.

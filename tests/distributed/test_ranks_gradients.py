@@ -106,6 +106,49 @@ def test_a_step_after_all_were_dropped_changes_nothing() -> None:
     run_ranks(2, _dropping_all)
 
 
+class _Two(nn.Module):
+    """Two layers, of which each rank uses one; both are in one chunk, or in two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        return sum(self.layers[index](x) for index in used)  # type: ignore[return-value]
+
+
+def _zeros(rank: int, world_size: int, kind: str, alone: bool) -> None:
+    """Zeros instead of gradients are zeros on all ranks, also of those who had none of a chunk: momentum alone
+    moves the weights."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    loss = lambda model, inp: model(**inp).square().mean()  # noqa: E731
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # noqa: E731
+    traced = {"x": x, "used": (0, 1)}
+    twins = Twins(_Two(), traced, kind, loss=loss, unused=True, optimizer=sgd, split_number=4)
+    for used in ((0, 1), (rank,)):
+        with contextlib.ExitStack() as stack:
+            if alone and len(used) == 1:
+                stack.enter_context(twins.module.no_sync())
+                stack.enter_context(twins.plain.no_sync())
+            twins.backward({"x": x, "used": used})
+        if len(used) == 2:
+            twins.step()
+    twins.optimizer.zero_grad(set_to_none=False)
+    for parameter in twins.plain.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    twins.optimizer.step()
+    twins.plain_optimizer.step()
+    twins.check()
+    twins.close()
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["averaged", "not yet averaged"])
+@pytest.mark.parametrize("kind", ["host", "device", "resident"])
+def test_zeros_instead_of_gradients_that_one_rank_has(kind: str, alone: bool) -> None:
+    run_ranks(2, _zeros, kind, alone)
+
+
 def _by_hooks(rank: int, world_size: int, kind: str) -> None:
     """Hooks drop gradients the moment they come; the ranks' data still differ."""
     model = tiny("gpt2", layers=1)

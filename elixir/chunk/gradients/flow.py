@@ -18,7 +18,7 @@ ones that are reduced, or reduced before the optimizer steps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -233,6 +233,17 @@ class GradientFlow:
                 gradient.clear(opened.arrived if opened is not None else set(), to_none=to_none)
             self._unsent = []
             self._unsettled = False
+
+    def hold(self, names: Collection[str]) -> None:
+        """Have a gradient of each of these parameters, which some rank has one of: zeros where this rank has none.
+
+        What was reduced is on all ranks. But a rank that got no gradient of a chunk does not know, when zeros are
+        put instead of gradients, that others put them there.
+        """
+        with self._lock:
+            for gradient in self.by_chunk.values():
+                if any(slot.name in names for slot in gradient.chunk.slots):
+                    gradient.hold_zeros()
 
     def drop(self, chunk: Chunk, name: str) -> None:
         """Forget the gradient of one parameter, as ``parameter.grad = None`` does; all ranks must do the same."""

@@ -202,6 +202,14 @@ class ChunkGradient:
         if not self.holds:
             self.to(GradState.HOME)
 
+    def hold_zeros(self) -> None:
+        """Have zeros at home where nothing is: other ranks have a gradient of the chunk, which is zeros there, too."""
+        if not self.holds:
+            self.norms = None
+            self.changes += 1
+            self._fill_with_zeros()
+            self.to(GradState.HOME)
+
     def drop(self, name: str, offload: Lane, *, alone: bool) -> None:
         """Forget the gradient of one parameter where it is kept or at home.
 

@@ -59,7 +59,7 @@ class Stepper:
         self.max_norm = max_norm
         self.check_plan(engine.plan)
         self._refuse_parameters()
-        self.clip_once = 0.0
+        self._clip_once: float | None = None  # the least limit that was asked for since gradients were cleared
         self.asked_for_norm = False
         """Whether somebody has asked for the norm, so that it is summed while gradients arrive: other bits than later.
         """
@@ -102,9 +102,14 @@ class Stepper:
         return set(self.user.group_of)
 
     @property
-    def clip_limit(self) -> float:
-        """The limit to which the next `step` clips the norm of the gradients to; 0 for no clipping."""
-        return self.clip_once or self.max_norm or 0.0
+    def clip_limit(self) -> float | None:
+        """The limit to which the next `step` clips the norm of the gradients; None for no clipping.
+
+        As where torch clips one time after the other, the least of all limits holds: who asks for the norm with an
+        infinite one takes no other back.
+        """
+        limits = [self.max_norm] if self.max_norm else []
+        return min(limits if self._clip_once is None else [*limits, self._clip_once], default=None)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -114,7 +119,7 @@ class Stepper:
     @property
     def wants_norm(self) -> bool:
         """Whether the next step needs the norm of the gradients, as far as can be known during backward."""
-        return bool(self.clip_limit) or self._engine.loss_scale.used or self.asked_for_norm
+        return self.clip_limit is not None or self._engine.loss_scale.used or self.asked_for_norm
 
     def make_states(self) -> None:
         """Have all optimizer states before the first step, wherever they live; a class that cannot is logged."""
@@ -169,23 +174,27 @@ class Stepper:
 
     def begin_early(self, chunk: Chunk, home: Ticket) -> None:
         """Step a chunk in backward, once `home` says that its gradients have arrived."""
-        if self.clip_limit or self._engine.uses.gathered:
+        if self.clip_limit is not None or self._engine.uses.gathered:
             return  # the norm must be known, or weights must stay until gathered() is left: `step` does it
         self.early.begin(chunk, home)
 
-    def gradients_scaled(self, by: float | None) -> None:
-        """The gradients there are were multiplied by a loss scale; None: none are there."""
+    def gradients_scaled(self, by: float) -> None:
+        """The gradients there are were multiplied by a loss scale."""
         self._made_by = by
 
+    def gradients_cleared(self, scale: float | None) -> None:
+        """No gradients are there, nor a limit for them; or, of this loss scale, zeros."""
+        self._made_by, self._clip_once = scale, None
+
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
-        """The global norm of the gradients, on the device; the next `step` clips what there is then to `max_norm`."""
+        """See `ElixirOptimizer.clip_grad_norm_`."""
         engine = self._engine
         engine.phase.refuse_begun("clip_grad_norm_()", "leave clipping out")
         self._refuse_unreduced("clip_grad_norm_()")
         engine.forget_failed_backward()
         engine.raise_untold()
         engine.gradients.send_late()
-        self.clip_once = max_norm
+        self._clip_once = max_norm if self._clip_once is None else min(max_norm, self._clip_once)
         self.asked_for_norm = True  # who asks once asks again
         self._agree_on_used()
         norm = self.norm() / self._gradient_scale()
@@ -211,11 +220,11 @@ class Stepper:
         factor: float | torch.Tensor = 1.0 / made_by
         clipped = False
         limit = self.clip_limit
-        if limit:
+        if limit is not None:
             engine.phase.refuse_begun("clipping", "leave it out")  # of what was asked for after backward
-        self.clip_once = 0.0
+        self._clip_once = None
         self._grad_norm = None
-        if limit or loss_scale.used:
+        if limit is not None or loss_scale.used:
             norm = self.norm()
             self._known.clear()
             self._grad_norm = norm if made_by == 1.0 else norm / made_by
@@ -228,7 +237,7 @@ class Stepper:
                 loss_scale.overflowed(made_by)
                 engine.stepped(True)
                 return False
-            if limit:
+            if limit is not None:
                 clip = clip_factor(norm / made_by, limit)
                 factor *= float(clip) if waits else clip
                 clipped = made_by == 1.0  # what is scaled stays so: another step would not scale it back again
@@ -368,6 +377,7 @@ class Stepper:
             self._engine.hear_of_disks([said for _, said in answers])
             *found, unscaled = (any(flags) for flags in zip(*(flags for flags, _ in answers), strict=True))
             used = {name for name, flag in zip(names, found, strict=True) if flag}
+            self._engine.gradients.hold(used)
         if unscaled:
             raise InputError(
                 f"step() divides float16 gradients by the loss scale, {self._engine.loss_scale.value:g}, but these "

@@ -74,12 +74,31 @@ def test_the_module_clips(mode: str) -> None:
             pair.module.clip_grad_norm_(0.1, norm_type=1.0)
 
 
+@pytest.mark.parametrize(
+    ("max_norm", "limits"),
+    [(None, (0.1, float("inf"))), (0.1, (float("inf"),)), (0.1, (5.0,)), (0.5, (0.1, 0.2)), (None, (0.0,))],
+)
+def test_of_several_limits_the_least_holds(max_norm: float | None, limits: tuple[float, ...]) -> None:
+    """A second call, as for a log, does not take the first one back; nor what the optimizer was made with."""
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "mixed"), max_norm=max_norm) as pair:
+        pair.backward()
+        for limit in limits:
+            pair.optimizer.clip_grad_norm_(limit)
+        torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), min(*limits, max_norm or 9.0))
+        pair.max_norm = None  # the twin is clipped
+        pair.step()
+        pair.assert_same_weights()
+
+
 def test_a_clip_does_not_outlive_the_gradients(pair: Pair) -> None:
-    pair.backward()
-    pair.module.clip_grad_norm_(1e-3)
-    pair.optimizer.zero_grad()
-    pair.plain_optimizer.zero_grad()
-    pair.train(1)
+    for clears in (pair.optimizer, pair.module):
+        pair.backward()
+        pair.module.clip_grad_norm_(1e-3)
+        clears.zero_grad()
+        pair.plain_optimizer.zero_grad()
+        pair.train(1)
+        pair.assert_same_weights()
     pair.assert_same_weights()
     pair.backward(scale=float("inf"))
     with pytest.raises(RuntimeError, match="norm"):
