@@ -17,11 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from elixir.errors import InputError, StateError
+from elixir.torch_private import dispatch_mode_count, without_dispatch_modes
 
 Work = Callable[[], object]
 
@@ -184,10 +185,14 @@ class ThreadLane:
     Args:
         name: of the thread.
         emulation: link speed and delays.
+        device: where compute runs.
     """
 
-    def __init__(self, name: str, emulation: Emulation | None = None) -> None:
+    def __init__(
+        self, name: str, emulation: Emulation | None = None, *, device: torch.device = torch.device("cpu")
+    ) -> None:
         self._emulation = emulation or Emulation()
+        self._device = device
         self._random = random.Random(f"{self._emulation.seed} {name}")
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], int, _ThreadTicket] | None] = queue.SimpleQueue()
         self.waited_s = 0.0
@@ -221,6 +226,8 @@ class ThreadLane:
 
     def _run(self) -> None:
         _THREAD.is_lane = True
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # otherwise waiting for an event makes a context on device 0
         while (item := self._queue.get()) is not None:
             work, after, nbytes, ticket = item
             error: BaseException | None = None
@@ -297,6 +304,12 @@ _SPANS_KEPT = 4096
 """How many spans of work are kept whose time nobody has asked for, as where a model only generates."""
 
 
+def _own_modes() -> contextlib.AbstractContextManager[Any]:
+    """Work of a lane that the caller's thread issues runs without that thread's dispatch modes, as on a thread of the
+    lane's own: selective activation checkpointing would keep the block that a chunk is copied into."""
+    return without_dispatch_modes() if dispatch_mode_count() else contextlib.nullcontext()
+
+
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record(stream)
@@ -338,7 +351,7 @@ class StreamLane:
             self._issue(work, given, after, ticket)
             ticket.raise_error()
         else:
-            self._issuer = self._issuer or ThreadLane("issuer")
+            self._issuer = self._issuer or ThreadLane("issuer", device=self._device)
             self._issuer.submit(lambda: self._issue(work, given, after, ticket))
         return ticket
 
@@ -369,7 +382,7 @@ class StreamLane:
                     earlier.synchronize()
             started, event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             started.record(self._stream)
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad(), _own_modes():
                 work()
             event.record(self._stream)
             self._spans.append((started, event))
@@ -421,8 +434,8 @@ def make_lanes(device: torch.device, emulation: Emulation | None = None) -> Lane
         # only when it runs out of gradient blocks. Gathers and reductions are both on `network`, in the order of their
         # submission.
         fetch, network, offload = StreamLane(device, -1), StreamLane(device, -1), StreamLane(device)
-        host_adam, refresh = ThreadLane("host adam"), StreamLane(device, -1)
-        return Lanes(fetch, network, offload, host_adam, refresh, ThreadLane("disk"))
+        host_adam, refresh = ThreadLane("host adam", device=device), StreamLane(device, -1)
+        return Lanes(fetch, network, offload, host_adam, refresh, ThreadLane("disk", device=device))
     disk = None if emulation is None else replace(emulation, bytes_per_s=emulation.disk_bytes_per_s)
     how = dict.fromkeys(_NAMES, emulation) | {"disk": disk}
     return Lanes(**{name: ThreadLane(name.replace("_", " "), each) for name, each in how.items()})

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.gpu import needs_gpu, needs_pretended_gpu, pretended
-from tests.common.parity import MODES, Pair, adamw, case, make_plan
+from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, square_loss
 from tests.cuda_emulator.races import watching
 
 pytestmark = needs_gpu
@@ -165,6 +167,28 @@ def test_a_training_on_a_stream_of_the_users(where: str, monkeypatch: pytest.Mon
                     part()
         module.close()
     assert not races.found
+
+
+class Remembering(nn.Module):
+    """Keeps what its layers' activations and copies gave, and computes the rest again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = [torch.ops.aten.tanh.default, torch.ops.aten.copy_.default]
+        context_fn = partial(create_selective_checkpoint_contexts, kept)
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False, context_fn=context_fn)
+        return x
+
+
+def test_selective_checkpoints_keep_nothing_of_what_lanes_do() -> None:
+    it = Case(Remembering(), {"x": torch.randn(3, 32)}, square_loss)
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        pair.train(3)
+        pair.assert_same_weights()
 
 
 @pytest.mark.skipif(pretended(), reason="the pretended device has the CPU's random numbers")

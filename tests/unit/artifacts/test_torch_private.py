@@ -49,6 +49,10 @@ def modes() -> None:
         seen = mode.operators
         with private.DisableTorchDispatch():
             torch.ones(2).neg()
+        assert private.dispatch_mode_count() == 1
+        with private.without_dispatch_modes():
+            assert private.dispatch_mode_count() == 0
+            torch.ones(2).neg()
     assert mode.operators == seen == 2
     assert torch.Tensor.__torch_dispatch__ is private.TopDispatch
     assert Announced.__torch_dispatch__ is private.TopDispatch

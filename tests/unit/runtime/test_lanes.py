@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from elixir.chunk.lanes import Emulation, StreamLane, ThreadLane
+from elixir.chunk.lanes import Emulation, StreamLane, ThreadLane, make_lanes
 
 
 @pytest.fixture
@@ -132,6 +133,7 @@ class FakeStream:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.told: list[str] = []
+        self.devices: list[tuple[int, torch.device]] = []
 
     def wait_event(self, event: FakeEvent) -> None:
         self.told.append(f"wait for {event.what}")
@@ -157,6 +159,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     for name in ("stream", "device"):
         monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: compute.devices.append((threading.get_ident(), device)))
     return compute
 
 
@@ -179,6 +182,40 @@ def test_a_stream_lane_does_not_hold_compute_up_for_the_host(cuda: FakeStream) -
     fourth.wait()
     lane.close()
     host.close()
+
+
+def test_work_that_the_caller_issues_runs_without_the_modes_of_the_caller(cuda: FakeStream) -> None:
+    seen: list[str] = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    lane, block = StreamLane(torch.device("cuda", 0)), torch.zeros(2)
+    with Seeing():
+        block.neg()
+        lane.submit(lambda: block.copy_(torch.ones(2))).wait()
+        block.abs()
+    assert seen == ["neg.default", "abs.default"]
+    assert block.tolist() == [1.0, 1.0]
+    lane.close()
+
+
+def test_threads_of_a_cuda_device_are_on_that_device(cuda: FakeStream) -> None:
+    device = torch.device("cuda", 1)
+    lanes, gate = make_lanes(device), threading.Event()
+    threads = [lanes.host_adam, lanes.disk]
+    waiting = lanes.refresh.submit(lambda: None, after=[lanes.host_adam.submit(gate.wait)])  # starts the issuer
+    gate.set()
+    waiting.wait()
+    found: list[int] = []
+    for lane in threads:
+        lane.submit(lambda: found.append(threading.get_ident())).wait()
+    assert len(cuda.devices) == 3
+    assert {device for _, device in cuda.devices} == {device}
+    assert set(found) < {thread for thread, _ in cuda.devices}
+    lanes.close()
 
 
 def test_an_error_of_the_host_reaches_who_waits_for_the_stream(cuda: FakeStream) -> None:
