@@ -138,7 +138,7 @@ def kernel_for(
         torchs: the bits are those of torch's fused step, although a compiled one may be ready.
     """
     weight = None if weight_out is None else weight_out.dtype
-    combination = Combination(old.master.device.type, gradient.dtype, weight, old.moments.kind)
+    combination = Combination(str(old.master.device), gradient.dtype, weight, old.moments.kind)
     compiled = None if torchs else compiled_step(combination, old.master.numel())
     return _ready(Form(combination, torchs=compiled is None), compiled)
 

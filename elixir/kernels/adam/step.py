@@ -68,7 +68,7 @@ def adam_step(
         part = slice(first, first + numel)
         moments, first = Moments("float32", moments.exp_avg[part], moments.exp_avg_sq[part]), 0
     weight_dtype = None if weight_out is None else weight_out.dtype
-    compiled = compiled_step(Combination(device.type, gradient.dtype, weight_dtype, moments.kind), numel)
+    compiled = compiled_step(Combination(str(device), gradient.dtype, weight_dtype, moments.kind), numel)
     with torch.no_grad():
         if compiled is None and moments.kind == "float32" and device.type in ("cpu", "cuda"):
             fused_pieces(gradient, master, weight_out, moments, options, step, factor)

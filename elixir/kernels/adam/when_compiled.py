@@ -50,15 +50,21 @@ _EXAMPLE_NUMEL = 2**18
 class Combination(NamedTuple):
     """The device, dtypes and moments on which a compiled step depends."""
 
-    device_type: str
+    device: str
+    """With its index: compiled code launches on the device that its example was on."""
     gradient: torch.dtype
     weight: torch.dtype | None
     """Dtype of the weights that are written next to the float32 master; None without such weights."""
     moments: MomentKind
 
+    @property
+    def device_type(self) -> str:
+        """``cpu``, ``cuda`` or another."""
+        return torch.device(self.device).type
+
     def __str__(self) -> str:
         parts = [str(self.gradient), str(self.weight or "no weights"), self.moments]
-        return f"Adam ({self.device_type}, {', '.join(part.removeprefix('torch.') for part in parts)} moments)"
+        return f"Adam ({self.device}, {', '.join(part.removeprefix('torch.') for part in parts)} moments)"
 
 
 class _Progress:
@@ -130,7 +136,7 @@ def build_step(combination: Combination) -> Step:
 
 def _example(combination: Combination) -> list[torch.Tensor | None]:
     """Arguments of a first step."""
-    device = torch.device(combination.device_type)
+    device = torch.device(combination.device)
     master = torch.linspace(-1.0, 1.0, _EXAMPLE_NUMEL, device=device)
     gradient = master.flip(0).to(combination.gradient)
     weight = None if combination.weight is None else torch.zeros_like(master, dtype=combination.weight)
@@ -157,5 +163,5 @@ def _child_source(combination: Combination) -> str:
     dtypes = f"{combination.gradient}, {combination.weight}"  # as Python writes them: torch.bfloat16, None
     return (
         "import torch\nfrom elixir.kernels.adam.when_compiled import Combination, build_step\n"
-        f"build_step(Combination({combination.device_type!r}, {dtypes}, {combination.moments!r}))"
+        f"build_step(Combination({combination.device!r}, {dtypes}, {combination.moments!r}))"
     )

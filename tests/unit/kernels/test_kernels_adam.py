@@ -410,6 +410,19 @@ def test_compiled_code_that_gives_other_numbers_is_not_used(monkeypatch: pytest.
         when_compiled.build_step(when_compiled.Combination("cpu", torch.bfloat16, None, "float32"))
 
 
+def test_each_device_has_compiled_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It launches on the device that its example was on, whatever the device of the tensors that it is given."""
+    monkeypatch.setenv("ELIXIR_COMPILE", "wait")
+    monkeypatch.setattr(when_compiled, "missing_compiler", lambda device_type: None)
+    monkeypatch.setattr(when_compiled, "_progress", {})
+    monkeypatch.setattr(when_compiled, "build_step", lambda combination: combination.device)
+    for device in ("cuda:0", "cuda:1", "cuda:0"):
+        combination = when_compiled.Combination(device, torch.bfloat16, torch.bfloat16, "bfloat16")
+        assert when_compiled.compiled_step(combination, 2**20) == device
+    example = when_compiled._example(when_compiled.Combination("meta", torch.bfloat16, torch.bfloat16, "bfloat16"))
+    assert {tensor.device.type for tensor in example if tensor is not None} == {"meta"}
+
+
 def test_each_combination_has_a_code_object_of_its_own() -> None:
     """Dynamo finds compiled code by it, and there are no guards to tell combinations apart."""
     twins = [compiling._twin(adam_) for _ in range(2)]
