@@ -269,7 +269,7 @@ def family_of(optimizer: torch.optim.Optimizer) -> str:
 
     import torch
 
-    trial = torch.nn.Parameter(torch.zeros(256))
+    trial = torch.nn.Parameter(torch.zeros(256, device="cpu"))
     trial.grad = torch.ones_like(trial)
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     accepted = inspect.signature(type(optimizer)).parameters

@@ -31,8 +31,8 @@ TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 without_dispatch_modes: Callable[[], Any] = torch.utils._python_dispatch._disable_current_modes
-"""How many dispatch modes this thread has, and a context without them. Tensor subclasses are dispatched as before, which
-`DisableTorchDispatch` would prevent."""
+"""How many dispatch modes this thread has, and a context without them. Tensor subclasses are dispatched as before,
+which `DisableTorchDispatch` would prevent."""
 
 TopDispatch: Any = torch._C._disabled_torch_dispatch_impl
 """The `__torch_dispatch__` of a class that does not define one: a plain tensor to the operator cache."""

@@ -35,7 +35,7 @@ class SnapshotPool:
 
     def __init__(self, limit_bytes: int, make: Callable[[int], torch.Tensor]) -> None:
         self.limit_bytes = limit_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self._make, self._memory = make, torch.empty(0, dtype=torch.uint8)
+        self._make, self._memory = make, torch.empty(0, dtype=torch.uint8, device="cpu")
         self._free = [(0, self.limit_bytes)] if self.limit_bytes else []
         self._lock = threading.Lock()
         self.largest_use_bytes = 0

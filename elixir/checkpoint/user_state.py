@@ -118,7 +118,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     version, numbers, following = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": (version, torch.tensor(numbers, dtype=torch.int64), following),
+        "python": (version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), following),
         "numpy": tuple(np.random.get_state()),  # noqa: NPY002  the user's data loading may draw from it
     }
     if device.type == "cuda":

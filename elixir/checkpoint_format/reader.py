@@ -73,7 +73,7 @@ class SliceReader:
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements `start` to `stop` of the flattened tensor, as a flat tensor in host memory."""
         saved, stop = self.in_range(key, start, stop)
-        out = torch.empty(stop - start, dtype=saved.torch_dtype)
+        out = torch.empty(stop - start, dtype=saved.torch_dtype, device="cpu")
         self.read_into(key, start, out)
         return out
 

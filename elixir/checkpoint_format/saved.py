@@ -109,7 +109,7 @@ class SavedCheckpoint:
         first, last = start // size, -(-stop // size)
         # Codes as whole blocks; the last of the tensor may be cut short, and zeros fill it up.
         origin = first * size
-        codes = torch.zeros((last - first) * size, dtype=saved.torch_dtype)
+        codes = torch.zeros((last - first) * size, dtype=saved.torch_dtype, device="cpu")
         self._reader.read_into(key, origin, codes[: min(saved.numel - origin, codes.numel())])
         scales = self._reader.read(scale_key(key), first, last)
         values = _SCALED[kind](codes.view(-1, size), scales).view(-1)
@@ -152,12 +152,14 @@ class SavedCheckpoint:
                 state.setdefault(numbers[name], {})[kind] = self._shaped(key, value)
         for name, step in self.index.steps.items():
             if name in numbers:
-                state[numbers[name]] = {"step": torch.tensor(float(step))} | state.get(numbers[name], {})
+                state[numbers[name]] = {"step": torch.tensor(float(step), device="cpu")} | state.get(numbers[name], {})
         for name in self.index.scalars:
             if name in numbers:
                 state.setdefault(numbers[name], {}).update(
                     {
-                        kind: torch.tensor(value[1], dtype=parse_dtype(value[0])) if isinstance(value, tuple) else value
+                        kind: torch.tensor(value[1], dtype=parse_dtype(value[0]), device="cpu")
+                        if isinstance(value, tuple)
+                        else value
                         for kind, value in self.scalars(name).items()
                     }
                 )

@@ -528,4 +528,4 @@ class StateWindow:
 def _nowhere(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor without memory: reads give NaN, or the largest number of the dtype; writes raise."""
     value = math.nan if dtype.is_floating_point else 1 if dtype is torch.bool else torch.iinfo(dtype).max
-    return torch.full((1,), value, dtype=dtype).as_strided(tuple(shape), (0,) * len(shape))
+    return torch.full((1,), value, dtype=dtype, device="cpu").as_strided(tuple(shape), (0,) * len(shape))

@@ -187,11 +187,11 @@ class Group:
     def _gather_objects(self, mine: Any) -> list[Any]:
         """Every rank's object, by rank. As `all_gather_object`, which cannot be waited for with `_wait`."""
         sent = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-        sizes = torch.empty(self.size, dtype=torch.int64)
-        self._wait(_all_gather(sizes, torch.tensor([len(sent)]), group=self._control, async_op=True))
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        self._wait(_all_gather(sizes, torch.tensor([len(sent)], device="cpu"), group=self._control, async_op=True))
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
         padded[: len(sent)] = sent
-        received = torch.empty(self.size, len(padded), dtype=torch.uint8)
+        received = torch.empty(self.size, len(padded), dtype=torch.uint8, device="cpu")
         self._wait(_all_gather(received.view(-1), padded, group=self._control, async_op=True))
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(received, sizes.tolist(), strict=True)]
 
@@ -264,7 +264,7 @@ class Group:
         """
         if self._control is None or not hasattr(self._control, "get_group_store"):
             return None
-        name = torch.tensor([secrets.randbits(62)])
+        name = torch.tensor([secrets.randbits(62)], device="cpu")
         dist.broadcast(name, source, group=self._control)
         store = self._control.get_group_store()
         return dist.PrefixStore(f"elixir-{name.item()}", store)  # type: ignore[attr-defined]

@@ -198,7 +198,7 @@ class HostBuffers:
 
     def _give_up(self, kind: BufferKind, buffer: HostBuffer) -> None:
         self._arena.count(-buffer.memory.nbytes, "host", kind.counted_as)
-        buffer.memory = torch.empty(0, dtype=torch.uint8)
+        buffer.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def staging_kind(plan: Plan) -> BufferKind:

@@ -185,12 +185,10 @@ class ThreadLane:
     Args:
         name: of the thread.
         emulation: link speed and delays.
-        device: where compute runs.
+        device: the CUDA device that its thread is on, if any.
     """
 
-    def __init__(
-        self, name: str, emulation: Emulation | None = None, *, device: torch.device = torch.device("cpu")
-    ) -> None:
+    def __init__(self, name: str, emulation: Emulation | None = None, *, device: torch.device | None = None) -> None:
         self._emulation = emulation or Emulation()
         self._device = device
         self._random = random.Random(f"{self._emulation.seed} {name}")
@@ -226,7 +224,7 @@ class ThreadLane:
 
     def _run(self) -> None:
         _THREAD.is_lane = True
-        if self._device.type == "cuda":
+        if self._device is not None:
             torch.cuda.set_device(self._device)  # otherwise waiting for an event makes a context on device 0
         while (item := self._queue.get()) is not None:
             work, after, nbytes, ticket = item

@@ -51,7 +51,7 @@ def _host_norm(gradient: torch.Tensor) -> torch.Tensor:
         return norm
     whole = gradient.numel() - gradient.numel() % ROW_NUMEL
     piece_numel = min(PIECE_NUMEL * torch.get_num_threads(), whole)
-    wide = torch.empty(piece_numel)
+    wide = torch.empty(piece_numel, device="cpu")
     norms = []
     for piece in gradient[:whole].split(piece_numel):
         rows = wide[: piece.numel()].copy_(piece).view(-1, ROW_NUMEL)

@@ -50,7 +50,7 @@ def host_zeros(numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         dtype: of each.
     """
     if not numel:
-        return torch.zeros(0, dtype=dtype)
+        return torch.zeros(0, dtype=dtype, device="cpu")
     return _touched(numel * dtype.itemsize)[1].view(dtype)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.gpu import needs_gpu, needs_pretended_gpu, pretended
@@ -90,7 +92,7 @@ def test_inputs_on_the_host_are_moved(device: torch.device | str | None) -> None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_with_a_default_device(dtype: str) -> None:
+def test_with_a_default_device(dtype: str, tmp_path: Path) -> None:
     """As `torch.set_default_device("cuda")`, under which whatever names no device is made there."""
     losses = []
     for default in ("cpu", "cuda"):
@@ -106,6 +108,10 @@ def test_with_a_default_device(dtype: str) -> None:
                 optimizer.zero_grad()
                 losses.append(loss.item())
             module.load_state_dict(module.state_dict())
+            state = {"model": module, "optimizer": optimizer}
+            save_checkpoint(tmp_path / default, state, wait=True)
+            load_checkpoint(tmp_path / default, state)
+            optimizer.load_state_dict(optimizer.state_dict())
             losses.append(it.loss(module, it.inp).item())
             module.close()
     assert losses[:4] == losses[4:]

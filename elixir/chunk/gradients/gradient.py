@@ -82,7 +82,7 @@ class ChunkGradient:
     def __init__(self, chunk: Chunk, arena: Arena) -> None:
         self.chunk, self._arena = chunk, arena
         self.state = GradState.NONE
-        self.memory = torch.empty(0, dtype=chunk.dtype)
+        self.memory = torch.empty(0, dtype=chunk.dtype, device="cpu")
         """This rank's shard, where the optimizer states live; empty if there is none now."""
         self.ready: Ticket | None = None
         """The gradient's way to `memory`: work that reads or replaces it comes after this."""
@@ -260,7 +260,7 @@ class ChunkGradient:
             for ticket in self.tickets:
                 ticket.wait()  # a gradient must not arrive in `memory` once compute uses it for something else
             self._arena.count(-self.memory.nbytes, "device", "gradients")
-            self.memory = torch.empty(0, dtype=self.memory.dtype)
+            self.memory = torch.empty(0, dtype=self.memory.dtype, device="cpu")
 
     def _fill_with_zeros(self) -> None:
         if not self.memory.numel():

@@ -126,7 +126,7 @@ class DiskStates:
             place = _view(memory, parts[name])
             if place.data_ptr() != value.data_ptr():
                 place.copy_(value)
-            nothing = torch.full((1,), math.nan if value.is_floating_point() else 0, dtype=value.dtype)
+            nothing = torch.full((1,), math.nan if value.is_floating_point() else 0, dtype=value.dtype, device="cpu")
             state[name] = nothing.as_strided(value.shape, (0,) * value.dim())
 
 

@@ -261,7 +261,9 @@ class HybridAdam(torch.optim.Optimizer):
 def _begin(state: dict[str, Any], parameter: nn.Parameter, weights: torch.Tensor, kind: str) -> None:
     """The state before the first step."""
     moments = make_moments(parameter.numel(), kind, parameter.device)
-    state["step"] = torch.zeros((), dtype=torch.float32)  # a tensor, and float32, as torch's own Adam keeps it
+    state["step"] = torch.zeros(
+        (), dtype=torch.float32, device="cpu"
+    )  # a tensor, and float32, as torch's own Adam keeps it
     if moments.kind == "8bit":
         state["exp_avg"], state["exp_avg_sq"] = moments.exp_avg, moments.exp_avg_sq
         state[_SCALES[0]], state[_SCALES[1]] = moments.exp_avg_scale, moments.exp_avg_sq_scale
@@ -299,7 +301,7 @@ def _loaded(saved: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
     if missing or "max_exp_avg_sq" in saved:
         found = ", ".join(sorted(saved))
         raise InputError(f"a state of Adam without amsgrad has step, exp_avg and exp_avg_sq; this one has {found}")
-    state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]))}
+    state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]), device="cpu")}
     names = [name for name in ("exp_avg", "exp_avg_sq", "master", *_SCALES) if name in saved]
     for name in names:
         value = saved[name]

@@ -308,15 +308,15 @@ def _has_same_bits(form: Form, kernel: Kernel, compiled: Step | None) -> bool:
     """Whether the kernel gives what the step in place gives, in every bit of everything that it writes."""
     combination = form.combination
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(4, _CHECKED_NUMEL, generator=generator)
-    start[3] = start[3].abs() * torch.logspace(-12, 4, _CHECKED_NUMEL)
+    start = torch.randn(4, _CHECKED_NUMEL, generator=generator, device="cpu")
+    start[3] = start[3].abs() * torch.logspace(-12, 4, _CHECKED_NUMEL, device="cpu")
     for row in start:
         row[::97] = 0.0
     gradient = start[0].to(combination.gradient)
     for options, step, factor in _examples():
         old, new, place = _made(start, combination), _made(start * 0, combination), _made(start, combination)
         outs = [
-            None if combination.weight is None else torch.zeros(_CHECKED_NUMEL, dtype=combination.weight)
+            None if combination.weight is None else torch.zeros(_CHECKED_NUMEL, dtype=combination.weight, device="cpu")
             for _ in range(2)
         ]
         kernel(gradient, old, new, outs[0], options, step, factor, 0)

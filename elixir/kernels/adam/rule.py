@@ -105,7 +105,7 @@ def numbers_on(device: torch.device | str, values: Sequence[float], dtype: torch
     `torch.tensor(..., device="cuda")` copies from memory that is not pinned, and so waits for the stream.
     """
     if torch.device(device).type == "cpu":
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, device="cpu")
     made = torch.empty(len(values), dtype=dtype, device=device)
     for place, value in enumerate(values):
         made[place].fill_(value)  # a kernel that takes the number as its argument

@@ -44,10 +44,12 @@ def norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     the bits of `torch.nn.utils.get_total_norm`.
     """
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     devices = list(dict.fromkeys(norm.device for norm in norms))
     if len(devices) > 1:
-        together = torch.empty(len(norms), dtype=max((n.dtype for n in norms), key=lambda dtype: dtype.itemsize))
+        together = torch.empty(
+            len(norms), dtype=max((n.dtype for n in norms), key=lambda dtype: dtype.itemsize), device="cpu"
+        )
         for device in devices:  # each is waited for once
             places = [index for index, norm in enumerate(norms) if norm.device == device]
             together[places] = torch.stack([norms[index] for index in places]).cpu()

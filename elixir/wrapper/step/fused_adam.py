@@ -296,5 +296,5 @@ class FusedAdam:
     def _state(self, segment: Stretch) -> dict[str, Any]:
         state = self.state.get(segment.weights)
         if state is None:
-            state = self.state[segment.weights] = {"step": torch.zeros(())}
+            state = self.state[segment.weights] = {"step": torch.zeros((), device="cpu")}
         return state

@@ -268,7 +268,7 @@ def _load_moments(part: ChunkOptimizer, moments: Moments, segment: Segment, save
                 saved.fill(kind + SCALE_SUFFIX, name, start // BLOCK_NUMEL, scales[blocks])
         return set()
     for first, stop in _pieces(at, at + numel):
-        avg, square = (torch.empty(stop - first, dtype=torch.float32) for _ in ADAM_KINDS)
+        avg, square = (torch.empty(stop - first, dtype=torch.float32, device="cpu") for _ in ADAM_KINDS)
         saved.fill("exp_avg", name, start + first - at, avg)
         saved.fill("exp_avg_sq", name, start + first - at, square)
         saved.filled()
@@ -308,7 +308,9 @@ def _load_state(
         if saved.has_codes(kind, name) or saved.dtype(kind, name) != wanted:
             notes |= _other_form(saved, name, dtype_name(wanted), kind)
     for kind, value in small.others.items():
-        state[kind] = torch.tensor(value[1], dtype=getattr(torch, value[0])) if isinstance(value, tuple) else value
+        state[kind] = (
+            torch.tensor(value[1], dtype=getattr(torch, value[0]), device="cpu") if isinstance(value, tuple) else value
+        )
     optimizer.state[weights] = state
     return notes
 

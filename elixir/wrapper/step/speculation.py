@@ -235,7 +235,7 @@ class Speculation:
     def _poison(self, chunk: Chunk, spare: ShardStates) -> None:
         """Have what still looks at the memory of the old states see NaN."""
         memory = spare.master.untyped_storage()
-        tensors = [torch.empty(0, dtype=torch.uint8).set_(memory)]
+        tensors = [torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory)]
         if spare.weights is not None and chunk.plan.weight_home == "host":
             tensors.append(spare.weights.view(torch.uint8))
         states = (

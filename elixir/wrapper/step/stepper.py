@@ -286,7 +286,7 @@ class Stepper:
             return norm
         # Added in order of rank, so that all ranks have the same bits. Python's own sum compensates in some versions.
         square = reduce(operator.add, self._engine.exchange("norm", float(norm.cpu().double() ** 2)))
-        return torch.tensor(math.sqrt(square), dtype=norm.dtype)
+        return torch.tensor(math.sqrt(square), dtype=norm.dtype, device="cpu")
 
     def _make_spares(self) -> None:
         """By the threads that fill them, as `_make_states`."""

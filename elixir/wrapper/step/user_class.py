@@ -145,8 +145,8 @@ def check_elementwise(cls: type, make: Callable[[list[nn.Parameter]], torch.opti
         raise InputError(advice)
     numel = _SHAPE[0] * _SHAPE[1]
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(numel, generator=generator)
-    gradients = [torch.randn(numel, generator=generator) for _ in range(_STEPS)]
+    start = torch.randn(numel, generator=generator, device="cpu")
+    gradients = [torch.randn(numel, generator=generator, device="cpu") for _ in range(_STEPS)]
     cuts = (0, 7, 16, numel)
     try:
         with torch.enable_grad():

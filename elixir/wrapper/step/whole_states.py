@@ -269,7 +269,9 @@ def _gathered(engine: Engine, part: ChunkOptimizer, kind: str, dtype: torch.dtyp
 
 
 def _plain(small: SmallStates) -> dict[str, Any]:
-    found: dict[str, Any] = {} if small.step is None else {"step": torch.tensor(float(small.step))}
+    found: dict[str, Any] = {} if small.step is None else {"step": torch.tensor(float(small.step), device="cpu")}
     for kind, value in small.others.items():
-        found[kind] = torch.tensor(value[1], dtype=getattr(torch, value[0])) if isinstance(value, tuple) else value
+        found[kind] = (
+            torch.tensor(value[1], dtype=getattr(torch, value[0]), device="cpu") if isinstance(value, tuple) else value
+        )
     return found

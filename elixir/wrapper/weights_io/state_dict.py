@@ -173,7 +173,7 @@ class ModelState:
                 wide = part.dtype if self._full is None else torch.promote_types(part.dtype, torch.float32)
                 dtype = self._dtype or wide
                 keeps = self._full is not False
-                self._given[parameter] = part.to("cpu", dtype, copy=True) if keeps else torch.empty(0)
+                self._given[parameter] = part.to("cpu", dtype, copy=True) if keeps else torch.empty(0, device="cpu")
             destination[key] = self._given[parameter]
         for name, buffer in module._buffers.items():
             if buffer is None or not isinstance(value := destination.get(prefix + name), torch.Tensor):
@@ -211,7 +211,7 @@ class ModelState:
         for chunk, slot in own:
             chunk.about_to_write()  # before anything counts as written to, of which a checkpoint would complain
             wide = torch.promote_types(chunk.dtype, torch.float32) if chunk.masters is not None else chunk.dtype
-            memory.append(torch.empty_strided(slot.shape, slot.stride, dtype=wide))
+            memory.append(torch.empty_strided(slot.shape, slot.stride, dtype=wide, device="cpu"))
             with DisableTorchFunctionSubclass():
                 slot.parameter.data = memory[-1]
         before = [slot.parameter._version for _, slot in own]

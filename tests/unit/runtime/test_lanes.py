@@ -159,7 +159,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     for name in ("stream", "device"):
         monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: compute.devices.append((threading.get_ident(), device)))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: compute.devices.append((threading.get_ident(), device))
+    )
     return compute
 
 
