@@ -211,19 +211,20 @@ class Snapshot:
     def _copy(self, part: _Part) -> None:
         if part.area is None or part.rest is None:
             raise StateError("a chunk of a snapshot is copied without memory for it")
-        at = 0
+        at, by_device = 0, False
         for each in part.rest:
             size = each.live.dtype.itemsize
             first = each.span * SPAN_BYTES // size
             each.copied = part.area.memory[at : at + each.nbytes]
+            values = each.live.values(first, each.live.nbytes // size)
+            by_device |= values.is_cuda
             # On a device this is queued after compute, and before the step that replaces the values.
-            each.copied.view(each.live.dtype).copy_(
-                each.live.values(first, each.live.nbytes // size), non_blocking=True
-            )
+            each.copied.view(each.live.dtype).copy_(values, non_blocking=True)
             at += aligned(each.nbytes)
         part.states.check()
         self.copied_bytes += at
-        arrived = self._recorded()
+        # Copies from host memory are there by now: an event would only have the writer wait for compute.
+        arrived = self._recorded() if by_device else None
         with self._turn:
             part.arrived = arrived
             if part.phase is Phase.COPYING:

@@ -210,3 +210,13 @@ def test_an_empty_area_does_not_part_the_others() -> None:
         assert area is not None
         pool.give_back(area)
     assert pool.take(1024) is not None
+
+
+def test_copies_from_host_memory_have_nobody_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[Snapshot] = []
+    monkeypatch.setattr(Snapshot, "_recorded", lambda snapshot: recorded.append(snapshot))
+    snapshot = Snapshot([Chunk(0, 100)], SnapshotPool(1 << 20, lambda n: torch.empty(n, dtype=torch.uint8)), CPU)
+    snapshot.release(0)
+    assert snapshot.copied_bytes
+    assert recorded == [snapshot]  # what compute had been given when the snapshot was taken
+    snapshot.write(Sink(random.Random(0), 0).write, lambda: None)
