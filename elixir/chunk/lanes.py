@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from elixir.errors import InputError, StateError
 from elixir.torch_private import dispatch_mode_count, without_dispatch_modes
 
 Work = Callable[[], object]
+_T = TypeVar("_T")
 
 
 class Ticket(Protocol):
@@ -128,6 +129,12 @@ class Lane(Protocol):
             nbytes: what it moves; an emulated link takes its time for so many bytes.
         """
 
+    def ask(self, work: Callable[[], _T]) -> _T:
+        """The result of `work`, which gives a device nothing to do, run after all earlier work has been submitted.
+
+        On CUDA the calling thread does not wait for what the device still has to do.
+        """
+
     def take_busy_s(self) -> float:
         """How long it worked since this was last asked; on CUDA, of the work that is known to be over by now."""
 
@@ -209,6 +216,12 @@ class ThreadLane:
             ticket.synchronize()  # protects nothing: the link is to look as if it could not overlap
         return ticket
 
+    def ask(self, work: Callable[[], _T]) -> _T:
+        """See `Lane.ask`."""
+        answers: list[_T] = []
+        self.submit(lambda: answers.append(work())).synchronize()  # the list is empty until the lane's thread fills it
+        return answers[0]
+
     def take_busy_s(self) -> float:
         """See `Lane.take_busy_s`."""
         busy_s, self._busy_s = self._busy_s, 0.0
@@ -285,13 +298,13 @@ class _CudaTicket:
         self.order(torch.cuda.current_stream(self._device))
 
     def synchronize(self) -> None:
-        self._until_issued().synchronize()  # the calling thread reads on the host what the stream writes, or frees it
+        self.until_issued().synchronize()  # the calling thread reads on the host what the stream writes, or frees it
 
     def order(self, stream: torch.cuda.Stream) -> None:
         # What `stream` is given next uses the buffers of the work.
-        stream.wait_event(self._until_issued())
+        stream.wait_event(self.until_issued())
 
-    def _until_issued(self) -> torch.cuda.Event:
+    def until_issued(self) -> torch.cuda.Event:
         self._issued.wait()  # no event exists before: to go on without would leave the buffers unprotected
         if self._event is None:
             raise _tell(self._error or StateError("work of a lane was issued without an event"))
@@ -337,6 +350,15 @@ class StreamLane:
 
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
         """See `Lane.submit`."""
+        return self._submit(work, after)
+
+    def ask(self, work: Callable[[], _T]) -> _T:
+        """See `Lane.ask`."""
+        answers: list[_T] = []
+        self._submit(lambda: answers.append(work()), ()).until_issued()  # the list is empty before
+        return answers[0]
+
+    def _submit(self, work: Work, after: Sequence[Ticket]) -> _CudaTicket:
         if self._closed:
             raise closed()
         # What compute has been given may still read the block that the work overwrites, or write what it reads.

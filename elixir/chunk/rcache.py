@@ -313,7 +313,7 @@ class RCache:
         """Make sure that all ranks are here, having sent the same so far."""
         # This thread submits the next gather, which must be the same on all ranks: otherwise a block gets another
         # chunk's weights.
-        self._lanes.network.submit(lambda: self._group.exchange(what, None)).synchronize()
+        self._lanes.network.ask(lambda: self._group.exchange(what, None))
 
     def _load_window(self, window: Sequence[int]) -> None:
         for index in window:

@@ -250,10 +250,7 @@ class Engine:
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's `value`, in order of rank, after what the network is doing; see `Group.exchange`."""
-        answers: list[Any] = []
-        # The list is empty until the network's thread has filled it.
-        self.lanes.network.submit(lambda: answers.extend(self.group.exchange(what, value))).synchronize()
-        return answers
+        return self.lanes.network.ask(lambda: self.group.exchange(what, value))
 
     def holds_gradients(self) -> bool:
         """Whether this rank has gradients that no step or `zero_grad` has cleared."""

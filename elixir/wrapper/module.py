@@ -251,7 +251,7 @@ class ElixirModule(nn.Module):
             raise InputError("rehome() is for between zero_grad() and the next forward, outside of gathered()")
         # After what the network is still doing, the same on all ranks; the thread goes on once all have answered.
         folders = engine.options.disk_folders
-        engine.lanes.network.submit(lambda: agree_on_plan(engine.group, self.module, plan, None, folders)).synchronize()
+        engine.lanes.network.ask(lambda: agree_on_plan(engine.group, self.module, plan, None, folders))
         for stepper in engine.steppers:
             stepper.check_plan(plan)
         if not same_packing(self.plan, plan):

@@ -289,10 +289,10 @@ class GradientFlow:
         own = self.by_chunk.items()
         late_here = [index for index, own_gradient in own if own_gradient.opened or own_gradient.kept]
         stepping = [index for index, own_gradient in own if own_gradient.chunk.stepping]
-        answers: list[tuple[list[int], list[int]]] = []
         mine = late_here, stepping
-        # The list is empty until the network's thread has filled it.
-        self._lanes.network.submit(lambda: answers.extend(self._group.exchange("late gradients", mine))).synchronize()
+        answers: list[tuple[list[int], list[int]]] = self._lanes.network.ask(
+            lambda: self._group.exchange("late gradients", mine)
+        )
         late = [index for index in self.by_chunk if any(index in theirs for theirs, _ in answers)]
         missed = [index for index in late if any(index in theirs for _, theirs in answers)]
         with self._lock:

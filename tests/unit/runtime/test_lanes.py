@@ -204,6 +204,21 @@ def test_work_that_the_caller_issues_runs_without_the_modes_of_the_caller(cuda: 
     lane.close()
 
 
+def test_who_asks_a_stream_lane_waits_for_no_device(cuda: FakeStream) -> None:
+    """Its events have nothing that could be waited for on the host."""
+    host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
+    told, gate = lane._stream.told, threading.Event()
+    assert lane.ask(lambda: len(told)) == 1
+    lane.submit(lambda: told.append("after the host"), after=[host.submit(gate.wait)])
+    threading.Timer(0.05, gate.set).start()
+    assert lane.ask(lambda: told[-2:]) == ["after the host", "wait for compute"]  # in its order all the same
+    with pytest.raises(ZeroDivisionError):
+        lane.ask(lambda: 1 / 0)
+    assert host.ask(lambda: 3) == 3
+    lane.close()
+    host.close()
+
+
 def test_threads_of_a_cuda_device_are_on_that_device(cuda: FakeStream) -> None:
     device = torch.device("cuda", 1)
     lanes, gate = make_lanes(device), threading.Event()
