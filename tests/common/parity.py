@@ -1,4 +1,8 @@
-"""A model run under a plan, compared with the same model in plain PyTorch, step by step, to the bit."""
+"""A model run under a plan, compared with the same model in plain PyTorch, step by step, to the bit.
+
+On a GPU that is where the device steps all chunks. CPU Adam rounds otherwise than the GPU's: then losses and weights are
+compared up to `ROUNDED`.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,10 @@ from tests.common.tiny_models import FAMILIES, tiny
 LossFn = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
 MODES = ("streamed", "mixed", "resident")
 """Every chunk in and out of the fewest blocks; chunks of every kind a plan can have; everything on the device."""
+
+ROUNDED = 1e-2
+"""Relative distance that steps on a CPU may have from those on a GPU, after some steps. A weight whose gradient is
+rounding error alone moves by up to the learning rate either way."""
 
 _KINDS = (  # (resident, weight home, state home)
     (True, "device", "device"),
@@ -159,6 +167,9 @@ class Pair:
         built = None if after else make(case.model)
         self.module = ElixirModule(case.model, plan, device=device, **debugged(options, poison=True))
         self.max_norm = max_norm
+        self.exact = True
+        """Whether all steps so far must have given the same bits on both sides."""
+        self._one_kind = device == "cpu" or gpu.pretended()
         self.optimizer = ElixirOptimizer(
             self.module, make(self.module.module) if built is None else built, max_norm=max_norm
         )
@@ -179,7 +190,8 @@ class Pair:
         inp = self.case.inp if inp is None else gpu.there(inp, self.module.device)
         mine = self.case.loss(self.module, inp) * scale
         plain = self.case.loss(self.plain, inp) * scale
-        assert torch.equal(mine, plain), f"loss {mine.item()} is not {plain.item()}"
+        same = torch.equal(mine, plain) if self.exact else _distance([mine], [plain]) < ROUNDED
+        assert same, f"loss {mine.item()} is not {plain.item()}"
         self.optimizer.backward(mine)
         plain.backward()
         return mine.item()
@@ -190,6 +202,8 @@ class Pair:
             torch.nn.utils.clip_grad_norm_(self.plain.parameters(), self.max_norm)
         self.optimizer.step()
         self.plain_optimizer.step()
+        on_device = all(chunk.update_home == "device" for chunk in self.module.plan.chunks if chunk.trainable)
+        self.exact = self.exact and (self._one_kind or on_device)
         self.optimizer.zero_grad()
         self.plain_optimizer.zero_grad()
 
@@ -205,8 +219,18 @@ class Pair:
         """Every weight and buffer has the same bits on both sides."""
         mine, plain = self.module.state_dict(), self.plain.state_dict()
         assert list(mine) == list(plain)
+        if not self.exact:
+            found = _distance([mine[name].cpu() for name in plain], [each.cpu() for each in plain.values()])
+            assert found < ROUNDED, f"weights are {found:g} apart"
+            return
         different = [name for name in plain if not torch.equal(mine[name].cpu(), plain[name].cpu())]
         assert not different, f"{len(different)} of {len(plain)} differ, first {different[:3]}"
+
+
+def _distance(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """Of all elements together, relative to the length of the latter."""
+    lengths = [torch.cat([each.detach().double().flatten() for each in tensors]) for tensors in (mine, theirs)]
+    return ((lengths[0] - lengths[1]).norm() / lengths[1].norm()).item()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.common import gpu
 from tests.common.gpu import needs_gpu, needs_pretended_gpu, pretended
 from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, square_loss
 from tests.cuda_emulator.races import watching
@@ -123,6 +124,22 @@ def test_the_bits_do_not_depend_on_where_gradients_are(mode: str) -> None:
     with Pair(it, make_plan(it, mode), max_norm=0.05) as pair:
         pair.train(4)
         pair.assert_same_weights()
+
+
+@needs_pretended_gpu
+def test_steps_of_a_cpu_are_compared_with_those_of_a_gpu_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests above do where the device has kernels of its own."""
+    monkeypatch.setattr(gpu, "pretended", lambda: False)
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        pair.plain_optimizer.param_groups[0]["lr"] *= 1 + 1e-4
+        pair.train(4)
+        assert not pair.exact
+        pair.assert_same_weights()
+        pair.plain_optimizer.param_groups[0]["lr"] *= 2
+        pair.train(1)
+        with pytest.raises(AssertionError, match="weights are"):
+            pair.assert_same_weights()
 
 
 @needs_pretended_gpu
