@@ -51,6 +51,7 @@ def main(given: list[str]) -> int:
     parent, seconds = numbers
     end_with(parent, signal.SIGTERM)
     signal.alarm(seconds)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell has what it starts in the background ignore interrupts
     os.execvp(given[2], given[2:])
 
 

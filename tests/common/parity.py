@@ -228,7 +228,7 @@ class Pair:
 
 
 def _distance(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """Of all elements together, relative to the length of the latter."""
+    """Distance of all elements together, relative to the length of `theirs`."""
     lengths = [torch.cat([each.detach().double().flatten() for each in tensors]) for tensors in (mine, theirs)]
     return ((lengths[0] - lengths[1]).norm() / lengths[1].norm()).item()
 

@@ -128,7 +128,7 @@ def test_the_bits_do_not_depend_on_where_gradients_are(mode: str) -> None:
 
 @needs_pretended_gpu
 def test_steps_of_a_cpu_are_compared_with_those_of_a_gpu_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests above do where the device has kernels of its own."""
+    """As the tests above do where the device has separate kernels."""
     monkeypatch.setattr(gpu, "pretended", lambda: False)
     it = case("opt", layers=1)
     with Pair(it, make_plan(it, "streamed")) as pair:

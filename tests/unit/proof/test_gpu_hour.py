@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -60,6 +61,32 @@ def test_a_command_that_fails_hands_back_what_there_is(tmp_path: Path) -> None:
     found = hour("4", str(out), PYTHON="false", WORK=str(work))
     assert found.returncode == 1
     assert {path.name for path in out.iterdir()} == {"rows.jsonl", "proof.tar.xz"}
+
+
+def test_rows_leave_while_a_proof_runs(tmp_path: Path) -> None:
+    """Nothing at the end of the script may be needed for them: a process in the driver can hold it up for ever."""
+    work, out, proof = tmp_path / "work", tmp_path / "out", tmp_path / "proof"
+    work.mkdir()
+    (work / "rows.jsonl").write_text("{}\n", encoding="utf-8")
+    proof.write_text(f"#!/bin/sh\nwhile [ ! -e {out}/rows.jsonl ]; do sleep 0.1; done\n", encoding="utf-8")
+    proof.chmod(0o755)
+    found = hour("3", str(out), PYTHON=str(proof), WORK=str(work), COPY_EVERY="0.1", SECONDS_GIVEN="45")
+    assert found.returncode == 0, found.stderr
+    assert (out / "rows.jsonl").read_text(encoding="utf-8") == "{}\n"
+    assert "--minutes 0.75" in found.stdout
+
+
+def test_an_archive_is_made_without_xz(tmp_path: Path) -> None:
+    work, out, tools = tmp_path / "work", tmp_path / "out", tmp_path / "tools"
+    work.mkdir()
+    tools.mkdir()
+    (work / "rows.jsonl").write_text("{}\n", encoding="utf-8")
+    for name in "basename bash dirname gzip head mkdir rm sleep tail tar true wc".split():
+        (tools / name).symlink_to(shutil.which(name) or "nowhere")
+    found = hour("3", str(out), PYTHON="true", WORK=str(work), PATH=str(tools))
+    assert found.returncode == 0, found.stderr
+    with tarfile.open(out / "proof.tar.gz") as archive:
+        assert "work/rows.jsonl" in archive.getnames()
 
 
 @pytest.mark.slow
