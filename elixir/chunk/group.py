@@ -78,7 +78,7 @@ class Group:
             timeout = _timeout(process_group)
             self.timeout_s = None if timeout is None else timeout.total_seconds()
             if data:
-                backend = dist.get_backend_config(process_group)  # a new group would otherwise have the default group's
+                backend = _backend(process_group)  # a new group would otherwise have the default group's
                 self._data = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=local)
             self._control = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
             self._store = self._private_store(dist.get_global_rank(process_group, 0))
@@ -285,6 +285,17 @@ _ADVICE = (
 def _on_host(tensor: torch.Tensor) -> bool:
     """Whether the host waits for collectives of this tensor. Those of a device wait in its stream instead."""
     return tensor.device.type == "cpu"
+
+
+def _backend(group: dist.ProcessGroup) -> str:
+    """That of a group; by its name alone where all devices have the same.
+
+    Given by device, torch does not know a default among them once any plugin of a backend is registered, as importing
+    FSDP does, and warns of that when the group goes.
+    """
+    by_device = dist.get_backend_config(group)
+    names = {part.partition(":")[2] for part in by_device.split(",")}
+    return names.pop() if len(names) == 1 else by_device
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

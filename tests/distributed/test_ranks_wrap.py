@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import elixir
 from elixir import api
+from elixir.chunk.group import Group
 from elixir.errors import PlanError, RankError
 from elixir.search.replan import Correction
 from elixir.wrapper.engine import engine_of
@@ -66,3 +69,25 @@ def refused(rank: int, world_size: int) -> None:
 
 def test_what_rank_0_cannot_plan_ends_all() -> None:
     run_ranks(2, refused)
+
+
+def quiet(rank: int, world_size: int, folder: Path) -> str:
+    """The text that torch writes to standard error, in C++, while a group comes and goes."""
+    from torch.distributed import fsdp  # registers a backend, as tracing does
+
+    assert fsdp
+    with open(folder / str(rank), "w+b") as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            group = Group()
+            group.exchange("here", None)
+            group.close()
+        finally:
+            os.dup2(before, 2)
+        file.seek(0)
+        return file.read().decode()
+
+
+def test_torch_has_no_warning_for_groups_that_are_closed(tmp_path: Path) -> None:
+    assert run_ranks(2, quiet, tmp_path) == ["", ""]
