@@ -213,7 +213,8 @@ class _Question:
         clips = bool(max_norm) if clipping is None else clipping
         if asked.get("step_in_backward") and (clips or max_norm):
             raise clips_in_backward()
-        needless = [*asked, *(name for name in ("inp", "step_fn") if how[name] is not None)]
+        needless = [name for name, value in asked.items() if value != _OPTIONS[name].default]
+        needless += [name for name in ("inp", "step_fn") if how[name] is not None]
         if plan is not None and needless:
             raise InputError(
                 f"a plan that is given was made with its options; leave out {', '.join(needless)}, or leave out plan="

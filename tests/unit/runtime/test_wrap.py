@@ -289,6 +289,15 @@ def test_a_dry_run_of_a_plan_for_something_else_is_refused() -> None:
         api.dry_run(other, adamw(other), plan=plan)
 
 
+def test_options_at_their_defaults_may_stand_next_to_a_plan() -> None:
+    """A script passes on the flags that nobody gave."""
+    plan = make_plan(case("opt"), "streamed")
+    model = tiny("opt")
+    assert api.dry_run(model, adamw(model), plan=plan, device_memory=None, accumulation=1, moments=None) == plan
+    with pytest.raises(InputError, match="leave out device_memory, accumulation, or"):
+        api.dry_run(model, adamw(model), plan=plan, device_memory="1GiB", accumulation=2, host_memory=None)
+
+
 def test_a_dry_run_refuses_a_plan_that_steps_too_early_as_the_run_does() -> None:
     """With clipping, and with several optimizers; the model can be wrapped afterwards."""
     plan = make_plan(case("opt"), "streamed", step_in_backward=True)
