@@ -12,8 +12,8 @@ from elixir.checkpoint.loading import load_checkpoint
 from elixir.checkpoint.result import Loaded
 from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
-from elixir.checkpoint_format import FoundCheckpoint, find_checkpoints
-from elixir.checkpoint_format.run_folders import STEP_FOLDER, step_folder
+from elixir.checkpoint_format import INDEX_NAME, FoundCheckpoint, find_checkpoints
+from elixir.checkpoint_format.run_folders import STEP_FOLDER, step_folder, unfinished
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError, InputError
 from elixir.files import FILES, Files, PathLike
 
@@ -78,6 +78,7 @@ class Checkpoints:
             None without a checkpoint.
 
         Raises:
+            InputError: the folder is itself a checkpoint.
             CheckpointNotFound: there is none of `step`.
             CheckpointCorrupt: all are damaged, or the one of `step` is.
             CheckpointMismatch: it is of something else.
@@ -93,6 +94,10 @@ class Checkpoints:
             mine = {each.folder.name: each.index.sequence for each in found}
             for error in damaged:
                 logger.warning("left out: %s", error)
+            if os.path.lexists(self.folder / INDEX_NAME):
+                problem = InputError(
+                    f"{self.folder} is one checkpoint: give Checkpoints the folder around it, or call load_checkpoint"
+                )
         except (CheckpointError, FileError) as error:
             problem = error
         known: dict[str, int] = {}
@@ -108,6 +113,9 @@ class Checkpoints:
                 first = first or error
         if first is not None:
             raise first
+        cut_off = unfinished(self.folder, self._files) if saves.rank == 0 and self.folder.is_dir() else []
+        if cut_off:
+            logger.warning("%s: all saves were cut off, so nothing is loaded: %s", self.folder, ", ".join(cut_off))
         return None
 
     def latest(self) -> Path | None:

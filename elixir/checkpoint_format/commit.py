@@ -52,8 +52,10 @@ def read_index(folder: PathLike, *, previous: bool = False, files: Files = FILES
         raw = files.read_whole(path, limit_bytes=LARGEST_INDEX_BYTES)
     except FileError as error:
         if error.errno in _ABSENT:
+            inside = sorted(Path(os.fspath(folder)).glob(f"*/{INDEX_NAME}"))
+            several = f"; it is a folder of checkpoints, name one, such as {inside[-1].parent}" if inside else ""
             raise CheckpointNotFound(
-                f"{os.fspath(folder)} holds no checkpoint: {os.path.basename(path)} is missing"
+                f"{os.fspath(folder)} holds no checkpoint: {os.path.basename(path)} is missing{several}"
             ) from None
         if error.errno in (errno.EINVAL, errno.EFBIG):
             raise CheckpointCorrupt(f"no index of a checkpoint: {error.strerror}", path=path) from None

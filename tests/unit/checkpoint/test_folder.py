@@ -21,7 +21,7 @@ import elixir
 from elixir.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
-from elixir.checkpoint_format import open_checkpoint, verify
+from elixir.checkpoint_format import INDEX_NAME, open_checkpoint, verify
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointNotFound, InputError
 from elixir.plan import Plan
 from elixir.wrapper.engine import engine_of
@@ -54,6 +54,28 @@ def damage(folder: Path) -> None:
     content = bytearray(path.read_bytes())
     content[piece.offset] ^= 1
     path.write_bytes(content)
+
+
+def test_a_checkpoint_and_a_folder_of_them_are_told_apart(run: Run, tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, files=FILES) as checkpoints:
+        checkpoints.save(3, run.state())
+    one = tmp_path / "step-00000003"
+    with pytest.raises(InputError, match="is one checkpoint: give Checkpoints the folder around it"):
+        Checkpoints(one).load(run.state())
+    for wrong in (lambda: open_checkpoint(tmp_path), lambda: load_checkpoint(tmp_path, run.state())):
+        with pytest.raises(CheckpointNotFound, match=f"name one, such as {one}"):
+            wrong()
+
+
+def test_saves_that_were_all_cut_off_are_told(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Training begins anew then, as if there had been no run: nobody must find that out by the loss."""
+    with Checkpoints(tmp_path, files=FILES) as checkpoints:
+        assert checkpoints.load(run.state()) is None
+        assert not caplog.records
+        checkpoints.save(3, run.state())
+    (tmp_path / "step-00000003" / INDEX_NAME).unlink()
+    assert Checkpoints(tmp_path).load(run.state()) is None
+    assert "all saves were cut off, so nothing is loaded: step-00000003" in caplog.text
 
 
 def test_the_last_ones_stay(run: Run, tmp_path: Path) -> None:
