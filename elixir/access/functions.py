@@ -18,11 +18,13 @@ _IN_PLACE_OPERATORS = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ "
     "__ixor__".split()
 )
+REPLACES_MEMORY = "set_"
+"""The operator that gives a tensor other memory, as setting ``data`` does. PyTorch announces no torch function."""
 
 
 def operator_reads_only_metadata(name: str) -> bool:
     """Whether an operator of this name looks at no element of what it gets."""
-    return name in _METADATA_METHODS
+    return name in _METADATA_METHODS or name == REPLACES_MEMORY
 
 
 def reads_only_metadata(func: Any) -> bool:

@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from elixir.access.autograd import hooks_over, innermost_saved_tensors_hooks, listener_of
 from elixir.access.differentiate import differentiate
 from elixir.access.functions import (
+    REPLACES_MEMORY,
     name_of,
     operator_reads_only_metadata,
     reads_only_metadata,
@@ -230,6 +231,8 @@ def _reached(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """An operator that gets something marked, called by what is no torch function."""
     with DisableTorchFunctionSubclass(), unmarked():
         name = operator._schema.name.partition("::")[2]
+        if name == REPLACES_MEMORY and type(args[0]) is TrackedParameter:
+            args[0].elixir_listener.replaces(args[0])
         if operator_reads_only_metadata(name):
             return operator(*args, **kwargs)
         found = _tracked(args, kwargs)

@@ -50,7 +50,7 @@ class AccessListener(Protocol):
         """``parameter.grad`` is about to be set to None, or deleted."""
 
     def replaces(self, parameter: nn.Parameter) -> None:
-        """``parameter.data`` is about to be set to another tensor."""
+        """``parameter.data`` is about to be set to another tensor, or ``parameter.set_`` was called."""
 
     def entered(self, module: nn.Module) -> None:
         """`module` starts to run."""

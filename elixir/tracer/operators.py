@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from elixir.access import storage_of
+from elixir.access import REPLACES_MEMORY, storage_of
 from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import TopDispatch
@@ -129,6 +129,7 @@ class Traits:
         "may_choose",
         "needs_values",
         "one_dtype",
+        "replaces_memory",
         "rewrites_first",
         "views",
         "written",
@@ -155,6 +156,7 @@ class Traits:
         in_place = schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
         self.rewrites_first = followed and in_place and _returns_first_if_any(schema, [p for p, _ in self.written])
         """By its schema, all it does is to change the values of its first argument, and to return that or nothing."""
+        self.replaces_memory = schema.name == f"aten::{REPLACES_MEMORY}"
         self.matrix_product = func in _MATRIX_PRODUCTS
         self.one_dtype = self.matrix_product or func is aten.convolution.default
         self.needs_values = func in DATA_DEPENDENT or func is aten.index.Tensor

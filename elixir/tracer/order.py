@@ -204,6 +204,11 @@ class UseOrder:
     def replaces(self, parameter: nn.Parameter) -> None:
         """No weight is read for it."""
 
+    def moved(self, tensor: torch.Tensor) -> None:
+        """An operator has given a tensor other memory."""
+        if isinstance(tensor, nn.Parameter) and tensor in self._index:
+            self.wrote([tensor])
+
     def reads_gradient(self, parameter: nn.Parameter) -> None:
         """No weight is read for it."""
 

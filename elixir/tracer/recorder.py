@@ -223,6 +223,8 @@ class Recorder(TorchDispatchMode):
         result = self._operators.run_in_place(op, args, kwargs, arguments)
         if not op.rewrites_first:
             self._follow_new(result, op.func)
+        if op.replaces_memory:
+            self._order.moved(args[0])
         copies = op.func is aten.copy_.default and args[0].is_meta
         if copies and (nbytes := self._target.transient_bytes(op.func, args, kwargs, [args[0]])):
             self._ledger.touch(nbytes, self._order.module(self._order.phase()), op.func)

@@ -218,8 +218,8 @@ class WeightUses:
     def replaces(self, parameter: nn.Parameter) -> None:
         """Refuse other memory, which would be given up, or passed by, at the next step."""
         raise InputError(
-            f"setting the .data of a parameter of shape {list(parameter.shape)} gives it memory that the plan does not "
-            "know; copy the values with parameter.copy_(tensor), inside torch.no_grad() and "
+            f"setting the .data of a parameter of shape {list(parameter.shape)}, or set_(), gives it memory that the "
+            "plan does not know; copy the values with parameter.copy_(tensor), inside torch.no_grad() and "
             "`with model.gathered(parameters, write=True)`"
         )
 

@@ -18,6 +18,7 @@ from elixir.access import untrack
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.wrapper import ElixirModule
 from tests.common import gpu
+from tests.common.early import rehomed
 from tests.common.parity import Case, Pair, case, make_plan
 
 
@@ -99,6 +100,37 @@ def test_data_of_a_weight_cannot_be_replaced(pair: Pair) -> None:
         parameter.data = torch.ones(8, 8)
     pair.train(2)
     pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_memory_of_a_streamed_weight_cannot_be_set(pair: Pair, inside: bool) -> None:
+    """PyTorch calls no torch function for it."""
+    parameter = weights(pair)["second.weight"]
+
+    def set_memory(*_: object) -> None:
+        with torch.no_grad():
+            parameter.set_(torch.ones(8, 8))
+
+    handle = pair.module.module.second.register_forward_pre_hook(set_memory)  # type: ignore[union-attr]
+    with pytest.raises(InputError, match=r"set_\(\), .* parameter\.copy_"):
+        pair.module(**pair.case.inp) if inside else set_memory()
+    handle.remove()
+    pair.train(2)
+    pair.assert_same_weights()
+
+
+def test_memory_of_a_weight_on_the_device_cannot_be_set_but_while_it_is_gathered() -> None:
+    it = case("cnn")
+    with Pair(it, rehomed(make_plan(it, "streamed"), "states")) as pair:
+        pair.train(1)
+        name, parameter = next(iter(weights(pair).items()))
+        with torch.no_grad(), pytest.raises(InputError, match=r"set_\(\), .* parameter\.copy_"):
+            parameter.set_(torch.ones_like(parameter))
+        with torch.no_grad(), pair.module.gathered(write=True):
+            for weight in (parameter, dict(pair.plain.named_parameters())[name]):
+                weight.set_(torch.ones_like(weight))  # here it is as good as a copy
+        pair.train(2)
+        pair.assert_same_weights()
 
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {

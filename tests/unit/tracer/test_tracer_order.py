@@ -290,7 +290,7 @@ def test_a_nested_checkpoint_is_followed() -> None:
     assert all(p.grad_access is not None for p in trace.parameters)
 
 
-@pytest.mark.parametrize("replaced", ["by new memory", "by a cast", "by another's"])
+@pytest.mark.parametrize("replaced", ["by new memory", "by a cast", "by another's", "by set_", "by set_ of a storage"])
 def test_a_weight_whose_memory_is_replaced_is_found_again(replaced: str) -> None:
     def step(model: nn.Module, inp: dict[str, Any]) -> None:
         first, second = model.get_submodule("first.0"), model.get_submodule("second.0")
@@ -300,6 +300,14 @@ def test_a_weight_whose_memory_is_replaced_is_found_again(replaced: str) -> None
             second.to(torch.float64).to(torch.float32)
         elif replaced == "by new memory":
             second.weight.data = torch.empty_like(second.weight)
+        elif replaced == "by set_":
+            with torch.no_grad():
+                second.weight.set_(torch.empty_like(second.weight))
+        elif replaced == "by set_ of a storage":
+            memory = torch.empty_like(second.weight)
+            with torch.no_grad():
+                second.weight.set_(memory.untyped_storage(), 0, memory.shape, memory.stride())
+            del memory
         else:  # a number that was one weight's is another's, as may be that of memory which was given up
             memory = first.bias.data
             first.bias.data = torch.empty_like(memory)
