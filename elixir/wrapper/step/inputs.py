@@ -21,8 +21,4 @@ def cast_inputs(arguments: Any, device: torch.device, dtype: torch.dtype | None)
 def _moved(item: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     if not isinstance(item, torch.Tensor):
         return item
-    kept = dtype if dtype is not None and item.is_floating_point() else item.dtype
-    # The driver has copied pageable memory elsewhere when the call returns. What is pinned the caller may write to
-    # next, so it is waited for, and with it all that compute has been given.
-    waits = item.device.type != "cpu" or device.type != "cuda" or item.is_pinned()
-    return item.to(device, kept, non_blocking=not waits)
+    return item.to(device, dtype) if dtype is not None and item.is_floating_point() else item.to(device)
