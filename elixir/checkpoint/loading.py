@@ -311,11 +311,14 @@ class _Load:
         }
         for name, saved_name in self._optimizers.items():
             found["optimizers"][name] = saved.decoded(index.optimizers[saved_name], f"optimizers.{saved_name}")
-            for names, _ in self.states.groups(self.states.optimizers[name]):
+            for names, group in self.states.groups(self.states.optimizers[name]):
                 number = self._group_of(saved_name, names)
                 if number is not None:
                     options = saved.decoded(index.param_groups[number].options, f"param_groups[{number}].options")
-                    found["groups"][name, names] = options
+                    try:
+                        found["groups"][name, names] = self.states.loaded_options(name, group, options)
+                    except InputError as error:
+                        raise CheckpointMismatch(f"{self._folder}: {error}") from error
         if self._rng and index.rng and index.world_size == self.states.group.size:
             found["rng"] = saved.decoded(index.rng[self._rank], f"rng[{self._rank}]")
         elif self._rng:

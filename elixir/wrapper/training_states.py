@@ -261,6 +261,10 @@ class TrainingStates:
             for group in optimizer.param_groups
         ]
 
+    def loaded_options(self, name: str, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that a group of an optimizer has once the saved ones are loaded; `InputError` if it cannot."""
+        return self._steppers[name].user.loaded_options(group, saved)
+
     def names_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the parameters of a group of an optimizer."""
         names = {slot.parameter: slot.name for chunk in self._engine.chunks for slot in chunk.slots}

@@ -50,7 +50,8 @@ def group_options(group: Mapping[str, Any], *, decoupled: bool) -> AdamOptions:
 
     Args:
         group: of an optimizer.
-        decoupled: AdamW's decay, where the group does not say.
+        decoupled: AdamW's decay, where the group does not say. One that says both was loaded by torch's from a
+            `HybridAdam`, which has the second name alone.
 
     Raises:
         InputError, InputTypeError: a value outside of its range, or no number.
@@ -62,7 +63,7 @@ def group_options(group: Mapping[str, Any], *, decoupled: bool) -> AdamOptions:
         beta2=float(beta2),
         eps=group["eps"],
         weight_decay=group["weight_decay"],
-        decoupled=group.get("adamw_mode", group.get("decoupled_weight_decay", decoupled)),
+        decoupled=group.get("decoupled_weight_decay", group.get("adamw_mode", decoupled)),
         maximize=bool(group.get("maximize", False)),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,6 +20,8 @@ from elixir.torch_private import tree_map
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.fused_adam import FusedAdam, MakeZeros, Stretch, can_fuse, check_moments
 
+HOW = ("foreach", "fused", "capturable", "differentiable", "moments")
+"""Options that say how a step is computed and not what it gives: those of this run stay when others are loaded."""
 _NAMES = frozenset("Adafactor LAMB Lamb LARS Muon Shampoo SOAP LBFGS SparseAdam NovoGrad".split())
 _SHAPE = (6, 4)
 _STEPS = 3
@@ -59,6 +62,30 @@ class UserOptimizer:
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Options of the groups, as of now."""
         return [shard_options(group) for group in self._groups()]
+
+    def loaded_options(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that a group has once an optimizer of this class has loaded others.
+
+        The class says what they mean to it: torch's AdamW decays as before, whatever an Adam saved, and `HybridAdam`
+        takes over how that one decayed.
+
+        Args:
+            group: its options of now, of which `HOW` stays.
+            options: those that were saved.
+
+        Raises:
+            InputError: shards cannot be stepped with them as this run steps them.
+        """
+        made = _like(self.given, [{**shard_options(group), "params": []}])
+        taken = {key: copy.deepcopy(value) for key, value in options.items() if key not in HOW}
+        loaded = {**taken, **{key: group[key] for key in HOW if key in group}, "params": []}
+        made.__setstate__({"state": made.state, "param_groups": [loaded]})
+        if self.fuses and not can_fuse(made):
+            raise InputError(
+                f"the options that were saved (amsgrad={options.get('amsgrad')}) are none with which Adam steps over "
+                "whole shards; load them into a run without use_fused_kernels whose plan keeps moments in float32"
+            )
+        return {key: value for key, value in made.param_groups[0].items() if key != "params"}
 
     def over(self, segments: Sequence[Stretch]) -> torch.optim.Optimizer:
         """An optimizer of the user's class over segments, with their groups' options."""

@@ -25,16 +25,11 @@ from elixir.wrapper.step.segment_states import (
 )
 from elixir.wrapper.step.stepper import Stepper
 
-HOW = ("foreach", "fused", "capturable", "differentiable", "moments")
-"""Options that say how a step is computed and not what it gives: those of this run stay when others are loaded."""
-
 
 def take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Have the options of a group be those that were saved, but for `HOW`."""
+    """Have the options of a group be others, of `UserOptimizer.loaded_options`."""
     for key, value in options.items():
         mine = group.get(key)
-        if key in HOW or key == "params":
-            continue
         if isinstance(mine, torch.Tensor) and isinstance(value, (torch.Tensor, float, int)):
             mine.fill_(float(value))  # a scheduler may hold the same tensor
         else:
@@ -105,8 +100,13 @@ def load_whole_states(
     """
     problem: Exception | None = None
     source: _GivenStates | None = None
+    options: list[dict[str, Any]] = []
     try:
         source = _checked(engine, stepper, groups, state_dict)
+        options = [
+            stepper.user.loaded_options(group, saved)
+            for group, saved in zip(groups, state_dict["param_groups"], strict=True)
+        ]
     except (InputError, InputTypeError) as error:
         problem = error
     answers = engine.exchange("load_state_dict() of an optimizer", None if problem is None else str(problem))
@@ -120,8 +120,8 @@ def load_whole_states(
         if source is not None:
             with part.chunk.at_hand(write=True):
                 load_states(part, source)
-    for group, saved in zip(groups, state_dict["param_groups"], strict=True):
-        take_options(group, saved)
+    for group, loaded in zip(groups, options, strict=True):
+        take_options(group, loaded)
 
 
 class _GivenStates:

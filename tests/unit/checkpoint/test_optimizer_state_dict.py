@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
-from elixir.checkpoint import save_checkpoint
+from elixir import HybridAdam
+from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format import open_checkpoint
-from elixir.errors import InputError, InputTypeError
+from elixir.errors import CheckpointMismatch, InputError, InputTypeError
 from elixir.wrapper import ElixirModule
 from tests.common import gpu
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.parity import MODES, Pair, adamw, case, make_plan
-from tests.common.resuming import Run, two_groups
+from tests.common.resuming import Run, differing, two_groups
 
 
 def same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
@@ -112,3 +115,63 @@ def test_a_model_on_meta_starts_from_a_checkpoint(tmp_path: Path) -> None:
     assert {name: value.dtype for name, value in found.items()} == {n: v.dtype for n, v in expected.items()}
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
     module.close()
+
+
+def _decaying(cls: type, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: cls(model.parameters(), lr=1e-2, **options)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("mine", [torch.optim.AdamW, torch.optim.Adam, HybridAdam])
+@pytest.mark.parametrize("theirs", [torch.optim.Adam, HybridAdam, torch.optim.AdamW])
+def test_options_of_another_class_mean_what_they_mean_to_this_one(
+    theirs: type, mine: type, fused: bool, tmp_path: Path
+) -> None:
+    """An Adam's decay is no AdamW's: each class takes the other's options as it does without a plan."""
+    it, decays = case("opt", layers=1), _decaying(theirs, weight_decay=1.0)
+    plain = copy.deepcopy(it.model).to(gpu.DEVICE)
+    inp, first, second = gpu.there(it.inp), decays(plain), _decaying(mine)(plain)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            it.loss(model, inp).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(plain, first)
+    second.load_state_dict(first.state_dict())
+    train(plain, second)
+    options = {"wrap": {"use_fused_kernels": True}} if fused else {}
+    with Run(it, make_plan(it, "mixed"), decays, **options) as run:
+        train(run.module, run.optimizer)
+        state, weights = run.optimizer.state_dict(), run.module.state_dict()
+        save_checkpoint(tmp_path / "run", {"model": run.module, "it": run.optimizer}, wait=True, files=UnsyncedFiles())
+    for saved in (True, False):
+        with Run(it, make_plan(it, "mixed"), _decaying(mine), **options) as run:
+            if saved:
+                load_checkpoint(tmp_path / "run", {"model": run.module, "it": run.optimizer}, files=UnsyncedFiles())
+            else:
+                run.module.load_state_dict(weights)
+                run.optimizer.load_state_dict(state)
+            train(run.module, run.optimizer)
+            for name, value in run.module.state_dict().items():
+                expected = plain.state_dict()[name].cpu()
+                if "k_proj.bias" not in name:  # whose gradient is noise
+                    assert torch.equal(value, expected) or (fused and torch.allclose(value, expected, atol=1e-4)), name
+
+
+def test_options_with_which_shards_cannot_be_stepped_are_refused(tmp_path: Path) -> None:
+    it, files = case("opt", layers=1), UnsyncedFiles()
+    with Run(it, make_plan(it, "mixed"), _decaying(torch.optim.AdamW, amsgrad=True)) as run:
+        run.train(2)
+        state = run.optimizer.state_dict()
+        save_checkpoint(tmp_path / "run", {"model": run.module, "it": run.optimizer}, wait=True, files=files)
+    with Run(it, make_plan(it, "mixed"), adamw, wrap={"use_fused_kernels": True}) as run:
+        run.train(1)
+        before = run.bits()
+        with pytest.raises(InputError, match="amsgrad=True"):
+            run.optimizer.load_state_dict(state)
+        with pytest.raises(CheckpointMismatch, match="amsgrad=True"):
+            load_checkpoint(tmp_path / "run", {"model": run.module, "it": run.optimizer}, files=files)
+        assert differing(run.bits(), before) == []
