@@ -25,7 +25,8 @@ class Checkpoints:
 
     Args:
         folder: for all of them. Nobody else saves into it meanwhile.
-        keep: how many stay; None for all. The oldest go after a newer one is whole, never before.
+        keep: how many stay; None for all. The oldest go after a newer one is whole, never before. Other folders in
+            there, such as ``best``, and links do not count, and stay.
         wait: let `save` return only when the checkpoint is whole.
         frozen: see `save_checkpoint`.
         files: the file operations it uses.

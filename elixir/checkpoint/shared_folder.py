@@ -25,7 +25,7 @@ from elixir.checkpoint_format import (
     settle,
 )
 from elixir.checkpoint_format.index import INDEX_NAME, PREVIOUS_NAME
-from elixir.checkpoint_format.run_folders import unfinished
+from elixir.checkpoint_format.run_folders import is_step_folder, unfinished
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError
 from elixir.files import Files
 from elixir.units import format_bytes
@@ -163,14 +163,15 @@ class SharedFolder:
                 abandon(self.folder, checkpoint_id, files=self.files)
 
     def retain(self, keep: int | None, ranks: HeartbeatGroup) -> None:
-        """Keep the latest checkpoints of the folder around this one; others, and saves that were cut off, go on all
-        file systems."""
+        """Keep the latest steps of the folder around this one; others, and saves that were cut off, go on all file
+        systems. Folders that are no steps, and links, are neither counted nor removed."""
         names: list[str] | None = None
         if self.rank == 0:
             found, _ = find_checkpoints(self.folder.parent, files=self.files)
-            names = [] if keep is None else [each.folder.name for each in found[keep:]]
+            steps = [each.folder.name for each in found if is_step_folder(each.folder)]
+            names = [] if keep is None else steps[keep:]
             names += unfinished(self.folder.parent, self.files)
         for name in ranks.exchange(names)[0]:
-            if self.leads and (self.folder.parent / name).is_dir():
+            if self.leads and is_step_folder(self.folder.parent / name):
                 remove_checkpoint(self.folder.parent / name, files=self.files)
         ranks.exchange()

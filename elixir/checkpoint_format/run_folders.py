@@ -18,10 +18,15 @@ def step_folder(step: int) -> str:
     return f"step-{step:08}"
 
 
+def is_step_folder(folder: Path) -> bool:
+    """Whether it is the folder of a step: none that somebody has named, such as ``best``, and no link to one."""
+    return STEP_FOLDER.fullmatch(folder.name) is not None and folder.is_dir() and not folder.is_symlink()
+
+
 def unfinished(root: Path, files: Files) -> list[str]:
     """Names of folders of steps in `root` that were never committed. No save may be under way there."""
     return [
         name
         for name in files.names(root)
-        if STEP_FOLDER.fullmatch(name) and (root / name).is_dir() and not os.path.lexists(root / name / INDEX_NAME)
+        if is_step_folder(root / name) and not os.path.lexists(root / name / INDEX_NAME)
     ]

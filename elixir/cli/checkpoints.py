@@ -104,7 +104,8 @@ def _prune(folder: Path, keep: int | None) -> int:
         found, damaged = find_checkpoints(folder)
         for error in damaged:
             output.note(f"left as it is: {error}")
-        gone = [] if keep is None else [each.folder for each in found[keep:]]
+        real = [each.folder for each in found if not each.folder.is_symlink()]  # a link is the checkpoint it leads to
+        gone = [] if keep is None else real[keep:]
         gone += [folder / name for name in unfinished(folder, FILES)]
         if not found and not gone:
             raise CheckpointNotFound(f"{folder} holds no checkpoints")

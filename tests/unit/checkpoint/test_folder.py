@@ -99,6 +99,22 @@ def test_the_last_ones_stay(run: Run, tmp_path: Path) -> None:
             checkpoints.load(run.state(), 500)
 
 
+def test_only_steps_are_counted_and_go(run: Run, tmp_path: Path) -> None:
+    """A checkpoint with a name that somebody gave it stays, and a link to one is neither another one nor a way to it."""
+    runs = tmp_path / "runs"
+    with Checkpoints(runs, keep=2, wait=True, files=FILES) as checkpoints:
+        checkpoints.save(1, run.state())
+        save_checkpoint(runs / "best", run.state(), wait=True, files=FILES)
+        checkpoints.save(2, run.state())
+        (runs / "latest").symlink_to("step-00000002")
+        (runs / "step-00000009").symlink_to("best")
+        for step, kept in ((3, [2, 3]), (4, [3, 4])):
+            checkpoints.save(step, run.state())
+            assert [each for each in checkpoints.steps() if each != 9] == kept
+    assert verify(runs / "best") == ()
+    assert (runs / "latest").is_symlink()
+
+
 def test_a_damaged_one_is_left_out_and_may_be_saved_again(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

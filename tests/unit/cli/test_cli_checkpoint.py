@@ -57,6 +57,10 @@ def test_export(runs: Path, tmp_path: Path) -> None:
 def test_prune(runs: Path) -> None:
     assert main(["checkpoint", "prune", str(runs)]) == 0
     assert sorted(path.name for path in runs.iterdir()) == ["step-00000010", "step-00000020", "step-00000030"]
+    (runs / "latest").symlink_to("step-00000030")
+    assert main(["checkpoint", "prune", str(runs), "--keep", "2"]) == 0
+    (runs / "latest").unlink()
+    assert sorted(path.name for path in runs.iterdir()) == ["step-00000020", "step-00000030"]
     assert main(["checkpoint", "prune", str(runs), "--keep", "1"]) == 0
     assert [path.name for path in runs.iterdir()] == ["step-00000030"]
     assert main(["checkpoint", "prune", str(runs / "step-00000030"), "--keep", "1"]) == 2
