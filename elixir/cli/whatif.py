@@ -102,9 +102,13 @@ def run_fit(args: argparse.Namespace) -> int:
         _print_rows(found.rows, "the fewest devices of each machine, smallest first")
         _say_host_memory(args, machines)
     if found.best is None:
+        last = found.rows[-1]
+        given = zip(args.hardware or (), machines or (), strict=True)
+        name = next((text for text, machine in given if machine.name == last.machine), last.machine)
         print(
-            f"elixir fit: {found.model} fits none of the {len(found.rows)} machines tried; give a smaller --batch, "
-            "--activation-checkpointing, more --host-memory, or more --world-sizes with --network",
+            f"elixir fit: {found.model} fits no machine that was tried; `elixir plan {args.model} --hardware "
+            f"{name} --world-size {last.world_size}`, with --host-memory and the flags of the step, lists what "
+            "would help there; or try more --world-sizes with --network",
             file=sys.stderr,
         )
         return UNSOLVED_STATUS
@@ -183,7 +187,7 @@ def _planned(args: argparse.Namespace) -> tuple[Plan, StepTrace, HardwareProfile
         raise ArtifactError(f"{args.plan}: expected a plan, found a {plan.artifact.replace('_', ' ')}")
     hardware = _hardware_of(plan, args)
     if args.trace is None:
-        trace = _retrace(plan, args, hardware)
+        trace = _retrace(plan, args, _planned_hardware(plan) or hardware)
     else:
         from_flags.refuse_settled(args, args.trace, ("batch", "seq", "checkpoint", "fused_kernels"))
         found = files.load(args.trace)
@@ -195,8 +199,6 @@ def _planned(args: argparse.Namespace) -> tuple[Plan, StepTrace, HardwareProfile
 
 def _hardware_of(plan: Plan, args: argparse.Namespace) -> HardwareProfile:
     """The machine that was named, or the preset that the plan was made for."""
-    from elixir.hardware import preset, preset_names
-
     if args.hardware is not None:
         hardware = files.find_timed_hardware(args.hardware)
         if hardware.fingerprint != plan.hardware_fingerprint:
@@ -205,17 +207,24 @@ def _hardware_of(plan: Plan, args: argparse.Namespace) -> HardwareProfile:
                 f"{args.plan} was planned for {plan.hardware_name}{other}; times here are those of {hardware.name}"
             )
         return hardware
-    if plan.hardware_name not in preset_names():
+    planned = _planned_hardware(plan)
+    if planned is None:
         raise InputError(
             f"{args.plan} was planned for {plan.hardware_name!r}, which is no preset; give its profile with --hardware"
         )
-    hardware = preset(plan.hardware_name)
-    if hardware.fingerprint != plan.hardware_fingerprint:
+    if planned.fingerprint != plan.hardware_fingerprint:
         raise InputError(
             f"{args.plan} was planned for a {plan.hardware_name!r} with other numbers than the preset has now; "
             "give --hardware, or plan again"
         )
-    return hardware
+    return planned
+
+
+def _planned_hardware(plan: Plan) -> HardwareProfile | None:
+    """The preset that the plan was made for, whose kernels its step has; None if it was made for a file."""
+    from elixir.hardware import preset, preset_names
+
+    return preset(plan.hardware_name) if plan.hardware_name in preset_names() else None
 
 
 def _retrace(plan: Plan, args: argparse.Namespace, hardware: HardwareProfile) -> StepTrace:

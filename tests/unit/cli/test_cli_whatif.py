@@ -94,6 +94,7 @@ def test_fit_ends_with_2_where_nothing_does_and_still_says_why(capsys: pytest.Ca
     assert status == 2
     assert "[1] opt-13b" in out
     assert err.count("\n") == 1
+    assert "`elixir plan opt-13b --hardware t4 --world-size 1`" in err
     status, out, _ = run(capsys, *argv, "--json")
     assert status == 2
     assert json.loads(out)["best"] is None
@@ -169,6 +170,16 @@ def test_another_machine_is_said_aloud(folder: Path, capsys: pytest.CaptureFixtu
     status, _, err = run(capsys, "explain", *paths, "--hardware", "l4", "--brief", "--no-levers")
     assert status == 0
     assert "planned for rtx4090; times here are those of l4" in err
+
+
+def test_a_plan_may_be_explained_on_another_card_without_its_trace(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step is that of the card planned for: on an H200 cuBLAS takes another workspace, so memory differs."""
+    argv = ["explain", str(folder / "plan.json"), "--hardware", "h200", "--json", "--no-levers"]
+    retraced, traced = run(capsys, *argv), run(capsys, *argv[:2], str(folder / "trace.json"), *argv[2:])
+    assert retraced[0] == traced[0] == 0
+    assert json.loads(retraced[1]) == json.loads(traced[1])
 
 
 def test_timeline_draws_and_exports(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
