@@ -217,7 +217,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
         Raises:
             InputError: the gradients are not those that it would step with: set by hand, of this rank alone, or with
-                float16 made without `backward`.
+                float16 made without `backward`; or groups have other parameters than when this was made.
             StepError: an update on the host has failed, in this step or the one before.
         """
         result = None

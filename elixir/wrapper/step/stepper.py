@@ -211,6 +211,7 @@ class Stepper:
         """
         engine = self._engine
         engine.refuse_step()
+        self.user.refuse_other_parameters()
         self._refuse_unreduced("step()")
         self._refuse_unseen()
         self.speculation.stepping()

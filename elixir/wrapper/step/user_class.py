@@ -54,6 +54,20 @@ class UserOptimizer:
         themselves."""
         self.group_of = {parameter: index for index, group in enumerate(groups()) for parameter in group["params"]}
 
+    def refuse_other_parameters(self) -> None:
+        """Refuse groups whose parameters are no longer those that it was made with: shards are stepped as they were
+        then.
+
+        Raises:
+            InputError: says what to do instead.
+        """
+        now = [parameter for group in self._groups() for parameter in group["params"]]
+        if list(map(id, now)) != list(map(id, self.group_of)):
+            raise InputError(
+                f"the parameters of the groups have changed since the optimizer was wrapped, from {len(self.group_of)} "
+                f"to {len(now)} or to others; leave them, and freeze a parameter with requires_grad_(False)"
+            )
+
     @property
     def fuses(self) -> bool:
         """Whether shards are stepped by `FusedAdam` rather than by the user's class; same rule, other rounding."""
