@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import HfArgumentParser, LlamaForCausalLM, Trainer
 
+import elixir
 from elixir.errors import InputError, InputTypeError, PlanError, TraceError
 from elixir.integrations.transformers import ElixirTrainer, ElixirTrainingArguments, with_elixir
 from elixir.plan import Plan
@@ -88,6 +89,18 @@ def test_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
         resumed = train(ElixirTrainer, tmp_path / f"from-{part}", elixir=PLANS[name], resume=checkpoint, **more)
         assert resumed.history == plain.history
         assert same(tmp_path / "plain" / "final", tmp_path / f"from-{part}" / "final")
+
+
+@pytest.mark.slow
+def test_a_plain_trainer_goes_on_once_it_has_the_states(tmp_path: Path) -> None:
+    """As docs/trainer.md says."""
+    plain = train(PLAIN, tmp_path / "plain")
+    train(ElixirTrainer, tmp_path / "ours", elixir=ON_HOST)
+    checkpoint = tmp_path / "again" / "checkpoint-2"
+    shutil.copytree(tmp_path / "ours" / "checkpoint-2", checkpoint)
+    with elixir.open_checkpoint(checkpoint / "elixir") as saved:
+        torch.save(saved.optimizer_state_dict(), checkpoint / "optimizer.pt")
+    assert train(PLAIN, tmp_path / "again", resume=str(checkpoint)).history == plain.history
 
 
 @pytest.mark.slow
