@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.wrapper import ElixirModule
+from elixir.errors import InputError
+from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.build.agreement import _digest
 from tests.common.ddp import plan_for
 from tests.common.spawn import run_ranks, run_to_end
@@ -86,6 +87,46 @@ def one_on_meta(rank: int, world_size: int) -> None:
 def test_what_cannot_be_one_model_is_refused_on_all_ranks(run: Any, told: str) -> None:
     outcomes = run_to_end(2, run)
     assert all("InputError" in str(outcome.error) and told in str(outcome.error) for outcome in outcomes), outcomes
+
+
+def _stepped_apart(rank: int, world_size: int, kind: str, apart: str) -> str:
+    """A step by options of each rank alone, which nobody makes; what was said of it. The next one is made."""
+    torch.manual_seed(3)
+    model = Small()
+    module = ElixirModule(model, planned(model, kind), device="cpu")
+    parameters = list(module.parameters())
+    rest = [] if apart == "groups" and rank else parameters[2:]
+    groups = [{"params": parameters[:2]}, {"params": rest, "lr": torch.tensor(0.1)}]
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(groups, lr=0.1))
+    before = module.state_dict()
+    module(torch.ones(2, 24)).backward()
+    if apart == "lr":
+        optimizer.param_groups[1]["lr"].mul_(1 + rank)
+    elif apart == "max_norm":
+        optimizer.max_norm = 1.0 + rank
+    with pytest.raises(InputError) as raised:
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    if apart == "lr":  # as two libraries may give it
+        optimizer.param_groups[1]["lr"].fill_(0.1)
+        optimizer.param_groups[0]["lr"] *= 1 + rank * 1e-15
+        optimizer.step()
+        assert not torch.equal(module.state_dict()["first.weight"], before["first.weight"])
+    module.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["host", "resident"])
+@pytest.mark.parametrize(
+    ("apart", "told"),
+    [
+        ("lr", "lr of group 1 is 0.1"),
+        ("max_norm", "the limit of the norm is 1.0 on rank 0, 2.0 on rank 1"),
+        ("groups", "the groups of its parameters is SGD"),
+    ],
+)
+def test_ranks_step_by_the_same_options(kind: str, apart: str, told: str) -> None:
+    assert all(told in said for said in run_ranks(2, _stepped_apart, kind, apart))
 
 
 def test_values_in_another_order_are_other_values() -> None:

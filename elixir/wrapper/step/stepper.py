@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import operator
+import zlib
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -26,7 +27,7 @@ from elixir.wrapper.step.host_threads import set_host_threads
 from elixir.wrapper.step.in_backward import EarlySteps, check_early
 from elixir.wrapper.step.speculation import Speculation
 from elixir.wrapper.step.updates import publish, update
-from elixir.wrapper.step.user_class import UserOptimizer
+from elixir.wrapper.step.user_class import UserOptimizer, refuse_differing
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ class Stepper:
         self._refuse_unseen()
         self.speculation.stepping()
         engine.gradients.send_late()  # each update waits for the arrival of its gradients, and nothing else does
-        self._agree_on_used(unscaled=self._unscaled())
+        self._agree_on_used(unscaled=self._unscaled(), stepping=True)
         loss_scale, made_by = engine.loss_scale, self._gradient_scale()
         factor: float | torch.Tensor = 1.0 / made_by
         clipped = False
@@ -361,11 +362,15 @@ class Stepper:
                             "them; change them in a hook (parameter.register_hook), or change the loss"
                         )
 
-    def _agree_on_used(self, *, unscaled: bool = False) -> None:
+    def _agree_on_used(self, *, unscaled: bool = False, stepping: bool = False) -> None:
         """Find the parameters that got a gradient on any rank, the same on all ranks.
 
+        Args:
+            unscaled: this rank has gradients without the loss scale.
+            stepping: a step comes next, which all ranks must make alike.
+
         Raises:
-            InputError: `unscaled` is true on any rank; then on all.
+            InputError: `unscaled` is true on any rank, or ranks would step by different options; then on all.
             DiskError, RankError: states on a disk of this rank, or of another, are lost.
         """
         names = [slot.name for part in self.parts.values() for slot in part.chunk.slots]
@@ -374,9 +379,13 @@ class Stepper:
             used |= gradient.arrived
         if self._engine.group.size > 1:
             mine = bytes([*(name in used for name in names), unscaled])
-            answers = self._engine.exchange("gradients used", (mine, self._engine.said_of_disk()))
-            self._engine.hear_of_disks([said for _, said in answers])
-            *found, unscaled = (any(flags) for flags in zip(*(flags for flags, _ in answers), strict=True))
+            said = self.user.said_to_ranks(self.clip_limit) if stepping else {}
+            digest = zlib.crc32(repr(said).encode())
+            answers = self._engine.exchange("gradients used", (mine, self._engine.said_of_disk(), digest))
+            self._engine.hear_of_disks([lost for _, lost, _ in answers])
+            if len({theirs for *_, theirs in answers}) > 1:
+                refuse_differing(self._engine.exchange("options", said))
+            *found, unscaled = (any(flags) for flags in zip(*(flags for flags, *_ in answers), strict=True))
             used = {name for name, flag in zip(names, found, strict=True) if flag}
             self._engine.gradients.hold(used)
         if unscaled:

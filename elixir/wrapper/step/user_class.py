@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -53,6 +56,8 @@ class UserOptimizer:
         """Whether its step is known to do nothing without a gradient. Other classes may count steps by
         themselves."""
         self.group_of = {parameter: index for index, group in enumerate(groups()) for parameter in group["params"]}
+        numbers = [self.group_of.get(slot.parameter) for chunk in engine.chunks for slot in chunk.slots]
+        self._members = f"{type(given).__name__} {zlib.crc32(repr(numbers).encode()):08x}"
 
     def refuse_other_parameters(self) -> None:
         """Refuse groups whose parameters are no longer those that it was made with: shards are stepped as they were
@@ -76,6 +81,23 @@ class UserOptimizer:
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Options of the groups, as of now."""
         return [shard_options(group) for group in self._groups()]
+
+    def said_to_ranks(self, clip_limit: float | None) -> dict[str, str]:
+        """Everything by which a step goes and that all ranks must have alike, in words.
+
+        Args:
+            clip_limit: to which the norm of the gradients is clipped.
+        """
+        said = {"the groups of its parameters": self._members, "the limit of the norm": str(clip_limit)}
+        for index, group in enumerate(self._groups()):
+            # The class's own; others may be anything. To read one on a device would be to wait for it.
+            own = {key: group[key] for key in self.given.defaults if key in group}
+            said |= {
+                f"{key} of group {index}": str(value.tolist() if isinstance(value, torch.Tensor) else value)
+                for key, value in own.items()
+                if isinstance(value, (bool, int, float, tuple)) or (isinstance(value, torch.Tensor) and value.is_cpu)
+            }
+        return said
 
     def loaded_options(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         """The options that a group has once an optimizer of this class has loaded others.
@@ -208,6 +230,33 @@ def check_elementwise(cls: type, make: Callable[[list[nn.Parameter]], torch.opti
         # Not to the bit: vectors of other lengths may go through other instructions.
         if not torch.allclose(mine, theirs, rtol=1e-5, atol=1e-7, equal_nan=True):
             raise InputError(advice)
+
+
+def refuse_differing(said: Sequence[Mapping[str, str]]) -> None:
+    """Refuse a step whose ranks go by different options: each would step its part of a weight by its own.
+
+    Args:
+        said: by rank, `UserOptimizer.said_to_ranks`.
+
+    Raises:
+        InputError: they differ.
+    """
+    first = said[0]
+    for rank, other in enumerate(said):
+        for what in [*first, *other]:
+            one, two = str(first.get(what)), str(other.get(what))
+            if one != two and not _nearly_same(one, two):
+                raise InputError(
+                    f"ranks step with different options: {what} is {one} on rank 0, {two} on rank {rank}; nothing was "
+                    "stepped. Set the same on all ranks, such as by a scheduler that gets the mean of their losses"
+                )
+
+
+def _nearly_same(one: str, two: str) -> bool:
+    """Whether both are numbers that machines with other libraries may get of the same formula."""
+    with contextlib.suppress(ValueError):
+        return math.isclose(float(one), float(two), rel_tol=1e-9)
+    return False
 
 
 def has_stepped(state: Any) -> bool:
