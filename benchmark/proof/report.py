@@ -120,12 +120,13 @@ def _offload(ok: Sequence[Row]) -> list[Verdict]:
     found: list[Verdict] = []
     ratios: list[float] = []
     cases = _by_case(ok, "offload")
-    # Without a budget a large model still has states on the host: that is no resident speed to compare with.
+    # Where the device has no room for all states there is no resident speed to compare with. Where it has, plans may
+    # put some on the host all the same, if that is faster.
     free = {
         row["model"]: row
         for rows in cases.values()
         for row in rows
-        if row["contender"] == "elixir, no budget" and row["host_state_chunks"] == 0
+        if row["contender"] == "elixir, no budget" and row["resident_bytes"] <= row["planned_device_bytes"]
     }
     for case, rows in cases.items():
         if any(row["contender"] == "elixir, no budget" for row in rows):

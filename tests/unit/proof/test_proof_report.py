@@ -80,10 +80,10 @@ def test_runs_of_different_steps_are_not_compared() -> None:
 
 def test_states_alone_on_the_host_are_held_against_the_resident_run() -> None:
     ours = speed_row("elixir", 80.0, budget_bytes=600)
-    resident = speed_row("elixir, no budget", 100.0, case="free", budget_bytes=None, host_state_chunks=0)
+    resident = speed_row("elixir, no budget", 100.0, case="free", budget_bytes=None, planned_device_bytes=900)
     assert judged([ours, resident], "offload", "only the states") is True
     assert judged([{**ours, "tokens_per_s": 79.0}, resident], "offload", "only the states") is False
-    offloaded = {**resident, "host_state_chunks": 3}
+    offloaded = {**resident, "planned_device_bytes": 899}
     tight = {**ours, "budget_bytes": 400}
     for rows in ([ours, offloaded], [tight, resident]):
         assert not [verdict for verdict in verdicts(rows) if "only the states" in verdict.promise]
