@@ -118,7 +118,8 @@ class Lane(Protocol):
     """One resource that works while compute goes on."""
 
     waited_s: float
-    """How long compute stood still for this lane; on CUDA, where only work of the host makes it, next to nothing."""
+    """How long compute stood still for this lane; on CUDA how long the threads that submit compute have waited until
+    its work was issued, as where it brings weights that the host still updates."""
 
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
         """Run `work` after all earlier work of this lane, after `after`, and after compute submitted so far.
@@ -273,8 +274,8 @@ def closed() -> InputError:
 class _CudaTicket:
     """Work that has been, or will be, issued to a stream."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, lane: StreamLane) -> None:
+        self._lane = lane
         self._issued = threading.Event()
         self._event: torch.cuda.Event | None = None
         self._error: BaseException | None = None
@@ -295,7 +296,7 @@ class _CudaTicket:
 
     def wait(self) -> None:
         # Compute that reads what the work wrote comes after it; the host goes on once it is issued.
-        self.order(torch.cuda.current_stream(self._device))
+        self.order(torch.cuda.current_stream(self._lane.device))
 
     def synchronize(self) -> None:
         self.until_issued().synchronize()  # the calling thread reads on the host what the stream writes, or frees it
@@ -305,7 +306,11 @@ class _CudaTicket:
         stream.wait_event(self.until_issued())
 
     def until_issued(self) -> torch.cuda.Event:
-        self._issued.wait()  # no event exists before: to go on without would leave the buffers unprotected
+        if not self._issued.is_set():
+            started = time.perf_counter()
+            self._issued.wait()  # no event exists before: to go on without would leave the buffers unprotected
+            if not _THREAD.is_lane:
+                self._lane.waited_s += time.perf_counter() - started
         if self._event is None:
             raise _tell(self._error or StateError("work of a lane was issued without an event"))
         return self._event
@@ -340,7 +345,7 @@ class StreamLane:
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
-        self._device = device
+        self.device = device
         self._stream = torch.cuda.Stream(device, priority=priority)
         self._issuer: ThreadLane | None = None
         self._last: _CudaTicket | None = None
@@ -362,16 +367,16 @@ class StreamLane:
         if self._closed:
             raise closed()
         # What compute has been given may still read the block that the work overwrites, or write what it reads.
-        given = _recorded(torch.cuda.current_stream(self._device))
+        given = _recorded(torch.cuda.current_stream(self.device))
         behind = self._last is not None and not self._last.issued()
-        self._last = ticket = _CudaTicket(self._device)
+        self._last = ticket = _CudaTicket(self)
         if not behind and all(
             earlier.issued() if isinstance(earlier, _CudaTicket) else earlier.done() for earlier in after
         ):
             self._issue(work, given, after, ticket)
             ticket.raise_error()
         else:
-            self._issuer = self._issuer or ThreadLane("issuer", device=self._device)
+            self._issuer = self._issuer or ThreadLane("issuer", device=self.device)
             self._issuer.submit(lambda: self._issue(work, given, after, ticket))
         return ticket
 
@@ -402,7 +407,7 @@ class StreamLane:
                     earlier.synchronize()
             started, event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             started.record(self._stream)
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad(), _own_modes():
+            with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad(), _own_modes():
                 work()
             event.record(self._stream)
             self._spans.append((started, event))

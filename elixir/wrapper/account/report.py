@@ -70,7 +70,7 @@ class StepReport:
     deviations: int
     """Uses that left the recorded order."""
     waited_s: dict[str, float]
-    """How long compute stood still for each lane; on CUDA, where nobody stands still, 0."""
+    """How long compute stood still for each lane; on CUDA as `elixir.chunk.lanes.Lane` has it."""
     busy_s: dict[str, float]
     """How long each lane worked, delays of an emulated link included; on CUDA, of what is known to be over."""
     refreshed_bytes: int

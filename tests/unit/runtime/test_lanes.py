@@ -150,6 +150,18 @@ class FakeEvent:
         self.what = stream.told[-1] if stream.told else "compute"
 
 
+class Opening(threading.Event):
+    """Opens a gate when a thread waits for this."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._gate.set()
+        return super().wait(timeout)
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
     """Gives the stream of compute."""
@@ -176,8 +188,13 @@ def test_a_stream_lane_does_not_hold_compute_up_for_the_host(cuda: FakeStream) -
     third = lane.submit(lambda: told.append("third"))
     assert told[2:] == []
     assert not second.done()
-    gate.set()
+    assert lane.waited_s == 0.0
+    third._issued = Opening(gate)  # the host goes on once this thread waits
     third.wait()
+    assert lane.waited_s > 0.0
+    waited_s = lane.waited_s
+    second.wait()
+    assert lane.waited_s == waited_s
     assert [what for what in told if not what.startswith("wait")] == ["first", "second", "third"]
     fourth = lane.submit(lambda: told.append("fourth"), after=[second, third])
     assert told[-3:] == ["wait for second", "wait for third", "fourth"]
