@@ -403,6 +403,7 @@ class Saving:
             if shared_slices:
                 common = self._write(shared_file(self._id), shared_slices, shared, ranks, False)
             sequence = folder.next_sequence(ranks)
+            folder.check_written((mine, common))
             parts: list[_RankPart] = ranks.exchange(
                 _RankPart(
                     mine,

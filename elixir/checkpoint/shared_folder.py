@@ -15,6 +15,7 @@ from pathlib import Path
 from elixir.checkpoint.heartbeat import HeartbeatGroup
 from elixir.checkpoint_format import (
     Index,
+    WrittenFile,
     abandon,
     commit,
     find_checkpoints,
@@ -115,6 +116,23 @@ class SharedFolder:
                     f"the checkpoint takes {format_bytes(needed)} in {self.folder}, where {format_bytes(free)} are "
                     "free: remove "
                     "old checkpoints, or save elsewhere"
+                )
+
+    def check_written(self, written: Iterable[WrittenFile | None]) -> None:
+        """Before a commit: an index must not take the place of the one before and name files that are gone.
+
+        Args:
+            written: by this rank.
+
+        Raises:
+            CheckpointError: another save into this folder has removed them, for which they were left of a save that
+                was cut off.
+        """
+        for each in written:
+            if each is not None and not os.path.lexists(self.folder / each.name):
+                raise CheckpointError(
+                    f"{self.folder / each.name} is gone: another save into the same folder was under way; one run, and "
+                    "one model of it, saves into a folder"
                 )
 
     def next_sequence(self, ranks: HeartbeatGroup) -> int:

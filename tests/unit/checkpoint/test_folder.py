@@ -171,6 +171,35 @@ def test_a_save_that_fails_leaves_the_one_before(run: Run, tmp_path: Path) -> No
         assert saved.value("number") == 3
 
 
+class HeldFiles(UnsyncedFiles):
+    """Has a save wait when it has written a rank's file."""
+
+    def __init__(self) -> None:
+        self.written, self.go = threading.Event(), threading.Event()
+
+    def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+        if operation == "sync" and "-rank-" in path:
+            self.written.set()
+            assert self.go.wait(60)
+        return super().call(operation, path, function, *args)
+
+
+def test_of_two_saves_at_once_into_one_folder_none_is_lost(run: Run, tmp_path: Path) -> None:
+    """Each takes the other's files for those of a save that was cut off."""
+    held = HeldFiles()
+    saving = save_checkpoint(tmp_path / "run", run.state(number=1), files=held)
+    assert held.written.wait(60)
+    it = case("opt", layers=1)
+    with Run(it, make_plan(it, "mixed"), adamw) as other:
+        save_checkpoint(tmp_path / "run", other.state(number=2), wait=True, files=FILES)
+    held.go.set()
+    with pytest.raises(CheckpointError, match="another save into the same folder"):
+        saving.wait()
+    assert verify(tmp_path / "run") == ()
+    with open_checkpoint(tmp_path / "run") as saved:
+        assert saved.value("number") == 2
+
+
 def test_close_tells_of_a_save_that_failed(tmp_path: Path) -> None:
     it, plan = planned("cnn", "mixed")
     run = Run(it, plan, adamw)
