@@ -407,7 +407,7 @@ class Plan(Artifact):
             parts.append(f"{predicted.flops_per_s / 1e12:.3g} TFLOP/s a device, {100 * share:.0f} % of its peak")
         hosted = any(chunk.trainable and chunk.state_home != "device" for chunk in self.chunks)
         if hosted and self.host_threads is None and self.hardware_name in preset_names():
-            parts.append("threads of the host not known")
+            parts.append("a typical host is supposed, so measure yours")
         return "".join(f"; {part}" for part in parts)
 
     def asks(self, *, levers: Callable[[Plan], tuple[Any, ...]], hedge: Callable[[Plan], Any]) -> None:

@@ -76,14 +76,14 @@ def test_as_much_of_the_host_is_advised_as_a_plan_with_overlap_needs(trace: Step
     assert advised.step_s < 0.95 * least.step_s
 
 
-def test_threads_are_said_to_be_unknown_of_a_named_host_alone(trace: StepTrace) -> None:
+def test_a_plan_says_that_the_host_of_a_preset_is_supposed(trace: StepTrace) -> None:
     here = replace(MACHINE, name="measured-briefly", measured_at="2026-01-31")
     of_preset, of_measured = (
         str(plan_from_trace(trace, machine, 1, device_memory=700 * MIB, host_memory=8 * GIB))
         for machine in (MACHINE, here)
     )
-    assert "threads of the host not known" in of_preset
-    assert "threads" not in of_measured
+    assert "a typical host is supposed, so measure yours" in of_preset
+    assert "supposed" not in of_measured
 
 
 def test_levers_of_a_plan_are_plans(trace: StepTrace) -> None:
