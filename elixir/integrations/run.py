@@ -38,6 +38,8 @@ class Run:
 
     def __init__(self, module: ElixirModule, optimizers: Sequence[ElixirOptimizer], *, is_main: bool) -> None:
         self.module, self.optimizers, self.is_main = module, list(optimizers), is_main
+        self._known: set[str] = set()
+        """Numbers that were not 0 in all steps so far."""
         if is_main:
             logger.info("%s", module.plan)
 
@@ -64,12 +66,15 @@ class Run:
             self.module.plan.save(Path(folder) / PLAN)
 
     def numbers(self) -> dict[str, float]:
-        """The last step's report for a logger, each name under ``elixir/``; predictions are in the plan."""
+        """The last step's report for a logger, each name under ``elixir/``; predictions are in the plan.
+
+        Frameworks print what is logged, so a number that was 0 so far, such as a wait for a disk that the plan does not
+        use, is left out.
+        """
         report = self.module.last_report
         found = {} if report is None else report.to_dict()
-        return {
-            f"elixir/{name}": value for name, value in found.items() if not name.startswith(("predicted_", "busy_"))
-        }
+        self._known |= {name for name, value in found.items() if value and not name.startswith(("predicted_", "busy_"))}
+        return {f"elixir/{name}": value for name, value in found.items() if name in self._known}
 
     def _state(self) -> dict[str, Any]:
         several = len(self.optimizers) > 1

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers import HfArgumentParser, LlamaForCausalLM, Trainer
 
 import elixir
 from elixir.errors import InputError, InputTypeError, PlanError, TraceError
+from elixir.integrations.run import Run
 from elixir.integrations.transformers import ElixirTrainer, ElixirTrainingArguments, with_elixir
 from elixir.plan import Plan
 from tests.common.early import all_early
@@ -61,12 +63,24 @@ def test_logs_predicts_and_saves_what_trainer_does(tmp_path: Path) -> None:
     first = ours.trainer.state.log_history[0]
     assert first["elixir/tokens_per_s"] > 0
     assert first["elixir/micro_batches"] == 2
+    assert not {"elixir/network_bytes", "elixir/waited_for_disk_s"} & set(first)  # of lanes that it does not use
     assert Plan.load(tmp_path / "ours" / "elixir_plan.json").placement == "cpu"
     module = ours.trainer.elixir.module
     assert all(chunk.state_home == "host" for chunk in module.plan.chunks)
     assert not module.last_report.surprises()  # accumulation is planned for
     ours.trainer.model.zero_grad()  # the plain model's own, which some callbacks call
     module.close()
+
+
+def test_a_number_is_logged_from_the_step_on_in_which_it_is_not_0() -> None:
+    report: dict[str, float] = {"step_s": 0.5, "deviations": 0, "predicted_loads": 3, "busy_fetch_s": 0.1}
+    module: Any = SimpleNamespace(last_report=SimpleNamespace(to_dict=lambda: report))
+    run = Run(module, [], is_main=False)
+    assert run.numbers() == {"elixir/step_s": 0.5}
+    report["deviations"] = 2
+    assert run.numbers() == {"elixir/step_s": 0.5, "elixir/deviations": 2}
+    report["deviations"] = 0
+    assert run.numbers() == {"elixir/step_s": 0.5, "elixir/deviations": 0}  # a curve without gaps
 
 
 @pytest.mark.slow
