@@ -15,7 +15,7 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.rcache import RCache
 from elixir.errors import InputError
-from elixir.torch_private import DisableTorchFunctionSubclass
+from elixir.torch_private import DisableTorchFunctionSubclass, current_graph_task_id
 
 _ALIKE_ON_ALL_RANKS = frozenset("abs_ add_ clamp_ clamp_max_ clamp_min_ clip_ copy_ lerp_ mul_ relu_ zero_".split())
 """Functions that write the same on all ranks if they get nothing but weights and constants: clamps, moving averages."""
@@ -58,7 +58,9 @@ class _Scope:
 class _ThreadState:
     scopes: list[_Scope] = field(default_factory=list)
     """One for each module that is running, outermost first."""
-    node: int | None = None
+    node: tuple[int, int] | None = None
+    """The backward and the number of the autograd node that ran last. Each thread numbers the nodes that it makes, so a
+    recompute on a thread of the engine makes nodes with the numbers of others."""
     at_node: _Scope = field(default_factory=_Scope)
 
 
@@ -324,7 +326,7 @@ class WeightUses:
         )
 
     def _enter_node(self, state: _ThreadState) -> None:
-        node = current_node_number()
+        node = current_graph_task_id(), current_node_number()
         if node != state.node:
             self._backward_runs()  # sees to it that the pins of the last node are given back
             self._cache.unpin(state.at_node.pins)
