@@ -75,7 +75,7 @@ class SearchSpace:
             key = tuple((chunk.parameters, chunk.outsized) for chunk in packing.chunks)
             found = self._by_chunks.get(key)
             if found is None:
-                found = self._by_chunks[key] = MemoryModel(Workload(self.facts, packing), self.setting)
+                found = self._by_chunks[key] = self.cost.known(Workload(self.facts, packing)).model
             self._models[capacity_bytes] = found
         return found
 

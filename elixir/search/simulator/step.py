@@ -407,27 +407,38 @@ class SimulatedCost:
         """Values that are worked out once for a packing."""
         found = self._known.get(work)
         if found is None:
-            other = None if self._like is None else self._like.known(work)
-            model = MemoryModel(work, self._setting) if other is None else other.model
-            disk_bytes = model.disk_shard_bytes.tolist()
-            times = (
-                WorkTimes(work, self._rates, self._accesses_s, work.packing.block_bytes, disk_bytes)
-                if other is None
-                else other.times.at(self._rates, self._accesses_s)
-            )
-            found = self._known[work] = Known(times, model, self._setting, self._ahead)
+            like = None if self._like is None else self._like.known(work)
+            model = MemoryModel(work, self._setting) if like is None else like.model
+            found = self._known[work] = Known(model, self._rates, self._accesses_s, self._ahead, like)
         return found
 
 
 class Known:
-    """Values that `SimulatedCost` works out once per packing."""
+    """Values that `SimulatedCost` works out once per packing.
 
-    def __init__(self, times: WorkTimes, model: MemoryModel, setting: Setting, ahead: bool) -> None:
-        self.times, self.model, self._setting, self._ahead = times, model, setting, ahead
+    Args:
+        model: memory of the packing.
+        rates, accesses_s: of the machine, as `WorkTimes` takes them.
+        ahead: as in `Machine`.
+        like: those of another machine, whose index of the order is shared.
+    """
+
+    def __init__(
+        self, model: MemoryModel, rates: Rates, accesses_s: Floats, ahead: bool, like: Known | None = None
+    ) -> None:
+        self.model, self._rates, self._accesses_s, self._ahead, self._like = model, rates, accesses_s, ahead, like
+
+    @cached_property
+    def times(self) -> WorkTimes:
+        """Seconds of every piece of work."""
+        if self._like is not None:
+            return self._like.times.at(self._rates, self._accesses_s)
+        work, disk_bytes = self.model.work, self.model.disk_shard_bytes.tolist()
+        return WorkTimes(work, self._rates, self._accesses_s, work.packing.block_bytes, disk_bytes)
 
     @cached_property
     def floor(self) -> Floor:
-        return self._floor(self._setting.step_in_backward)
+        return self._floor(self.model.setting.step_in_backward)
 
     @cached_property
     def early_floor(self) -> Floor:
@@ -435,7 +446,7 @@ class Known:
         return self._floor(True)
 
     def _floor(self, in_backward: bool) -> Floor:
-        setting = self._setting
+        setting = self.model.setting
         return Floor(
             self.times,
             in_backward,
