@@ -178,10 +178,10 @@ def _speculating(
     found.take(early for plain in best if (early := speculating(space, plain, budgets)) is not None)
     if space.setting.spill:
         return []  # what the host has more of would go to the disk
-    floors_s = {trial: trial.early.look(trial.depth(depths[len(depths) > 1])) for trial in trials}
+    floors_s = {trial: trial.early.look(trial.depth(depths[len(depths) > 1]), depths[0]) for trial in trials}
     for trial in sorted(trials, key=lambda trial: floors_s[trial]):
         if floors_s[trial] < found.best_s * LITTLE_LESS:
-            trial.early.begin(depths[-1], found.best_s * NEAR)
+            trial.early.begin(depths, found.best_s * NEAR)
             found.take(trial.early.found())
     return sorted((trial for trial in trials if trial.early.best is not None), key=lambda trial: trial.early.best_s)
 

@@ -54,10 +54,14 @@ class EarlyStates:
         """Seconds of the best so far."""
         return math.inf if self.best is None else self.best[1].seconds["total"]
 
-    def look(self, depth: int) -> float:
-        """Begin with the number of chunks that is most promising; seconds that no step of these beats."""
-        blocks = self._fillings.block_range(depth).start
-        fullest = self._fillings.hosting(0, blocks, depth)
+    def look(self, depth: int, shallowest: int) -> float:
+        """Begin with the number of chunks that is most promising; seconds that no step of these beats.
+
+        Args:
+            depth: chunks fetched ahead to begin with.
+            shallowest: the fewest to be fetched ahead, with which the device holds most.
+        """
+        fullest = self._fillings.hosting(0, self._fillings.block_range(shallowest).start, shallowest)
         if fullest is None or not self.most:
             return math.inf
         work, order = self.model.work, self._fillings.update_order
@@ -77,12 +81,18 @@ class EarlyStates:
         sets = np.cumsum([0, *(self.model.second_set_bytes[chunk] for chunk in reversed(order))])[counts]
         whole = np.flatnonzero(host_bytes + sets <= self._budgets.host_bytes - self.model.copies_bytes)
         starts = {least, min(least, int(whole[-1]) if len(whole) else 0)}
+        blocks = self._fillings.block_range(depth).start
         self._starts = [(int(counts[start]), blocks, depth) for start in sorted(starts)]
         return float(floors_s[least])
 
-    def begin(self, deepest: int, most_s: float) -> None:
+    def begin(self, depths: Sequence[int], most_s: float) -> None:
         """The most promising number of chunks, or, if the host cannot hold their weights as well, the nearest to it;
-        and the largest with which all of them can speculate. What streams is fetched `deepest` ahead, too."""
+        and the largest with which all of them can speculate.
+
+        What streams is fetched as far ahead as `depths` allow, too. If the device cannot hold as many states as is
+        promising, it gets no more blocks than the least of `depths` takes, too.
+        """
+        shallowest, deepest = depths[0], depths[-1]
         for hosted, blocks, depth in self._starts:
             if not self._fits_host((hosted, blocks, depth)):
                 low = 0
@@ -94,6 +104,9 @@ class EarlyStates:
             found = self.at((hosted, blocks, depth), most_s)
             if found is not None and found.schedule.blocks and depth < deepest:
                 self.at((hosted, max(blocks, self._fillings.block_range(deepest).start), deepest), most_s)
+            choice = self._fillings.hosting(hosted, blocks, depth)
+            if depth > shallowest and (choice is None or self._hosted(choice[0]) > hosted):
+                self.at((hosted, self._fillings.block_range(shallowest).start, shallowest), most_s)
 
     def _fits_host(self, key: Key) -> bool:
         choice = self._fillings.hosting(*key)

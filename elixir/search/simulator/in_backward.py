@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from elixir.optimizer_states import MASTER_BYTES
 from elixir.search.problem import Placement, Setting, Workload
 
+LEAST_SLOWER = 1.01
+"""A host that is slowed until memory holds what it makes is slowed by so much at least, each time."""
 _IN_PLACE_BYTES = 14
 """Bytes that a step in place moves per element, states apart: see `elixir.search.simulator.rates`."""
 
@@ -99,3 +101,26 @@ def worth_stepping(
         else:
             break
     return frozenset(chosen)
+
+
+def worth_stepping_within(
+    home_s: Mapping[int, float],
+    until_s: float,
+    update_s: Sequence[float],
+    update_order: Sequence[int],
+    needed: Sequence[int],
+    left_bytes: int,
+) -> frozenset[int]:
+    """As `worth_stepping`, on a host that is just so slow that memory holds what it makes.
+
+    It works all the time then, so that its chunks lie among others that are updated later, everywhere in the order in
+    which forward asks for them: no part of forward has to wait for many updates at once.
+    """
+    possible = {chunk: at_s for chunk, at_s in home_s.items() if needed[chunk] <= left_bytes}
+    slower = 1.0
+    while True:
+        chosen = worth_stepping(possible, until_s, [slower * seconds for seconds in update_s], update_order)
+        wanted = sum(needed[chunk] for chunk in chosen)
+        if wanted <= left_bytes:
+            return chosen
+        slower *= max(wanted / left_bytes, LEAST_SLOWER)

@@ -10,6 +10,7 @@ plus a duration: nothing that gets faster can make a step slower.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -147,6 +148,13 @@ class Machine:
         for c, home_s in self.home_s.items():
             if c in chunks:
                 self._update_and_return(c, home_s, home_s)
+
+    def fork(self) -> Machine:
+        """The same at this moment, which goes on without this one."""
+        other = copy.copy(self)
+        mutable = {key: value for key, value in vars(self).items() if isinstance(value, list | dict | deque)}
+        vars(other).update({key: copy.copy(value) for key, value in mutable.items()})
+        return other
 
     def begin_speculating(self, chunks: Collection[int], share: float) -> None:
         """Likewise, have these speculate; not where gradients are added up, which wait on the same lane."""

@@ -38,7 +38,13 @@ from elixir.search.request import check_count
 from elixir.search.simulator.collectives import Algorithm, check_positive
 from elixir.search.simulator.events import Events, WorkTimes
 from elixir.search.simulator.fast_bounds import Floor
-from elixir.search.simulator.in_backward import can_step, out_of_place_share, within, worth_stepping
+from elixir.search.simulator.in_backward import (
+    can_step,
+    out_of_place_share,
+    within,
+    worth_stepping,
+    worth_stepping_within,
+)
 from elixir.search.simulator.rates import Rates, main_dtype, say_if_network_unknown
 from elixir.search.simulator.replay import COMPUTE, RESOURCES, Machine, Span
 from elixir.search.simulator.scenario import Case
@@ -264,31 +270,45 @@ class SimulatedCost:
             return None
         case = self._case(work, placement, schedule, overlap=overlap)
         machine = self._before_step(case)
-        homes = {chunk: at_s for chunk, at_s in machine.home_s.items() if chunk in able}
+        choices = self._choices(case, machine, able, left_bytes, needed)
+        if case.accumulates or case.times.rates.contention:
+            found = [(chunks, self._speculating(case, chunks)) for chunks in choices]
+        else:  # all that comes before the optimizer's step is the same whatever speculates
+            later, found = case.events(case.result, updated=True), []
+            for chunks in choices:
+                branch = machine.fork()
+                branch.begin_speculating(chunks, self._out_of_place_share)
+                found.append((chunks, self._steady(case, branch, later)))
+        return min(found, key=lambda each: each[1]["total"], default=None)
+
+    def _choices(
+        self, case: Case, machine: Machine, able: frozenset[int], left_bytes: int, needed: Sequence[int]
+    ) -> list[frozenset[int]]:
+        """Chunks that may speculate together, for each way to choose them."""
         times = case.times
+        homes = {chunk: at_s for chunk, at_s in machine.home_s.items() if chunk in able}
         update_s = [seconds * self._out_of_place_share for seconds in times.host_adam_in_backward_s]
-        chosen = worth_stepping(homes, machine.now_s, update_s, times.update_order)
-        orders = times.update_order, sorted(homes, key=lambda chunk: homes[chunk])
+        gradients = homes, machine.now_s, update_s, times.update_order
+        chosen = worth_stepping(*gradients)
         all_bytes = sum(needed[chunk] for chunk in chosen)
         # Fewer may be better where gradients that are added to others wait on the same lane.
         parts = (1, 2, 4) if case.accumulates else (1,)
-        rooms = [min(left_bytes, all_bytes // part) for part in parts]
-        choices = list(dict.fromkeys(found for room in rooms for found in within(chosen, orders, needed, room)))
-        if len(choices) == 1 and not case.accumulates:
-            machine.begin_speculating(choices[0], self._out_of_place_share)
-            return choices[0], self._steady(case, machine)
-        found = [(chunks, self._speculating(case, chunks)) for chunks in choices]
-        return min(found, key=lambda each: each[1]["total"], default=None)
+        orders = times.update_order, sorted(homes, key=lambda chunk: homes[chunk])
+        found = []
+        for room in (min(left_bytes, all_bytes // part) for part in parts):
+            found += [*within(chosen, orders, needed, room), worth_stepping_within(*gradients, needed, room)]
+        return [chunks for chunks in dict.fromkeys(found) if chunks]
 
     def _speculating(self, case: Case, chunks: frozenset[int]) -> dict[str, float]:
         """The step's seconds if these chunks speculate."""
         case = replace(case, speculating=chunks, speculative_share=self._out_of_place_share)
-        return self._steady(case, self._before_step(case))
+        return self._steady(case, self._before_step(case), case.events(case.result, updated=True))
 
-    def _steady(self, case: Case, machine: Machine) -> dict[str, float]:
-        """Seconds of the step after the one that `machine` has come to the end of."""
+    def _steady(self, case: Case, machine: Machine, later: Events) -> dict[str, float]:
+        """Seconds of the step after the one that `machine` has come to the end of; `later` are the events of its first
+        batch."""
         machine.restart()
-        return self._seconds(case, machine, case.events(case.result, updated=True))
+        return self._seconds(case, machine, later)
 
     def _before_step(self, case: Case) -> Machine:
         """A machine that comes to its first optimizer step."""

@@ -434,7 +434,7 @@ def test_pins_keep_several_chunks_at_once() -> None:
 def test_overlap_is_given_up_only_where_nothing_fits_with_it() -> None:
     trace = stack_trace(SMALL)
     least = least_needed(trace, 1)
-    tight, roomy = plan(trace, device=least), plan(trace, device=least + 512 * MIB)
+    tight, roomy = plan(trace, device=least), plan(trace, device=least + 256 * MIB)
     assert not tight.overlap
     assert tight.prefetch_depth == 0
     assert roomy.overlap

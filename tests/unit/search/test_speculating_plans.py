@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile
-from elixir.plan import CHECKPOINT_PART, Plan
+from elixir.hardware import HardwareProfile, preset
+from elixir.plan import CHECKPOINT_PART, Home, Plan
 from elixir.search import plan_from_trace
-from elixir.search.planner import simple_plan
-from elixir.search.problem import setting_of
-from elixir.search.propose.candidate import NEAR
+from elixir.search.planner import setting_for, simple_plan
+from elixir.search.problem import Placement, setting_of
+from elixir.search.propose import Budgets, SearchSpace, find_best
+from elixir.search.propose.candidate import NEAR, draw, speculating
+from elixir.search.propose.fillings import Fillings
 from elixir.search.replan import correct
 from elixir.search.request import SearchRequest
-from elixir.search.simulator import simulate_step
+from elixir.search.simulator import simulate_step, step, worth_stepping
+from elixir.search.simulator.in_backward import worth_stepping_within
 from elixir.search.whatif.bottlenecks import request_of
 from elixir.show import plan_record
 from elixir.step_trace import StepTrace
@@ -223,3 +227,56 @@ def test_a_plan_by_hand_speculates_too(stack: StepTrace) -> None:
     plan = simple_plan(stack, SLOW, request, split_number=8, shard_device="cpu")
     assert plan.speculates
     assert plan.predicted.host_peak_bytes == plan.host_budget_bytes
+
+
+def test_no_plan_with_the_least_prefetch_and_the_most_states_on_the_device_is_faster() -> None:
+    """Two chunks are a layer of large blocks: each that prefetch takes displaces states of a tenth of the chunks."""
+    hardware = replace(preset("a100"), devices_per_host=8)
+    wide = stack_trace(replace(SMALL, hidden=4096, layers=32, ffn=172032, vocab=32000), batch=1, seq=128)
+    request = SearchRequest.of(8, device_memory=16 * GIB, host_memory=8 * 480 * GIB)
+    space = SearchSpace(wide, hardware, setting_for(wide, hardware, request))
+    budgets, sizes = Budgets(16 * GIB, 8 * 480 * GIB), space.sizes(outsized=True)
+    fastest_s = find_best(space, budgets, sizes, prefetch_depth=1).fastest_s or 0.0
+    found = []
+    for model in {id(model): model for model in map(space.model, sizes)}.values():
+        fillings = Fillings(model, budgets.device_bytes, space.cost)
+        choice = fillings.hosting(0, fillings.block_range(0).start, 0)
+        if choice is not None and (early := speculating(space, draw(model, *choice, 0), budgets)) is not None:
+            found.append(early.seconds["total"])
+    assert found
+    assert fastest_s <= min(found)
+
+
+def test_chunks_that_memory_allows_lie_among_others_that_are_updated_later() -> None:
+    """The first or the last chunks alone would speculate otherwise, and forward would wait for many updates at once."""
+    homes, order = {chunk: 9.0 - chunk for chunk in range(10)}, list(range(10))
+    gradients = homes, 9.5, [0.5] * 10, order
+    assert worth_stepping(*gradients) == set(range(10))
+    assert worth_stepping_within(*gradients, [3] * 10, 30) == set(range(10))
+    assert worth_stepping_within(*gradients, [3] * 10, 15) == {9, 7, 5, 3, 1}
+    assert worth_stepping_within(*gradients, [3] * 10, 3) == {9}
+    assert worth_stepping_within(*gradients, [3] * 10, 2) == frozenset()
+    assert worth_stepping_within(*gradients, [3] * 9 + [4], 3) == {8}
+
+
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.4, 0.5])
+def test_chunks_that_lie_among_others_shorten_a_step_more(
+    stack: StepTrace, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = replace(SLOW, host_adam_numel_per_s=4e8)
+    space = SearchSpace(stack, machine, setting_for(stack, machine, SearchRequest.of(1)))
+    model = space.model(space.smallest_size)
+    plain = draw(model, Placement.everywhere(Home.HOST, len(model.work.chunks)), blocks=4, prefetch_depth=1)
+    work, placement, schedule, needed = plain.work, plain.placement, plain.schedule, model.second_set_bytes
+    left = int(share * sum(needed))
+
+    def best() -> tuple[frozenset[int], Mapping[str, float]]:
+        found = space.cost.speculating(work, placement, schedule, overlap=True, left_bytes=left, needed=needed)
+        assert found is not None
+        assert found[1] == space.cost.estimate(work, placement, schedule, overlap=True, speculating=found[0])
+        return found
+
+    chunks, seconds = best()
+    assert 0 < sum(needed[chunk] for chunk in chunks) <= left
+    monkeypatch.setattr(step, "worth_stepping_within", lambda *_: frozenset())
+    assert seconds["total"] < 0.99 * best()[1]["total"]
