@@ -86,7 +86,7 @@ class AnyStepper(Protocol):
         """Go on from `states`, under the engine's plan of now."""
 
     def gradients_scaled(self, by: float) -> None:
-        """The gradients there are were multiplied by a loss scale."""
+        """The gradients that come now are multiplied by a loss scale, and are added to those there are."""
 
     def gradients_cleared(self, scale: float | None) -> None:
         """No gradients are there, nor a limit for them; or, of this loss scale, zeros."""

@@ -69,6 +69,7 @@ class Stepper:
         self._told = False
         self._left: list[tuple[StoredStates, ChunkOptimizer]] = []  # until others have taken over their states
         self._made_by: float | None = None  # the loss scale that the gradients there are were multiplied by
+        self._mixed = False  # whether they are sums over backwards of several scales
         self._used: set[str] = set()  # parameters that got a gradient on any rank
         self._position = {parameter: index for index, parameter in enumerate(engine.model.parameters())}
         self.parts: dict[int, ChunkOptimizer] = {}
@@ -180,12 +181,15 @@ class Stepper:
         self.early.begin(chunk, home)
 
     def gradients_scaled(self, by: float) -> None:
-        """The gradients there are were multiplied by a loss scale."""
+        """The gradients that come now are multiplied by a loss scale, and are added to those there are."""
+        if self._mixed or self._made_by not in (None, by):
+            # Another optimizer's overflow has changed it since. What nobody holds was cleared one by one.
+            self._mixed = self._holds_gradients()
         self._made_by = by
 
     def gradients_cleared(self, scale: float | None) -> None:
         """No gradients are there, nor a limit for them; or, of this loss scale, zeros."""
-        self._made_by, self._clip_once = scale, None
+        self._made_by, self._clip_once, self._mixed = scale, None, False
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
         """See `ElixirOptimizer.clip_grad_norm_`."""
@@ -219,6 +223,10 @@ class Stepper:
         engine.gradients.send_late()  # each update waits for the arrival of its gradients, and nothing else does
         self._agree_on_used(unscaled=self._unscaled(), stepping=True)
         loss_scale, made_by = engine.loss_scale, self._gradient_scale()
+        if self._mixed:
+            logger.info("a step is left out, since the loss scale has changed while its gradients were added up")
+            self._grad_norm = None
+            return self._left_out(made_by)
         factor: float | torch.Tensor = 1.0 / made_by
         clipped = False
         limit = self.clip_limit
@@ -234,11 +242,8 @@ class Stepper:
             if waits:
                 norm = norm.cpu()  # the one number that a step waits for: the host's updates multiply by it
             if loss_scale.used and not math.isfinite(norm):
-                self.speculation.give_up()
-                self.speculation.forecast.stepped(other_factor=True, scale=made_by, made=0, kept=0)
                 loss_scale.overflowed(made_by)
-                engine.stepped(True)
-                return False
+                return self._left_out(made_by)
             if limit is not None:
                 clip = clip_factor(norm / made_by, limit)
                 factor *= float(clip) if waits else clip
@@ -264,6 +269,24 @@ class Stepper:
         engine.stepped(False)
         loss_scale.stepped(made_by)
         return True
+
+    def _left_out(self, made_by: float) -> bool:
+        """No step is made of the gradients that a loss scale of `made_by` has made; False, as `step` says it."""
+        self._clip_once = None
+        self.speculation.give_up()
+        self.speculation.forecast.stepped(other_factor=True, scale=made_by, made=0, kept=0)
+        self._engine.stepped(True)
+        return False
+
+    def _holds_gradients(self) -> bool:
+        """Whether this rank has gradients of parameters that this steps."""
+        mine = [(part.chunk, slot) for part in self.parts.values() for slot in part.chunk.slots]
+        with DisableTorchFunctionSubclass():
+            return any(
+                self._engine.gradients.holds(chunk, slot.name) or slot.parameter.grad is not None
+                for chunk, slot in mine
+                if slot.parameter in self.user.group_of
+            )
 
     def norm(self) -> torch.Tensor:
         """Norm of all gradients over all ranks, loss scale included; float32."""
@@ -378,14 +401,16 @@ class Stepper:
         for gradient in self._engine.gradients.by_chunk.values():
             used |= gradient.arrived
         if self._engine.group.size > 1:
-            mine = bytes([*(name in used for name in names), unscaled])
+            mine = bytes([*(name in used for name in names), unscaled, self._mixed])
             said = self.user.said_to_ranks(self.clip_limit) if stepping else {}
             digest = zlib.crc32(repr(said).encode())
             answers = self._engine.exchange("gradients used", (mine, self._engine.said_of_disk(), digest))
             self._engine.hear_of_disks([lost for _, lost, _ in answers])
             if len({theirs for *_, theirs in answers}) > 1:
                 refuse_differing(self._engine.exchange("options", said))
-            *found, unscaled = (any(flags) for flags in zip(*(flags for flags, *_ in answers), strict=True))
+            *found, unscaled, self._mixed = (
+                any(flags) for flags in zip(*(flags for flags, *_ in answers), strict=True)
+            )
             used = {name for name, flag in zip(names, found, strict=True) if flag}
             self._engine.gradients.hold(used)
         if unscaled:

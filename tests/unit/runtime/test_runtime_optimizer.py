@@ -228,6 +228,38 @@ def test_two_optimizers_share_a_model(mode: str) -> None:
     module.close()
 
 
+def test_sums_of_gradients_of_several_loss_scales_are_not_stepped_with() -> None:
+    """One optimizer adds up while the other one's overflow changes the scale that both share."""
+    it = case("opt", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "mixed", unified_dtype="float16"), device=gpu.DEVICE)
+    parameters, inp = list(module.parameters()), gpu.there(it.inp)
+    first, second = (
+        ElixirOptimizer(module, torch.optim.SGD(part, lr=0.1), initial_scale=256.0)
+        for part in (parameters[::2], parameters[1::2])
+    )
+
+    def second_moves(*, overflows: bool) -> bool:
+        for number in range(2):
+            if overflows and not number:
+                first.backward(it.loss(module, inp) * float("inf"))
+                second.zero_grad()  # nothing overflows in its part
+            first.backward(it.loss(module, inp))
+            first.step()
+            assert first.step_was_skipped == (overflows and not number)
+            first.zero_grad()
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        second.step()
+        moved = any(not torch.equal(value, before[name]) for name, value in module.state_dict().items())
+        assert moved != second.step_was_skipped
+        for parameter in parameters:  # as good as zero_grad
+            parameter.grad = None
+        return moved
+
+    assert [second_moves(overflows=overflows) for overflows in (False, True, False)] == [True, False, True]
+    assert first.loss_scale == 128.0
+    module.close()
+
+
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])
 def test_a_gradient_set_by_hand_is_not_passed_over(mode: str) -> None:
     it = case("opt", layers=1)
