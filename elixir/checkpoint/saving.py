@@ -71,6 +71,9 @@ def save_checkpoint(
 
     Whatever is killed when, the folder holds the checkpoint that was there before, or this one.
 
+    Code that writes to weights otherwise than by a step or a load, such as one that swaps in their mean for an
+    evaluation, calls `Saving.wait` first. It is told where torch counts what it writes, but not of ``weight.data``.
+
     Args:
         folder: of the checkpoint, on a file system that all ranks share, or on one of each machine. One that is there
             is replaced when the new one is whole.
