@@ -94,9 +94,9 @@ class PlannerTries(Tries):
     def __init__(self, hardware: HardwareProfile) -> None:
         self._hardware = hardware
 
-    def has_room(self, trace: StepTrace, request: SearchRequest) -> bool:
+    def lacking_bytes(self, trace: StepTrace, request: SearchRequest) -> int:
         setting = setting_for(trace, self._hardware, request)
-        return not lacks_room(trace, setting, _budgets(self._hardware, request))
+        return lacks_room(trace, setting, _budgets(self._hardware, request))
 
     def least_host_bytes(self, trace: StepTrace, request: SearchRequest) -> int | None:
         if request.placement != "auto" or request.search != "optimal" or not request.overlap:

@@ -24,8 +24,8 @@ from elixir.units import dtype_bytes, format_bytes
 class Tries(Protocol):
     """Plans with something changed, and gives no advice itself."""
 
-    def has_room(self, trace: StepTrace, request: SearchRequest) -> bool:
-        """Whether all memory together holds weights and states, whatever a batch takes."""
+    def lacking_bytes(self, trace: StepTrace, request: SearchRequest) -> int:
+        """By how much weights and states exceed all memory together, whatever a batch takes; 0 if they do not."""
 
     def least_host_bytes(self, trace: StepTrace, request: SearchRequest) -> int | None:
         """Host memory of a machine for a plan with overlap and chunks of a sensible size; None where none is enough."""
@@ -67,7 +67,6 @@ def with_what_suffices(
         several = _pairs(_of_the_job(trace, request))
         found = {pair: _step_s(pair, trace, hardware, request, tries) for pair in several}
         enough = {pair: step_s for pair, step_s in found.items() if step_s is not None}
-    alone = {option for change in tried if tried[change] is None for option in change.options[:1]}
     first = [
         Lever(c.action, 0, argument=c.options[0][0], value=c.options[0][1], options=c.options, step_s=step_s)
         for c, step_s in enough.items()
@@ -81,9 +80,13 @@ def with_what_suffices(
     ]
     short = [
         Lever(change.action, 0, argument=change.options[0][0], options=change.options, enough=False)
-        for change in tried
-        if change.options[0] in alone and len(change.options) < 2
+        for change, step_s in tried.items()
+        if step_s is None
     ]
+    lacking = tries.lacking_bytes(trace, request) if lacks_device and not enough else 0
+    if lacking:  # or one would cut the batch until the device does, and then hear of the host
+        action = "give the host more memory as well, for weights and optimizer states"
+        rest.append(Lever(action, lacking, "adds", argument="host_memory"))
     return PlanError(
         error.what,
         needed_bytes=error.needed_bytes,
@@ -143,7 +146,7 @@ def _step_s(
 ) -> float | None:
     """Seconds for as many samples as the step has, all ranks together; None where it does not fit or cannot be."""
     try:
-        if not tries.has_room(trace, replace(request, **dict(change.request))):
+        if tries.lacking_bytes(trace, replace(request, **dict(change.request))):
             return None  # nothing that a trace shows could change that
         other, asked = change.applied(trace, hardware, request)
         found = tries.plan(other, asked, briefly=change.kinds != ("machine",))

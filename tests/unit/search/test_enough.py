@@ -55,6 +55,18 @@ def test_the_first_advice_suffices(trace: StepTrace, budgets: Mapping[str, Any])
     assert made.predicted.step_s <= 1.01 * first.step_s
 
 
+def test_a_host_that_is_short_too_is_told_next_to_the_device(trace: StepTrace) -> None:
+    """Otherwise one would cut the batch until the device holds it, and only then hear of the host."""
+    short = {"device_memory": 64 * MIB, "host_memory": 900 * MIB}
+    both = refusal(trace, **short)
+    assert "exceed the device memory" in both.what
+    told = next(lever for lever in both.levers if lever.argument == "host_memory")
+    room = 900 * MIB + told.saves_bytes
+    assert told.effect == "adds"
+    assert "weights and optimizer states (adds" in str(both)
+    assert not any("host_memory" in lever.argument for lever in refusal(trace, **{**short, "host_memory": room}).levers)
+
+
 def test_what_was_tried_in_vain_says_so_and_comes_last(trace: StepTrace) -> None:
     error = refusal(trace, device_memory=64 * MIB, host_memory=64 * GIB)
     states = [lever for lever in error.levers if dict(lever.options).get("moments")]
