@@ -451,7 +451,7 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
     states.follow_writes()
     chunks = states.chunks(frozen=options.frozen)
     for chunk in chunks:
-        if not chunk.is_settled:  # a first step is making states: the file's layout is known after it
+        if not chunk.is_settled:  # a step may be making states: the file's layout is known after it
             chunk.wait()
     readers = [_ChunkReader(chunk, small) for chunk in chunks]
     for reader in readers:

@@ -61,7 +61,10 @@ class ChunkStates:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no update is still under way that could make states which are not there yet."""
+        """Whether no update is still under way that could make states which are not there yet.
+
+        Classes that are not torch's may make more of them in any step.
+        """
         return self._updated is None or self._updated.done() or all(have_begun(part) for part in self.parts)
 
     def wait(self) -> None:

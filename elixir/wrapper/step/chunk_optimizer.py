@@ -380,8 +380,12 @@ class ChunkOptimizer:
     @property
     def rests_without_gradients(self) -> bool:
         """Whether a step without gradients does nothing."""
-        known = isinstance(self.optimizer, FusedAdam) or self._user.rests_without_gradients
-        return known or not self.segments
+        return self.is_known or not self.segments
+
+    @property
+    def is_known(self) -> bool:
+        """Whether no user's own class steps it; see `UserOptimizer.is_known`."""
+        return isinstance(self.optimizer, FusedAdam) or self._user.is_known
 
     @property
     def follows_torch(self) -> bool:

@@ -176,8 +176,10 @@ def _on_disk(part: ChunkOptimizer, kind: str, tensor: torch.Tensor, start: int) 
 
 
 def have_begun(part: ChunkOptimizer) -> bool:
-    """Whether every segment has states, so that no step makes others."""
+    """Whether every segment has states, and no step makes others."""
     optimizer = part.optimizer
+    if not part.is_known:
+        return False
     if isinstance(optimizer, FusedAdam):
         return all(optimizer.steps_of(segment) for segment in part.segments)
     return all(_has_begun(optimizer.state.get(segment.weights, {})) for segment in part.segments)

@@ -50,11 +50,9 @@ class UserOptimizer:
         self.fusible = can_fuse(given)
         self.begins_with_states = bool(given.state)
         """Whether the constructor of the class makes states."""
-        self.rests_without_gradients = isinstance(given, HybridAdam) or type(given).__module__.startswith(
-            "torch.optim."
-        )
-        """Whether its step is known to do nothing without a gradient. Other classes may count steps by
-        themselves."""
+        self.is_known = isinstance(given, HybridAdam) or type(given).__module__.startswith("torch.optim.")
+        """Whether its step is known to do nothing without a gradient, and its first one with a gradient to make all
+        states of a weight. Other classes may count steps by themselves, and make a state later."""
         self.group_of = {parameter: index for index, group in enumerate(groups()) for parameter in group["params"]}
         numbers = [self.group_of.get(slot.parameter) for chunk in engine.chunks for slot in chunk.slots]
         self._members = f"{type(given).__name__} {zlib.crc32(repr(numbers).encode()):08x}"

@@ -17,6 +17,7 @@ from elixir.checkpoint_format import open_checkpoint
 from elixir.errors import InputError
 from elixir.plan import Plan
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.training_states import ChunkStates
 from tests.common.early import all_speculating, attempts, rehomed
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.parity import MODES, Case, case, make_plan
@@ -208,5 +209,42 @@ def test_states_exchanged_before_the_save_reads_them(homes: str, tmp_path: Path)
         saving.wait()
         assert differing(wanted, run.bits()) != []
     with Run(it, plan, two_groups()) as run:
+        load_checkpoint(tmp_path / "run", run.state(), files=FILES)
+        assert differing(wanted, run.bits()) == []
+
+
+class _Averaging(Lion):
+    """Makes one more state in its third step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self.state[parameter]["step"] >= 3:
+                    average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                    average.lerp_(parameter, 0.1)
+
+
+def test_a_state_that_a_class_makes_late_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save comes while the step that makes it has not begun; whoever waits for that step lets it begin."""
+    it = case("gpt2")
+    plan, begins = make_plan(it, "streamed"), threading.Event()
+    wait = ChunkStates.wait
+
+    def release_and_wait(states: ChunkStates) -> None:
+        begins.set()
+        wait(states)
+
+    monkeypatch.setattr(ChunkStates, "wait", release_and_wait)
+    with Run(it, plan, two_groups(_Averaging)) as run:
+        run.train(2)
+        run.module.settle()
+        engine_of(run.module).lanes.host_adam.submit(begins.wait)
+        run.step()
+        save_checkpoint(tmp_path / "run", run.state(), step=3, files=FILES).wait()
+        wanted = run.bits()
+    assert any("average" in name for name in wanted)
+    with Run(it, plan, two_groups(_Averaging)) as run:
         load_checkpoint(tmp_path / "run", run.state(), files=FILES)
         assert differing(wanted, run.bits()) == []
