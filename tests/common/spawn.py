@@ -24,6 +24,9 @@ GROUP_TIMEOUT_S = 60.0
 """Timeout of collectives, unless a test asks for another."""
 WAIT_S = 120.0
 """How long a whole run may take."""
+ALONE: dict[str, float] = {"group_timeout_s": 24 * 3600.0, "wait_s": 900.0}
+"""For ranks that must end because they learn of something: no collective ends by its timeout. A rank that waits for ever
+has the error `no answer`, and a slow machine changes nothing."""
 
 
 @dataclass

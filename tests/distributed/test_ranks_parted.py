@@ -1,4 +1,4 @@
-"""Ranks that part, and then wait for each other in different collectives, end within seconds, not after the timeout."""
+"""Ranks that part, and then wait for each other in different collectives, learn of it, and wait for no timeout."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from elixir.chunk.group import Group
 from elixir.errors import RankError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.ddp import LR, plan_for
-from tests.common.spawn import run_ranks, run_to_end
+from tests.common.spawn import ALONE, run_ranks, run_to_end
 
 WIDTH = 24
-TIMEOUT_S = 300.0
-SOON_S = 120.0
-"""Far below the timeout, with time to start the ranks on a busy machine."""
 
 
 class ByRank(nn.Module):
@@ -54,10 +51,9 @@ def _train(rank: int, world_size: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["host", "device", "mixed"])
 def test_modules_chosen_by_rank_end_at_once_on_both_ranks(kind: str) -> None:
-    outcomes = run_to_end(2, _train, kind, group_timeout_s=TIMEOUT_S)
+    outcomes = run_to_end(2, _train, kind, **ALONE)
     for outcome in outcomes:
         assert "RankError" in str(outcome.error), outcome.error
-        assert outcome.seconds < SOON_S, f"rank {outcome.rank} took {outcome.seconds:.0f} s"
     told = [str(outcome.error) for outcome in outcomes if "after" in str(outcome.error)]
     assert any("a use of chunks [3] that is not in the order" in text and "gather chunk" in text for text in told), told
 
@@ -81,7 +77,7 @@ def _straggles(rank: int, world_size: int) -> None:
 
 
 def test_a_rank_that_is_slow_has_not_parted() -> None:
-    run_ranks(2, _straggles, group_timeout_s=TIMEOUT_S)
+    run_ranks(2, _straggles, **ALONE)
 
 
 def _gather(group: Group, what: str) -> None:
@@ -97,26 +93,24 @@ def _part(rank: int, group: Group) -> None:
         group.send_from_rank_0(torch.ones(4))
 
 
-def _first_wrong_place(rank: int, world_size: int) -> tuple[str, float]:
+def _first_wrong_place(rank: int, world_size: int) -> str:
     group = Group()
     group.exchange("begin", None)
     _gather(group, "chunk 0")
-    started = time.perf_counter()
     with pytest.raises(RankError) as raised:
         _part(rank, group)
     with pytest.raises(RankError):
         group.exchange("more", None)
     group.close()  # waits for nothing, though gloo still waits for the other rank
     dist.barrier()  # the other must not learn it from this rank's end
-    return str(raised.value), time.perf_counter() - started
+    return str(raised.value)
 
 
 def test_the_error_names_the_first_place_and_nobody_waits_to_close() -> None:
-    for told, seconds in run_ranks(2, _first_wrong_place, group_timeout_s=TIMEOUT_S):
+    for told in run_ranks(2, _first_wrong_place, **ALONE):
         assert "'gather chunk 1'" in told, told
         assert "'gather chunk 2'" in told, told
         assert "after 2 collectives" in told, told
-        assert seconds < SOON_S
 
 
 def _data_against_data(rank: int, world_size: int) -> str:
@@ -131,6 +125,6 @@ def _data_against_data(rank: int, world_size: int) -> str:
 
 
 def test_two_collectives_of_data_that_wait_for_each_other() -> None:
-    for told in run_ranks(3, _data_against_data, group_timeout_s=TIMEOUT_S):
+    for told in run_ranks(3, _data_against_data, **ALONE):
         assert "'gather weights'" in told, told
         assert "'send from rank 0'" in told, told

@@ -227,7 +227,7 @@ class _Averaging(Lion):
 
 
 def test_a_state_that_a_class_makes_late_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The save comes while the step that makes it has not begun; whoever waits for that step lets it begin."""
+    """The save comes while the step that makes it has not begun; the thread that waits for that step lets it begin."""
     it = case("gpt2")
     plan, begins = make_plan(it, "streamed"), threading.Event()
     wait = ChunkStates.wait
