@@ -124,9 +124,8 @@ def find_best(
     if found.best.speculating and _few_chunks(space, found.best):
         found.take([last_look(found.best, key=lambda candidate: candidate.sort_key, cost=space.cost)])
     best = _surest(space, budgets, trials, found, hedge, others)
-    safe = best is found.best and _worst_s(space, best) <= found.best_s * NEAR
-    if hedge and not safe and _few_chunks(space, best):
-        best = _surer(space, best, last_look, found.best_s * (1 + hedge), certain=1 + hedge <= NEAR)
+    if hedge and _few_chunks(space, best):
+        best = _surer(space, best, last_look, found, hedge)
         found.take([best])
     return Outcome(best, found.count, found.least_host, found.best_s)
 
@@ -137,12 +136,16 @@ def _few_chunks(space: SearchSpace, candidate: Candidate) -> bool:
 
 
 def _surer(
-    space: SearchSpace, best: Candidate, last_look: Callable[..., Candidate], most_s: float, *, certain: bool
+    space: SearchSpace, best: Candidate, last_look: Callable[..., Candidate], found: _Collection, hedge: float
 ) -> Candidate:
-    """A neighbour of `best` with a better worst case that takes no longer than `most_s`, the fastest such one.
+    """A neighbour of `best` with a better worst case that takes at most `hedge` more than the fastest, the fastest such
+    one; `best` if that is the fastest and its worst case nearly as short.
 
-    If that is not `certain` to be short, its worst case may also be nearly as good.
+    If that is not certain to be short, its worst case may also be nearly as good.
     """
+    if best is found.best and _worst_s(space, best) <= found.best_s * NEAR:
+        return best
+    most_s, certain = found.best_s * (1 + hedge), 1 + hedge <= NEAR
 
     def risk(candidate: Candidate) -> tuple[float, ...]:
         worst_s = _worst_s(space, candidate) if candidate.seconds["total"] <= most_s else math.inf
@@ -234,7 +237,7 @@ def _surest(
 
     best = min(weighed, key=risk)
     for candidate in () if best.speculating else _with_fewer_blocks(space, budgets, best, most_s * EXACTLY):
-        if candidate.seconds["total"] <= most_s:
+        if id(candidate) not in worst_s and candidate.seconds["total"] <= most_s:
             worst_s[id(candidate)] = _worst_s(space, candidate)
             weighed.append(candidate)
     if 1 + hedge > NEAR:  # seconds of the worst case are not known well enough to give certain ones for less
@@ -317,15 +320,17 @@ class _Trials:
         streams = self.best is not None and not all(self.best.placement.resident)
         return self.best.schedule.prefetch_depth if self.best is not None and streams else otherwise
 
-    def look(self, depths: Iterable[int]) -> None:
+    def look(self, depths: Sequence[int]) -> None:
         """Fewest and most blocks."""
         resident = everything_resident(self.model, self.budgets.device_bytes, self.space.cost)
         if resident is not None:
             self._take([resident])
-        for depth in depths:
+        # The least prefetch comes last, as what the others take often rules it out; of equals it is the first.
+        for depth in (*depths[1:], depths[0]):
             counts = self._fillings.block_range(depth)
             for blocks in sorted({counts.start, counts.stop - 1}):
                 self._try(blocks, depth)
+        self._tried = dict(sorted(self._tried.items(), key=lambda tried: tried[0][::-1]))
 
     def vary(self, depths: range) -> None:
         """From the best so far, other depths and block counts in turn, in ever smaller steps."""
@@ -412,7 +417,7 @@ class _Trials:
         taken = list(candidates)
         self.least_host_bytes = min([self.least_host_bytes, *(candidate.need.host_bytes for candidate in taken)])
         best = self.found.take(taken)
-        if best is not None and (self.best is None or best.sort_key < self.best.sort_key):
+        if best is not None and (self.best is None or _less_ahead(best) < _less_ahead(self.best)):
             self.best = best
         return best
 
@@ -469,6 +474,11 @@ class _Collection:
     def near(self, most_s: float) -> list[Candidate]:
         """Those that fit and take no longer."""
         return [candidate for candidate in self._near if candidate.seconds["total"] <= most_s]
+
+
+def _less_ahead(candidate: Candidate) -> tuple[tuple[float, ...], int]:
+    """Sorts like `sort_key`, and puts less prefetch first among equals."""
+    return candidate.sort_key, candidate.schedule.prefetch_depth
 
 
 def _by_host(candidate: Candidate) -> tuple[int, tuple[float, ...]]:

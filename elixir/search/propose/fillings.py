@@ -64,7 +64,7 @@ class Fillings:
             host_bytes = sum(self.model.host_parts(spilled(self.model, placement)).values())
             if host_bytes > most_host_bytes:
                 return None
-            if most_s < math.inf and self._cost.floor_of(self.model.work, placement, blocks) > most_s:
+            if most_s < math.inf and self._cost.floor_of(self.model.work, placement, blocks, depth) > most_s:
                 return None
             self._known[key] = weigh(self.model, placement, blocks, depth, self._cost)
         return self._known[key]

@@ -70,23 +70,33 @@ class Floor:
         self._used_place: Ints = np.argsort(np.argsort(self._before_s, kind="stable"), kind="stable")
         self._sent_place, self._after_sent_s = times.sent
 
-    def seconds(self, chunks: Ints, resident: Bools, weight: Bools, state: Bools, blocks: Ints) -> Floats:
+    def seconds(
+        self, chunks: Ints, resident: Bools, weight: Bools, state: Bools, blocks: Ints, *, prefetch: bool = True
+    ) -> Floats:
         """The least a step with these homes, and no more than so many blocks, can take.
 
         Args:
             chunks: those that the columns of the next three stand for; what others do only comes on top.
             resident, weight, state: [placement, chunk], as in `Placement`.
             blocks: by placement.
+            prefetch: chunks may be fetched ahead of their use; otherwise compute waits for each load.
         """
         trained, forward, backward = self._trained[chunks], self._forward[chunks], self._backward[chunks]
         fetch_s, gather_s = self._fetch_s[chunks], self._gather_s[chunks]
         on_host, on_device, away = trained & ~state, trained & state, ~weight
         done_s = self._updated_s(chunks, on_host & self._updated_behind[chunks], weight)
-        walked_s = self._before_backward_s + self._loading_s(chunks, forward & ~resident, weight)
+        if prefetch:
+            loading_s = self._loading_s(chunks, forward & ~resident, weight)
+        else:
+            loading_s = self._one_by_one_s(chunks, forward & ~resident, weight, np.zeros_like(blocks))
+        walked_s = self._before_backward_s + loading_s
         forward_s: Floats = np.maximum(on_device @ self._device_adam_s[chunks] + walked_s, done_s)
         through = trained & ~(resident & state) if not self._several else np.broadcast_to(trained, resident.shape)
         backward_s: Floats = self._after_s + self._sending_s(chunks, through, state)
         backward_s = np.maximum(backward_s, _loads_s(away & backward, fetch_s, blocks))
+        if not prefetch:
+            waits_s = self._one_by_one_s(chunks, backward & ~resident, weight, blocks)
+            backward_s = np.maximum(backward_s, self._after_s + waits_s)
         if self._several:
             gathered_s = (trained | ~resident) @ np.where(forward, gather_s, 0.0)
             reduced_s = on_device @ self._reduce_s[chunks] + on_host @ self._reduce_to_host_s[chunks]
@@ -113,6 +123,12 @@ class Floor:
             here_s = here_s + np.where(loaded, self._before_s[some], np.inf).min(axis=1, initial=np.inf)[:, None]
         waits_s: Floats = np.where(loaded, here_s - self._before_s[some], 0.0).max(axis=1, initial=0.0)
         return waits_s
+
+    def _one_by_one_s(self, chunks: Ints, loaded: Bools, weight: Bools, blocks: Ints) -> Floats:
+        """How long compute waits for loads of which none is made ahead, but for as many as blocks may have kept."""
+        copied_s = np.zeros(len(chunks)) if self._several else self._copy_s[chunks]
+        waits_s = _loads_s(loaded, np.where(weight, copied_s, self._fetch_s[chunks]), blocks)
+        return np.maximum(waits_s, _loads_s(loaded, self._gather_s[chunks], blocks)) if self._several else waits_s
 
     def _sending_s(self, chunks: Ints, through: Bools, state: Bools) -> Floats:
         """Copies of gradients into blocks, and how long after compute's end the last of them are where they belong."""

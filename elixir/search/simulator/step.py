@@ -389,6 +389,7 @@ class SimulatedCost:
         blocks: Ints,
         *,
         speculating: bool = False,
+        prefetch: bool = True,
     ) -> Floats:
         """Seconds that no step with these homes, and no more than so many blocks, can beat; see `Floor.seconds`.
 
@@ -398,14 +399,17 @@ class SimulatedCost:
         floor = known.early_floor if speculating else known.floor
         # Batches after the first have their compute at least.
         more_s = (self._setting.accumulation - 1) * known.times.total_s
-        return floor.seconds(chunks, resident, weight, state, blocks) + more_s
+        return floor.seconds(chunks, resident, weight, state, blocks, prefetch=prefetch) + more_s
 
-    def floor_of(self, work: Workload, placement: Placement, blocks: int, *, speculating: bool = False) -> float:
-        """`floor_s` of one placement."""
+    def floor_of(
+        self, work: Workload, placement: Placement, blocks: int, depth: int = 1, *, speculating: bool = False
+    ) -> float:
+        """`floor_s` of one placement, with chunks fetched `depth` ahead."""
         codes = placement.codes[None]
         homes = RESIDENT[codes], WEIGHTS[codes], STATES[codes]
         chunks = np.arange(codes.shape[1])
-        return float(self.floor_s(work, chunks, *homes, np.array([blocks]), speculating=speculating)[0])
+        found = self.floor_s(work, chunks, *homes, np.array([blocks]), speculating=speculating, prefetch=depth > 0)
+        return float(found[0])
 
     def _case(self, work: Workload, placement: Placement, result: ScheduleResult, *, overlap: bool) -> Case:
         known = self.known(work)

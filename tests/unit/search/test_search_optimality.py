@@ -78,6 +78,7 @@ def test_variants_need_what_the_memory_model_says_and_floors_lie_below_simulatio
                     np.arange(len(code)),
                     *(np.array([flag]) for flag in flags),
                     np.array([blocks]),
+                    prefetch=depth > 0,
                 )
                 assert floor[0] <= candidate.seconds["total"] * (1 + 1e-12)
                 early = search.space.cost.speculating(
@@ -88,7 +89,7 @@ def test_variants_need_what_the_memory_model_says_and_floors_lie_below_simulatio
                     left_bytes=draw.choice((model.second_set_bytes[0], sum(model.second_set_bytes))),
                     needed=model.second_set_bytes,
                 )
-                floor_s = search.space.cost.floor_of(model.work, placement, blocks, speculating=True)
+                floor_s = search.space.cost.floor_of(model.work, placement, blocks, depth, speculating=True)
                 early_s = candidate.seconds["total"] if early is None else early[1]["total"]
                 assert floor_s <= min(early_s, candidate.seconds["total"]) * (1 + 1e-12)
 
@@ -116,6 +117,10 @@ def test_a_floor_is_what_a_step_takes_that_waits_at_its_ends_only(world_size: in
     compute_s = space.cost.known(model.work).times.total_s
     assert compute_s < floor_s <= step_s * (1 + 1e-12)
     assert step_s - floor_s < (step_s - compute_s) / 10
+    waiting_s = weigh(model, placement, 1, 0, space.cost).seconds["total"]
+    floor_s = space.cost.floor_of(model.work, placement, 1, 0)
+    assert space.cost.floor_of(model.work, placement, 1, 1) < floor_s <= waiting_s * (1 + 1e-12)
+    assert waiting_s - floor_s < (waiting_s - compute_s) / 2
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
