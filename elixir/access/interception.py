@@ -5,7 +5,8 @@ Four things together see every use of a parameter:
 * In forward and in recompute, a `torch.nn.Parameter` subclass announces each torch function it is an argument of.
 * In backward, a weight that autograd saved is announced when its node asks for it back. For that a pair of
   `saved_tensors_hooks` is pushed at every module entry, so that it is the innermost one also where a checkpoint has
-  pushed its own; what the listener does not claim goes on to the hooks that were in force before.
+  pushed its own; what the listener does not claim goes on to the hooks that were in force before. A listener that
+  claims nothing does without.
 * Code that calls operators without Python's torch functions (TorchScript, `torch.vmap`, compiled extensions) meets
   parameters that a listener has marked (`elixir.access.placeholders`): every operator that gets one is announced as a
   torch function is. A trace, whose dispatch mode sees every operator, marks none.
@@ -173,7 +174,8 @@ class ParameterAccess:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         outer, hooks = innermost_saved_tensors_hooks(), None
-        if listener_of(outer) is not self._listener:  # else those of a module around this one serve
+        # Those of a module around this one serve as well.
+        if self._listener.claims_saved and listener_of(outer) is not self._listener:
             hooks = hooks_over(self._listener, outer)
             hooks.__enter__()
         self._open.append((module, hooks))
@@ -309,7 +311,7 @@ def _read(
         listener.writes(changed, name, of_weights=all(isinstance(item, _Tracked) for item in tensors))
     _announce(listener, found, name)
     outer = innermost_saved_tensors_hooks()
-    if torch.is_grad_enabled() and listener_of(outer) is not listener:
+    if listener.claims_saved and torch.is_grad_enabled() and listener_of(outer) is not listener:
         # Outside every module: in step_fn itself, or in a checkpointed function that runs again. Or inside hooks of
         # others, which would keep the weight itself.
         with hooks_over(listener, outer):

@@ -19,6 +19,10 @@ class Place(Protocol):
 class AccessListener(Protocol):
     """Hears when parameters are used; the tracer and the runtime each have one."""
 
+    claims_saved: bool
+    """Whether it may claim tensors that autograd saves. Otherwise `pack` and `unpack` are never called, and autograd
+    saves as it does in plain PyTorch, without a call of Python for each tensor."""
+
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         """`function` is about to read `parameters` (each once, in argument order), in forward or in recompute."""
 

@@ -140,6 +140,8 @@ class UseOrder:
 
     # --- AccessListener ----------------------------------------------------------------------------------------
 
+    claims_saved = True
+
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         """A function is about to read parameters."""
         phase = self.phase()

@@ -101,6 +101,8 @@ class WeightUses:
             for chunk in tracked
             if chunk.whole is not None and chunk.plan.steps_in_backward
         }
+        self.claims_saved = bool(self._written_early) or not all(chunk.plan.resident for chunk in tracked)
+        """Weights of a resident chunk stay where they are until the optimizer's step, of which autograd is told."""
         self._threads: dict[int, _ThreadState] = {}
         self.gathered: dict[int, frozenset[nn.Parameter]] = {}
         """Chunks that `ElixirModule.gathered` holds in separate memory, and which of their parameters for writing."""

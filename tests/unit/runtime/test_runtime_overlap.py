@@ -7,8 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from elixir.chunk.lanes import Lane, Ticket
 from elixir.plan import Plan
+from elixir.wrapper.fetch_on_use import WeightUses
 from tests.common.parity import Pair, case, make_plan
 
 WAIT_S = 20.0
@@ -78,4 +81,22 @@ def test_what_is_fetched_waits_for_no_new_weights_of_others() -> None:
             assert not holding.done(), "the fetch waited"
             pair.engine.cache.unpin(first)
         pair.train(2)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
+def test_autograd_saves_by_itself_where_all_weights_stay(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of Python for every tensor that is saved takes longer than many kernels of a GPU."""
+    asked: list[str] = []
+    for name in ("pack", "unpack"):
+        real = getattr(WeightUses, name)
+        monkeypatch.setattr(WeightUses, name, lambda *args, real=real, name=name: asked.append(name) or real(*args))
+    it = case("opt", checkpoint)
+    plan = make_plan(it, "streamed")
+    with Pair(it, states_on_host(plan), max_norm=1.0) as pair:
+        pair.train(3)
+        assert not asked
+        pair.module.rehome(states_on_host(plan, streamed=1))
+        pair.train(2)
+        assert {"pack", "unpack"} <= set(asked)
         pair.assert_same_weights()

@@ -35,7 +35,7 @@ class Log:
         self.storages = {p.untyped_storage()._cdata: name for name, p in model.named_parameters()}
         self.parameters = dict(model.named_parameters())
         self.heard: list[tuple[str, Any]] = []
-        self.tracks = False
+        self.tracks, self.claims_saved = False, True
         self.held: nn.Parameter | None = None
 
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
