@@ -24,7 +24,7 @@ REPLACES_MEMORY = "set_"
 
 def operator_reads_only_metadata(name: str) -> bool:
     """Whether an operator of this name looks at no element of what it gets."""
-    return name in _METADATA_METHODS or name == REPLACES_MEMORY
+    return name in _METADATA_METHODS
 
 
 def reads_only_metadata(func: Any) -> bool:

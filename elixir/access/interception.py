@@ -234,7 +234,7 @@ def _reached(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     with DisableTorchFunctionSubclass(), unmarked():
         name = operator._schema.name.partition("::")[2]
         if name == REPLACES_MEMORY and type(args[0]) is TrackedParameter:
-            args[0].elixir_listener.replaces(args[0])
+            args[0].elixir_listener.replaces(args[0])  # a tensor that takes a weight's memory reads the weight
         if operator_reads_only_metadata(name):
             return operator(*args, **kwargs)
         found = _tracked(args, kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Iterable, Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from elixir.access import (
+    REPLACES_MEMORY,
     TrackedView,
     current_node_number,
     detached,
@@ -159,7 +160,7 @@ class UseOrder:
         else:
             self._outside.update(indices)
 
-    def reached(self, storages: Iterable[int], operator: OpOverload) -> None:
+    def reached(self, storages: Sequence[int], operator: OpOverload) -> None:
         """An operator is about to run on storages. Weights there that no torch function has announced are used here.
 
         TorchScript, `torch.vmap` and compiled extensions call operators so; the runtime sees them through
@@ -174,7 +175,10 @@ class UseOrder:
                 unseen[index] = None
         if unseen:
             name = operator._schema.name.partition("::")[2]
-            if not operator_reads_only_metadata(name):
+            if name == REPLACES_MEMORY:  # the first tensor gets other memory, that of the second
+                taken = {self._storages.get(storage) for storage in storages[1:]}
+                unseen = {index: None for index in unseen if index in taken}
+            if unseen and not operator_reads_only_metadata(name):
                 self.used([self._parameters[index] for index in unseen], name)
 
     def view(self, tensor: torch.Tensor) -> _Place | None:

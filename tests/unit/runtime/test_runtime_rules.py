@@ -119,6 +119,22 @@ def test_memory_of_a_streamed_weight_cannot_be_set(pair: Pair, inside: bool) -> 
     pair.assert_same_weights()
 
 
+def test_a_tensor_may_take_the_memory_of_a_weight_while_it_is_there(pair: Pair) -> None:
+    second = pair.module.module.get_submodule("second")
+    before = pair.plain.get_parameter("second.weight").clone()
+    taken: list[torch.Tensor] = []
+
+    def take(*_: object) -> None:
+        with torch.no_grad():
+            taken.append(torch.empty(0).set_(second.weight).clone())  # type: ignore[call-overload]
+
+    with pytest.raises(InputError, match=r"set_ reads second\.weight outside"):
+        take()
+    with second.register_forward_pre_hook(take):
+        pair.train(1)
+    assert torch.equal(taken[0], before)
+
+
 def test_memory_of_a_weight_on_the_device_cannot_be_set_but_while_it_is_gathered() -> None:
     it = case("cnn")
     with Pair(it, rehomed(make_plan(it, "streamed"), "states")) as pair:

@@ -321,3 +321,19 @@ def test_a_weight_whose_memory_is_replaced_is_found_again(replaced: str) -> None
         ("forward", second, "second.0"),
         ("backward", ("second.0.weight",), "second.0"),
     ]
+
+
+def test_a_tensor_that_takes_the_memory_of_a_weight_uses_it() -> None:
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        weight = model.get_parameter("second.0.weight")
+
+        def take(*_: object) -> None:
+            with torch.no_grad():
+                torch.empty(0).set_(weight)
+
+        handle = model.get_submodule("first.0").register_forward_pre_hook(take)
+        sum_step(model, inp)
+        handle.remove()
+
+    found = events(cpu_trace(Mlp(), INP, step))
+    assert next(event for event in found if event[2]) == ("forward", ("second.0.weight",), "first.0")
