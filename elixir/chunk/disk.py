@@ -10,7 +10,9 @@ write 1, ... Whatever else looks at masters or states does so inside of `StoredS
 
 An optimizer's class that makes its states itself makes them in separate memory. A chunk whose states are made so is
 *alone*: the window gives up all buffers but one, which has room for the masters only, and the states are written to
-the extent through that. So the masters and the new states together take no more memory than the window has.
+the extent through that. So the masters and the new states together take no more memory than the window has. The
+exception is the only chunk on a disk if its states come in parts, as those of a second optimizer or of a weight whose
+first gradient is late: then the new part lies next to a buffer for all, for that one step.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -220,6 +221,27 @@ def test_states_that_a_class_makes_take_no_more_than_the_window(
     if optimizers == 1:
         assert 0.4 * states_bytes < cls.states_bytes <= states_bytes, "the class has made the states of a whole chunk"
     assert cls.most_bytes <= window_kind(plan).nbytes
+    module.close()
+
+
+@pytest.mark.parametrize("cls", [AtOnce, Late, functools.partial(torch.optim.RMSprop, momentum=0.9)])
+def test_two_optimizers_of_the_only_chunk_on_a_disk(cls: Any, tmp_path: Path) -> None:
+    """The states of the second are made next to those of the first; the bits are those of plain PyTorch."""
+    it = case("gpt2", layers=1)
+    plan, plain = of_one_chunk(make_plan(it, "streamed", split_number=1)), copy.deepcopy(it.model)
+    assert max(len(chunk.parameters) for chunk in plan.chunks if chunk.state_home == "disk") > 1
+    theirs = [cls(list(plain.parameters())[first::2], lr=1e-3) for first in range(2)]
+    given = [cls(list(it.model.parameters())[first::2], lr=1e-3) for first in range(2)]
+    module = ElixirModule(it.model, plan, disk_folder=tmp_path)
+    mine = [ElixirOptimizer(module, each) for each in given]
+    for _ in range(4):
+        mine[0].backward(it.loss(module, it.inp))
+        it.loss(plain, it.inp).backward()
+        for optimizer in (*mine, *theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    state = module.state_dict()
+    assert not [name for name, value in plain.state_dict().items() if not torch.equal(value, state[name])]
     module.close()
 
 
