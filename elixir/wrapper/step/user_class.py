@@ -110,7 +110,8 @@ class UserOptimizer:
         Raises:
             InputError: shards cannot be stepped with them as this run steps them.
         """
-        made = _like(self.given, [{**shard_options(group), "params": []}])
+        weight = nn.Parameter(torch.zeros(1, device="cpu"))  # a constructor may look at the first one
+        made = _like(self.given, [{**shard_options(group), "params": [weight]}])
         taken = {key: copy.deepcopy(value) for key, value in options.items() if key not in HOW}
         loaded = {**taken, **{key: group[key] for key in HOW if key in group}, "params": []}
         made.__setstate__({"state": made.state, "param_groups": [loaded]})
