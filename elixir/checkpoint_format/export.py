@@ -41,6 +41,8 @@ def export_hf(
 ) -> Path:
     """Write the weights and persistent buffers of a checkpoint for ``from_pretrained``; tied ones once.
 
+    A model of plain PyTorch reads them by `safetensors.torch.load_model`, which knows tied weights.
+
     Args:
         folder: of the checkpoint.
         out: the folder for the files; it is made where it is missing, and must hold no model yet.
