@@ -199,7 +199,8 @@ class Stepper:
         engine.forget_failed_backward()
         engine.raise_untold()
         engine.gradients.send_late()
-        self._clip_once = max_norm if self._clip_once is None else min(max_norm, self._clip_once)
+        limit = float(max_norm)  # ranks compare it, and a tensor would say on which device it is
+        self._clip_once = limit if self._clip_once is None else min(limit, self._clip_once)
         self.asked_for_norm = True  # who asks once asks again
         self._agree_on_used()
         norm = self.norm() / self._gradient_scale()

@@ -18,6 +18,7 @@ from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.step import Stepper
 from tests.common import gpu
 from tests.common.parity import MODES, Case, Pair, case, make_plan, square_loss
 
@@ -72,6 +73,20 @@ def test_the_module_clips(mode: str) -> None:
         pair.assert_same_weights()
         with pytest.raises(InputError, match="2-norm"):
             pair.module.clip_grad_norm_(0.1, norm_type=1.0)
+
+
+def test_a_limit_may_be_a_tensor() -> None:
+    """Ranks compare their limits, and must not see on which device one lies."""
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "mixed")) as pair:
+        pair.backward()
+        pair.optimizer.clip_grad_norm_(torch.tensor(0.125))  # type: ignore[arg-type]
+        (stepper,) = pair.engine.steppers
+        assert isinstance(stepper, Stepper)
+        assert stepper.user.said_to_ranks(stepper.clip_limit)["the limit of the norm"] == "0.125"
+        torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.125)
+        pair.step()
+        pair.assert_same_weights()
 
 
 @pytest.mark.parametrize(
