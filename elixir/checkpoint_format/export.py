@@ -41,7 +41,7 @@ def export_hf(
 ) -> Path:
     """Write the weights and persistent buffers of a checkpoint for ``from_pretrained``; tied ones once.
 
-    A model of plain PyTorch reads them by `safetensors.torch.load_model`, which knows tied weights.
+    A model of plain PyTorch reads them by `load_model` of safetensors, which knows tied weights.
 
     Args:
         folder: of the checkpoint.
