@@ -10,7 +10,7 @@ import torch
 
 from elixir.checkpoint_format.index import Index, SavedGroup, scale_key
 from elixir.checkpoint_format.reader import SliceReader
-from elixir.checkpoint_format.tensors import STORED_DTYPES
+from elixir.checkpoint_format.tensors import STORED_DTYPES, scalar_state
 from elixir.checkpoint_format.values import decode
 from elixir.errors import CheckpointCorrupt, CheckpointError, InputError, unknown_name
 from elixir.files import FILES, Files, PathLike
@@ -155,14 +155,8 @@ class SavedCheckpoint:
                 state[numbers[name]] = {"step": torch.tensor(float(step), device="cpu")} | state.get(numbers[name], {})
         for name in self.index.scalars:
             if name in numbers:
-                state.setdefault(numbers[name], {}).update(
-                    {
-                        kind: torch.tensor(value[1], dtype=parse_dtype(value[0]), device="cpu")
-                        if isinstance(value, tuple)
-                        else value
-                        for kind, value in self.scalars(name).items()
-                    }
-                )
+                scalars = {kind: scalar_state(value) for kind, value in self.scalars(name).items()}
+                state.setdefault(numbers[name], {}).update(scalars)
         return {
             "state": dict(sorted(state.items())),
             "param_groups": [

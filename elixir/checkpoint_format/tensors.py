@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,6 +28,15 @@ SAFETENSORS_NAMES = {
 """Dtypes that a checkpoint holds, under their names in headers of safetensors files."""
 STORED_DTYPES = {dtype_name(dtype): dtype for dtype in SAFETENSORS_NAMES}
 """The same, by the names that the index uses."""
+
+
+def scalar_state(value: Any) -> Any:
+    """A state that is no tensor over the elements of a parameter, as an optimizer keeps it.
+
+    Args:
+        value: a number, or (name of a dtype, number) for a tensor without dimensions, which lies in host memory.
+    """
+    return torch.tensor(value[1], dtype=getattr(torch, value[0]), device="cpu") if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)

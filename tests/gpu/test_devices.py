@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import InputError
+from elixir.kernels import AdamOptions, adam_step, make_moments
+from elixir.kernels.adam.when_compiled import Combination
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu
 from tests.common.gpu import needs_gpu, needs_pretended_gpu, pretended
@@ -235,3 +237,12 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     missing = f"cuda:{torch.cuda.device_count()}"
     with pytest.raises(InputError, match=f"{missing}.*there are {torch.cuda.device_count()}"):
         ElixirModule(it.model, make_plan(it, "streamed"), device=missing)
+
+
+def test_compiled_adam_is_asked_for_by_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its index: code that was compiled on another device would launch there."""
+    asked: list[Combination] = []
+    monkeypatch.setattr(f"{adam_step.__module__}.compiled_step", lambda combination, numel: asked.append(combination))
+    values = torch.ones(64, device="cuda:0")
+    adam_step(values.clone(), values.clone(), None, make_moments(64, "float32", values.device), AdamOptions(), 1)
+    assert [combination.device for combination in asked] == ["cuda:0"]

@@ -261,9 +261,8 @@ class HybridAdam(torch.optim.Optimizer):
 def _begin(state: dict[str, Any], parameter: nn.Parameter, weights: torch.Tensor, kind: str) -> None:
     """The state before the first step."""
     moments = make_moments(parameter.numel(), kind, parameter.device)
-    state["step"] = torch.zeros(
-        (), dtype=torch.float32, device="cpu"
-    )  # a tensor, and float32, as torch's own Adam keeps it
+    # A tensor, and float32, as torch's own Adam keeps it.
+    state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     if moments.kind == "8bit":
         state["exp_avg"], state["exp_avg_sq"] = moments.exp_avg, moments.exp_avg_sq
         state[_SCALES[0]], state[_SCALES[1]] = moments.exp_avg_scale, moments.exp_avg_sq_scale

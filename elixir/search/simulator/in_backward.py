@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from elixir.optimizer_states import MASTER_BYTES
 from elixir.search.problem import Placement, Setting, Workload
 
-LEAST_SLOWER = 1.01
+_LEAST_SLOWER = 1.01
 """A host that is slowed until memory holds what it makes is slowed by so much at least, each time."""
 _IN_PLACE_BYTES = 14
 """Bytes that a step in place moves per element, states apart: see `elixir.search.simulator.rates`."""
@@ -123,4 +123,4 @@ def worth_stepping_within(
         wanted = sum(needed[chunk] for chunk in chosen)
         if wanted <= left_bytes:
             return chosen
-        slower *= max(wanted / left_bytes, LEAST_SLOWER)
+        slower *= max(wanted / left_bytes, _LEAST_SLOWER)

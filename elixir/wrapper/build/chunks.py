@@ -60,9 +60,8 @@ def build_chunks(
     problem: Exception | None = None
     drawn = 0
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        drawn = int(
-            torch.empty((), dtype=torch.int64, device="cpu").random_()
-        )  # as building on the CPU, it moves the generator on
+        # As building on the CPU, it moves the generator on.
+        drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     seed = group.exchange("seed", drawn)[0]
     try:
         source = WeightSource(model, weights, seed=seed, strict=strict)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from elixir.checkpoint_format.tensors import scalar_state
 from elixir.chunk.chunk import Slot
 from elixir.chunk.disk import StoredStates
 from elixir.errors import InputError
@@ -309,10 +310,7 @@ def _load_state(
             mine.copy_(shaped(flat, mine.shape, segment.order))
         if saved.has_codes(kind, name) or saved.dtype(kind, name) != wanted:
             notes |= _other_form(saved, name, dtype_name(wanted), kind)
-    for kind, value in small.others.items():
-        state[kind] = (
-            torch.tensor(value[1], dtype=getattr(torch, value[0]), device="cpu") if isinstance(value, tuple) else value
-        )
+    state |= {kind: scalar_state(value) for kind, value in small.others.items()}
     optimizer.state[weights] = state
     return notes
 

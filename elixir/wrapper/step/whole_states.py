@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from elixir.checkpoint_format.tensors import scalar_state
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.errors import InputError, InputTypeError
 from elixir.memory_order import Order, flattened, is_dense, order_of, shaped
@@ -270,8 +271,4 @@ def _gathered(engine: Engine, part: ChunkOptimizer, kind: str, dtype: torch.dtyp
 
 def _plain(small: SmallStates) -> dict[str, Any]:
     found: dict[str, Any] = {} if small.step is None else {"step": torch.tensor(float(small.step), device="cpu")}
-    for kind, value in small.others.items():
-        found[kind] = (
-            torch.tensor(value[1], dtype=getattr(torch, value[0]), device="cpu") if isinstance(value, tuple) else value
-        )
-    return found
+    return found | {kind: scalar_state(value) for kind, value in small.others.items()}

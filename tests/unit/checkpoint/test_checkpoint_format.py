@@ -32,6 +32,7 @@ from elixir.checkpoint_format import (
 from elixir.checkpoint_format.checksum import LARGEST_CHECKSUM, checksum
 from elixir.checkpoint_format.reader import OPEN_FILES
 from elixir.checkpoint_format.tensors import SAFETENSORS_NAMES
+from elixir.checkpoint_format.values import encode
 from elixir.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -285,6 +286,17 @@ def test_an_optimizer_comes_back_in_torchs_own_layout(tmp_path: Path) -> None:
         assert found["state"][number].keys() == state.keys()
         assert all(torch.equal(found["state"][number][key], value) for key, value in state.items())
     optimizer_of().load_state_dict(found)
+
+
+def test_numbers_of_a_state_have_the_dtypes_that_they_were_saved_in(tmp_path: Path) -> None:
+    """Counts of a class are often whole numbers, in which nothing is trained."""
+    numbers = {"count": ("int64", 3), "done": ("bool", True), "mean": ("float64", 0.5), "last": 7}
+    scalars = {"w": encode(numbers, "w")[0]}
+    save(tmp_path, {"weight/w": torch.ones(3)}, param_groups=(group(["w"]),), scalars=scalars)
+    with open_checkpoint(tmp_path) as saved:
+        (state,) = saved.optimizer_state_dict()["state"].values()
+    expected = {"count": torch.tensor(3), "done": torch.tensor(True), "mean": torch.tensor(0.5, dtype=torch.float64)}
+    assert same(state, expected | {"last": 7})
 
 
 def test_states_in_bfloat16_are_given_as_float32_and_wider_ones_as_they_are(tmp_path: Path) -> None:
