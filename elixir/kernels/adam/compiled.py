@@ -12,10 +12,12 @@ first step, ``wait`` before the first step (so that no step differs by when the 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -34,10 +36,28 @@ VARIABLE = "ELIXIR_COMPILE"
 _MODES = {"0": "never", "1": "background", "now": "now", "wait": "wait"}
 _PRIORITY = 19
 """Niceness of the compiling child: it gets what nobody else wants."""
+_LOOKED_AFTER_S = 0.5
+"""How often the compiling child looks whether its parent still runs."""
 _EXIT_WAIT_S = 20.0
 """How long a process that ends waits for its compiling thread, which must not be torn down inside of C++ code."""
 
 _ADVICE = "TORCHDYNAMO_VERBOSE"
+
+_CHILD = """\
+import os, threading, time
+if hasattr(os, "nice"):
+    os.nice({priority})
+if hasattr(os, "killpg"):
+    os.setpgid(0, 0)
+    def watch():
+        while os.getppid() == {parent}:
+            time.sleep({seconds})
+        os.killpg(0, 9)
+    threading.Thread(target=watch, daemon=True).start()
+{source}
+"""
+"""A child of low priority that leads a process group, with the compilers that it starts. The group ends when the parent
+has ended, also by a signal after which no code of the parent runs."""
 
 Step = Callable[..., Any]
 
@@ -186,7 +206,7 @@ class Background:
         environment = {**os.environ, "PYTHONPATH": paths, VARIABLE: "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         # One thread: OpenMP would keep cores busy, and the example is small.
         environment["OMP_NUM_THREADS"] = "1"
-        code = f"import os\nif hasattr(os, 'nice'): os.nice({_PRIORITY})\n{source}"
+        code = _CHILD.format(priority=_PRIORITY, parent=os.getpid(), seconds=_LOOKED_AFTER_S, source=source)
         with self._lock:
             if self._stopping:
                 return
@@ -203,10 +223,12 @@ class Background:
             raise RuntimeError("\n".join(lines) or f"the compiling process ended with {self._process.returncode}")
 
     def _stop(self) -> None:
-        """At exit: end the child at once, and let the thread leave C++ code."""
+        """At exit: end the child and its compiler at once, and let the thread leave C++ code."""
         with self._lock:
             self._stopping = True
             if self._process is not None and self._process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, AttributeError):  # no group yet, or none on this system
+                    os.killpg(self._process.pid, signal.SIGKILL)  # with its compiler
                 self._process.kill()
         if self._thread is not None:
             self._thread.join(_EXIT_WAIT_S)

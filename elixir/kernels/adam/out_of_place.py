@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import platform
+import stat
 import subprocess
 import tempfile
 import threading
@@ -202,15 +203,48 @@ def _library(form: Form, *, contracted: bool) -> ctypes.CDLL:
     made_of = "\n".join((SOURCE.read_text(encoding="utf-8"), *command, _processor()))
     folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache") / "elixir"
     library = folder / f"adam_{hashlib.sha256(made_of.encode()).hexdigest()[:24]}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / library.name
-            done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise RuntimeError(done.stderr.strip() or f"{compiler} ended with {done.returncode}")
+    kept = _may_keep_code_in(folder)
+    if kept and _is_private(library):
+        return ctypes.CDLL(str(library))
+    with tempfile.TemporaryDirectory(dir=folder if kept else None) as scratch:
+        made = Path(scratch) / library.name
+        done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip() or f"{compiler} ended with {done.returncode}")
+        loaded = ctypes.CDLL(str(made))
+        if kept:
+            made.chmod(0o700)  # whatever the user's umask: `_is_private` refuses others
             made.replace(library)  # another process may make the same at the same time
-    return ctypes.CDLL(str(library))
+    return loaded
+
+
+def _may_keep_code_in(folder: Path) -> bool:
+    """Whether nobody else can put a library there, which this process would run."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_private(folder):
+            return True
+        problem = "others may write to it, or it belongs to another user"
+    except OSError as error:
+        problem = str(error)
+    logger.warning(
+        "the kernel is compiled for this process alone, because %s cannot keep it: %s; set %s to a folder of this "
+        "user alone, or take the rights to write from others (chmod go-w)",
+        folder,
+        problem,
+        CACHE_VARIABLE,
+    )
+    return False
+
+
+def _is_private(path: Path) -> bool:
+    """Whether a file or folder is there, belongs to this user, and nobody else may write to it."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    owned = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
+    return owned and not stat.S_ISLNK(found.st_mode) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _processor() -> str:

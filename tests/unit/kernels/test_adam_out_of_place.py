@@ -160,6 +160,27 @@ def test_a_library_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 
 
 @needs_compiler
+@pytest.mark.parametrize("what", ["folder", "library"])
+def test_a_library_that_others_could_have_written_is_never_loaded(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(out_of_place.CACHE_VARIABLE, str(tmp_path))
+    form = Form(Combination("cpu", torch.float32, None, "float32"), torchs=True)
+    out_of_place._library(form, contracted=True)
+    (made,) = (tmp_path / "elixir").iterdir()
+    assert [path.stat().st_mode & 0o077 for path in (made, made.parent)] == [0, 0]
+    (made if what == "library" else made.parent).chmod(0o777)
+    made.write_bytes(b"planted")
+    loaded = []
+    monkeypatch.setattr(out_of_place.ctypes, "CDLL", lambda path: loaded.append(Path(path).read_bytes()))
+    out_of_place._library(form, contracted=True)
+    assert [content[:4] for content in loaded] == [b"\x7fELF"]
+    assert ("chmod go-w" in caplog.text) == (what == "folder")
+    assert [path.name for path in made.parent.iterdir()] == [made.name]
+    assert (made.read_bytes() == b"planted") == (what == "folder")
+
+
+@needs_compiler
 def test_a_form_without_a_kernel_is_refused() -> None:
     with pytest.raises(RuntimeError, match="there is no kernel"):
         out_of_place._library(Form(Combination("cpu", torch.float64, None, "float32"), torchs=True), contracted=True)

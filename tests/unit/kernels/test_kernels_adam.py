@@ -7,6 +7,8 @@ import functools
 import logging
 import math
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -363,6 +365,34 @@ def test_a_process_ends_at_once_while_a_child_compiles() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_is_killed_leaves_neither_the_child_nor_its_compiler(number: int, tmp_path: Path) -> None:
+    """Both hold the writing end of a pipe open, so the pipe ends when both have ended."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    child = f"import subprocess; subprocess.run('echo; sleep 100', shell=True, stdout=open({str(pipe)!r}, 'wb'))"
+    source = (
+        f"from elixir.kernels.adam.compiled import Background\nBackground('test', lambda: None, child={child!r}).wait()"
+    )
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    try:
+        with subprocess.Popen([sys.executable, "-c", source], env=environment) as parent:
+            said = [_said(reading)]
+            parent.send_signal(number)
+        said.append(_said(reading))
+    finally:
+        os.close(reading)
+    assert said == [b"\n", b""]
+
+
+def _said(reading: int) -> bytes:
+    """The next bytes of a pipe, nothing at its end."""
+    readable, _, _ = select.select([reading], [], [], 60)
+    assert readable, "neither a word nor an end after a minute"
+    return os.read(reading, 100)
 
 
 COMBINATIONS = [
