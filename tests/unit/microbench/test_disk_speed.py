@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir import extents
 from elixir.errors import InputError
+from elixir.extents import extent_file as extents
 from elixir.files import DIRECT_BYTES
 from elixir.hardware import HardwareProfile, preset
 from elixir.microbench import Bench, disk, disk_jobs, machine, measure

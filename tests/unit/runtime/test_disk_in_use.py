@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import elixir
-from elixir import extents
 from elixir.chunk.lanes import Emulation
 from elixir.errors import DiskError
+from elixir.extents import extent_file as extents
 from elixir.files import DIRECT_BYTES, Files
 from elixir.hardware import preset
 from elixir.units import MIB
@@ -94,7 +94,7 @@ def test_much_is_moved_with_the_requests_that_the_disk_takes_fastest(
     for least_bytes, expected in ((plan.disk_bytes(), fast), (plan.disk_bytes() + 1, extents.Requests())):
         monkeypatch.setattr(extents, "WORTH_TRYING_BYTES", least_bytes)
         with Pair(copy.deepcopy(it), plan, disk_folder=tmp_path) as pair:
-            file = pair.engine.window._file
+            file = pair.engine.window.file._file
             assert file is not None
             assert file.requests == expected
             pair.train(2)

@@ -1,0 +1,314 @@
+"""Tensors that live in an extent on a disk, and have memory only while a buffer holds the extent.
+
+At other times they have their shape and dtype, and no memory: a read gives NaN, a write raises. A caller reads the
+extent into a buffer (`StoredTensors.fill`), makes the tensors views of it (`bind`), changes them, and writes it back
+(`store`) or leaves the extent as it was (`put_away`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from errno import EIO
+
+import torch
+
+from elixir.errors import DiskError, FileError, StateError
+from elixir.extents.extent_file import Extent, ExtentFile, whole_blocks
+from elixir.files import DIRECT_BYTES, aligned_buffer
+
+logger = logging.getLogger(__name__)
+
+
+class TensorFile:
+    """The file that has the extents, and its first failure.
+
+    Args:
+        open_file: makes the file when the first extent is asked for.
+        count: is given the bytes of each new extent, and minus those of each that is given back.
+    """
+
+    def __init__(self, open_file: Callable[[], ExtentFile], count: Callable[[int], None] | None = None) -> None:
+        self._open, self._count = open_file, count
+        self._file: ExtentFile | None = None
+        self.lost: DiskError | None = None
+        """The first error of the disk, after which no step is made."""
+
+    def new_extent(self, nbytes: int, name: str) -> Extent:
+        """Room on the disk; `DiskError` if it has none."""
+        try:
+            if self._file is None:
+                self._file = self._open()
+            extent = self._file.extent(nbytes)
+        except FileError as error:
+            raise self._failed(error, name) from error
+        if self._count is not None:
+            self._count(extent.nbytes)
+        return extent
+
+    def give_back(self, extent: Extent) -> None:
+        """Nobody needs an extent any more."""
+        if self._file is not None:
+            self._file.give_back(extent)
+        if self._count is not None:
+            self._count(-extent.nbytes)
+
+    def transfer(self, way: str, extent: Extent, memory: torch.Tensor, name: str, first: int = 0) -> None:
+        """Move bytes between an extent and page-aligned memory; `DiskError` where the disk fails."""
+        if self._file is None:
+            raise StateError("states are moved before there is a file")
+        view: memoryview = memory.numpy().data
+        try:
+            (self._file.read if way == "read" else self._file.write)(extent, view, first)
+        except FileError as error:
+            raise self._failed(error, name) from error
+        except Exception as error:  # such as too little memory, or no more threads: what was moved is not known
+            text = f"{type(error).__name__}: {error}"
+            raise self._failed(FileError(EIO, text, self._file.paths, way), name) from error
+
+    def _failed(self, error: FileError, name: str) -> DiskError:
+        found = DiskError(error, name)
+        if self.lost is None:
+            self.lost = found
+            logger.error("%s", found)
+        return found
+
+    def close(self) -> None:
+        """Give the file back; nothing may be under way."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A part of an extent: one flat tensor."""
+
+    start: int
+    """First byte in the extent."""
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        return self.start + self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor that lies in a region while the extent is in memory."""
+
+    tensor: torch.Tensor
+    region: str
+    first: int
+    """Its first element in the region."""
+    owner: object
+    stride: tuple[int, ...] | None = None
+    """None: it is contiguous."""
+    apart: bool = False
+    """Whether it has separate memory until the extent is written, as the buffer has no room for the region."""
+
+
+class StoredTensors:
+    """The tensors of one extent.
+
+    Args:
+        file: has the extent.
+        name: of what the tensors belong to, for errors.
+        nbytes: size of the extent.
+    """
+
+    def __init__(self, file: TensorFile, name: str, nbytes: int) -> None:
+        self.name = name
+        self._file = file
+        self._extent = file.new_extent(nbytes, name)
+        self._written_bytes = 0
+        """From here on the extent has zeros."""
+        self._regions: dict[str, _Region] = {}
+        self._views: list[_View] = []
+        self._memory: torch.Tensor | None = None
+        self._changed = False
+        self._begun = False
+        """Whether the extent is being written, so that a failure leaves neither the old states nor the new."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the extent."""
+        return self._extent.nbytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that a transfer of all regions moves."""
+        return whole_blocks(max((region.end for region in self._regions.values()), default=0))
+
+    # --- regions and the tensors in them ---------------------------------------------------------------------------
+
+    def region(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of the extent, zero if it is new; a view of the buffer, if one holds the extent.
+
+        Args:
+            name: of the region.
+            numel: its elements.
+            dtype: of each; a region that is there has the same.
+        """
+        if name not in self._regions:
+            end = max((region.end for region in self._regions.values()), default=0)
+            start = -(-end // dtype.itemsize) * dtype.itemsize
+            self._regions[name] = found = _Region(start, numel, dtype)
+            if found.end > self.nbytes:
+                self._grow(found.end)
+            if self._memory is not None:
+                self._memory[found.start : found.end].zero_()
+                self._changed |= start < self._written_bytes
+        region = self._regions[name]
+        if (region.numel, region.dtype) != (numel, dtype):
+            raise StateError(f"{self.name}: '{name}' has {region.numel} x {region.dtype}, asked for {numel} x {dtype}")
+        return self._memory_of(region) if self._has_room(region) else _nowhere((numel,), dtype)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a region of that name."""
+        return name in self._regions
+
+    def keep(self, owner: object, tensor: torch.Tensor, name: str, first: int = 0, *, in_order: bool = False) -> None:
+        """Have a tensor lie in a region whenever the extent is in memory, with the values that it has now; call this
+        while it is.
+
+        Args:
+            owner: for `forget`.
+            tensor: a contiguous one.
+            name: of the region.
+            first: its first element there.
+            in_order: the tensor is dense, and keeps the order of its elements in memory.
+        """
+        if self._memory is not None and not self._has_room(self._regions[name]):
+            self._views.append(_View(tensor, name, first, owner, apart=True))
+            self._changed = True
+            return
+        view = _View(tensor, name, first, owner, tensor.stride() if in_order else None)
+        place = self._part(view)
+        if place.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                place.copy_(tensor.detach())
+            self._changed = True
+        tensor.data = place
+        self._views.append(view)
+
+    def show(self, owner: object, tensor: torch.Tensor, name: str, first: int = 0) -> None:
+        """Have a contiguous tensor show a part of a region whenever the extent is in memory; arguments as of `keep`."""
+        self._views.append(_View(tensor, name, first, owner))
+        if self._memory is None:
+            tensor.data = _nowhere(tensor.shape, tensor.dtype)
+        else:
+            tensor.data = self._part(self._views[-1])
+
+    def _part(self, view: _View) -> torch.Tensor:
+        memory = self._memory_of(self._regions[view.region])
+        part = memory[view.first : view.first + view.tensor.numel()]
+        return part.view(view.tensor.shape) if view.stride is None else part.as_strided(view.tensor.shape, view.stride)
+
+    def _has_room(self, region: _Region) -> bool:
+        return self._memory is not None and region.end <= self._memory.nbytes
+
+    def forget(self, owner: object) -> None:
+        """The tensors of an owner lie here no more."""
+        self._views = [view for view in self._views if view.owner is not owner]
+
+    def _memory_of(self, region: _Region) -> torch.Tensor:
+        if self._memory is None:
+            raise StateError(f"the states of {self.name} are on the disk and not in memory")
+        return self._memory[region.start : region.end].view(region.dtype)
+
+    def bind(self, memory: torch.Tensor) -> None:
+        """Make the tensors views of memory into which `fill` has read the extent."""
+        self._memory = memory
+        for view in self._views:
+            view.tensor.data = self._part(view)
+
+    def put_away(self) -> None:
+        """Take their memory from the tensors; the extent stays as it was."""
+        self._memory = None
+        for view in self._views:
+            view.tensor.data = _nowhere(view.tensor.shape, view.tensor.dtype)
+        self._views = [replace(view, apart=False) if view.apart else view for view in self._views]
+
+    def _grow(self, nbytes: int) -> None:
+        raise StateError(f"the extent of {self.name} has {self.nbytes} bytes, its tensors need {nbytes}")
+
+    # --- transfers -------------------------------------------------------------------------------------------------
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that reading all of them moves: what was never written is zero."""
+        return min(self.used_bytes, self._written_bytes)
+
+    def fill(self, memory: torch.Tensor) -> None:
+        """Read the extent into a buffer."""
+        self._refuse_begun()
+        kept, used = self.kept_bytes, self.used_bytes
+        if kept:
+            self._file.transfer("read", self._extent, memory[:kept], self.name)
+        memory[kept:used].zero_()
+
+    def store(self, memory: torch.Tensor) -> None:
+        """Write what a step has left in the buffer to the extent."""
+        used = self.used_bytes
+        try:
+            self._begun = True
+            for first in range(0, used, memory.nbytes):
+                part = memory[: used - first]
+                self._bring_together(part, first)
+                self._file.transfer("write", self._extent, part, self.name, first)
+            self._begun = self._changed = False
+        finally:
+            self.put_away()
+        self._written_bytes = max(self._written_bytes, used)
+
+    def _bring_together(self, part: torch.Tensor, first: int) -> None:
+        """Have a part of the extent, from the byte `first` on, in memory that holds its beginning: what is there
+        already, or lies in tensors that are apart, and else zeros."""
+        if first:
+            part.zero_()
+        for view in self._views:
+            if view.apart:
+                at = self._regions[view.region].start + view.first * view.tensor.itemsize - first
+                values = view.tensor.detach().reshape(-1).view(torch.uint8)
+                begin, end = max(at, 0), min(at + values.numel(), part.numel())
+                if begin < end:
+                    part[begin:end].copy_(values[begin - at : end - at])
+
+    def read(self, name: str, first: int, stop: int) -> torch.Tensor:
+        """Elements of a region in separate memory, straight from the disk: for a reader that takes no turn.
+
+        Nothing may write the extent meanwhile.
+        """
+        self._refuse_begun()
+        region = self._regions[name]
+        size = region.dtype.itemsize
+        begin, end = region.start + first * size, region.start + stop * size
+        aligned = begin // DIRECT_BYTES * DIRECT_BYTES
+        memory = paged_memory(whole_blocks(end - aligned))
+        self._file.transfer("read", self._extent, memory, self.name, aligned)
+        return memory[begin - aligned : end - aligned].view(region.dtype)
+
+    def give_back(self) -> None:
+        """Nobody needs the extent any more."""
+        self._views.clear()
+        self._file.give_back(self._extent)
+
+    def _refuse_begun(self) -> None:
+        """Raise where a write of the extent has failed, so that nobody reads a part of it for the whole."""
+        if self._begun and self._file.lost is not None:
+            raise self._file.lost
+
+
+def paged_memory(nbytes: int) -> torch.Tensor:
+    """Bytes that direct transfers take, rounded up to whole blocks."""
+    return torch.frombuffer(aligned_buffer(nbytes), dtype=torch.uint8)
+
+
+def _nowhere(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without memory: reads give NaN, or the largest number of the dtype; writes raise."""
+    value = math.nan if dtype.is_floating_point else 1 if dtype is torch.bool else torch.iinfo(dtype).max
+    return torch.full((1,), value, dtype=dtype, device="cpu").as_strided(tuple(shape), (0,) * len(shape))
