@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,6 +50,9 @@ from elixir.wrapper.phase import STEP_OR_ACCUMULATE, Phase, StepPhase
 from elixir.wrapper.state_reader import StateReader
 
 logger = logging.getLogger(__name__)
+
+_FORMS_KEPT = 4096
+"""Steps of shards whose forms are kept where nobody makes a report."""
 
 Build = Callable[[nn.Module, Plan, Arena, Group, StateWindow], list[Chunk]]
 """Chunks of a model under a plan, filled and with its parameters attached."""
@@ -138,6 +142,8 @@ class Engine:
         """Network, likewise, for resident weights whose shards have been updated."""
         self.speculated_chunks = self.kept_chunks = 0
         """In the last step: chunks whose new states were made in backward, and those whose were kept."""
+        self.host_forms: deque[str] = deque(maxlen=_FORMS_KEPT)
+        """Forms of the steps that CPU Adam has made since the last report."""
         self.unstepped: list[AnyStepper] = []
         """Optimizers that have not stepped since the last backward."""
         self.state_reader: StateReader | None = None

@@ -12,7 +12,7 @@ from elixir.kernels.adam.hybrid import BATCHED_NUMEL, HybridAdam, flat
 from elixir.kernels.adam.moments import Moments
 from elixir.kernels.adam.out_of_place import States, kernel_for
 from elixir.kernels.adam.rule import group_options
-from elixir.kernels.adam.step import adam_step, fused_pieces
+from elixir.kernels.adam.step import IN_PIECES, adam_step, fused_pieces
 
 
 class Kept(NamedTuple):
@@ -65,7 +65,7 @@ def step_like(
     kept: Kept,
     weight_out: torch.Tensor | None,
     factor: float,
-) -> None:
+) -> str:
     """The next step of one parameter as `optimizer` makes it, but in one pass over memory: what it would widen,
     multiply and round for a whole parameter is done for pieces that fit a cache.
 
@@ -76,14 +76,18 @@ def step_like(
         kept: the parameter and its state; updated.
         weight_out: flat; takes the new weights in its dtype.
         factor: the gradient is multiplied by it first.
+
+    Returns:
+        The form of the step; see `adam_step`.
     """
     options = group_options(group, decoupled=isinstance(optimizer, torch.optim.AdamW))
     kept.state["step"] += 1
     number, numel = int(kept.state["step"]), gradient.numel()
     step = adam_step if _by_itself(optimizer, numel) else fused_pieces
-    if numel:
-        with torch.no_grad():
-            step(gradient.view(-1), flat(kept.weights), weight_out, _moments(kept), options, number, factor)
+    if not numel:
+        return IN_PIECES
+    with torch.no_grad():
+        return step(gradient.view(-1), flat(kept.weights), weight_out, _moments(kept), options, number, factor)
 
 
 def can_step_like(optimizer: torch.optim.Optimizer, every: Iterable[Kept]) -> bool:

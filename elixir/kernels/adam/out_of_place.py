@@ -3,7 +3,8 @@
 A C++ kernel does it in one pass, whose results go past the caches. It is compiled by the machine's own compiler, for
 the combination of dtypes that is stepped, and kept in the user's cache folder. Before it is used, its results are
 compared with those of the step in place. If one bit differs, if there is no compiler, or until it is compiled, the
-states are copied and the copy is stepped in place.
+states are copied and the copy is stepped in place. Compiling it takes a few seconds and no torch.compile, so it does
+not depend on whether ``ELIXIR_COMPILE`` lets that run; ``wait`` waits for it, too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from elixir.kernels.adam.moments import Moments, make_moments, noise_seed, step_
 from elixir.kernels.adam.rule import AdamOptions, adam_scalars, check_step
 from elixir.kernels.adam.step import adam_step, check_tensors, fused_pieces
 from elixir.kernels.adam.when_compiled import Combination, compiled_step
-from elixir.optimizer_states import BLOCK_NUMEL
+from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ FLAGS = (
 )  # fmt: skip
 """Nothing that rounds otherwise than the source says."""
 CACHE_VARIABLE = "XDG_CACHE_HOME"
+
+ONE_PASS, COPIED = "one pass", "copied"
+"""Forms of a step out of place: by the kernel, or in place on a copy."""
 
 _KINDS = {None: "NONE", torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 _MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -96,7 +100,7 @@ def adam_step_out_of_place(
     factor: float = 1.0,
     *,
     at: int | None = None,
-) -> None:
+) -> str:
     """`adam_step` with the same bits, into `new`; `old` is left as it is.
 
     Args:
@@ -108,6 +112,9 @@ def adam_step_out_of_place(
         step: number of this step, the first being 1.
         factor: the gradient is multiplied by it first.
         at: both moments are of a longer tensor, in which these elements begin here.
+
+    Returns:
+        The form of the step: `ONE_PASS` or `COPIED`.
 
     Raises:
         InputError, InputTypeError: tensors do not fit together, or a number is out of range.
@@ -127,6 +134,7 @@ def adam_step_out_of_place(
         elif numel:
             mine, theirs = (States(each.master, _cut(each.moments, first, numel)) for each in (new, old))
             kernel(gradient, theirs, mine, weight_out, options, step, factor, first)
+    return COPIED if kernel is None else ONE_PASS
 
 
 def kernel_for(
@@ -148,12 +156,43 @@ _backgrounds: dict[Form, Background | None] = {}
 _lock = threading.Lock()
 
 
+def begin_kernel(gradient: torch.dtype, weight: torch.dtype | None, moments: MomentKind) -> None:
+    """Begin to compile the kernel with the bits of torch's fused step, so that the first step out of place finds it.
+
+    Args:
+        gradient, weight: dtypes of the gradients and of the weights that are written; None without such weights.
+        moments: how they are kept; there is a kernel for float32 only.
+    """
+    background = _background(Form(Combination("cpu", gradient, weight, moments), torchs=True), None)
+    if background is not None:
+        background.start()
+
+
+def absent_kernels() -> list[str]:
+    """Wait for all kernels that have been asked for; the names of those that are not there all the same."""
+    with _lock:
+        asked = list(_backgrounds.items())
+    return [str(form.combination) for form, each in asked if each is None or each.wait() is None]
+
+
 def _ready(form: Form, compiled: Step | None) -> Kernel | None:
     """The kernel, if it is made by now; begins to make it."""
-    chosen = mode()
+    background = _background(form, compiled)
+    if background is None:
+        return None
+    if background.step is None:
+        if mode() == "wait":
+            return background.wait()
+        background.start()
+    return background.step
+
+
+def _background(form: Form, compiled: Step | None) -> Background | None:
+    """What makes a kernel, which may not have begun; None where there is none for this form or on this machine."""
     combination = form.combination
-    offered = combination.device_type == "cpu" and combination.moments in _MOMENTS and chosen != "never"
-    if not offered or (form.torchs and combination.moments != "float32"):
+    if combination.device_type != "cpu" or combination.moments not in _MOMENTS:
+        return None
+    if form.torchs and combination.moments != "float32":
         return None  # eager steps with fewer bits go through other libraries, whose roots round otherwise
     with _lock:
         if form not in _backgrounds:
@@ -163,14 +202,7 @@ def _ready(form: Form, compiled: Step | None) -> Kernel | None:
             name = f"{combination}, out of place"
             build = functools.partial(_build, form, compiled)
             _backgrounds[form] = Background(name, build, None) if lacking is None else None
-    background = _backgrounds[form]
-    if background is None:
-        return None
-    if background.step is None:
-        if chosen == "wait":
-            return background.wait()
-        background.start()
-    return background.step
+        return _backgrounds[form]
 
 
 def _build(form: Form, compiled: Step | None) -> Kernel:

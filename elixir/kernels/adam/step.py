@@ -24,6 +24,9 @@ from elixir.kernels.adam.when_compiled import Combination, compiled_step
 from elixir.optimizer_states import BLOCK_NUMEL, LARGEST_HOST_PIECE_NUMEL, LARGEST_PIECE_NUMEL, MomentKind
 from elixir.torch_private import fused_adam, fused_adamw
 
+COMPILED, IN_PIECES, PLAIN = "compiled", "in pieces", "plain"
+"""Forms of a step in place: one compiled pass, torch's fused kernel on pieces, or PyTorch's operators on pieces."""
+
 _CPU_PIECE_NUMEL = 2**18
 """Per thread: 1 MiB of float32. Shorter pieces stay in a core's second-level cache more surely, but threads meet after
 each operator on each piece, which costs a time slice where others want the cores too."""
@@ -41,7 +44,7 @@ def adam_step(
     factor: float = 1.0,
     *,
     at: int | None = None,
-) -> None:
+) -> str:
     """One Adam step in place over a flat shard. Compiled and eager results differ by rounding only.
 
     Args:
@@ -56,6 +59,9 @@ def adam_step(
             moments in fewer bits are the same whether a tensor is stepped whole or in parts, but for 8-bit blocks that
             a part does not fill: those are rounded once for each part.
 
+    Returns:
+        The form of the step: `COMPILED`, `IN_PIECES` or `PLAIN`.
+
     Raises:
         InputError, InputTypeError: tensors do not fit together, or a number is out of range.
     """
@@ -63,7 +69,7 @@ def adam_step(
     check_step(step, factor)
     numel, device, first = master.numel(), master.device, at or 0
     if numel == 0:
-        return
+        return IN_PIECES
     if moments.kind == "float32":
         part = slice(first, first + numel)
         moments, first = Moments("float32", moments.exp_avg[part], moments.exp_avg_sq[part]), 0
@@ -71,8 +77,7 @@ def adam_step(
     compiled = compiled_step(Combination(str(device), gradient.dtype, weight_dtype, moments.kind), numel)
     with torch.no_grad():
         if compiled is None and moments.kind == "float32" and device.type in ("cpu", "cuda"):
-            fused_pieces(gradient, master, weight_out, moments, options, step, factor)
-            return
+            return fused_pieces(gradient, master, weight_out, moments, options, step, factor)
         scalars = adam_scalars(options, step, factor, device)
         piece_numel = _piece_numel(device.type, moments.kind, compiled=compiled is not None)
         begin, end = _whole_blocks(first, numel) if moments.kind == "8bit" else (0, numel)
@@ -88,6 +93,7 @@ def adam_step(
                 adam_8bit_part_(gradient[start:stop], weights, moments, scalars, step, first + start)
                 if weight_out is not None:
                     weight_out[start:stop].copy_(weights)
+    return PLAIN if compiled is None else COMPILED
 
 
 def fused_step(
@@ -126,8 +132,8 @@ def fused_pieces(
     options: AdamOptions,
     step: int,
     factor: float,
-) -> None:
-    """Cast, step and cast, piece by piece."""
+) -> str:
+    """Cast, step and cast, piece by piece; gives `IN_PIECES`."""
     numel = master.numel()
     as_it_is = gradient.dtype == torch.float32 and factor == 1.0
     piece_numel = min(numel, _piece_numel(master.device.type, moments.kind, compiled=False))
@@ -144,6 +150,7 @@ def fused_pieces(
         fused_step([ours], [weights], [moments.exp_avg[piece]], [moments.exp_avg_sq[piece]], options, step)
         if weight_out is not None:
             weight_out[piece].copy_(weights)
+    return IN_PIECES
 
 
 def _whole_blocks(first: int, numel: int) -> tuple[int, int]:

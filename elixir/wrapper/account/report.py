@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -92,6 +93,10 @@ class StepReport:
     """Chunks whose new states were made during backward."""
     kept: int = 0
     """Those of them whose new states were right; the others were stepped again."""
+    host_forms: dict[str, int] = field(default_factory=dict)
+    """How CPU Adam stepped the shards that it was done with since the report before: how many in which form. In place
+    these are ``compiled``, ``in pieces``, ``plain`` and ``by its class``; where the old states are left, ``one pass``
+    and ``copied``."""
     not_compared: str = ""
     """Why nothing can be predicted for what this step loaded and moved; empty for most.
 
@@ -265,6 +270,7 @@ def make_report(
         micro_batches=expected.micro_batches,
         speculated=engine.speculated_chunks,
         kept=engine.kept_chunks,
+        host_forms=dict(Counter(engine.host_forms.popleft() for _ in range(len(engine.host_forms)))),
         not_compared=expected.not_compared,
         tokens=tokens,
         grad_norm=engine.steppers[0].grad_norm if len(engine.steppers) == 1 else None,

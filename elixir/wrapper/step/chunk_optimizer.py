@@ -21,7 +21,7 @@ from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.fused_adam import FusedAdam, KeptMoments, MakeZeros
 from elixir.wrapper.step.segments import Arrived, Segment
-from elixir.wrapper.step.shard_states import ShardStates, can_copy, copied_small
+from elixir.wrapper.step.shard_states import BY_CLASS, ShardStates, can_copy, copied_small
 from elixir.wrapper.step.user_class import UserOptimizer
 
 _ALIGNED_NUMEL = 16
@@ -370,11 +370,14 @@ class ChunkOptimizer:
         if self._writes_itself():
             out = self.chunk.shard_weights if states.weights is None else states.weights
         if isinstance(states.optimizer, FusedAdam):
-            states.optimizer.step(arrived, self.shard_gradients, float(factor), out)
+            forms = states.optimizer.step(arrived, self.shard_gradients, float(factor), out)
         else:
-            if not states.step_with(states.optimizer, arrived, factor, out) and out is not None:
+            forms = states.step_with(states.optimizer, arrived, factor, out)
+            if BY_CLASS in forms and out is not None:
                 self._copy(arrived, states.master, out)
             self.stow()  # the first step of some classes makes states
+        if self.chunk.plan.update_home == "host":
+            self._engine.host_forms.extend(forms)
         self._count_states()
 
     @property

@@ -12,6 +12,7 @@ from torch import nn
 from elixir.chunk.pinned import host_zeros
 from elixir.errors import InputError
 from elixir.kernels.adam import (
+    COPIED,
     HybridAdam,
     Moments,
     States,
@@ -134,7 +135,7 @@ class FusedAdam:
         factor: float,
         weight_out: torch.Tensor | None,
         into: FusedAdam | None = None,
-    ) -> None:
+    ) -> set[str]:
         """One step of the segments in `arrived`.
 
         Args:
@@ -143,25 +144,28 @@ class FusedAdam:
             factor: gradients are multiplied by it first.
             weight_out: flat; takes the new weights in its dtype. None where `master` is what the model reads.
             into: takes the new states, all of this shard's being left as they are; over a master of the same segments.
+
+        Returns:
+            The forms of the step; see `adam_step` and `adam_step_out_of_place`.
         """
         if into is not None and self._kind == "8bit":
             # Segments share blocks, so each must find those before it stepped.
             into.copy(self)
             into.step(into.like(arrived), gradients, factor, weight_out)
-            return
+            return {COPIED}
         if self._kind != "float32" or gradients is None:
-            for stretch, gradient in arrived:
-                self._step_run([stretch], gradient, factor, weight_out, into)
-            return
+            return {self._step_run([stretch], gradient, factor, weight_out, into) for stretch, gradient in arrived}
+        forms = set()
         here = {id(segment) for segment, _ in arrived}
         run: list[Stretch] = []
         for segment in [*self._segments, None]:
             joins = segment is not None and id(segment) in here
             if run and not (joins and segment is not None and self._joins(run[-1], segment)):
-                self._step_run(run, gradients[self._part(run)], factor, weight_out, into)
+                forms.add(self._step_run(run, gradients[self._part(run)], factor, weight_out, into))
                 run = []
             if joins and segment is not None:
                 run.append(segment)
+        return forms
 
     @property
     def moments(self) -> Moments:
@@ -245,7 +249,7 @@ class FusedAdam:
         factor: float,
         weight_out: torch.Tensor | None,
         into: FusedAdam | None,
-    ) -> None:
+    ) -> str:
         part = self._part(run)
         options = group_options(self.param_groups[run[0].group], decoupled=self._decoupled)
         out = None if weight_out is None else weight_out[part]
@@ -253,12 +257,11 @@ class FusedAdam:
         if into is None:
             for segment in run:
                 self._state(segment)["step"] += 1
-            adam_step(gradient, self._master[part], out, self._made(), options, number, factor, at=part.start)
-            return
+            return adam_step(gradient, self._master[part], out, self._made(), options, number, factor, at=part.start)
         for segment, _ in into.like([(segment, gradient) for segment in run]):
             into.set_steps(segment, number)
         old, new = self.states_of(part), into.states_of(part)
-        adam_step_out_of_place(gradient, old, new, out, options, number, factor, at=part.start)
+        return adam_step_out_of_place(gradient, old, new, out, options, number, factor, at=part.start)
 
     def states_of(self, part: slice) -> States:
         """Masters of a part of the shard, with the moments of the whole."""

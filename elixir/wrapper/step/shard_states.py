@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
-from elixir.kernels.adam import Kept, can_step_like, step_like, step_out_of_place_like
+from elixir.kernels.adam import COPIED, ONE_PASS, Kept, can_step_like, step_like, step_out_of_place_like
 from elixir.wrapper.step.fused_adam import FusedAdam
 from elixir.wrapper.step.segments import Arrived, Segment, step_segments
+
+BY_CLASS = "by its class"
+"""The form of a step that the user's own class makes."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class ShardStates:
         gradients: torch.Tensor | None,
         factor: float,
         hyperparameters: list[dict[str, Any]],
-    ) -> None:
+    ) -> set[str]:
         """Be the states that a step makes of `old`, which are left as they are.
 
         Args:
@@ -54,25 +57,28 @@ class ShardStates:
             gradients: those of the whole shard, if they lie in one tensor.
             factor: gradients are multiplied by it.
             hyperparameters: by group.
+
+        Returns:
+            The forms of the step; see `adam_step_out_of_place`.
         """
         for optimizer in (self.optimizer, old.optimizer):
             for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
                 group.update(values)
         if isinstance(self.optimizer, FusedAdam) and isinstance(old.optimizer, FusedAdam):
-            old.optimizer.step(arrived, gradients, factor, self.weights, self.optimizer)
-            return
+            return old.optimizer.step(arrived, gradients, factor, self.weights, self.optimizer)
         if isinstance(self.optimizer, FusedAdam) or self._made_in_one_pass(self.optimizer, old, arrived, factor):
-            return
+            return {ONE_PASS}
         self.copy(old)
         mine = {segment.place: segment for segment in self.segments}
         theirs = [(mine[segment.place], gradient) for segment, gradient in arrived]
         step_segments(self.optimizer, self.segments, theirs, factor)
         if self.weights is not None:
             self.weights.copy_(self.master)
+        return {COPIED}
 
     def step_with(
         self, optimizer: torch.optim.Optimizer, arrived: Arrived, factor: float | torch.Tensor, out: torch.Tensor | None
-    ) -> bool:
+    ) -> set[str]:
         """Step the segments in `arrived` in place by the user's class.
 
         Args:
@@ -82,16 +88,20 @@ class ShardStates:
             out: where it can be done in the same pass over memory, takes the new weights of the shard, rounded.
 
         Returns:
-            Whether `out` has them.
+            The forms of the step; unless that is `BY_CLASS`, `out` has the weights.
         """
         kept = [Kept(segment.weights, optimizer.state.get(segment.weights, {})) for segment, _ in arrived]
         if out is None or self.master.device.type != "cpu" or not can_step_like(optimizer, kept):
             step_segments(optimizer, self.segments, arrived, factor)
-            return False
+            return {BY_CLASS}
+        forms = set()
         for each, (segment, gradient) in zip(kept, arrived, strict=True):
-            weights = out[segment.start : segment.start + gradient.numel()]
-            step_like(optimizer, optimizer.param_groups[segment.group], gradient, each, weights, float(factor))
-        return True
+            weights, group = (
+                out[segment.start : segment.start + gradient.numel()],
+                optimizer.param_groups[segment.group],
+            )
+            forms.add(step_like(optimizer, group, gradient, each, weights, float(factor)))
+        return forms
 
     def _made_in_one_pass(
         self, optimizer: torch.optim.Optimizer, old: ShardStates, arrived: Arrived, factor: float

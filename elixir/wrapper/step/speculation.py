@@ -11,6 +11,7 @@ so ranks may differ in what they kept.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,7 @@ import torch
 
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Ticket, known, over
+from elixir.kernels.adam import begin_kernel
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.forecast import Forecast
@@ -27,7 +29,7 @@ from elixir.wrapper.step.in_backward import same_options
 from elixir.wrapper.step.segments import Arrived
 from elixir.wrapper.step.shard_states import ShardStates
 from elixir.wrapper.step.updates import failed_step, return_weights
-from elixir.wrapper.step.user_class import UserOptimizer
+from elixir.wrapper.step.user_class import UserOptimizer, copies_states
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ class Attempt:
     _error: Exception | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self, release: Callable[[], None] | None) -> None:
-        """Make the new states, on the lane of CPU Adam."""
+    def run(self, release: Callable[[], None] | None, forms: deque[str]) -> None:
+        """Make the new states, on the lane of CPU Adam; `forms` gets those of the step."""
         if self.given_up:
             return
         try:
@@ -89,7 +91,8 @@ class Attempt:
             if release is not None:
                 release()  # once the states are exchanged, a checkpoint would read others than it has to
             premises = self.premises
-            self.new.step_from(self.old, self.arrived, self.gradients, premises.factor, premises.hyperparameters)
+            made = (premises.factor, premises.hyperparameters)
+            forms.extend(self.new.step_from(self.old, self.arrived, self.gradients, *made))
         except Exception as error:
             with self._lock:
                 self._error = error
@@ -125,10 +128,16 @@ class Speculation:
         """Chunks that had new states in the last step, and those whose new states were right."""
 
     def make_spares(self) -> None:
-        """Have the second set of states now, as far as the optimizer has states, so that no step makes memory."""
+        """Have the second set of states now, as far as the optimizer has states, so that no step makes memory; and
+        begin to compile the kernel that fills them, as plans expect it to."""
+        given, plan = self._user.given, self._engine.plan
+        copies = copies_states(given, fused_kernels=self._user.fuses, moments=plan.moments)
         for index, part in self._parts.items():
-            if part.chunk.plan.speculates:
+            chunk = part.chunk
+            if chunk.plan.speculates:
                 self._spare(index, part)
+                if not copies:
+                    begin_kernel(chunk.dtype, chunk.dtype if chunk.low_precision else None, plan.moments)
 
     def begin(self, chunk: Chunk, home: Ticket, scale: float) -> None:
         """Make new states of a chunk all of whose gradients have come.
@@ -153,7 +162,7 @@ class Speculation:
         after = [home, *known(chunk.updated, chunk.fetched)]
         attempt = Attempt(chunk, part.states, spare, arrived, part.shard_gradients, premises, after)
         self._attempts[chunk.index] = attempt
-        run = partial(attempt.run, chunk.before_write)
+        run = partial(attempt.run, chunk.before_write, engine.host_forms)
         # Of work that has failed `run` tells, so that what was never made is not kept.
         chunk.speculated = attempt.made = engine.lanes.host_adam.submit(run, after=[over(ticket) for ticket in after])
 

@@ -39,6 +39,11 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELIXIR_COMPILE", "wait")
 
 
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+
 def states(numel: int, kind: str, seed: int, at: int = 0) -> States:
     """Some states after a few steps; moments of more elements where these begin `at` a later one."""
     generator = torch.Generator().manual_seed(seed)
@@ -120,16 +125,37 @@ def test_the_kernel_goes_where_the_step_in_place_goes_with_what_is_no_ordinary_n
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "8bit"])
 @pytest.mark.parametrize("at", [0, 256, 300])
-def test_a_copy_that_is_stepped_has_the_bits_too(kind: str, at: int) -> None:
+def test_a_copy_that_is_stepped_has_the_bits_too(kind: str, at: int, without_compiler: None) -> None:
     for numel in (1, 256, 1000):
         both_ways(gradient_of(numel, torch.bfloat16), kind, torch.bfloat16, at=at)
-    assert not out_of_place._backgrounds  # nothing is compiled where nothing may be
 
 
-def test_without_a_compiler_states_are_copied(monkeypatch: pytest.MonkeyPatch, compiles: None) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
+def test_without_a_compiler_states_are_copied(without_compiler: None, compiles: None) -> None:
     both_ways(gradient_of(1000, torch.float32), "float32", None)
     assert list(out_of_place._backgrounds.values()) == [None]
+    assert out_of_place.absent_kernels() == ["Adam (cpu, float32, no weights, float32 moments)"]
+
+
+def form_of_step(numel: int = 1000) -> str:
+    old, new = states(numel, "float32", 0), states(numel, "float32", 1)
+    return adam_step_out_of_place(gradient_of(numel, torch.float32), old, new, None, OPTIONS[0], 3)
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", ["0", "1", "now"])
+def test_the_kernel_depends_on_no_switch_of_torch_compile(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELIXIR_COMPILE", mode)
+    assert form_of_step() == out_of_place.COPIED  # nobody waits for it
+    assert out_of_place.absent_kernels() == []
+    assert form_of_step() == out_of_place.ONE_PASS
+
+
+@needs_compiler
+def test_a_kernel_that_was_begun_is_there_for_the_first_step() -> None:
+    out_of_place.begin_kernel(torch.float32, None, "float32")
+    out_of_place.begin_kernel(torch.float32, None, "8bit")  # for which there is none
+    assert out_of_place.absent_kernels() == []
+    assert form_of_step() == out_of_place.ONE_PASS
 
 
 @needs_compiler

@@ -17,6 +17,7 @@ from torch import nn
 from elixir.chunk.lanes import Emulation
 from elixir.hardware import preset
 from elixir.kernels import HybridAdam
+from elixir.kernels.adam import absent_kernels, out_of_place
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
@@ -455,7 +456,10 @@ _OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ("name", "kernel"), [(name, kernel) for name in _OTHERS for kernel in {False, "fused" in name}]
 )
 def test_same_bits_as_without(name: str, homes: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ELIXIR_COMPILE", "wait" if kernel else "0")
+    monkeypatch.setenv("ELIXIR_COMPILE", "wait")
+    if not kernel:
+        monkeypatch.setattr(out_of_place, "_backgrounds", {})
+        monkeypatch.setenv("CXX", "no-such-compiler")
     planning, running = _OTHERS[name]
     norms = [1e9, 1e9, 1e-3, 1e9, 1e9]
     plan = chain_plan(chain(), homes, **planning)
@@ -469,6 +473,34 @@ def test_same_bits_as_without(name: str, homes: str, kernel: bool, monkeypatch: 
     assert not [key for key in theirs if not torch.equal(mine[key], theirs[key])]
     for number, state in their_states.items():
         assert not [kind for kind in state if not torch.equal(mine_states[number][kind], state[kind])]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("mode", ["0", "1"])
+@pytest.mark.parametrize("options", [{}, {"use_fused_kernels": True}])
+def test_wrapping_begins_the_kernel_and_reports_say_what_stepped(
+    options: dict[str, Any], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELIXIR_COMPILE", mode)
+    monkeypatch.setattr(out_of_place, "_backgrounds", {})
+    it = chain()
+    module = ElixirModule(it.model, chain_plan(it, unified_dtype="bfloat16"), device=gpu.DEVICE, **options)
+    optimizer = ElixirOptimizer(module, _fused(module.module), max_norm=1e9)
+    assert out_of_place._backgrounds, "a plan that speculates counts on the kernel"
+    assert absent_kernels() == []
+    found = []
+    for _ in range(3):
+        optimizer.backward(it.loss(module, it.inp))
+        optimizer.step()
+        module.settle()  # CPU Adam is done with what it was given
+        report = module.last_report
+        assert report is not None
+        found.append((report.speculated, report.kept))
+        optimizer.zero_grad()
+    speculated = found[-1][0]
+    assert found[1:] == [(speculated, speculated)] * 2 != [(0, 0)] * 2
+    assert set(report.host_forms) == {out_of_place.ONE_PASS}
+    module.close()
 
 
 def test_what_cannot_be_made_early_is_made_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
