@@ -188,7 +188,7 @@ def _ready(form: Form, compiled: Step | None) -> Kernel | None:
 
 
 def _background(form: Form, compiled: Step | None) -> Background | None:
-    """What makes a kernel, which may not have begun; None where there is none for this form or on this machine."""
+    """The making of a kernel, which may not have begun; None if this form, or this machine, has none."""
     combination = form.combination
     if combination.device_type != "cpu" or combination.moments not in _MOMENTS:
         return None
