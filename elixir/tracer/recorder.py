@@ -18,6 +18,7 @@ from elixir.tracer.device import (
     Autocast,
     Target,
     accumulates_in_place,
+    asks_for_nan,
     writes_in_place,
 )
 from elixir.tracer.functions import StepFunctions
@@ -135,7 +136,12 @@ class Recorder(TorchDispatchMode):
                 return args[0]
             if func is _READ_NUMBER:
                 value = self._shadows.real(args[0])
-                return unknown_number(args[0]) if value is None else value.item()
+                if value is not None:
+                    return value.item()
+                record = self._ledger.find(args[0])
+                if record is not None and asks_for_nan(record.operator, depth=2):
+                    return False
+                return unknown_number(args[0])
         arguments = Arguments(args, kwargs)
         self._order.reached(arguments.storages, func)
         if op.detours:

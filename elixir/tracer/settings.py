@@ -42,6 +42,14 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
+def _anomaly() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _set_anomaly(value: tuple[bool, bool]) -> None:
+    torch.autograd.set_detect_anomaly(*value)
+
+
 def _autocast() -> Any:
     kinds = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_KINDS]
     return torch.is_autocast_cache_enabled(), kinds
@@ -62,7 +70,7 @@ def _set_filters(value: tuple[Any, ...]) -> None:
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
-    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (_anomaly, _set_anomaly),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (_deterministic, _set_deterministic),

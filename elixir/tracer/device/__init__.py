@@ -13,6 +13,7 @@ from elixir.tracer.device.autograd_in_place import (
 from elixir.tracer.device.meta_kernels import LENGTHS_IN_TENSORS
 from elixir.tracer.device.routed_functions import routed
 from elixir.tracer.device.target import CudaTarget, OptimizerKernel, Target, target_for
+from elixir.tracer.device.value_branches import asks_for_nan
 
 __all__ = [
     "LENGTHS_IN_TENSORS",
@@ -23,6 +24,7 @@ __all__ = [
     "OptimizerKernel",
     "Target",
     "accumulates_in_place",
+    "asks_for_nan",
     "references_when_alone",
     "routed",
     "target_for",

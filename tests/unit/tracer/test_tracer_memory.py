@@ -214,9 +214,14 @@ def picks_by_a_known_mask(model: nn.Module, inp: dict[str, Any]) -> None:
     model(inp["x"])[torch.arange(64) > 40].sum().backward()
 
 
+def detects_anomalies(model: nn.Module, inp: dict[str, Any]) -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        model(inp["x"]).sum().backward()
+
+
 STEPS: list[Step] = [
     accumulates, backward_twice, penalises_gradient, clips, saves_on_cpu, own_hooks, with_functional_call,
-    to_a_target_made_in_the_step, classifies, picks_by_a_known_mask,
+    to_a_target_made_in_the_step, classifies, picks_by_a_known_mask, detects_anomalies,
 ]  # fmt: skip
 
 
