@@ -23,6 +23,7 @@ from elixir.chunk.group import Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
 from elixir.hardware import HardwareProfile, check_host_threads
 from elixir.microbench import with_disk
+from elixir.models import refuse_compiled
 from elixir.optimizer_states import LOOPS, check_kind, family_of, moments_of
 from elixir.plan import Plan
 from elixir.search.replan import Observation, correct
@@ -373,6 +374,7 @@ class _Replanning:
         try:
             correction = correct(trace, self._hardware, plan, observations, plan.optimizer)
             if correction.plan is not None:
+                refuse_compiled(self._module.module, correction.plan)
                 for stepper in engine_of(self._module).steppers:
                     stepper.check_plan(correction.plan)
         except ElixirError as error:  # a training that runs is not ended by a plan that cannot be bettered

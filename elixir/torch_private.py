@@ -46,6 +46,10 @@ functorch_level: Callable[[], int | None] = getattr(
 )
 """Level of the innermost `torch.func` transform that runs; None outside of all, and where PyTorch cannot say."""
 
+compiling: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+"""True-valued while code runs that was given to `torch.compile`, compiled or, after a graph break, as it is. Where
+PyTorch cannot say, compiled layers over streamed weights are not refused after wrapping."""
+
 # --- Dispatch keys ----------------------------------------------------------------------------------------------------
 
 DispatchKey = torch._C.DispatchKey
@@ -203,6 +207,7 @@ ATTRIBUTES: dict[str, str] = {
     "_buffers": "of a module: the same for buffers, to put another tensor in place of one",
     "_modules": "of a module: children under their own names",
     "_non_persistent_buffers_set": "of a module: buffers that a state dict leaves out",
+    "_compiled_call_impl": "of a module: what runs it instead after compile()",
     "_apply": "of a module: what to(), half() and cuda() go through",
     "_schema": "of an operator: its arguments, which of them alias and which are written",
     "_overloadpacket": "of an operator: the overloads that share its name",

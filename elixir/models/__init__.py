@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elixir.models.activation_checkpointing import CHECKPOINT_FORMS, checkpointable_layers, parse_checkpoint
-    from elixir.models.casting import casts_buffers, refuse_unplannable
+    from elixir.models.casting import casts_buffers
     from elixir.models.loading import build, build_shape
     from elixir.models.model_fingerprint import fingerprint
+    from elixir.models.plannable import compiled_over_moving_weights, refuse_compiled, refuse_unplannable
     from elixir.models.samples import generators_untouched, planning_batch
     from elixir.models.shapes import ModelShape, describe, find, model_names
     from elixir.models.step import default_input, default_step, input_to_trace, refused_overflow
@@ -21,6 +22,7 @@ __all__ = [
     "build_shape",
     "casts_buffers",
     "checkpointable_layers",
+    "compiled_over_moving_weights",
     "default_input",
     "default_step",
     "describe",
@@ -31,6 +33,7 @@ __all__ = [
     "model_names",
     "parse_checkpoint",
     "planning_batch",
+    "refuse_compiled",
     "refuse_unplannable",
     "refused_overflow",
 ]
@@ -41,6 +44,7 @@ _MODULES = {
     "build": "elixir.models.loading",
     "build_shape": "elixir.models.loading",
     "casts_buffers": "elixir.models.casting",
+    "compiled_over_moving_weights": "elixir.models.plannable",
     "checkpointable_layers": "elixir.models.activation_checkpointing",
     "default_input": "elixir.models.step",
     "default_step": "elixir.models.step",
@@ -52,7 +56,8 @@ _MODULES = {
     "model_names": "elixir.models.shapes",
     "parse_checkpoint": "elixir.models.activation_checkpointing",
     "planning_batch": "elixir.models.samples",
-    "refuse_unplannable": "elixir.models.casting",
+    "refuse_compiled": "elixir.models.plannable",
+    "refuse_unplannable": "elixir.models.plannable",
     "refused_overflow": "elixir.models.step",
 }
 

@@ -84,7 +84,16 @@ class Traced:
         if self.hardware is None and request.host_memory is None:
             request = dataclasses.replace(request, host_memory=host_memory_here(profile))
         trace = self.trace(model, profile)
-        return plan_from_trace(trace, profile, request), trace
+        return self.checked(plan_from_trace(trace, profile, request), model), trace
+
+    @staticmethod
+    def checked(plan: Plan, model: nn.Module | StepTrace) -> Plan:
+        """The plan, if the model can run under it."""
+        if isinstance(model, nn.Module):
+            from elixir.models import refuse_compiled
+
+            refuse_compiled(model, plan)
+        return plan
 
 
 _ORDER = (
@@ -177,7 +186,8 @@ def simple_search(*given: Any, **options: Any) -> Plan:
     by_hand = {name: asked.pop(name) for name in ("split_number", "allocate_factor", "shard_device")}
     model, request, how = _asked(asked)
     profile = profile_for(how.hardware, model)
-    return _told(simple_plan(how.trace(model, profile), profile, request, **by_hand), how)
+    plan = simple_plan(how.trace(model, profile), profile, request, **by_hand)
+    return _told(how.checked(plan, model), how)
 
 
 def _searched(**asked: Any) -> Plan:

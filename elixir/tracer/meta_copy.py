@@ -45,7 +45,7 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
 
     Raises:
         InputTypeError: `model` is no `nn.Module`.
-        InputError: it has no parameters, or one that is not dense and floating.
+        InputError: it has no parameters, or one that cannot be planned.
         TraceError: it holds something that cannot be copied.
     """
     if not isinstance(model, nn.Module):
@@ -56,7 +56,7 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
         raise InputError(
             f"{type(model).__name__} has no parameters, so there is no step to plan; give the model itself"
         )
-    refuse_unplannable(model)
+    refuse_unplannable(model, dtype)
     if all(_fits(parameter, dtype) for parameter in original.names) and all(buffer.is_meta for buffer in buffers):
         return original
     memo: dict[int, Any] = {}

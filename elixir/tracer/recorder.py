@@ -135,13 +135,7 @@ class Recorder(TorchDispatchMode):
                 self._order.cost(passing(args[0], moved))
                 return args[0]
             if func is _READ_NUMBER:
-                value = self._shadows.real(args[0])
-                if value is not None:
-                    return value.item()
-                record = self._ledger.find(args[0])
-                if record is not None and asks_for_nan(record.operator, depth=2):
-                    return False
-                return unknown_number(args[0])
+                return self._number(args[0])
         arguments = Arguments(args, kwargs)
         self._order.reached(arguments.storages, func)
         if op.detours:
@@ -155,6 +149,15 @@ class Recorder(TorchDispatchMode):
         if op.category is Category.MUTATES:
             return self._mutate(op, args, kwargs, arguments)
         return self._compute(op, args, kwargs, arguments)
+
+    def _number(self, tensor: torch.Tensor) -> Any:
+        value = self._shadows.real(tensor)
+        if value is not None:
+            return value.item()
+        record = self._ledger.find(tensor)
+        if record is not None and asks_for_nan(record.operator, depth=3):
+            return False
+        return unknown_number(tensor)
 
     def _compute(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         func = op.func

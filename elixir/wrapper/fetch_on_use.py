@@ -15,7 +15,8 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.rcache import RCache
 from elixir.errors import InputError
-from elixir.torch_private import DisableTorchFunctionSubclass, current_graph_task_id
+from elixir.models import compiled_over_moving_weights
+from elixir.torch_private import DisableTorchFunctionSubclass, compiling, current_graph_task_id
 
 _ALIKE_ON_ALL_RANKS = frozenset("abs_ add_ clamp_ clamp_max_ clamp_min_ clip_ copy_ lerp_ mul_ relu_ zero_".split())
 """Functions that write the same on all ranks if they get nothing but weights and constants: clamps, moving averages."""
@@ -116,6 +117,8 @@ class WeightUses:
         """Bring the chunks in, and keep them until the running module returns."""
         if self.loading or (self.saving and function == "detach"):
             return
+        if compiling():
+            raise compiled_over_moving_weights(f"what reads a weight of shape {list(parameters[0].shape)}")
         self.order_compute()
         state, streamed = self._state(), []
         inside = bool(state.scopes) or backward_is_running()

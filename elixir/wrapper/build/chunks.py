@@ -17,10 +17,10 @@ from elixir.chunk.group import Group
 from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError, RankError
 from elixir.hardware import other_device, total_host_bytes
 from elixir.memory_order import is_dense
-from elixir.models import fingerprint, refuse_unplannable
+from elixir.models import fingerprint, refuse_compiled, refuse_unplannable
 from elixir.plan import Plan
 from elixir.torch_private import DisableTorchFunctionSubclass
-from elixir.units import dtype_name, format_bytes
+from elixir.units import dtype_name, format_bytes, parse_dtype
 from elixir.wrapper.build.agreement import agree_on_values
 from elixir.wrapper.build.weights import Weights, WeightSource, become_real, few
 
@@ -231,9 +231,9 @@ def agree_on_plan(
                 f"plan must be a Plan, got {type(plan).__name__}; Plan.load(path) reads a file, and what one rank has "
                 "planned has to be sent to the others"
             )
-        refuse_unplannable(module)
+        refuse_unplannable(module, None if plan.dtype == "as built" else parse_dtype(plan.dtype))
         _check_fits(plan, module, group.size)
-        _refuse_compiled(plan, module, group.size)
+        refuse_compiled(module, plan)
         _check_disk_folders(plan, disk_folders)
         planned = (
             list(dict.fromkeys(chunk.dtype for chunk in plan.chunks)) if plan.dtype == "as built" else [plan.dtype]
@@ -308,24 +308,6 @@ def _check_fits(plan: Plan, module: nn.Module, world_size: int) -> None:
         raise ArtifactError(f"{refused} ({'; '.join(reasons)})" if reasons else str(refused)) from None
     if alone:
         logger.warning("%s: each of them trains a separate model", told)
-
-
-def _refuse_compiled(plan: Plan, module: nn.Module, world_size: int) -> None:
-    """Refuse a module of torch.compile, unless its weights stay put: it would trace into what brings them in."""
-    moving = {
-        slot.name
-        for chunk in plan.chunks
-        if world_size > 1 or not chunk.resident or chunk.state_home != "device"
-        for slot in chunk.parameters
-    }
-    for prefix, part in module.named_modules():
-        if "_orig_mod" not in part._modules:
-            continue
-        if any((f"{prefix}.{name}" if prefix else name) in moving for name, _ in part.named_parameters()):
-            raise InputError(
-                f"{prefix or 'the model'} was given to torch.compile, which cannot run with weights that are streamed; "
-                "give the module itself, or plan with memory enough that everything stays on one device"
-            )
 
 
 def _differences(plan: Plan, module: nn.Module) -> list[str]:

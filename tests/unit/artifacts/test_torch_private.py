@@ -163,6 +163,15 @@ def kernels() -> None:
         assert private.allocations(lambda: None) is None
 
 
+def compiled_code() -> None:
+    found: list[bool] = []
+    noted = torch.compile(lambda x: found.append(bool(private.compiling())) or x + 1, backend="eager")
+    for call in (noted, torch.compiler.disable(lambda x: found.append(bool(private.compiling())))):
+        call(torch.ones(2))
+    assert not private.compiling()
+    assert found == [True, False]
+
+
 def contexts() -> None:
     torch.set_default_device("meta")
     try:
@@ -180,7 +189,7 @@ def contexts() -> None:
     assert seen == [private.enter_autocast, private.exit_autocast]
 
 
-@pytest.mark.parametrize("used", [modes, transforms, keys, autograd, kernels, tensors, contexts])
+@pytest.mark.parametrize("used", [modes, transforms, keys, autograd, kernels, tensors, compiled_code, contexts])
 def test_does_what_it_is_used_for(used: Callable[[], None]) -> None:
     used()
 
@@ -203,6 +212,7 @@ def owners() -> dict[str, Any]:
             "_buffers",
             "_modules",
             "_apply",
+            "_compiled_call_impl",
         ],
         module,
     )

@@ -1,0 +1,100 @@
+"""Which models can be planned, and what is said of those that cannot."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from elixir.access import TrackedParameter
+from elixir.errors import InputError
+from elixir.plan import Plan
+from elixir.torch_private import DisableTorchFunctionSubclass, TopDispatch
+from elixir.units import dtype_name
+
+_QUANTISED = frozenset({"Params4bit", "Int8Params"})
+"""Classes of bitsandbytes, which are parameters until a device packs their numbers."""
+
+
+def refuse_unplannable(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Chunks are flat buffers of floating numbers: every parameter must be dense and real, and an ordinary tensor.
+
+    Args:
+        model: real, or on meta.
+        dtype: what floating tensors will be cast to; None leaves them.
+
+    Raises:
+        InputError: a parameter or buffer is something else, or `dtype` would unpack it; says its name and the way out.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    with DisableTorchFunctionSubclass():  # what a parameter is made of is asked, not its values, which may be elsewhere
+        for name, tensor in tensors:
+            found, way = _of_another_kind(tensor) or _not_dense(tensor) or _packed(tensor, dtype) or ("", "")
+            if found:
+                raise InputError(f"{name} is {found}; only dense floating parameters can be planned: {way}")
+
+
+def refuse_compiled(model: nn.Module, plan: Plan) -> None:
+    """Compiled code would trace into what brings weights in, so weights of compiled modules must stay put.
+
+    Raises:
+        InputError: the plan moves weights of a module that was given to torch.compile.
+    """
+    moving = {
+        slot.name
+        for chunk in plan.chunks
+        if plan.world_size > 1 or not chunk.resident or chunk.state_home != "device"
+        for slot in chunk.parameters
+    }
+    for prefix, part in model.named_modules():
+        compiled = "_orig_mod" in part._modules or part._compiled_call_impl is not None
+        names = (f"{prefix}.{name}" if prefix else name for name, _ in part.named_parameters())
+        if compiled and not moving.isdisjoint(names):
+            raise compiled_over_moving_weights(prefix or "the model")
+
+
+def compiled_over_moving_weights(what: str) -> InputError:
+    """The error for compiled code that reads weights of chunks that come and go."""
+    return InputError(
+        f"{what} was given to torch.compile, which cannot run with weights that are streamed or partitioned; give the "
+        "module without compile(), or plan with memory enough that everything stays on one device"
+    )
+
+
+def _of_another_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """A tensor whose class does more than hold numbers, and the way out."""
+    kind = type(tensor)
+    if kind in (nn.Parameter, torch.Tensor) or tensor.is_nested or is_lazy(tensor):
+        return None
+    if kind.__name__ in _QUANTISED:
+        return f"of {kind.__name__}, quantised by bitsandbytes", "load the model without quantisation"
+    if kind.__name__ == "DTensor":
+        return "a DTensor", "give ordinary tensors (full_tensor()), which the plan partitions itself"
+    dispatches = kind.__torch_dispatch__ is not TopDispatch
+    if dispatches or nn.Parameter not in kind.__mro__:
+        found = f"a {kind.__module__}.{kind.__qualname__}, a tensor subclass of unknown memory"
+        return found, "give ordinary tensors, such as the model before it is quantised"
+    announces = kind.__torch_function__ is not nn.Parameter.__torch_function__
+    if announces and TrackedParameter not in kind.__mro__:
+        return f"a {kind.__qualname__} with a __torch_function__", "leave that out, since the plan needs it"
+    return None
+
+
+def _not_dense(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """A parameter that is sparse, nested, complex or of whole numbers, and the way out."""
+    if not isinstance(tensor, nn.Parameter):
+        return None
+    if tensor.is_nested:
+        return "a nested tensor", "pad it to a dense one, or make each part a parameter"
+    if tensor.layout is not torch.strided:
+        return f"a {tensor.layout} tensor", "make it dense (to_dense()), or a buffer if it is not trained"
+    if tensor.is_complex():
+        return f"of {tensor.dtype}", "keep torch.view_as_real of it, and torch.view_as_complex in forward"
+    return None if tensor.is_floating_point() else (f"of {tensor.dtype}", "make it a buffer")
+
+
+def _packed(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[str, str] | None:
+    """Numbers of a byte or less, whose scale is elsewhere, before a cast of the whole model; and the way out."""
+    if dtype is None or not tensor.is_floating_point() or tensor.itemsize > 1:
+        return None
+    return f"of {tensor.dtype}, packed", f"leave out the cast to {dtype_name(dtype)}, or unpack it with its scale first"

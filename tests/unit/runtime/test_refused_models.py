@@ -1,0 +1,188 @@
+"""Models that cannot run under a plan are refused in one sentence, by a search as well as when they are wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elixir
+from elixir.errors import InputError
+from elixir.search import simple_search
+from elixir.tracer import trace_step
+from elixir.wrapper import ElixirModule
+from tests.common.tracing import CPU
+
+X = {"x": torch.ones(4, 16)}
+
+
+class Quantised(torch.Tensor):
+    """Codes and a scale under one shape, as torchao's tensors are."""
+
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Quantised:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)  # type: ignore[return-value]
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> Quantised:
+        return Quantised(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return type(args[0])(args[0].codes, args[0].scale)
+        plain = [arg.codes.to(arg.scale.dtype) * arg.scale if isinstance(arg, Quantised) else arg for arg in args]
+        return func(*plain, **(kwargs or {}))
+
+
+class Named(torch.Tensor):
+    """An unknown subclass that only has functions called differently."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Params4bit(nn.Parameter):
+    """Named as bitsandbytes' class, with packed numbers."""
+
+
+class Announces(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class DTensor(Quantised):
+    """Named as the class of torch.distributed.tensor."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def step(model: nn.Module, inp: dict[str, Any]) -> None:
+    model(inp["x"]).square().mean().backward()
+
+
+def quantised(kind: type[Quantised] = Quantised) -> torch.Tensor:
+    return kind(torch.ones(16, 16, dtype=torch.int8), torch.ones(()))
+
+
+SUBCLASSES: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "packed by a library": (quantised, r"test_refused_models\.Quantised, a tensor subclass of unknown memory"),
+    "of other functions": (lambda: torch.ones(16, 16).as_subclass(Named), r"\.Named, a tensor subclass"),
+    "4 bits": (lambda: Params4bit(torch.ones(128, 1, dtype=torch.uint8), False), "of Params4bit, quantised by bits"),
+    "partitioned": (lambda: quantised(DTensor), r"a DTensor; .*full_tensor\(\)"),
+    "with functions": (lambda: Announces(torch.ones(16, 16)), "a Announces with a __torch_function__"),
+}
+
+
+@pytest.mark.parametrize("place", ["parameter", "buffer"])
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_tensors_of_unknown_classes(name: str, place: str) -> None:
+    make, said = SUBCLASSES[name]
+    model = Net()
+    plan = simple_search(model, 1, split_number=2, inp=X, step_fn=step, hardware="cpu")
+    tensor = make()
+    if place == "parameter":
+        frozen = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+        model.layer.register_parameter("odd", frozen)
+    else:
+        model.layer.register_buffer("odd", tensor)
+    for refused in (
+        lambda: trace_step(model, X, step, hardware=CPU),
+        lambda: ElixirModule(model, plan, device="cpu"),
+        lambda: elixir.wrap(model, torch.optim.AdamW([model.layer.bias]), inp=X, step_fn=step, hardware="cpu"),
+    ):
+        with pytest.raises(InputError, match=rf"^layer\.odd is .*{said}"):
+            refused()
+
+
+def test_a_cast_of_packed_weights() -> None:
+    model = Net()
+    model.layer.weight = nn.Parameter(model.layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    model.layer.forward = lambda x: x @ model.layer.weight.to(x.dtype) + model.layer.bias  # type: ignore[method-assign]
+    step(model, X)
+    with pytest.raises(InputError, match=r"^layer\.weight is of torch\.float8_e4m3fn, packed; .* cast to bfloat16"):
+        simple_search(model, 1, inp=X, step_fn=step, hardware="cpu", unified_dtype=torch.bfloat16)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def compiled_layer(model: Any) -> None:
+    model.blocks[1].compile(backend="eager")
+
+
+def replaced_layer(model: Any) -> None:
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+
+
+def whole(model: Any) -> None:
+    model.compile(backend="eager")
+
+
+COMPILED = [compiled_layer, replaced_layer, whole]
+
+
+def planned(model: nn.Module, where: Any) -> Any:
+    return simple_search(model, 1, split_number=3, shard_device=where, inp=X, step_fn=step, hardware="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+@pytest.mark.parametrize("compiled", COMPILED, ids=lambda each: each.__name__)
+def test_compiled_layers_whose_weights_are_streamed(compiled: Callable[[Any], None]) -> None:
+    model = Blocks()
+    compiled(model)
+    with pytest.raises(InputError, match="given to torch.compile, which cannot run with weights that are streamed"):
+        planned(model, "cpu")
+    given = Blocks()
+    plan = planned(given, "cpu")
+    if compiled is not replaced_layer:  # which has other names
+        compiled(given)
+        with pytest.raises(InputError, match="given to torch.compile"):
+            ElixirModule(given, plan, device="cpu")
+    later = ElixirModule(Blocks(), plan, device="cpu")
+    compiled(later.module if compiled is not whole else later)
+    with pytest.raises(InputError, match=r"a weight of shape \[16, 16\] was given to torch\.compile"):
+        step(later, X)
+    later.close()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("compiled", COMPILED, ids=lambda each: each.__name__)
+def test_compiled_layers_whose_weights_stay_have_the_same_bits(compiled: Callable[[Any], None], before: bool) -> None:
+    plain, model = Blocks(), Blocks()
+    if before:
+        compiled(model)
+    module = ElixirModule(model, planned(model, "cuda"), device="cpu")
+    if not before:
+        compiled(model)
+    for each in (plain, module):
+        step(each, X)
+    gradients = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in gradients)  # type: ignore[arg-type]
+    module.close()
