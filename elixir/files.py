@@ -151,7 +151,7 @@ class Files:
 
     def make_folder(self, folder: PathLike) -> None:
         """Make a folder, with those above it, where they are missing; the names survive a crash."""
-        path = Path(os.path.abspath(folder))
+        path = absolute(folder)
         missing = [path, *path.parents]
         missing = missing[: next((i for i, parent in enumerate(missing) if parent.is_dir()), len(missing))]
         for each in reversed(missing):
@@ -211,7 +211,11 @@ class Files:
         size = self.size(path)
         if limit_bytes is not None and size > limit_bytes:
             raise FileError(errno.EFBIG, f"{size} bytes, at most {limit_bytes} expected", path, "read")
-        content = bytearray(size)
+        return self.read_first(path, size)
+
+    def read_first(self, path: PathLike, nbytes: int) -> bytes:
+        """The first bytes of a regular file, fewer where it is shorter."""
+        content = bytearray(min(nbytes, self.size(path)))
         with self.open(path) as file:
             return bytes(memoryview(content)[: file.read_into(content, 0)])
 
@@ -361,6 +365,17 @@ FILES = Files()
 def aligned_buffer(nbytes: int) -> mmap.mmap:
     """Memory that direct transfers take, rounded up to a multiple of `DIRECT_BYTES`; freed with its last view."""
     return mmap.mmap(-1, -(-max(1, nbytes) // DIRECT_BYTES) * DIRECT_BYTES)  # anonymous maps begin at a page
+
+
+def absolute(path: PathLike) -> Path:
+    """`path` as seen from the present working folder, without ``..``; a link at its end stays a link.
+
+    A program that moves to another folder later still means this path, and ``a/../b`` needs no ``a``.
+    """
+    parent, name = os.path.split(os.path.join(os.getcwd(), os.fspath(path)).rstrip(os.sep))
+    if name in ("", os.curdir, os.pardir):
+        return Path(os.path.realpath(path))
+    return Path(os.path.realpath(parent), name)
 
 
 def temporary_name(path: PathLike) -> str:

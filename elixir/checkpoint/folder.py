@@ -12,7 +12,7 @@ from elixir.checkpoint.loading import load_checkpoint
 from elixir.checkpoint.result import Loaded
 from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
-from elixir.checkpoint_format import INDEX_NAME, FoundCheckpoint, find_checkpoints
+from elixir.checkpoint_format import INDEX_NAME, newest_checkpoints, sequences
 from elixir.checkpoint_format.run_folders import STEP_FOLDER, step_folder, unfinished
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError, InputError
 from elixir.files import FILES, Files, PathLike
@@ -91,8 +91,7 @@ class Checkpoints:
         problem: Exception | None = None
         mine: dict[str, int] = {}
         try:
-            found, damaged = self._found()
-            mine = {each.folder.name: each.index.sequence for each in found}
+            mine, damaged = sequences(self.folder, files=self._files)
             for error in damaged:
                 logger.warning("left out: %s", error)
             if os.path.lexists(self.folder / INDEX_NAME):
@@ -121,12 +120,13 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """Folder of the newest checkpoint, by its index alone; None without one."""
-        found, _ = self._found()
-        return found[0].folder if found else None
+        found = next(newest_checkpoints(self.folder, [], files=self._files), None)
+        return None if found is None else found.folder
 
     def steps(self) -> list[int]:
-        """Steps of which there is a checkpoint, in order."""
-        return sorted(int(match[1]) for each in self._found()[0] if (match := STEP_FOLDER.fullmatch(each.folder.name)))
+        """Steps of which there is a checkpoint, by how their indexes begin alone, in order."""
+        known, _ = sequences(self.folder, files=self._files)
+        return sorted(int(match[1]) for name in known if (match := STEP_FOLDER.fullmatch(name)))
 
     def close(self) -> None:
         """Wait until the last save is over.
@@ -148,6 +148,3 @@ class Checkpoints:
         error = None if self._saving is None else self._saving.end()
         if error is not None:  # the exception that is on its way says more
             logger.error("the last checkpoint was not saved: %s", error)
-
-    def _found(self) -> tuple[tuple[FoundCheckpoint, ...], tuple[CheckpointError, ...]]:
-        return find_checkpoints(self.folder, files=self._files)

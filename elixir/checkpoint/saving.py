@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from elixir.errors import (
     RankError,
     StateError,
 )
-from elixir.files import FILES, Files, PathLike
+from elixir.files import FILES, Files, PathLike, absolute
 from elixir.optimizer_states import BLOCK_NUMEL, is_adam
 from elixir.units import format_bytes
 from elixir.wrapper.step.segment_states import SmallStates
@@ -290,6 +290,7 @@ class Saves:
             raise InputError(f"ranks save different things: rank 0 {answers[0][:-1]}, rank {rank} {theirs[:-1]}")
         if captured is None:
             raise StateError("nothing was captured")
+        options = replace(options, folder=absolute(options.folder))  # the program may go elsewhere while this is saved
         limit = states.pool_bytes if options.pool_bytes is None else options.pool_bytes
         limit -= limit % ALIGNMENT_BYTES
         if self._pool is None or self._pool.limit_bytes != limit:

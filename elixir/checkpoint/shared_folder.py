@@ -18,15 +18,16 @@ from elixir.checkpoint_format import (
     WrittenFile,
     abandon,
     commit,
-    find_checkpoints,
+    newest_checkpoints,
     next_sequence,
+    rank_mark,
     read_index,
     remove_checkpoint,
     remove_stale,
     settle,
 )
 from elixir.checkpoint_format.index import INDEX_NAME, PREVIOUS_NAME
-from elixir.checkpoint_format.run_folders import is_step_folder, unfinished
+from elixir.checkpoint_format.run_folders import is_step_folder, surplus, unfinished
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError
 from elixir.files import Files
 from elixir.units import format_bytes
@@ -77,11 +78,11 @@ class SharedFolder:
         numbers = ranks.exchange(rank)
         if len(numbers) == 1:
             return SharedFolder(folder, rank, rank, 1, files)
-        mine = folder / f".{checkpoint_id}-rank-{rank:05}"
+        mine = folder / rank_mark(checkpoint_id, rank)
         files.create(mine).close()
         try:
             ranks.exchange()
-            seen = tuple(r for r in numbers if os.path.lexists(folder / f".{checkpoint_id}-rank-{r:05}"))
+            seen = tuple(r for r in numbers if os.path.lexists(folder / rank_mark(checkpoint_id, r)))
             views = ranks.exchange(seen)
         finally:
             with contextlib.suppress(FileError):
@@ -185,9 +186,8 @@ class SharedFolder:
         systems. Folders that are no steps, and links, are neither counted nor removed."""
         names: list[str] | None = None
         if self.rank == 0:
-            found, _ = find_checkpoints(self.folder.parent, files=self.files)
-            steps = [each.folder.name for each in found if is_step_folder(each.folder)]
-            names = [] if keep is None else steps[keep:]
+            found = newest_checkpoints(self.folder.parent, [], files=self.files)
+            names = [each.name for each in surplus(found, keep)]
             names += unfinished(self.folder.parent, self.files)
         for name in ranks.exchange(names)[0]:
             if self.leads and is_step_folder(self.folder.parent / name):

@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,12 @@ from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from elixir.files import FILES, Files, PathLike
 
 _OURS = re.compile(r"[0-9a-f]{8,32}-(rank-\d{5,}-of-\d{5,}|shared)\.safetensors")
-_TEMPORARY = re.compile(r"\.index(\.previous)?\.json\.[0-9a-f]{12}")
+_TEMPORARY = re.compile(r"\.index(\.previous)?\.json\.[0-9a-f]{12}|\.[0-9a-f]{8,32}-rank-\d{5,}")
+_BEGINNING = re.compile(
+    rb'\{"artifact":"checkpoint","schema_version":%d,"id":"[0-9a-f]{8,32}","sequence":([1-9][0-9]{0,17}),'
+    % Index.schema_version
+)
+_BEGINNING_BYTES = 256
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 
 
@@ -32,6 +38,11 @@ def new_id() -> str:
 def rank_file(checkpoint_id: str, rank: int, world_size: int) -> str:
     """Name of the file that a rank writes."""
     return f"{checkpoint_id}-rank-{rank:05}-of-{world_size:05}.safetensors"
+
+
+def rank_mark(checkpoint_id: str, rank: int) -> str:
+    """Name of the empty file by which a rank shows the others which folder it sees."""
+    return f".{checkpoint_id}-rank-{rank:05}"
 
 
 def shared_file(checkpoint_id: str) -> str:
@@ -166,14 +177,19 @@ def abandon(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> No
             files.remove(os.path.join(os.fspath(folder), name), missing_ok=True)
 
 
-def remove_checkpoint(folder: PathLike, *, files: Files = FILES) -> None:
-    """Remove a checkpoint: the index first, so that no index ever names files that are gone. Foreign files stay."""
+def remove_checkpoint(folder: PathLike, *, files: Files = FILES) -> bool:
+    """Remove a checkpoint: the index first, so that no index ever names files that are gone. Foreign files stay.
+
+    Whether the folder is gone as well.
+    """
     for name in (PREVIOUS_NAME, INDEX_NAME):
         files.remove(os.path.join(os.fspath(folder), name), missing_ok=True)
     files.sync_folder(folder)
     remove_stale(folder, files=files)
-    if not files.names(folder):
-        files.remove_folder(folder)
+    if files.names(folder):
+        return False
+    files.remove_folder(folder)
+    return True
 
 
 @dataclass(frozen=True)
@@ -191,28 +207,68 @@ def find_checkpoints(
 
     The latest is the one with the largest `sequence`, not the one with the largest step or the newest file.
     """
-    found, damaged = [], []
+    damaged: list[CheckpointError] = []
+    return tuple(newest_checkpoints(root, damaged, files=files)), tuple(damaged)
+
+
+def newest_checkpoints(
+    root: PathLike, damaged: list[CheckpointError], *, files: Files = FILES
+) -> Iterator[FoundCheckpoint]:
+    """As `find_checkpoints`, one after the other: who needs the latest does not wait for those before it.
+
+    Args:
+        root: the folder around them.
+        damaged: takes why one cannot be read.
+        files: the operations it uses.
+    """
+    known, problems = sequences(root, files=files)
+    damaged += problems
+    for name in sorted(known, key=lambda name: (-known[name], name)):
+        folder = Path(root) / name
+        try:
+            index = read_index(folder, files=files)
+        except CheckpointNotFound:
+            continue  # removed meanwhile
+        except CheckpointError as error:
+            damaged.append(error)
+            continue
+        yield FoundCheckpoint(folder, index)
+
+
+def sequences(root: PathLike, *, files: Files = FILES) -> tuple[dict[str, int], tuple[CheckpointError, ...]]:
+    """Name of each folder in `root` that has a checkpoint -> the `sequence` in its index, and why others have none.
+
+    It reads how each index begins and checks no checksum: to read a thousand as a whole would take seconds in each
+    save.
+    """
+    found: dict[str, int] = {}
+    damaged: list[CheckpointError] = []
     try:
         names = files.names(root)
     except FileError as error:
         if error.errno in _ABSENT:
-            return (), ()
+            return {}, ()
         raise
     for name in names:
-        folder = Path(root) / name
         try:
-            found.append(FoundCheckpoint(folder, read_index(folder, files=files)))
+            found[name] = _sequence(Path(root) / name, files)
         except CheckpointNotFound:
             continue  # another folder, a file, or a save that was cut off
         except CheckpointError as error:
             damaged.append(error)
-    found.sort(key=lambda each: (-each.index.sequence, each.folder.name))
-    return tuple(found), tuple(damaged)
+    return found, tuple(damaged)
+
+
+def _sequence(folder: Path, files: Files) -> int:
+    with contextlib.suppress(FileError):  # `read_index` says why it cannot be read
+        beginning = _BEGINNING.match(files.read_first(folder / INDEX_NAME, _BEGINNING_BYTES))
+        if beginning is not None:
+            return int(beginning[1])
+    return read_index(folder, files=files).sequence
 
 
 def next_sequence(folder: PathLike, *, files: Files = FILES) -> int:
     """The `sequence` of a new checkpoint in `folder`: above its present one, and above those in the folders next to
     it."""
-    path = Path(os.path.abspath(folder))
-    known = [each.index.sequence for each in find_checkpoints(path.parent, files=files)[0]]
-    return 1 + max(known, default=0)
+    known, _ = sequences(Path(os.path.abspath(folder)).parent, files=files)
+    return 1 + max(known.values(), default=0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,11 @@ from elixir.errors import CheckpointError, FileError, InputError, InputTypeError
 from elixir.files import FILES, FLUSH_EVERY_BYTES, Files, PathLike, temporary_name
 from elixir.memory_order import shaped
 from elixir.units import dtype_name, parse_bytes, parse_dtype
+
+_TEMPORARY = re.compile(
+    r"\.(config\.json|model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json)\.[0-9a-f]{12}"
+)
+"""Temporary names of the files of an export, as `temporary_name` makes them."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ def export_hf(
     files: Files = FILES,
 ) -> Path:
     """Write the weights and persistent buffers of a checkpoint for ``from_pretrained``; tied ones once.
+
+    What an export that was killed has left there is removed: one export at a time writes to a folder.
 
     A model of plain PyTorch reads them by `load_model` of safetensors, which knows tied weights.
 
@@ -71,6 +79,9 @@ def export_hf(
         shards = _shards(reader, wanted, largest)
         try:
             files.make_folder(target)
+            for name in files.names(target):
+                if _TEMPORARY.fullmatch(name):  # of an export that was killed
+                    files.remove(target / name, missing_ok=True)
             there = [name for name in files.names(target) if name.startswith("model") and ".safetensors" in name]
             if there:
                 raise InputError(f"{target} holds {there[0]} already; give an empty folder")

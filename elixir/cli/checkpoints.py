@@ -16,7 +16,7 @@ from elixir.checkpoint_format import (
     remove_stale,
     verify,
 )
-from elixir.checkpoint_format.run_folders import unfinished
+from elixir.checkpoint_format.run_folders import surplus, unfinished
 from elixir.cli import output
 from elixir.errors import CheckpointCorrupt, CheckpointNotFound, InputError
 from elixir.files import FILES
@@ -95,7 +95,7 @@ def _verify(folder: Path) -> int:
 
 
 def _prune(folder: Path, keep: int | None) -> int:
-    removed = []
+    removed: list[str] = []
     if _is_one(folder):
         if keep is not None:
             raise InputError(f"--keep is for a folder of checkpoints; {folder} is one")
@@ -104,14 +104,14 @@ def _prune(folder: Path, keep: int | None) -> int:
         found, damaged = find_checkpoints(folder)
         for error in damaged:
             output.note(f"left as it is: {error}")
-        real = [each.folder for each in found if not each.folder.is_symlink()]  # a link is the checkpoint it leads to
-        gone = [] if keep is None else real[keep:]
-        gone += [folder / name for name in unfinished(folder, FILES)]
+        gone = surplus(found, keep) + [folder / name for name in unfinished(folder, FILES)]
         if not found and not gone:
             raise CheckpointNotFound(f"{folder} holds no checkpoints")
         for each in gone:
-            remove_checkpoint(each)
-        removed = [str(each) for each in gone]
+            left = (
+                "" if remove_checkpoint(each) else f", but for {FILES.names(each)[0]} and what else is no checkpoint's"
+            )
+            removed.append(f"{each}{left}")
     for name in removed:
         output.say(f"removed {name}")
     if not removed:

@@ -13,6 +13,7 @@ import torch
 
 from elixir.checkpoint_format import export_hf, open_checkpoint
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, InputError, InputTypeError
+from elixir.files import Files
 from tests.common.checkpoints import save
 from tests.common.file_faults import FailingFiles
 
@@ -138,6 +139,32 @@ def test_a_failed_export_leaves_nothing_new(folder: Path, tmp_path: Path) -> Non
             assert "No space left" in str(error)  # noqa: PT017
             assert [path.name for path in out.iterdir()] == ["tokenizer.json"]
     assert at > 30
+
+
+class Killed(BaseException):
+    """The process has ended: nothing of it cleans up."""
+
+
+class KilledFiles(Files):
+    """Ends at its second write, and does nothing afterwards."""
+
+    writes = 0
+
+    def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+        self.writes += operation == "write"
+        if self.writes > 1 and operation != "close":
+            raise Killed
+        return super().call(operation, path, function, *args)
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        export_hf(folder, tmp_path, files=KilledFiles())
+    (left,) = (path.name for path in tmp_path.iterdir())
+    (tmp_path / ".mine.0123456789ab").touch()
+    export_hf(folder, tmp_path)
+    assert left.startswith(".model.safetensors.")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.0123456789ab", "model.safetensors"]
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:

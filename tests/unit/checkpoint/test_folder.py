@@ -115,6 +115,50 @@ def test_only_steps_are_counted_and_go(run: Run, tmp_path: Path) -> None:
     assert (runs / "latest").is_symlink()
 
 
+class CountingFiles(UnsyncedFiles):
+    """Counts the bytes that are read of each file."""
+
+    def __init__(self) -> None:
+        self.read: dict[str, int] = {}
+
+    def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
+        result = super().call(operation, path, function, *args)
+        if operation == "read":
+            self.read[path] = self.read.get(path, 0) + result
+        return result
+
+
+@pytest.mark.parametrize("keep", [None, 4])
+def test_a_save_reads_only_how_the_indexes_next_to_it_begin(run: Run, tmp_path: Path, keep: int | None) -> None:
+    """With a thousand checkpoints, whole indexes would take seconds in each save."""
+    with Checkpoints(tmp_path, keep=None, wait=True, files=FILES) as checkpoints:
+        for step in range(4):
+            checkpoints.save(step, run.state())
+        files = CountingFiles()
+        (tmp_path / "step-00000003" / INDEX_NAME).write_text("{")  # damaged: it neither counts nor goes
+        assert Checkpoints(tmp_path, keep=keep, wait=True, files=files).save(4, run.state()).wait().sequence == 4
+        assert checkpoints.steps() == [0, 1, 2, 4]
+        if keep is None:
+            read = {path: files.read.get(str(path), 0) for path in tmp_path.glob(f"*/{INDEX_NAME}")}
+            assert all(0 < count <= 256 for path, count in read.items() if path.parent.name < "step-00000003"), read
+
+
+def test_a_folder_is_the_one_that_was_meant_when_the_save_was_asked_for(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Checkpoints("runs", files=FILES) as checkpoints:
+        for step, folder in ((1, tmp_path), (2, tmp_path / "elsewhere")):
+            saving = checkpoints.save(step, run.state())
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            assert saving.wait().folder == folder / "runs" / f"step-0000000{step}"
+    save_checkpoint("missing/../there", run.state(), wait=True, files=FILES)
+    assert sorted(os.listdir()) == ["runs", "there"]
+    for name in ("../runs/step-00000001", "runs/step-00000002", "there"):
+        assert verify(name) == ()
+
+
 def test_a_damaged_one_is_left_out_and_may_be_saved_again(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
