@@ -10,7 +10,7 @@ from elixir.extents.extent_file import (
     open_extents,
     whole_blocks,
 )
-from elixir.extents.stored_tensors import StoredTensors, TensorFile
+from elixir.extents.stored_tensors import StoredTensors, TensorFile, paged_memory
 
 __all__ = [
     "Extent",
@@ -20,5 +20,6 @@ __all__ = [
     "TensorFile",
     "fastest_requests",
     "open_extents",
+    "paged_memory",
     "whole_blocks",
 ]

@@ -12,6 +12,7 @@ import math
 import os
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ class ExtentFile:
         self._free: list[Extent] = []
         self._pool: ThreadPoolExecutor | None = None
         self._threads = 0
+        weakref.finalize(self, _close, self._files)  # handles stay open when nothing refers to this any more
         try:
             for folder in folders:
                 warn_if_in_memory(folder)
@@ -170,8 +172,7 @@ class ExtentFile:
     def close(self) -> None:
         """Give the files, and with them their room, back."""
         self._stop_threads()
-        while self._files:
-            self._files.pop().close()
+        _close(self._files)
 
     def _stop_threads(self) -> None:
         pool, self._pool = self._pool, None
@@ -204,6 +205,11 @@ class ExtentFile:
         errors = [error for error in (each.exception() for each in started) if error is not None]
         if errors:
             raise errors[0]
+
+
+def _close(files: list[File]) -> None:
+    while files:
+        files.pop().close()
 
 
 def open_extents(folders: Sequence[PathLike], nbytes: int, *, files: Files = FILES) -> ExtentFile:

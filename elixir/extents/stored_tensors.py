@@ -211,6 +211,11 @@ class StoredTensors:
     def _has_room(self, region: _Region) -> bool:
         return self._memory is not None and region.end <= self._memory.nbytes
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that lie here, in the order in which they came."""
+        return [view.tensor for view in self._views]
+
     def forget(self, owner: object) -> None:
         """The tensors of an owner lie here no more."""
         self._views = [view for view in self._views if view.owner is not owner]

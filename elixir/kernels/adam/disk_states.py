@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 from torch import nn
 
-from elixir.errors import DiskError, FileError, InputError, InputTypeError
-from elixir.extents import Extent, ExtentFile, whole_blocks
-from elixir.files import PathLike, aligned_buffer
+from elixir.errors import InputError, InputTypeError
+from elixir.extents import ExtentFile, StoredTensors, TensorFile, paged_memory
+from elixir.files import PathLike
 
 WINDOW = 3
 """Parameters whose states are in memory at once: one is stepped, one is read, one is written."""
-_T = TypeVar("_T")
-
-
-class _Part(NamedTuple):
-    """A state tensor in an extent."""
-
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 class DiskStates:
@@ -34,100 +23,93 @@ class DiskStates:
     Args:
         folder: on the disk.
         parameters: whose states live there; all in host memory.
-        states: the states of an optimizer; those of `parameters` have their tensors only while they are stepped.
+        states: the states of an optimizer; those of `parameters` have their tensors only inside of `in_turn`.
     """
 
     def __init__(
         self, folder: PathLike, parameters: Sequence[nn.Parameter], states: MutableMapping[Any, dict[str, Any]]
     ) -> None:
-        self.parameters = frozenset(parameters)
-        self._states = states
-        self._file = ExtentFile([folder])
+        self.parameters = dict.fromkeys(parameters)
+        self._folder = folder
         self._lane = ThreadPoolExecutor(1, "elixir disk")
-        self._extents: dict[nn.Parameter, Extent] = {}
-        self._parts: dict[nn.Parameter, dict[str, _Part]] = {}
-        self._memory = [memoryview(b"")] * WINDOW
-
-    def in_turn(self, items: Sequence[_T], parameters: Sequence[nn.Parameter]) -> Iterator[_T]:
-        """Each of `items` while the states of its parameter are in memory, and may be changed.
-
-        Raises:
-            DiskError: the disk has failed.
-        """
-        reads: dict[int, Future[None]] = {}
-        writes: list[Future[None]] = []
-        try:
-            for turn, (item, parameter) in enumerate(zip(items, parameters, strict=True)):
-                # The one lane works in this order, so it has written what a buffer held before it reads into it.
-                for ahead in range(turn, min(turn + WINDOW - 1, len(items))):
-                    if ahead not in reads:
-                        reads[ahead] = self._lane.submit(self._read, parameters[ahead], ahead % WINDOW)
-                reads[turn].result()
-                self._show(parameter, self._memory[turn % WINDOW])
-                yield item
-                self._take(parameter, turn % WINDOW)
-                writes.append(self._lane.submit(self._write, parameter, turn % WINDOW))
-            for write in writes:
-                write.result()
-        except FileError as error:
-            raise DiskError(error, "a HybridAdam") from error
-
-    def values(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """The states of a parameter in separate memory; none before its first step."""
-        if parameter not in self._extents:
-            return {}
-        extent = self._extents[parameter]
-        memory = memoryview(aligned_buffer(extent.nbytes))[: extent.nbytes]
-        self._file.read(extent, memory)
-        return {name: _view(memory, part) for name, part in self._parts[parameter].items()}
+        self._memory = [paged_memory(0) for _ in range(WINDOW)]
+        self.use(states)
 
     def use(self, states: MutableMapping[Any, dict[str, Any]]) -> None:
         """Go on from other states: those of the parameters here are in memory now, and then on the disk only."""
         self._states = states
-        for parameter in [parameter for parameter in states if parameter in self.parameters]:
-            self._take(parameter, 0)
-            self._write(parameter, 0)
+        file = ExtentFile([self._folder])  # the one before is closed with its last reference, below
+        self._file = TensorFile(lambda: file)
+        self._stored: dict[nn.Parameter, StoredTensors] = {}
+        self.in_turn([parameter for parameter in self.parameters if parameter in states], lambda parameter: None)
 
-    def _room(self, turn: int, nbytes: int) -> memoryview:
-        if len(self._memory[turn]) < nbytes:
-            self._memory[turn] = memoryview(aligned_buffer(nbytes))
-        return self._memory[turn]
+    def in_turn(
+        self, parameters: Sequence[nn.Parameter], work: Callable[[nn.Parameter], object], *, write: bool = True
+    ) -> None:
+        """Call `work` for each parameter while its states are in memory; with `write` it may change them.
 
-    def _read(self, parameter: nn.Parameter, turn: int) -> None:
-        extent = self._extents.get(parameter)
-        if extent is not None:
-            self._file.read(extent, self._room(turn, extent.nbytes)[: extent.nbytes])
+        Raises:
+            DiskError: the disk has failed, now or before.
+        """
+        if write and self._file.lost is not None:
+            raise self._file.lost
+        reads: dict[int, Future[None]] = {}
+        writes: list[Future[None]] = []
+        try:
+            for turn, parameter in enumerate(parameters):
+                # The one lane works in this order, so it has written what a buffer held before it reads into it.
+                for ahead in range(turn, min(turn + WINDOW - 1, len(parameters))):
+                    if ahead not in reads:
+                        reads[ahead] = self._lane.submit(self._read, parameters[ahead], ahead % WINDOW)
+                reads[turn].result()
+                self._at_hand(parameter, turn % WINDOW, work, write)
+                if write and parameter in self._stored:
+                    writes.append(self._lane.submit(self._stored[parameter].store, self._memory[turn % WINDOW]))
+        finally:
+            wait([*reads.values(), *writes])  # the caller may close the file next, or call this again
+        for written in writes:
+            written.result()
 
-    def _write(self, parameter: nn.Parameter, turn: int) -> None:
-        extent = self._extents.get(parameter)
-        if extent is not None:
-            self._file.write(extent, self._memory[turn][: extent.nbytes])
+    def _at_hand(self, parameter: nn.Parameter, slot: int, work: Callable[[nn.Parameter], object], write: bool) -> None:
+        stored, done = self._stored.get(parameter), False
+        if stored is not None:
+            stored.bind(self._memory[slot])
+        try:
+            work(parameter)
+            if write:
+                self._keep(parameter, slot)
+                done = True
+        finally:
+            if stored is not None and not done:
+                stored.put_away()
 
-    def _show(self, parameter: nn.Parameter, memory: memoryview) -> None:
-        for name, part in self._parts.get(parameter, {}).items():
-            self._states[parameter][name] = _view(memory, part)
+    def _read(self, parameter: nn.Parameter, slot: int) -> None:
+        if parameter in self._stored:
+            self._stored[parameter].fill(self._room(slot, self._stored[parameter].nbytes))
 
-    def _take(self, parameter: nn.Parameter, turn: int) -> None:
-        """The tensors of a state lie in a buffer from here on; the state keeps tensors without memory."""
-        state = self._states[parameter]
-        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and value.dim()}
-        parts, end = {}, 0
-        for name, value in tensors.items():
-            start = -(-end // value.itemsize) * value.itemsize
-            parts[name] = _Part(start, value.dtype, tuple(value.shape), value.stride())
-            end = start + value.nbytes
-        if parts != self._parts.get(parameter):
-            if parameter in self._extents:
-                self._file.give_back(self._extents.pop(parameter))
-            self._parts[parameter] = parts
-            self._extents[parameter] = self._file.extent(end)
-        memory = self._room(turn, whole_blocks(end))
-        for name, value in tensors.items():
-            place = _view(memory, parts[name])
-            if place.data_ptr() != value.data_ptr():
-                place.copy_(value)
-            nothing = torch.full((1,), math.nan if value.is_floating_point() else 0, dtype=value.dtype, device="cpu")
-            state[name] = nothing.as_strided(value.shape, (0,) * value.dim())
+    def _keep(self, parameter: nn.Parameter, slot: int) -> None:
+        """Have the tensors of a state lie in the buffer, where they do not yet, to be written with it."""
+        values = self._states[parameter].items()
+        tensors = {name: value for name, value in values if isinstance(value, torch.Tensor) and value.dim()}
+        before = self._stored.get(parameter)
+        if before is not None:
+            if list(map(id, tensors.values())) == list(map(id, before.tensors)):
+                return
+            for value in tensors.values():
+                value.data = value.clone()  # those that were there lie where others will
+            self._stored.pop(parameter).give_back()
+        if tensors:
+            nbytes = sum(value.nbytes + value.itemsize for value in tensors.values())  # each begins at its itemsize
+            self._stored[parameter] = stored = StoredTensors(self._file, "a HybridAdam", nbytes)
+            stored.bind(self._room(slot, stored.nbytes))
+            for name, value in tensors.items():
+                stored.region(name, value.numel(), value.dtype)
+                stored.keep(self, value, name, in_order=True)
+
+    def _room(self, slot: int, nbytes: int) -> torch.Tensor:
+        if self._memory[slot].nbytes < nbytes:
+            self._memory[slot] = paged_memory(nbytes)
+        return self._memory[slot]
 
 
 def chosen(parameters: Iterable[nn.Parameter], fraction: float) -> list[nn.Parameter]:
@@ -145,9 +127,3 @@ def chosen(parameters: Iterable[nn.Parameter], fraction: float) -> list[nn.Param
         left -= parameter.numel()
         found.append(parameter)
     return found
-
-
-def _view(memory: memoryview, part: _Part) -> torch.Tensor:
-    numel = math.prod(part.shape)
-    flat = torch.frombuffer(memory, dtype=part.dtype, count=numel, offset=part.start)
-    return flat.as_strided(part.shape, part.stride)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,8 @@ class HybridAdam(torch.optim.Optimizer):
         maximize: ascend rather than descend.
         amsgrad: not supported; here so that a configuration that asks for it is refused.
         nvme_offload_fraction: part of the elements in host memory whose states live on a disk, from the first parameter
-            on; with a plan, the plan says that instead (`disk_folder` of `ElixirModule`).
+            on; with a plan, the plan says that instead (`disk_folder` of `ElixirModule`). A copy of the optimizer, by
+            `pickle`, `copy.deepcopy` or `torch.save`, has all states in memory.
         nvme_offload_dir: a folder on that disk. Nothing stays there when the process ends; `state_dict` has all states.
 
     Raises:
@@ -102,6 +104,11 @@ class HybridAdam(torch.optim.Optimizer):
         if offloaded and nvme_offload_dir is not None:
             self._on_disk = DiskStates(nvme_offload_dir, offloaded, self.state)
 
+    @property
+    def _away(self) -> dict[nn.Parameter, None]:
+        """Parameters whose states live on a disk, in order."""
+        return {} if self._on_disk is None else self._on_disk.parameters
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`; checks the group's options and parameters."""
         super().add_param_group(param_group)
@@ -126,58 +133,62 @@ class HybridAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         check_step(1, factor)
-        on_disk: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        later: dict[nn.Parameter, dict[str, Any]] = {}
         for group in self.param_groups:
-            options = _options(group)
-            batches: dict[tuple[torch.device, int], list[_Item]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is None or parameter.numel() == 0:
-                    continue
-                if self._on_disk is not None and parameter in self._on_disk.parameters:
-                    on_disk.append((parameter, group))
-                    continue
-                item = self._item(parameter, group)
-                state = self.state[parameter]
-                state["step"] += 1
-                step = int(state["step"])
-                if item.moments.kind == "float32" and parameter.numel() <= BATCHED_NUMEL and _has_fused(parameter):
-                    batches.setdefault((parameter.device, step), []).append(item)
-                    continue
-                weight_out = None if item.master is item.weights else item.weights
-                adam_step(item.gradient, item.master, weight_out, item.moments, options, step, factor)
-                self._changed(item)
-            for (_, step), items in batches.items():
-                _step_together(items, options, step, factor)
-                for item in items:
-                    self._changed(item)
+            stepped = [each for each in group["params"] if each.grad is not None and each.numel()]
+            self._step_group([each for each in stepped if each not in self._away], group, factor)
+            later |= {each: group for each in stepped if each in self._away}
         if self._on_disk is not None:
-            for parameter, group in self._on_disk.in_turn(on_disk, [parameter for parameter, _ in on_disk]):
-                self._step_one(parameter, group, factor)
+            self._on_disk.in_turn([*later], lambda each: self._step_group([each], later[each], factor))
         return result
 
-    def _step_one(self, parameter: nn.Parameter, group: dict[str, Any], factor: float) -> None:
-        """One parameter by itself, with the bits that it gets among others."""
-        item, options = self._item(parameter, group), _options(group)
-        state = self.state[parameter]
-        state["step"] += 1
-        step = int(state["step"])
-        if item.moments.kind == "float32" and parameter.numel() <= BATCHED_NUMEL and _has_fused(parameter):
-            _step_together([item], options, step, factor)
-        else:
+    def _step_group(self, parameters: Iterable[nn.Parameter], group: dict[str, Any], factor: float) -> None:
+        """Step some of a group; each gets the bits that it would get by itself."""
+        options = _options(group)
+        batches: dict[tuple[torch.device, int], list[_Item]] = {}
+        for parameter in parameters:
+            item = self._item(parameter, group)
+            state = self.state[parameter]
+            state["step"] += 1
+            step = int(state["step"])
+            if item.moments.kind == "float32" and parameter.numel() <= BATCHED_NUMEL and _has_fused(parameter):
+                batches.setdefault((parameter.device, step), []).append(item)
+                continue
             weight_out = None if item.master is item.weights else item.weights
             adam_step(item.gradient, item.master, weight_out, item.moments, options, step, factor)
-        self._changed(item)
+            self._changed(item)
+        for (_, step), items in batches.items():
+            _step_together(items, options, step, factor)
+            for item in items:
+                self._changed(item)
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.Optimizer.state_dict`; what lives on a disk is read into separate memory."""
-        found = super().state_dict()
+        with self._in_memory():
+            return super().state_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Gives a copy all states, in memory."""
+        with self._in_memory():
+            return super().__getstate__()
+
+    @contextlib.contextmanager
+    def _in_memory(self) -> Iterator[None]:
+        """While it lasts, `state` has copies of the tensors that live on a disk."""
+        before = self.state
         if self._on_disk is not None:
-            every = [parameter for group in self.param_groups for parameter in group["params"]]
-            numbers = [number for group in found["param_groups"] for number in group["params"]]
-            for number, parameter in zip(numbers, every, strict=True):
-                if parameter in self._on_disk.parameters and number in found["state"]:
-                    found["state"][number] = {**found["state"][number], **self._on_disk.values(parameter)}
-        return found
+            whole = before.copy()
+
+            def read(parameter: nn.Parameter) -> None:
+                values = before[parameter].items()
+                whole[parameter] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values}
+
+            self._on_disk.in_turn([each for each in self._away if each in before], read, write=False)
+            self.state = whole
+        try:
+            yield
+        finally:
+            self.state = before
 
     @torch.no_grad()
     def make_states(self) -> None:
@@ -185,11 +196,23 @@ class HybridAdam(torch.optim.Optimizer):
 
         Weights stay as they are.
         """
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                stepped = parameter.numel() and is_dense(parameter.shape, parameter.stride())
-                if stepped and "exp_avg" not in self.state[parameter]:
-                    _begin(self.state[parameter], parameter, flat(parameter), group["moments"])
+        lacking = {
+            parameter: group["moments"]
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.numel()
+            and is_dense(parameter.shape, parameter.stride())
+            and "exp_avg" not in self.state[parameter]
+        }
+
+        def begin(parameter: nn.Parameter) -> None:
+            _begin(self.state[parameter], parameter, flat(parameter), lacking[parameter])
+
+        for parameter in lacking:
+            if parameter not in self._away:
+                begin(parameter)
+        if self._on_disk is not None:
+            self._on_disk.in_turn([each for each in lacking if each in self._away], begin)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of a `HybridAdam`, or of torch's `Adam` or `AdamW`; to the bit, and as a copy.

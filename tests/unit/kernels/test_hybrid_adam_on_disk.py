@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import gc
+import io
 import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +93,117 @@ def test_a_disk_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "pwrite", broken)
     with pytest.raises(DiskError, match="HybridAdam"):
         train(mine, optimizer, 1)
+    with pytest.raises(DiskError, match="HybridAdam"):  # what is on the disk is neither old nor new
+        optimizer.state_dict()
+    monkeypatch.undo()
+    before = copy.deepcopy([parameter.detach() for parameter in mine])
+    with pytest.raises(DiskError):
+        train(mine, optimizer, 1)
+    assert all(map(torch.equal, mine, before))
+    twin = HybridAdam(other := parameters(torch.float32))
+    train(other, twin, 2)
+    with torch.no_grad():
+        for parameter, value in zip(mine, other, strict=True):
+            parameter.copy_(value)
+    optimizer.load_state_dict(twin.state_dict())
+    train(mine, optimizer, 1)
+    train(other, twin, 1)
+    assert all(map(torch.equal, mine, other))
+
+
+def test_a_state_dict_without_states_begins_anew(tmp_path: Path) -> None:
+    on_disk, in_memory = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    optimizers = (
+        HybridAdam(on_disk, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path),
+        HybridAdam(in_memory),
+    )
+    for mine, optimizer in zip((on_disk, in_memory), optimizers, strict=True):
+        fresh = copy.deepcopy(optimizer.state_dict())
+        train(mine, optimizer, 2)
+        optimizer.load_state_dict(fresh)
+        train(mine, optimizer, 2)
+    assert all(map(torch.equal, on_disk, in_memory))
+
+
+def saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value)), saved_and_loaded])
+def test_a_copy_is_whole(copied: Callable[[Any], Any], tmp_path: Path) -> None:
+    mine = parameters(torch.bfloat16)
+    optimizer = HybridAdam(mine, moments="8bit", nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
+    train(mine, optimizer, 2)
+    theirs, other = copied((mine, optimizer))
+    train(mine, optimizer, 2)
+    train(theirs, other, 2)
+    assert all(map(torch.equal, mine, theirs))
+
+
+def test_states_that_are_made_before_the_first_step_are_on_the_disk(tmp_path: Path) -> None:
+    on_disk, in_memory = parameters(torch.float32), parameters(torch.float32)
+    optimizer = HybridAdam(on_disk, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
+    optimizer.make_states()
+    kept = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    assert kept
+    assert all(value.untyped_storage().nbytes() <= 4 for value in kept)
+    train(on_disk, optimizer, 2)
+    train(in_memory, HybridAdam(in_memory), 2)
+    assert all(map(torch.equal, on_disk, in_memory))
+
+
+def test_a_step_that_raises_leaves_all_states(tmp_path: Path) -> None:
+    on_disk, in_memory = parameters(torch.float32), parameters(torch.float32)
+    optimizers = (
+        HybridAdam(on_disk[::-1], nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path),
+        HybridAdam(in_memory[::-1]),
+    )
+    for mine, optimizer in zip((on_disk, in_memory), optimizers, strict=True):
+        train(mine, optimizer, 2)
+        for parameter in mine:
+            parameter.grad = None
+        mine[4].grad = torch.ones_like(mine[4])  # the first, and too large to be stepped with others
+        mine[1].grad = torch.ones(257).to_sparse()
+        with pytest.raises(InputError, match="dense gradients"):
+            optimizer.step()
+        train(mine, optimizer, 2)
+    assert all(map(torch.equal, on_disk, in_memory))
+
+
+def test_states_that_are_replaced_go_to_the_disk(tmp_path: Path) -> None:
+    on_disk, in_memory = parameters(torch.float32), parameters(torch.float32)
+    optimizers = (
+        HybridAdam(on_disk, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path),
+        HybridAdam(in_memory),
+    )
+    for mine, optimizer in zip((on_disk, in_memory), optimizers, strict=True):
+        train(mine, optimizer, 2)
+        optimizer.state[mine[0]] = {
+            "step": torch.tensor(1.0),
+            "exp_avg_sq": torch.ones_like(mine[0]),
+            "exp_avg": torch.full_like(mine[0], 0.1),
+        }
+        optimizer.state[mine[1]].clear()
+        train(mine, optimizer, 2)
+    assert all(map(torch.equal, on_disk, in_memory))
+    assert all(value.untyped_storage().nbytes() <= 4 for value in optimizers[0].state[on_disk[0]].values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="files of a process are counted by /proc")
+def test_a_dropped_optimizer_gives_its_file_back(tmp_path: Path) -> None:
+    def held() -> list[str]:
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return [str(link.readlink()) for link in links if str(link.readlink()).startswith(str(tmp_path))]
+
+    mine = parameters(torch.float32)
+    optimizer = HybridAdam(mine, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
+    train(mine, optimizer, 1)
+    assert len(held()) == 1
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(held()) == 1
+    del optimizer
+    gc.collect()
+    assert held() == []
