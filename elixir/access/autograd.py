@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from elixir.access.listener import AccessListener
 from elixir.errors import InputError
@@ -18,11 +22,19 @@ from elixir.torch_private import (
     top_saved_tensors_hooks,
 )
 
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]
 
 
-def hooks_over(listener: AccessListener, outer: Hooks | None) -> Any:
-    """Hooks that let the listener claim a tensor first and hand all others to `outer`."""
+def hooks_over(listener: AccessListener, outer: Hooks | None, track: Callable[[Any, AccessListener], Any]) -> Any:
+    """Hooks that let the listener claim a tensor first and hand all others to `outer`.
+
+    Args:
+        listener: claims weights.
+        outer: the hooks in force before.
+        track: ``track(items, listener)`` has weights among some tensors announced where a function uses them.
+    """
     if not saved_tensors_hooks_are_enabled():
         raise InputError(
             "a weight is used where saved-tensor hooks are switched off, as torch.func.grad, vjp, "
@@ -41,6 +53,9 @@ def hooks_over(listener: AccessListener, outer: Hooks | None) -> Any:
 
     def unpack(packed: Any) -> Any:
         if type(packed) is _Claimed:
+            caller = sys._getframe(1)
+            if caller.f_code.co_filename == _CHECKPOINT_FILE:
+                _track_arguments(caller, functools.partial(track, listener=listener))
             with DisableTorchFunctionSubclass():
                 return listener.unpack(packed.handle)
         return give(packed)
@@ -48,6 +63,31 @@ def hooks_over(listener: AccessListener, outer: Hooks | None) -> Any:
     pack.elixir_listener = listener  # type: ignore[attr-defined]
     pack.elixir_outer = outer  # type: ignore[attr-defined]
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _track_arguments(caller: FrameType, track: Callable[[Any], Any]) -> None:
+    """Have the function of a checkpoint, which is about to run again, announce the weights among its arguments.
+
+    A checkpoint saves them as autograd saves tensors, so they come back without the class that announces their uses.
+    Where a version of PyTorch names the function otherwise, the checkpoint runs as it always does.
+    """
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_code.co_filename == _CHECKPOINT_FILE:
+        for owner in (frame.f_locals.get("self"), frame.f_locals.get("ctx")):
+            for name in ("recompute_fn", "run_function"):  # with and without a separate frame
+                function = getattr(owner, name, None)
+                if function is not None and not hasattr(function, "elixir_tracks"):
+                    setattr(owner, name, _with_tracked_arguments(function, track))
+        frame = frame.f_back
+
+
+def _with_tracked_arguments(function: Callable[..., Any], track: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(function, updated=())
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return function(*track(args), **kwargs)
+
+    again.elixir_tracks = True  # type: ignore[attr-defined]
+    return again
 
 
 def listener_of(hooks: Hooks | None) -> Any:

@@ -176,7 +176,7 @@ class ParameterAccess:
         outer, hooks = innermost_saved_tensors_hooks(), None
         # Those of a module around this one serve as well.
         if self._listener.claims_saved and listener_of(outer) is not self._listener:
-            hooks = hooks_over(self._listener, outer)
+            hooks = hooks_over(self._listener, outer, _track)
             hooks.__enter__()
         self._open.append((module, hooks))
         self._listener.entered(module)
@@ -314,7 +314,7 @@ def _read(
     if listener.claims_saved and torch.is_grad_enabled() and listener_of(outer) is not listener:
         # Outside every module: in step_fn itself, or in a checkpointed function that runs again. Or inside hooks of
         # others, which would keep the weight itself.
-        with hooks_over(listener, outer):
+        with hooks_over(listener, outer, _track):
             result = func(*args, **kwargs)
     else:
         result = func(*args, **kwargs)

@@ -95,6 +95,7 @@ class WeightUses:
         self._compute: torch.cuda.Stream | None = None  # that memory here was last used from
         self._chunks = chunks
         self._chunk_of = {slot.parameter: chunk.index for chunk in tracked for slot in chunk.slots}
+        self._slot_of = {slot.parameter: slot for chunk in tracked if not chunk.plan.resident for slot in chunk.slots}
         # Code that keeps a view of these must be told from code that asks anew. What is made with `data`, or by a node
         # for which a weight is a constant, has no part in the count of writes, or in what autograd waits for.
         self._written_early = {
@@ -267,10 +268,15 @@ class WeightUses:
         return kept
 
     def pack(self, tensor: torch.Tensor) -> Any | None:
-        """Claim what lies in a block."""
+        """Claim what lies in a block, and weights, which need not: a checkpoint saves the arguments of its function
+        before they are read."""
         if type(tensor) is TrackedView:  # it may lie elsewhere by now
             return tensor.elixir_place if tensor.elixir_listener is self else None
-        return self._part(tensor)
+        slot = self._slot_of.get(tensor) if type(tensor) is TrackedParameter else None
+        if slot is None:
+            return self._part(tensor)
+        chunk, version = self._chunk_of[slot.parameter], slot.parameter._version
+        return _Part(chunk, slot.offset, tensor.dtype, slot.shape, slot.stride, slot.parameter, version)
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """The weight from wherever it is now, for the node that runs."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.common.parity import MODES, Case, Pair, make_plan
 
@@ -29,3 +32,46 @@ def test_anomaly_detection_from_the_start(mode: str, anomalies_detected: None) -
         assert torch.is_anomaly_enabled()
         with pytest.raises(RuntimeError, match="returned nan values"):
             pair.module(pair.case.inp["input"]).mul(0).sum().sqrt().mul(0).backward()
+
+
+def product(z: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(F.linear(z, w))
+
+
+GIVEN_WEIGHTS: dict[str, Callable[..., torch.Tensor]] = {
+    "a weight": lambda layer, other, x, run: x + run(product, x, layer.weight),
+    "a part of one": lambda layer, other, x, run: x + run(product, x, layer.weight[:8]).sum(-1, keepdim=True),
+    "another's, around a layer": lambda layer, other, x, run: run(
+        lambda z, w: product(layer(product(z, w)), w), x, other.weight
+    ),
+    "nested": lambda layer, other, x, run: run(lambda z, w: z + run(product, z, w), x, layer.weight),
+}
+
+
+class Checkpointed(nn.Module):
+    """Layers whose checkpointed functions are given weights."""
+
+    def __init__(self, ways: str, *, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.apply_layer = GIVEN_WEIGHTS[ways]
+        self.run = partial(checkpoint, use_reentrant=reentrant)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = self.apply_layer(layer, self.layers[index - 1], x, self.run)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("ways", GIVEN_WEIGHTS)
+def test_checkpointed_functions_that_are_given_weights(ways: str, reentrant: bool) -> None:
+    # As many rows as columns: weights and activations that were mixed up would fit each other.
+    inp = {"x": torch.randn(16, 16, requires_grad=True)}
+    for mode, options in (("streamed", {}), ("mixed", {"evict_always": True})):
+        model = Checkpointed(ways, reentrant=reentrant)
+        it = Case(model, inp, lambda model, inp: model(**inp).square().mean())
+        with Pair(it, make_plan(it, mode, split_number=4), **options) as pair:
+            pair.train(3)
+            pair.assert_same_weights()
