@@ -46,7 +46,8 @@ def plan_levers(
     now = samples_per_s(plan)
     rows = []
     for change in _changes(trace, request):
-        found = _planned(change, trace, hardware, request, tries)
+        # As a user's own search would: a row promises what planning with the change then gives.
+        found = _planned(change, trace, hardware, request, tries, briefly=False)
         gain = None if found is None else samples_per_s(found[0]) / now
         rows.append(PlanLever(change.action, change.options, None if found is None else found[0], gain))
     return tuple(sorted(rows, key=lambda row: (row.gain is None, -(row.gain or 0.0), row.action)))
@@ -72,7 +73,8 @@ def best_allowed(
     for kind in ALLOWED:
         best: tuple[float, Change, StepTrace, SearchRequest] | None = None
         for change in _changes(trace, request) if kind in kinds else ():
-            found = _planned(change, trace, hardware, request, tries) if change.kinds == (kind,) else None
+            one = change.kinds == (kind,)
+            found = _planned(change, trace, hardware, request, tries, briefly=True) if one else None
             if found is not None and samples_per_s(found[0]) > (speed if best is None else best[0]):
                 best = samples_per_s(found[0]), change, found[1], found[2]
         if best is not None:
@@ -93,11 +95,11 @@ def _changes(trace: StepTrace, request: SearchRequest) -> Iterator[Change]:
 
 
 def _planned(
-    change: Change, trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, tries: Tries
+    change: Change, trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, tries: Tries, *, briefly: bool
 ) -> tuple[Plan, StepTrace, SearchRequest] | None:
     try:
         other, asked = change.applied(trace, hardware, request)
-        plan = tries.plan(other, asked, briefly=True)
+        plan = tries.plan(other, asked, briefly=briefly)
     except (InputError, PlanError, TraceError):
         return None
     return None if plan is None else (plan, other, asked)

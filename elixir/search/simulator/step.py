@@ -52,9 +52,9 @@ from elixir.step_trace import StepTrace
 
 __all__ = ["RESOURCES", "SimulatedCost", "Simulation", "Span", "simulate_step"]
 
-BATCHES_SIMULATED = 3
-"""Batches of an optimizer step that `SimulatedCost` simulates: the first finds its cache empty, the second is the first
-that adds gradients; those after the third count as it does."""
+STEADY_BATCH = 2
+"""The index of the batch of an optimizer step that all later ones but the last are like: the first finds its cache
+empty, the second is the first that adds gradients."""
 
 
 @dataclass(frozen=True)
@@ -313,12 +313,16 @@ class SimulatedCost:
     def _before_step(self, case: Case) -> Machine:
         """A machine that comes to its first optimizer step."""
         machine = case.machine(record=False)
-        batches = case.batches(min(self._setting.accumulation, BATCHES_SIMULATED))
+        batches = case.batches(self._batches_simulated(case))
         for batch, events in enumerate(batches):
             machine.in_last_batch = batch == len(batches) - 1
             machine.batch(events)
         machine.settle()
         return machine
+
+    def _batches_simulated(self, case: Case) -> int:
+        """The last batch is simulated next to the steady one where early updates make it another."""
+        return min(self._setting.accumulation, STEADY_BATCH + (2 if case.speculating else 1))
 
     def _fastest(self, case: Case) -> tuple[frozenset[int], dict[str, float]]:
         """Which chunks step in backward, and the step's seconds: none, where those worth it would make it longer."""
@@ -352,23 +356,26 @@ class SimulatedCost:
         """Seconds of the optimizer step that `machine` begins with; `first` are the events of its first batch."""
         machine.update()
         optimizer_s = machine.now_s
-        forward_s, last_forward_s, began_s, taken_s = 0.0, 0.0, optimizer_s, 0.0
-        busy: dict[str, float] = {}
-        simulated = min(self._setting.accumulation, BATCHES_SIMULATED)
+        forward_s, began_s = 0.0, optimizer_s
+        steady_s, steady_forward_s, steady_busy_s = 0.0, 0.0, dict.fromkeys(machine.busy_s, 0.0)
+        simulated = self._batches_simulated(case)
         for batch, events in enumerate(case.batches(simulated, first)):
-            busy = machine.busy_s.copy()
+            before_s = machine.busy_s.copy()
             machine.in_last_batch = batch == simulated - 1
             machine.batch(events)
-            last_forward_s = machine.backward_from_s - began_s
-            forward_s += last_forward_s
-            taken_s, began_s = machine.now_s - began_s, machine.now_s
+            batch_forward_s = machine.backward_from_s - began_s
+            forward_s += batch_forward_s
+            if batch == STEADY_BATCH:
+                steady_s, steady_forward_s = machine.now_s - began_s, batch_forward_s
+                steady_busy_s = {name: amount - before_s[name] for name, amount in machine.busy_s.items()}
+            began_s = machine.now_s
         more = self._setting.accumulation - simulated
         ended_s = machine.now_s
         machine.settle()
-        total_s = max(machine.now_s + more * taken_s, machine.disk_idle_s)
-        busy_s = {name: amount + more * (amount - busy[name]) for name, amount in machine.busy_s.items()}
-        forward_s += more * last_forward_s
-        settled_s = _apart(total_s, more * taken_s + ended_s)
+        total_s = max(machine.now_s + more * steady_s, machine.disk_idle_s)
+        busy_s = {name: amount + more * steady_busy_s[name] for name, amount in machine.busy_s.items()}
+        forward_s += more * steady_forward_s
+        settled_s = _apart(total_s, more * steady_s + ended_s)
         return {
             "forward": forward_s,
             "backward": _apart(total_s, optimizer_s + forward_s + settled_s),

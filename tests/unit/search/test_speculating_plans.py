@@ -67,6 +67,26 @@ def test_a_step_is_shorter_for_memory_that_is_left(stack: StepTrace, world_size:
     assert f"{len(chosen(plan))} made in backward" in str(plan)
 
 
+@pytest.mark.parametrize("speculate", [None, False])
+@pytest.mark.parametrize("accumulation", [3, 4, 5, 9])
+def test_a_plan_has_the_seconds_that_its_simulation_has(
+    stack: StepTrace, accumulation: int, speculate: bool | None
+) -> None:
+    plan = planned(stack, accumulation=accumulation, speculate=speculate)
+    assert plan.speculates == (speculate is None)
+    assert simulate_step(plan, stack, SLOW).step_s == pytest.approx(plan.predicted.step_s, rel=1e-9)
+
+
+def test_a_lever_promises_what_planning_with_it_gives(stack: StepTrace) -> None:
+    device = planned(stack, placement="cuda").predicted.device_peak_bytes // 2
+    given: dict[str, Any] = {"placement": "auto", "device_memory": device}
+    levers = {lever.options: lever.plan for lever in planned(stack, **given).levers()}
+    for name, value in (("accumulation", 4), ("moments", "8bit")):
+        (promised,) = (plan for options, plan in levers.items() if dict(options) == {name: str(value)})
+        assert promised is not None
+        assert promised.predicted == planned(stack, **given, **{name: value}).predicted
+
+
 def test_memory_that_is_left_is_never_passed(stack: StepTrace) -> None:
     today = planned(stack, speculate=False)
     need, before_s = today.predicted.host_peak_bytes, today.predicted.seconds["total"]
