@@ -84,7 +84,7 @@ def row(made: dict[str, Any], difference: Row) -> Row:
     return {
         **conditions(),
         **{name: made[name] for name in ("ranks", "how", "seed", "accuracy", "overlap", "pairs", "held_out", "steps", "cpu_s")},
-        **{name: made.get(name, "") for name in ("need_bytes", "budget_bytes", "device_peak_bytes")},
+        **{name: made.get(name, "") for name in ("need_bytes", "budget_bytes", "device_buffers_bytes")},
         **difference,
     }  # fmt: skip
 

@@ -391,7 +391,7 @@ class _Replanning:
         if self._cuda:
             device_peak = torch.cuda.max_memory_allocated(self._module.device)
         else:  # what the runtime does not make itself is not known apart from the host's memory
-            device_peak = predicted + max(last.observed["device_peak"] - last.device_limit_bytes, 0)
+            device_peak = max(predicted, last.observed["device_buffers"])
         return Observation(
             step_s=statistics.median(report.step_s for report in reports if report.step_s is not None),
             busy_s={

@@ -214,7 +214,7 @@ def finetune(data: Any, args: argparse.Namespace, seed: int) -> dict[str, Any]:
     if report is not None:
         if rank == 0:
             print(report)
-        memory["device_peak_bytes"] = int(report.to_dict()["device_peak_bytes"])
+        memory["device_buffers_bytes"] = int(report.to_dict()["device_buffers_bytes"])
         model.close()
     return {
         "how": args.how, "ranks": world_size, "seed": seed, "accuracy": float(right.mean()), "overlap": data["overlap"],

@@ -43,7 +43,7 @@ def steps(rank: int, world_size: int, overlap: bool) -> tuple[int, int, int]:
         optimizer.zero_grad()
     report = module.last_report
     assert report is not None
-    found = engine_of(module).gradients.extra_blocks, report.observed["device_peak"], report.device_limit_bytes
+    found = engine_of(module).gradients.extra_blocks, report.observed["device_buffers"], report.predicted["device_peak"]
     module.close()
     return found
 

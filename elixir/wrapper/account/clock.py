@@ -16,6 +16,11 @@ class Span:
     started: float | torch.cuda.Event
     ended: float | torch.cuda.Event
 
+    @property
+    def over(self) -> bool:
+        """Whether `seconds` returns at once; on CUDA, whether the device has come to its end."""
+        return isinstance(self.ended, float) or self.ended.query()
+
     def seconds(self) -> float:
         """Its length; on CUDA this waits for the device to have come to its end."""
         if isinstance(self.ended, float):

@@ -26,7 +26,7 @@ class StepAccount:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._clock = StepClock(engine.device)
-        self._warned = False
+        self._warned = self._said_slow = False
         self._known: dict[Course, Expected] = {}  # by what steps under this plan were like; most are alike
         self._start()
         self.last_report: StepReport | None = None
@@ -71,7 +71,7 @@ class StepAccount:
 
     def another_plan(self) -> None:
         """Steps run under another plan from here on, of which nobody has been told yet that it is wrong."""
-        self._warned = False
+        self._warned = self._said_slow = False
         self._known.clear()
 
     def step_over(self, skipped: bool) -> None:
@@ -91,15 +91,29 @@ class StepAccount:
         course = Course(Backwards.of(backwards), self._held, engine.group.rank, skipped, untraced, odd)
         if course not in self._known:
             self._known[course] = expected_of(engine.plan, engine.schedule, course)
+        before, counts = self.last_report, engine.cache.take_counts()
         self.last_report = make_report(
-            engine, self._known[course], engine.cache.take_counts(), self._clock.stop(), self._tokens
+            engine, self._known[course], counts, self._clock.stop(), self._tokens, first=before is None
         )
         self._start()
+        self._say_if_slow(before, self.last_report)
         surprises = {} if skipped else self.last_report.surprises()
         if surprises and not self._warned:
             self._warned = True
             causes = self._causes(self.last_report.micro_batches, untraced)
             logger.warning("this step differs from its plan: %s", "; ".join([differences(surprises), *causes]))
+
+    def _say_if_slow(self, *reports: StepReport | None) -> None:
+        """Logs the first step, but for the very first, that takes much longer than predicted.
+
+        On CUDA it does so one step later, so that the host does not wait for the device.
+        """
+        for report in reports:
+            if self._said_slow or report is None or report.first or report.span is None or not report.span.over:
+                continue
+            if report.times_slowest is not None:
+                self._said_slow = True
+                logger.warning("%s", report.slow_text())
 
     def _causes(self, micro_batches: int, untraced: frozenset[int]) -> Iterator[str]:
         """Known reasons why a step needs more than its plan says."""

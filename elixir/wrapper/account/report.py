@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,10 @@ from elixir.wrapper.engine import Engine
 TOLERANCE = 0.05
 """Where observed and predicted differ by more than this share, the run says so."""
 _LINKS = ("host_to_device", "device_to_host", "network", *DISK_LINKS)
-_COME_LATER = ("host_peak", "disk_peak", *DISK_LINKS)
+MUCH_SLOWER = 2.0
+"""A step that takes so many times the upper end of its predicted range is remarked upon: more than rates explain."""
+_PEAKS = ("device_peak", "device_buffers", "host_peak", "disk_peak")
+_COME_LATER = ("device_peak", "host_peak", "disk_peak", *DISK_LINKS)
 """Less than predicted is no surprise here: states come with the first step."""
 
 
@@ -56,16 +60,15 @@ class StepReport:
 
     All counts are of all its micro-batches together; what is predicted is of as many as the step had, whatever the plan
     was made for. `observed` and `predicted` have the same keys: ``loads``, ``hits``, ``host_to_device``,
-    ``device_to_host``, ``network`` (bytes), ``device_peak`` and ``host_peak`` (bytes that the runtime's own buffers
-    took so far, and what the plan allots them: activations and gradients that autograd holds are in neither; of the
-    host, this rank's part). With states on a disk also ``disk_read`` and ``disk_write`` (bytes of updates) and
-    ``disk_peak`` (this rank's part).
+    ``device_to_host``, ``network``, ``device_peak``, ``device_buffers`` and ``host_peak`` (bytes). ``device_peak`` is
+    the whole peak, as in the plan; torch's allocator observes it on CUDA, and `observed` lacks it elsewhere.
+    ``device_buffers`` and ``host_peak`` are the bytes that the runtime's buffers took so far, and those that the plan
+    allots them: without activations and gradients that autograd holds; of the host, this rank's part. With states on a
+    disk also ``disk_read`` and ``disk_write`` (bytes of updates) and ``disk_peak`` (this rank's part).
     """
 
     observed: dict[str, int]
     predicted: dict[str, int]
-    device_limit_bytes: int
-    """The plan's whole device peak. Its parts are those of one moment; at others ours may be more and the rest less."""
     demand_loads: int
     """Loads that nothing had foreseen, for which the use had to wait from beginning to end."""
     deviations: int
@@ -81,6 +84,12 @@ class StepReport:
     """
     predicted_step_s: float | None
     """None where the step had other than the planned number of micro-batches."""
+    slowest_s: float | None = None
+    """The upper end of the range that was predicted for the step; None where `predicted_step_s` is."""
+    first: bool = False
+    """Whether no step of this module came before."""
+    hardware_name: str = ""
+    """The name of the profile with whose rates the step was planned."""
     micro_batches: int = 1
     """Backwards of the step."""
     tokens: int | None = None
@@ -107,6 +116,12 @@ class StepReport:
     def step_s(self) -> float | None:
         """Seconds of `span`; on CUDA, asking waits for the device."""
         return None if self.span is None else self.span.seconds()
+
+    @property
+    def times_slowest(self) -> float | None:
+        """Seconds of the step over `slowest_s`, from `MUCH_SLOWER` on; None for other steps. Waits as `step_s` does."""
+        times = self.step_s / self.slowest_s if self.step_s and self.slowest_s else 0.0
+        return times if times >= MUCH_SLOWER else None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -144,12 +159,13 @@ class StepReport:
         """
         found = {}
         for name, expected in self.predicted.items():
-            if name == "hits" or (self.not_compared and name not in ("device_peak", "host_peak", "disk_peak")):
+            if name == "hits" or name not in self.observed or (self.not_compared and name not in _PEAKS):
                 continue
             seen = self.observed[name]
-            if name == "device_peak":
-                if seen > self.device_limit_bytes:
-                    found[name] = (seen, self.device_limit_bytes)
+            if name == "device_buffers":
+                # Parts of a peak are those of one moment; at others the buffers may be more and the rest less.
+                if seen > self.predicted["device_peak"]:
+                    found[name] = (seen, self.predicted["device_peak"])
             elif name in _COME_LATER:
                 if seen > (1 + TOLERANCE) * expected:
                     found[name] = (seen, expected)
@@ -163,7 +179,8 @@ class StepReport:
             lines[0] += f"  per optimizer step of {self.micro_batches} micro-batches"
         for name, expected in self.predicted.items():
             show = str if name in ("loads", "hits") else format_bytes
-            lines.append(f"{name:16}{show(self.observed[name]):>14}{show(expected):>14}")
+            seen = show(self.observed[name]) if name in self.observed else "not measured"
+            lines.append(f"{name:16}{seen:>14}{show(expected):>14}")
         if self.step_s is not None:
             predicted = "" if self.predicted_step_s is None else format_seconds(self.predicted_step_s)
             lines.append(f"{'step':16}{format_seconds(self.step_s):>14}{predicted:>14}".rstrip())
@@ -172,9 +189,29 @@ class StepReport:
             lines.append(f"new states made in backward for {self.speculated} chunks, kept for {self.kept}")
         waits = ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in self.waited_s.items())
         lines.append(f"compute waited for {waits}")
+        if self.times_slowest is not None:
+            lines.append(self.slow_text())
         if self.not_compared:
             lines.append(f"loads and bytes cannot be compared with the plan: {self.not_compared}")
         return "\n".join(lines)
+
+    def slow_text(self) -> str:
+        """`times_slowest` in a sentence, with the likeliest causes as the machine is now."""
+        causes, cores = [], os.cpu_count() or 1
+        if self.first:
+            causes.append("a first step also makes states, compiles kernels and touches memory")
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+        if load > cores:
+            causes.append(f"the machine is busy (load {load:.0f} on {cores} cores)")
+        lane = max(self.waited_s, key=lambda name: self.waited_s[name], default="")
+        if self.waited_s.get(lane):
+            causes.append(f"compute waited longest for {lane} ({format_seconds(self.waited_s[lane])})")
+        causes.append(f"the rates of {self.hardware_name} are not this machine's (elixir hardware --measure)")
+        times, slowest = self.times_slowest or 0.0, format_seconds(self.slowest_s or 0.0)
+        return (
+            f"the step took {times:.1f} times the {slowest} at which its prediction ends; likely causes: "
+            f"{'; '.join(causes)}"
+        )
 
 
 def differences(surprises: dict[str, tuple[int, int]]) -> str:
@@ -221,7 +258,13 @@ def expected_of(plan: Plan, schedule: StepSchedule, course: Course) -> Expected:
 
 
 def make_report(
-    engine: Engine, expected: Expected, counts: CacheCounts, span: Span | None, tokens: int | None
+    engine: Engine,
+    expected: Expected,
+    counts: CacheCounts,
+    span: Span | None,
+    tokens: int | None,
+    *,
+    first: bool,
 ) -> StepReport:
     """The report of the step that is just over; the engine's counts start anew.
 
@@ -231,6 +274,7 @@ def make_report(
         counts: of the cache.
         span: when the step began and ended.
         tokens: that its forwards were given.
+        first: whether it is the first step of this module.
     """
     plan, arena, lanes, moved = engine.plan, engine.arena, engine.lanes, engine.gradients.moved
     predicted, parts = plan.predicted, plan.predicted.device_parts
@@ -241,6 +285,7 @@ def make_report(
     seen_on_disk = {"disk_read": read, "disk_write": written, "disk_peak": arena.peak_bytes["disk"]}
     on_disk = {"disk_peak": sum(plan.extent_bytes(chunk) for chunk in plan.chunks if chunk.state_home == "disk")}
     as_planned = expected.micro_batches == plan.accumulation
+    cuda = engine.device.type == "cuda"
     report = StepReport(
         observed={
             "loads": counts.loads,
@@ -248,25 +293,29 @@ def make_report(
             "host_to_device": counts.host_to_device_bytes + moved.returned + engine.refreshed_bytes,
             "device_to_host": moved.offloaded,
             "network": counts.network_bytes + moved.network + engine.regathered_bytes,
-            "device_peak": arena.peak_bytes["device"],
+            **({"device_peak": torch.cuda.max_memory_allocated(engine.device)} if cuda else {}),
+            "device_buffers": arena.peak_bytes["device"],
             "host_peak": arena.peak_bytes["host"],
             **(seen_on_disk if plan.uses_disk else {}),
         },
         predicted={
             **expected.counts,
-            "device_peak": sum(parts.get(name, 0) for name in ours),
+            "device_peak": predicted.device_peak_bytes,
+            "device_buffers": sum(parts.get(name, 0) for name in ours),
             "host_peak": _host_bytes(plan, arena.device.type, max(expected.micro_batches, plan.accumulation))
             + arena.parts("host").get(CHECKPOINT_PART, 0),  # once a checkpoint was saved
             **(on_disk if plan.uses_disk else {}),
         },
-        device_limit_bytes=predicted.device_peak_bytes,
         demand_loads=counts.demand_loads,
         deviations=counts.deviations,
         waited_s={name: lane.waited_s for name, lane in lanes.by_name().items()},
         busy_s={name: lane.take_busy_s() for name, lane in lanes.by_name().items()},
         refreshed_bytes=engine.refreshed_bytes,
         span=span,
-        predicted_step_s=predicted.seconds["total"] if as_planned else None,
+        predicted_step_s=predicted.step_s if as_planned else None,
+        slowest_s=predicted.range_s[1] if as_planned and predicted.range_s is not None else None,
+        first=first,
+        hardware_name=plan.hardware_name,
         micro_batches=expected.micro_batches,
         speculated=engine.speculated_chunks,
         kept=engine.kept_chunks,

@@ -64,7 +64,9 @@ def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
         pair.assert_same_weights()
         report = pair.module.last_report
         assert report is not None
-        assert report.observed["device_peak"] <= report.predicted["device_peak"] <= plan.predicted.device_peak_bytes
+        assert (
+            report.observed["device_buffers"] <= report.predicted["device_buffers"] <= plan.predicted.device_peak_bytes
+        )
         assert pair.engine.arena.peak_bytes["host"] <= plan.predicted.host_step_bytes
         assert report.observed["loads"] == plan.predicted.loads
         assert not report.surprises()
@@ -111,8 +113,43 @@ def test_states_are_as_wide_as_those_that_torch_makes(dtype: torch.dtype, share:
     report = module.last_report
     assert report is not None
     assert report.predicted["host_peak"] == host
-    assert report.observed["device_peak"] <= report.predicted["device_peak"]
+    assert report.observed["device_buffers"] <= report.predicted["device_buffers"]
     module.close()
+
+
+def test_the_device_peak_of_a_report_is_that_of_the_plan() -> None:
+    it = case("opt")
+    plan = make_plan(it, "streamed")
+    with Pair(it, plan) as pair:
+        pair.train(1)
+        report = pair.module.last_report
+        assert report is not None
+        peak = report.predicted["device_peak"]
+        assert peak == plan.predicted.device_peak_bytes > report.predicted["device_buffers"]
+        if gpu.DEVICE == "cuda":
+            assert report.observed["device_peak"] >= report.observed["device_buffers"]
+        else:
+            assert "device_peak" not in report.observed
+            assert "not measured" in str(report)
+
+
+def test_a_step_far_beyond_its_range_is_remarked_upon_once(caplog: pytest.LogCaptureFixture) -> None:
+    it = case("opt")
+    plan = make_plan(it, "streamed")
+    for slowest_s, remarks in ((1e-6, 1), (1e6, 0)):
+        ranged = dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, range_s=(0.0, slowest_s)))
+        caplog.clear()
+        with Pair(it, ranged) as pair:
+            pair.train(1)
+            first = pair.module.last_report
+            assert [("a first step also makes states" in str(first)), "likely causes" in caplog.text] == [
+                bool(remarks),
+                False,
+            ]
+            pair.train(3)
+            assert ("likely causes: " in str(pair.module.last_report)) == bool(remarks)
+        assert caplog.text.count("likely causes: ") == remarks
+        assert (f"the rates of {plan.hardware_name} are not this machine's" in caplog.text) == bool(remarks)
 
 
 def test_a_report_is_flat_numbers_with_tokens_per_second() -> None:
@@ -453,7 +490,7 @@ def test_a_gradient_larger_than_a_block_and_one_that_never_comes_fit_the_predict
             stepping.zero_grad()
     report = module.last_report
     assert report is not None
-    assert report.observed["device_peak"] <= report.predicted["device_peak"]
+    assert report.observed["device_buffers"] <= report.predicted["device_buffers"]
     assert engine_of(module).gradients.extra_blocks == 0
     assert all(torch.equal(module.state_dict()[name], value) for name, value in plain.state_dict().items())
     module.close()
