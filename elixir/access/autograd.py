@@ -55,7 +55,7 @@ def hooks_over(listener: AccessListener, outer: Hooks | None, track: Callable[[A
         if type(packed) is _Claimed:
             caller = sys._getframe(1)
             if caller.f_code.co_filename == _CHECKPOINT_FILE:
-                _track_arguments(caller, functools.partial(track, listener=listener))
+                _track_arguments(caller, lambda items: track(items, listener))
             with DisableTorchFunctionSubclass():
                 return listener.unpack(packed.handle)
         return give(packed)
