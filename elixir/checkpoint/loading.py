@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 from elixir.checkpoint.result import Loaded
 from elixir.checkpoint.saving import Saves
 from elixir.checkpoint.shared_folder import known_indexes, newest_of_all
-from elixir.checkpoint.user_state import UserState, restore, restore_rng
-from elixir.checkpoint_format import Index, SavedCheckpoint, SavedTensor, SliceReader, read_index
+from elixir.checkpoint.user_state import UserState, check_tensor, restore, restore_rng
+from elixir.checkpoint_format import INDEX_NAME, Index, SavedCheckpoint, SavedTensor, SliceReader, read_index
 from elixir.checkpoint_format.tensors import SPAN_BYTES
 from elixir.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
     ElixirError,
@@ -26,6 +29,7 @@ from elixir.errors import (
 from elixir.files import FILES, Files, PathLike
 from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name
+from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.step import take_options
 from elixir.wrapper.step.segment_states import SCALE_SUFFIX, SmallStates
 from elixir.wrapper.training_states import TrainingStates
@@ -55,7 +59,8 @@ def load_checkpoint(
 
     Raises:
         CheckpointNotFound: the folder holds no checkpoint. CheckpointCorrupt, CheckpointError: it is damaged or cannot
-        be read. If weights have been written to by then, the module refuses to run until a load succeeds.
+        be read, or an object of `state` raised on some rank. If weights have been written to by then, the module
+        refuses to run, on all ranks, until a load succeeds.
         CheckpointMismatch: it is of something else; nothing was changed.
 
     Example:
@@ -75,17 +80,27 @@ def load_checkpoint(
         try:
             load.check()
             values = load.decode()
-        except (ElixirError, FileError) as error:
+        except Exception as error:  # all ranks must hear of it, whatever it is
             problem = error
-        saves.together("load", None, problem)
-        load.states.begin_to_load(f"the load of {path} did not come to its end")
+        seen = saves.together("load", load.files_here, problem)
+        load.refuse_missing(set().union(*seen))
+        half = f"the load of {path} did not come to its end"
+        load.states.begin_to_load(half)
         try:
             load.write()
         except Exception as error:
             problem = error
-        notes = saves.together("loaded", sorted(load.notes), problem)
-    load.states.show()
-    load.finish(values)
+        saves.together("loaded", None, problem)
+    try:
+        try:
+            load.states.show()
+            load.finish(values)
+        except Exception as error:
+            problem = error
+        notes = saves.together("restored", sorted(load.notes), problem)
+    except BaseException:
+        load.states.begin_to_load(half)
+        raise
     said = tuple(dict.fromkeys(note for each in notes for note in each))
     for note in said if saves.rank == 0 else ():
         logger.info("%s: %s", path, note)
@@ -142,6 +157,9 @@ class _Load:
         self._optimizers: dict[str, str] = {}
         """Name of an optimizer in the state -> in the checkpoint."""
         self.notes: set[str] = set()
+        self.files_here: set[str] = set()
+        """Files of the checkpoint that this rank sees. With node-local disks others are seen by others; one that this
+        rank needs all the same fails when it is read."""
 
     def check(self) -> None:
         """Raise `CheckpointMismatch` where the checkpoint is of something else, before anything is written."""
@@ -149,15 +167,15 @@ class _Load:
         self._check_buffers()
         self._check_optimizers()
         self._check_values()
-        for name in self._index.files:
-            self._saved_files_here(name)
-
-    def _saved_files_here(self, name: str) -> None:
-        # With node-local disks a rank sees the files of its machine alone; what it needs of others fails when it is
-        # read.
-        path = self._folder / name
-        if path.exists():
+        self.files_here = {name for name in self._index.files if (self._folder / name).exists()}
+        for name in self.files_here:
             self._saved.check_file(name)
+
+    def refuse_missing(self, seen: Collection[str]) -> None:
+        """Raise `CheckpointCorrupt` for a file that no rank sees, before anything is written."""
+        for name, nbytes in self._index.files.items():
+            if name not in seen:
+                raise CheckpointCorrupt(f"missing; the index says it has {nbytes} bytes", path=self._folder / name)
 
     def _check_parameters(self) -> None:
         here = self.states.parameters()
@@ -291,7 +309,12 @@ class _Load:
             logger.info("%s also has %s, which the state does not ask for", self._folder, _few(left))
 
     def decode(self) -> dict[str, Any]:
-        """Everything small, read before anything is written."""
+        """Everything small, read and tried before anything is written.
+
+        Raises:
+            CheckpointMismatch: a tensor or a group of the state cannot take what was saved.
+            CheckpointCorrupt: the index has something that no save writes there.
+        """
         saved, index = self._saved, self._index
         found: dict[str, Any] = {
             "values": {name: saved.value(name) for name in self._user.values if name in index.values},
@@ -307,26 +330,51 @@ class _Load:
             },
             "groups": {},
             "optimizers": {},
-            "loss_scale": None if index.loss_scale is None else saved.decoded(index.loss_scale, "loss_scale"),
+            "loss_scale": None if index.loss_scale is None else saved.mapping(index.loss_scale, "loss_scale"),
         }
+        for name, value in found["values"].items():
+            self.notes |= check_tensor(name, self._state[name], value, self._folder)
+        for name in index.scalars:
+            saved.scalars(name)  # read again, one by one, where they are written
+        if found["loss_scale"] is not None:
+            with self._as_corrupt("loss_scale"):
+                LossScale(True, 1.0, 1).load(found["loss_scale"])
         for name, saved_name in self._optimizers.items():
-            found["optimizers"][name] = saved.decoded(index.optimizers[saved_name], f"optimizers.{saved_name}")
+            found["optimizers"][name] = saved.mapping(index.optimizers[saved_name], f"optimizers.{saved_name}")
             for names, group in self.states.groups(self.states.optimizers[name]):
                 number = self._group_of(saved_name, names)
                 if number is not None:
-                    options = saved.decoded(index.param_groups[number].options, f"param_groups[{number}].options")
-                    try:
-                        found["groups"][name, names] = self.states.loaded_options(name, group, options)
-                    except InputError as error:
-                        raise CheckpointMismatch(f"{self._folder}: {error}") from error
+                    key = f"param_groups[{number}].options"
+                    options = saved.mapping(index.param_groups[number].options, key)
+                    with self._as_corrupt(key):
+                        try:
+                            found["groups"][name, names] = self.states.loaded_options(name, group, options)
+                        except InputError as error:
+                            raise CheckpointMismatch(f"{self._folder}: {error}") from error
         if self._rng and index.rng and index.world_size == self.states.group.size:
-            found["rng"] = saved.decoded(index.rng[self._rank], f"rng[{self._rank}]")
+            key = f"rng[{self._rank}]"
+            found["rng"] = saved.mapping(index.rng[self._rank], key)
+            with self._as_corrupt(key):
+                self.notes |= restore_rng(found["rng"], self.states.device, try_only=True)
         elif self._rng:
             self.notes.add(
                 f"random number generators are left as they are: saved by {index.world_size} ranks, loaded by "
                 f"{self.states.group.size}"
             )
         return found
+
+    @contextlib.contextmanager
+    def _as_corrupt(self, key: str) -> Iterator[None]:
+        """Raises `CheckpointCorrupt` about `key` of the index for whatever is raised but other `CheckpointError`."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            path = self._folder / INDEX_NAME
+            raise CheckpointCorrupt(
+                f"not what was saved: {type(error).__name__} {error}", path=path, key=key
+            ) from error
 
     def write(self) -> None:
         """Write weights and states."""
@@ -342,7 +390,7 @@ class _Load:
 
     @torch.no_grad()
     def finish(self, values: dict[str, Any]) -> None:
-        """Finish with what cannot fail on one rank alone, once all ranks have their weights."""
+        """Finish once all ranks have their weights; the user's objects, which may raise anything, come last."""
         states = self.states
         for name, buffer in states.buffers().items():
             if name in values["buffers"]:
@@ -356,10 +404,9 @@ class _Load:
         scaled = states.loss_scale_state() is not None
         if scaled and values["loss_scale"] is not None:
             states.load_loss_scale(values["loss_scale"])
-        for name, value in {**values["values"], **values["rank_values"]}.items():
-            restore(self._state, name, value)
+        restore(self._state, {**values["values"], **values["rank_values"]})
         if "rng" in values:  # last: restoring values may draw numbers
-            self.notes |= restore_rng(values["rng"], states.device)
+            restore_rng(values["rng"], states.device)
 
 
 class StoredStates:

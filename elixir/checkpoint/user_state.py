@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from elixir.checkpoint_format import encode
-from elixir.errors import CheckpointMismatch, InputError, InputTypeError
+from elixir.errors import CheckpointError, CheckpointMismatch, InputError, InputTypeError
+from elixir.units import dtype_name
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.training_states import TrainingStates
 
@@ -88,24 +90,57 @@ def encoded(values: Mapping[str, Any], suffix: str = "") -> tuple[dict[str, Any]
     return found, tensors
 
 
-def restore(state: MutableMapping[str, Any], name: str, saved: Any) -> None:
-    """Have a saved value be that of the user's state: loaded by an object that can, else in its place."""
-    mine = state[name]
-    plain = mine.value if isinstance(mine, PerRank) else mine
-    if _is_stateful(plain):
-        plain.load_state_dict(saved)
-    elif isinstance(mine, PerRank):
-        mine.value = saved
-    elif isinstance(mine, torch.Tensor) and isinstance(saved, torch.Tensor):
-        if mine.shape != saved.shape:
-            raise CheckpointMismatch(
-                f"{name!r} has shape {list(saved.shape)} in the checkpoint, {list(mine.shape)} here",
-                shapes={name: (tuple(saved.shape), tuple(mine.shape))},
-            )
-        with torch.no_grad():
-            mine.copy_(saved)
-    else:
-        state[name] = saved
+def check_tensor(name: str, mine: Any, saved: Any, folder: Path) -> set[str]:
+    """Whether a tensor of the user's state can take a saved one, and a note where it is cast.
+
+    Raises:
+        CheckpointMismatch: the shapes differ, or the dtype of `mine` cannot hold such numbers.
+    """
+    if not isinstance(mine, torch.Tensor) or not isinstance(saved, torch.Tensor):
+        return set()
+    if mine.shape != saved.shape:
+        raise CheckpointMismatch(
+            f"{folder}: {name!r} has shape {list(saved.shape)} in the checkpoint, {list(mine.shape)} here",
+            shapes={name: (tuple(saved.shape), tuple(mine.shape))},
+        )
+    if mine.dtype == saved.dtype:
+        return set()
+    theirs, ours = dtype_name(saved.dtype), dtype_name(mine.dtype)
+    if not torch.can_cast(saved.dtype, mine.dtype):
+        raise CheckpointMismatch(
+            f"{folder}: {name!r} is {theirs} in the checkpoint, {ours} here, which cannot hold it; give a tensor of "
+            f"{theirs}"
+        )
+    return {f"{name!r}, saved in {theirs}, is cast to {ours}"}
+
+
+def restore(state: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Have saved values be those of the user's state: loaded by an object that can, after all others, else in its
+    place.
+
+    Raises:
+        CheckpointError: an object raised something; the message names it.
+    """
+    objects = {}
+    for name, saved in values.items():
+        mine = state[name]
+        plain = mine.value if isinstance(mine, PerRank) else mine
+        if _is_stateful(plain):
+            objects[name] = plain
+        elif isinstance(mine, PerRank):
+            mine.value = saved
+        elif isinstance(mine, torch.Tensor) and isinstance(saved, torch.Tensor):
+            with torch.no_grad():
+                mine.copy_(saved)
+        else:
+            state[name] = saved
+    for name, plain in objects.items():
+        try:
+            plain.load_state_dict(values[name])
+        except Exception as error:
+            raise CheckpointError(
+                f"load_state_dict of {name!r}, a {type(plain).__name__}, raised {type(error).__name__}: {error}"
+            ) from error
 
 
 def _is_stateful(value: Any) -> bool:
@@ -126,14 +161,21 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def restore_rng(state: Mapping[str, Any], device: torch.device) -> set[str]:
-    """Go on drawing as after `rng_state`; notes on what could not be restored."""
+def restore_rng(state: Mapping[str, Any], device: torch.device, *, try_only: bool = False) -> set[str]:
+    """Go on drawing as after `rng_state`; notes on what cannot be restored.
+
+    With `try_only`, generators made for it take the state, which raises whatever they raise, and the global ones stay
+    as they are.
+    """
     version, numbers, following = state["python"]
-    torch.set_rng_state(state["torch"])
-    random.setstate((version, tuple(numbers.tolist()), following))
-    np.random.set_state(state["numpy"])  # noqa: NPY002
+    (torch.Generator().set_state if try_only else torch.set_rng_state)(state["torch"])
+    (random.Random() if try_only else random).setstate((version, tuple(numbers.tolist()), following))
+    (np.random.RandomState() if try_only else np.random).set_state(state["numpy"])
     if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+        if try_only:
+            torch.Generator(device).set_state(state["cuda"])
+        else:
+            torch.cuda.set_rng_state(state["cuda"], device)
     elif device.type == "cuda" or "cuda" in state:
         return {
             "the random numbers of a CUDA device are not those of the checkpoint, which was saved on another device"

@@ -170,12 +170,12 @@ class SavedCheckpoint:
         return kind.endswith("_scale") and codes is not None and codes.block_numel is not None
 
     def _options(self, group: SavedGroup, number: int) -> dict[str, Any]:
-        return self._mapping(group.options, f"param_groups[{number}].options")
+        return self.mapping(group.options, f"param_groups[{number}].options")
 
     def scalars(self, name: str) -> dict[str, Any]:
         """States of a parameter that are no tensors over its elements; see `Index.scalars`."""
         key = f"scalars.{name}"
-        found = self._mapping(self.index.scalars.get(name, {}), key)
+        found = self.mapping(self.index.scalars.get(name, {}), key)
         for kind, value in found.items():
             pair = type(value) is tuple and len(value) == 2 and value[0] in STORED_DTYPES
             number = value[1] if pair else value
@@ -204,7 +204,8 @@ class SavedCheckpoint:
             )
         return self.read(key)
 
-    def _mapping(self, data: Any, key: str) -> dict[str, Any]:
+    def mapping(self, data: Any, key: str) -> dict[str, Any]:
+        """As `decoded`, for what must be a dict."""
         found = self.decoded(data, key)
         if not isinstance(found, dict):
             raise CheckpointCorrupt(

@@ -29,6 +29,8 @@ _PLAIN_INT = 2**63
 _NUMPY = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
 )
+_BIG = ">"
+"""Before the dtype of an array whose numbers begin with their highest byte."""
 _HEX = re.compile(r"-?0x[0-9a-f]+")
 
 
@@ -140,9 +142,10 @@ class _Encoder:
     def _array(self, value: np.ndarray[Any, Any], where: str) -> Any:
         if value.dtype.name not in _NUMPY:
             raise InputError(f"{where}: an array of {value.dtype} cannot be saved")
-        little = np.array(value, dtype=_numpy_dtype(value.dtype.name), order="C", copy=True).reshape(-1)
-        flat = torch.from_numpy(little.view(np.uint8))
-        return {_TAG: "array", "key": self._keep(flat, where), "dtype": value.dtype.name, "shape": list(value.shape)}
+        dtype = _numpy_dtype(value.dtype.name)
+        flat = torch.from_numpy(np.array(value, dtype=dtype, order="C", copy=True).reshape(-1).view(np.uint8))
+        name = value.dtype.name if value.dtype == dtype else _BIG + value.dtype.name
+        return {_TAG: "array", "key": self._keep(flat, where), "dtype": name, "shape": list(value.shape)}
 
     def _keep(self, flat: torch.Tensor, where: str) -> str:
         key = f"value/{where}"
@@ -219,7 +222,9 @@ class _Decoder:
         if kind == "array":
             if flat.dtype is not torch.uint8:
                 raise ValueError(f"saved as {flat.dtype}")
-            return flat.numpy().view(_numpy_dtype(data["dtype"])).astype(data["dtype"], copy=False).reshape(shape)
+            saved = _numpy_dtype(_of(str, data["dtype"]).removeprefix(_BIG))
+            dtype = saved.newbyteorder(">" if data["dtype"].startswith(_BIG) else "=")
+            return flat.numpy().view(saved).astype(dtype, copy=False).reshape(shape)
         parts = data["dtype"] == "complex128"  # safetensors has no such dtype: its real and imaginary parts are saved
         if flat.dtype is not (torch.float64 if parts else STORED_DTYPES[_of(str, data["dtype"])]):
             raise ValueError(f"saved as {flat.dtype}")

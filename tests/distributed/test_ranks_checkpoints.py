@@ -162,6 +162,47 @@ def test_one_rank_that_fails_fails_the_save_on_all_and_training_goes_on(tmp_path
     assert len(os.listdir(tmp_path / "run")) == 3  # nothing of the one that failed
 
 
+class FragileOnOne:
+    """A user's object that fails to load on one rank."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": 1}
+
+    def load_state_dict(self, saved: dict[str, int]) -> None:
+        if self.fails:
+            raise KeyError("no such thing")
+
+
+def _one_cannot_load(rank: int, world_size: int, folder: str) -> str:
+    it, plan = runs(rank, world_size, "host")
+    with Run(it, plan, two_groups()) as run:
+        run.train(1)
+        fragile, sizes = FragileOnOne(rank == 1), torch.zeros(3)
+        save_checkpoint(folder, run.state(fragile=fragile, sizes=sizes), wait=True, files=FILES)
+        bits = run.bits()
+        run.train(1)
+        later = run.bits()
+        with pytest.raises(CheckpointMismatch, match=r"rank 1: .*'sizes' has shape"):
+            load_checkpoint(folder, run.state(sizes=torch.zeros(3 + rank)), files=FILES)
+        assert differing(later, run.bits()) == []
+        with pytest.raises(CheckpointError) as raised:
+            load_checkpoint(folder, run.state(fragile=fragile), files=FILES)
+        with pytest.raises(InputError, match="load a checkpoint that is whole"):
+            run.step()
+        fragile.fails = False
+        assert load_checkpoint(folder, run.state(fragile=fragile), files=FILES).exact
+        assert differing(bits, run.bits()) == []
+        return str(raised.value)
+
+
+def test_a_load_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    said = run_ranks(2, _one_cannot_load, str(tmp_path / "run"))
+    assert said == 2 * ["rank 1: load_state_dict of 'fragile', a FragileOnOne, raised KeyError: 'no such thing'"]
+
+
 def _one_dies(rank: int, world_size: int, folder: str) -> str:
     it, plan = runs(rank, world_size, "host")
     run = Run(it, plan, two_groups())

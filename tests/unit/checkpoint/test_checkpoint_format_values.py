@@ -37,7 +37,12 @@ VALUES: dict[str, Any] = {
         np.float64("nan"),
         np.uint64(2**64 - 1),
     ],
-    "arrays": [np.arange(6).reshape(2, 3), np.array(1.5, dtype=">f8").astype("<f8"), np.zeros((0, 2), np.float16)],
+    "arrays": [
+        np.arange(6).reshape(2, 3),
+        np.array(1.5, dtype=">f8").astype("<f8"),
+        np.zeros((0, 2), np.float16),
+        np.arange(3, dtype=">f4"),
+    ],
     "tensors": {"t": torch.randn(2, 3), "nested": [torch.tensor(True), torch.empty(0), torch.arange(6).view(2, 3).t()]},
     "complex": [torch.randn(3, dtype=torch.complex128), torch.randn(2, dtype=torch.complex64).conj()],
     "ambiguous": {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1), 1: torch.ones(2), "1": torch.zeros(2)},

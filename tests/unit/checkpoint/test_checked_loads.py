@@ -1,0 +1,139 @@
+"""A load checks everything that it can check before it writes, and the user's objects come last."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.checkpoint import load_checkpoint, save_checkpoint
+from elixir.checkpoint_format.index import INDEX_NAME, _checksum, _text
+from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, InputError
+from tests.common.file_faults import UnsyncedFiles
+from tests.common.parity import adamw, case, make_plan
+from tests.common.resuming import Run, differing
+
+FILES = UnsyncedFiles()
+Edit = Callable[[dict[str, Any]], Any]
+
+
+class Fragile:
+    """A user's object that may fail to load."""
+
+    def __init__(self, value: int = 0, fails: bool = False) -> None:
+        self.value, self.fails = value, fails
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, saved: dict[str, int]) -> None:
+        if self.fails:
+            raise KeyError("no such thing")
+        self.value = saved["value"]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    it = case("cnn")
+    with Run(it, make_plan(it, "mixed"), adamw) as made:
+        made.train(1)
+        yield made
+
+
+@pytest.fixture
+def saved(run: Run, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint, and the bits of a run that has gone on since."""
+    values = {"ema": torch.full((4,), 0.97, dtype=torch.float64), "fragile": Fragile(7)}
+    save_checkpoint(tmp_path, run.state(**values), wait=True, files=FILES)
+    run.train(1)
+    return tmp_path, run.bits()
+
+
+def edited(folder: Path, edit: Edit) -> None:
+    """Change the index by hand, with the checksum that it then should have."""
+    body = json.loads((folder / INDEX_NAME).read_text())
+    del body["checksum"]
+    edit(body)
+    (folder / INDEX_NAME).write_text(_text(body | {"checksum": _checksum(body)}))
+
+
+@pytest.mark.parametrize("mine", [torch.zeros(5, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)])
+def test_a_tensor_that_cannot_take_what_was_saved_changes_nothing(
+    run: Run, saved: tuple[Path, dict[str, Any]], mine: torch.Tensor
+) -> None:
+    folder, before = saved
+    with pytest.raises(CheckpointMismatch, match="'ema'"):
+        load_checkpoint(folder, run.state(ema=mine), files=FILES)
+    assert not mine.any()
+    assert differing(before, run.bits()) == []
+
+
+def test_a_tensor_that_is_cast_is_said(run: Run, saved: tuple[Path, dict[str, Any]]) -> None:
+    state = run.state(ema=torch.zeros(4))
+    loaded = load_checkpoint(saved[0], state, files=FILES)
+    assert state["ema"].tolist() == torch.full((4,), 0.97).tolist()
+    assert loaded.notes == ("'ema', saved in float64, is cast to float32",)
+    assert not loaded.exact
+
+
+def test_an_object_that_raises_is_named_and_the_module_waits_for_a_whole_load(
+    run: Run, saved: tuple[Path, dict[str, Any]]
+) -> None:
+    state = run.state(fragile=Fragile(fails=True), ema=torch.zeros(4, dtype=torch.float64))
+    with pytest.raises(CheckpointError, match="load_state_dict of 'fragile', a Fragile, raised KeyError"):
+        load_checkpoint(saved[0], state, files=FILES)
+    assert state["ema"].any(), "an object was loaded before a plain value"
+    for refused in (run.step, run.module.state_dict, lambda: save_checkpoint(saved[0], run.state(), files=FILES)):
+        with pytest.raises(InputError, match="load a checkpoint that is whole"):
+            refused()  # type: ignore[operator]
+    state["fragile"].fails = False
+    assert load_checkpoint(saved[0], state, files=FILES).exact
+    assert state["fragile"].value == 7
+    run.step()
+
+
+def drop(key: str) -> Edit:
+    return lambda body: body["rng"][0].pop(key)
+
+
+EDITS: dict[str, Edit] = {
+    "rng lacks a generator": drop("numpy"),
+    "rng is no dict": lambda body: body.__setitem__("rng", [3]),
+    "rng of python": lambda body: body["rng"][0].__setitem__("python", [1]),
+    "rng of torch": lambda body: body["rng"][0].__setitem__("torch", body["rng"][0]["python"]["items"][1]),
+    "rng of numpy": lambda body: body["rng"][0].__setitem__("numpy", "MT19937"),
+    "options are no dict": lambda body: body["param_groups"][0].__setitem__("options", 3),
+    "optimizer is no dict": lambda body: body["optimizers"].__setitem__("optimizer", [1]),
+    "loss scale": lambda body: body.__setitem__("loss_scale", {"value": {"$": "int", "hex": hex(10**400)}}),
+    "scalar": lambda body: body["scalars"].__setitem__("0.weight", {"x": "text"}),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_an_edited_index_is_refused_before_anything_is_written(
+    run: Run, saved: tuple[Path, dict[str, Any]], edit: Edit
+) -> None:
+    folder, before = saved
+    edited(folder, edit)
+    with pytest.raises((CheckpointCorrupt, CheckpointMismatch)):
+        load_checkpoint(folder, run.state(), files=FILES)
+    assert differing(before, run.bits()) == []
+
+
+def test_a_missing_file_is_found_before_anything_is_written(run: Run, saved: tuple[Path, dict[str, Any]]) -> None:
+    folder, before = saved
+    next(folder.glob("*-rank-*")).unlink()
+    with pytest.raises(CheckpointCorrupt, match=r"rank-.*missing"):
+        load_checkpoint(folder, run.state(), files=FILES)
+    assert differing(before, run.bits()) == []
+
+
+def test_random_numbers_of_a_device_that_is_not_here_are_noted(run: Run, saved: tuple[Path, dict[str, Any]]) -> None:
+    edited(saved[0], lambda body: body["rng"][0].__setitem__("cuda", body["rng"][0]["torch"]))
+    loaded = load_checkpoint(saved[0], run.state(), files=FILES)
+    assert not loaded.exact
+    assert "random numbers of a CUDA device" in loaded.notes[0]
