@@ -42,7 +42,7 @@ from elixir.access.functions import (
     written_arguments,
 )
 from elixir.access.listener import AccessListener
-from elixir.access.placeholders import is_absent, remarked, unmarked, watch
+from elixir.access.placeholders import is_absent, remarked, storage_of, unmarked, watch
 from elixir.errors import InputError
 from elixir.torch_private import (
     DisableTorchFunctionSubclass,
@@ -77,6 +77,34 @@ class TrackedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with the same values, which must be at hand."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+
+class CountedParameter(nn.Parameter):
+    """A parameter whose ``data`` comes from a function, which can count what is written through it.
+
+    Torch functions do not see it: it costs nothing but where ``data`` is asked for.
+    """
+
+    elixir_lends: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values, without a graph."""
+        if torch.compiler.is_compiling():
+            return self.detach()
+        data: torch.Tensor = _DATA.__get__(self)  # type: ignore[attr-defined]
+        return data if self.elixir_lends is None else self.elixir_lends(data)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _DATA.__set__(self, value)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """An ordinary parameter with the same values."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
@@ -213,7 +241,8 @@ def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
         name = name_of(func)
         written = _tracked(*written_arguments(name, args, kwargs)) if name[-1:] == "_" or "out" in kwargs else []
-        return _read(func if functorch_level() is None else _noticing(func), args, kwargs, name, found, written)
+        result = _read(func if functorch_level() is None else _noticing(func), args, kwargs, name, found, written)
+        return result if name != "data" else found[0].elixir_listener.lends(_parameter_of(found[0]), result)
 
 
 def _noticing(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -374,12 +403,24 @@ def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             elif name == "__delete__" or args[1] is None:
                 item.elixir_listener.drops_gradient(item)
         elif owner is _DATA and name == "__set__":
+            if _same_memory(item, args[1]):
+                return None  # as `module.to(dtype)` does it in the forward of routers
             item.elixir_listener.replaces(item)
             func(*args, **kwargs)
             return item.elixir_listener.wrote([item])
     elif owner is _DATA and name == "__set__":
         untrack([item])  # it is to be a view of something else
     return func(*args, **kwargs)
+
+
+def _same_memory(item: torch.Tensor, other: Any) -> bool:
+    """Whether `item` would be the same elements in the same order if it were given the memory of `other`."""
+    return other is item or (
+        isinstance(other, torch.Tensor)
+        and (other.dtype, other.shape, other.stride()) == (item.dtype, item.shape, item.stride())
+        and other.storage_offset() == item.storage_offset()
+        and storage_of(other) == storage_of(item) != 0
+    )
 
 
 def _parameter_of(item: _Tracked) -> nn.Parameter:

@@ -41,6 +41,9 @@ class AccessListener(Protocol):
     def view(self, tensor: torch.Tensor) -> Place | None:
         """Where a result lies if its memory is a parameter's, so that it is to be tracked; else None."""
 
+    def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
+        """The tensor that the caller gets instead of `data`, which is ``parameter.data`` or that of a view of it."""
+
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether what runs now has announced `parameter`, so that reading a view of it is no new use."""
 

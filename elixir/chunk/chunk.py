@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import enum
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from elixir.access import absent, unmarked
+from elixir.access import absent, storage_of, unmarked
 from elixir.chunk.disk import StoredStates
 from elixir.chunk.lanes import Ticket, failure
 from elixir.errors import InputError, StateError
@@ -88,6 +88,9 @@ class Slot:
 
 def _follow(masters: torch.Tensor, weights: torch.Tensor) -> None:
     """Masters take the weights wherever they do not round to them."""
+    if masters.dtype == weights.dtype:
+        masters.copy_(weights)
+        return
     here = weights.to(masters.device)
     masters.copy_(torch.where(masters.to(here.dtype) != here, here.to(masters.dtype), masters))
 
@@ -160,6 +163,9 @@ class Chunk:
 
         A step calls it before it writes to them.
         """
+        self.taken_back = 0
+        """How often values of parameters that had been given other memory were taken; see `take_back`."""
+        self._lent: torch.Tensor | None = None  # the resident weights, with a count of what is written through `data`
         self._offsets = [slot.offset for slot in self.slots]
         self._versions: list[int] = []  # of the parameters when they came into the block
 
@@ -350,26 +356,54 @@ class Chunk:
         if self.state is ChunkState.CACHED:
             self._versions[place] = parameter._version
 
-    def take_back(self, memory: torch.Tensor, slots: Sequence[Slot]) -> None:
-        """Where a parameter that is a view of `memory` was given other memory, have its values there, and the view
-        again.
+    def lend(self, data: torch.Tensor) -> torch.Tensor:
+        """``data`` of a parameter, such that `data_writes` counts what is written through it if it lies in the resident
+        weights. PyTorch gives the tensor another count each time."""
+        if self.whole is None or data.dtype != self.dtype or storage_of(data) != storage_of(self.whole):
+            return data
+        if self._lent is None:
+            with torch.inference_mode(False):  # else it would have no count
+                self._lent = self.whole.data
+        return self._lent.as_strided(data.shape, data.stride(), data.storage_offset())
 
-        Raises:
-            InputError: it was given another shape or dtype.
-        """
+    @property
+    def data_writes(self) -> int:
+        """How often resident weights were written to through ``data`` of a parameter, or taken from other memory."""
+        return self.taken_back + (0 if self._lent is None else self._lent._version)
+
+    def moved(self, memory: torch.Tensor, slots: Sequence[Slot] | None = None) -> list[Slot]:
+        """The parameters, all or those in `slots`, that are no views of `memory` any more, since somebody has set their
+        ``data``."""
+        first, slots = memory.data_ptr(), self.slots if slots is None else slots
+        with DisableTorchFunctionSubclass():
+            return [slot for slot in slots if not self._is_at(slot, first + slot.offset * memory.itemsize)]
+
+    def _is_at(self, slot: Slot, address: int) -> bool:
+        parameter = slot.parameter
+        alike = parameter.stride() == slot.stride and parameter.shape == slot.shape and parameter.dtype == self.dtype
+        return alike and (parameter.data_ptr() == address or not slot.numel)
+
+    def refuse_other(self, slot: Slot) -> None:
+        """Raise `InputError` where a parameter was given values of another shape or dtype."""
+        parameter = slot.parameter
+        if parameter.shape != slot.shape or parameter.dtype != self.dtype:
+            raise InputError(
+                f"{slot.name} was given {list(parameter.shape)} values of {parameter.dtype}, its weights are "
+                f"{list(slot.shape)} of {self.dtype}: copy values with parameter.copy_(tensor)"
+            )
+
+    def with_moved(self, weights: torch.Tensor) -> torch.Tensor:
+        """`weights`, gathered or masters of them, with the values of parameters that have other memory now: a copy, if
+        there are any. What somebody keeps of their memory before stays as it is."""
+        moved = [] if self.whole is None else self.moved(self.whole)
+        if not moved:
+            return weights
+        found = weights.clone()
         with DisableTorchFunctionSubclass(), torch.no_grad():
-            for slot in slots:
-                parameter, part = slot.parameter, slot.part_of(memory)
-                if parameter.data_ptr() == part.data_ptr() and parameter.stride() == part.stride():
-                    continue
-                if parameter.shape != slot.shape or parameter.dtype != self.dtype:
-                    raise InputError(
-                        f"{slot.name} was given {list(parameter.shape)} values of {parameter.dtype}, its weights are "
-                        f"{list(slot.shape)} of {self.dtype}: copy values with parameter.copy_(tensor)"
-                    )
-                self.about_to_write()
-                part.copy_(parameter.data)
-                parameter.data = part
+            for slot in moved:
+                self.refuse_other(slot)
+                _follow(found[slot.offset : slot.offset + slot.numel], slot.flattened(slot.parameter.detach()))
+        return found
 
     def show(self, slot: Slot) -> None:
         """The parameter points to where it does while no block holds the chunk."""
@@ -426,3 +460,25 @@ class Chunk:
 
     def _versions_now(self) -> list[int]:
         return [slot.parameter._version for slot in self.slots]
+
+
+def take_back(places: Iterable[tuple[Chunk, torch.Tensor, Sequence[Slot]]]) -> None:
+    """Where parameters were given other memory than that of which they were views, have their values there, and the
+    views again.
+
+    Args:
+        places: chunks with the memory in question and the parameters.
+
+    Raises:
+        InputError: one was given values of another shape or dtype.
+    """
+    found = [(chunk, memory, slot) for chunk, memory, slots in places for slot in chunk.moved(memory, slots)]
+    with DisableTorchFunctionSubclass(), torch.no_grad():
+        for chunk, _, slot in found:
+            chunk.refuse_other(slot)
+        # All of them first: parameters may have exchanged their memory.
+        values = [slot.parameter.detach().clone() for _, _, slot in found]
+        for (chunk, memory, slot), value in zip(found, values, strict=True):
+            chunk.about_to_write()
+            chunk.taken_back += 1
+            slot.parameter.data = slot.part_of(memory).copy_(value)

@@ -186,6 +186,10 @@ class UseOrder:
         index = self._storages.get(storage_of(tensor))
         return None if index is None else _Place(self._parameters[index])
 
+    def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
+        """As it is: a trace has no weights elsewhere."""
+        return data
+
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether a module that is running, or else the node that is, has read the parameter."""
         index = self._index[parameter]

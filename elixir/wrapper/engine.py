@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from elixir.access import ParameterAccess, backward_is_running
+from elixir.access import CountedParameter, ParameterAccess, backward_is_running
 from elixir.chunk.buffers import Arena, BlockPool
-from elixir.chunk.chunk import Chunk
+from elixir.chunk.chunk import Chunk, Slot, take_back
 from elixir.chunk.disk import StateWindow, StoredStates
 from elixir.chunk.gradients import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
@@ -201,8 +201,25 @@ class Engine:
             if slot.parameter.requires_grad
         ]
 
+        for parameter, chunk in self._counted():
+            parameter.__class__ = CountedParameter
+            parameter.elixir_lends = chunk.lend  # type: ignore[attr-defined]
+
+    def _counted(self) -> list[tuple[nn.Parameter, Chunk]]:
+        """Plain parameters with masters, which have to follow what is written through ``data``."""
+        return [
+            (slot.parameter, chunk)
+            for chunk in self.chunks
+            if self.is_ordinary(chunk) and chunk.masters is not None
+            for slot in chunk.slots
+            if type(slot.parameter) in (nn.Parameter, CountedParameter)
+        ]
+
     def put_down(self) -> None:
         """Take everything off the model; the chunks keep their memory, and parameters point to it."""
+        for parameter, _ in self._counted():
+            parameter.__class__ = nn.Parameter
+            vars(parameter).pop("elixir_lends", None)
         if self._access is not None:
             self._access.remove()
         for handle in self._handles:
@@ -234,6 +251,11 @@ class Engine:
     def whole(self, chunk: Chunk, precise: bool = False) -> torch.Tensor:
         """The gathered weights of a chunk on the device; with `precise`, its masters where it has any."""
         held = self.uses.gathered_memory.get(chunk.index, chunk.whole)
+        if held is chunk.whole and self.is_ordinary(chunk):
+            return chunk.with_moved(self._whole(chunk, held, precise))
+        return self._whole(chunk, held, precise)
+
+    def _whole(self, chunk: Chunk, held: torch.Tensor | None, precise: bool) -> torch.Tensor:
         if chunk.masters is not None and precise and chunk.index not in self.uses.gathered_memory:
             found: torch.Tensor | None = None
             try:
@@ -426,9 +448,17 @@ class Engine:
         self.gradients.settle()
         self.cache.invalidate()
         self.emptied = True
-        for chunk in self.chunks:
-            if chunk.whole is not None and chunk.gathered is None and self.is_ordinary(chunk):
-                chunk.take_back(chunk.whole, chunk.slots)  # plain parameters, whose `data` anybody may have set
+
+    def take_back(self, wanted: Iterable[tuple[Chunk, Sequence[Slot]]] | None = None) -> None:
+        """Have values that plain parameters, all by default, were given by setting their ``data`` in the memory of the
+        plan."""
+        if wanted is None:
+            wanted = [(chunk, chunk.slots) for chunk in self.chunks]
+        take_back(
+            (chunk, chunk.whole, slots)
+            for chunk, slots in wanted
+            if slots and chunk.whole is not None and self.is_ordinary(chunk)
+        )
 
     def weights_changed(self, updates: Iterable[Ticket]) -> None:
         """An optimizer has stepped: blocks hold old weights, and resident ones are new once `updates` are done."""

@@ -170,6 +170,10 @@ class WeightUses:
         """Where a tensor lies, if it lies in a block and so is to be tracked."""
         return self._part(tensor)
 
+    def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
+        """Has writes through ``data`` of resident weights counted; those to blocks are announced."""
+        return self._chunks[self._chunk_of[parameter]].lend(data)
+
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether a module that is running here, or else the node that is, keeps the parameter's chunk."""
         state = self._state()

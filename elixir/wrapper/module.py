@@ -257,6 +257,7 @@ class ElixirModule(nn.Module):
         if not same_packing(self.plan, plan):
             raise InputError("rehome() moves chunks, it does not repack them; plan with the chunks of the present plan")
         engine.settle()
+        engine.take_back()
         if engine.state_reader is not None:
             engine.state_reader.let_go()  # a checkpoint may still be written from memory that goes now
         states = [stepper.give_up_states() for stepper in engine.steppers]

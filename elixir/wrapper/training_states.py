@@ -171,6 +171,7 @@ class TrainingStates:
     def begin_to_load(self, why: str) -> None:
         """From here on the module refuses to run because of `why`, until `show`."""
         self._engine.settle_quietly()
+        self._engine.take_back()
         self._engine.half_loaded = why
 
     def refuse(self, what: str, *, loading: bool = False) -> None:
@@ -214,6 +215,7 @@ class TrainingStates:
 
     def follow_writes(self) -> None:
         """Have masters be what was written to resident weights since the last step, as the next step would."""
+        self._engine.take_back()
         for stepper in self._steppers.values():
             stepper.follow_writes()
 

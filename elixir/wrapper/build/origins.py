@@ -62,15 +62,12 @@ class Origins:
             except ElixirError as error:
                 problem = error
         for chunk in engine.chunks:
-            if engine.is_ordinary(chunk) and chunk.whole is not None:
-                try:
-                    chunk.take_back(chunk.whole, chunk.slots)
-                except InputError as error:  # what stops the lanes must come to its end
-                    logger.error("the weights that were there before are given back: %s", error)
             memory: torch.Tensor | None = None
             if not (together and (alone or problem is not None)):
                 try:
                     memory = engine.whole(chunk, precise=True)
+                except InputError as error:  # what stops the lanes must come to its end
+                    logger.error("the weights that were there before are given back: %s", error)
                 except ElixirError as error:  # another rank is gone: the rest cannot be had either
                     problem = error
             if memory is None and chunk.whole is not None:

@@ -66,6 +66,10 @@ class ChunkOptimizer:
         self._counted_states = chunk.stored is not None  # they are part of an extent, which is
         self._counted_bytes = 0
         self._versions: dict[str, int] = {}  # of the parameters, after the last step that changed them
+        self._data_writes = chunk.data_writes
+        copied = {segment.place for segment in self.segments if segment.weights is not segment.source}
+        self.copied = [chunk.slots[place] for place in sorted(copied)]
+        """The parameters that are not stepped themselves, so that they have to lie where their chunk does."""
         self.stow()
 
     def gradients(self, used: Collection[str]) -> Arrived:
@@ -328,12 +332,17 @@ class ChunkOptimizer:
         self.chunk.follow_writes()
         # Also of what is never stepped, or masters would follow in each step.
         self._versions |= {segment.name: segment.source._version for segment in self.segments}
+        self._data_writes = self.chunk.data_writes
 
     @property
     def were_written(self) -> bool:
         """Whether resident weights were written to since the last step."""
-        return self.chunk.whole is not None and any(
-            segment.source._version != self._versions.get(segment.name, segment.version) for segment in self.segments
+        return self.chunk.whole is not None and (
+            self.chunk.data_writes != self._data_writes
+            or any(
+                segment.source._version != self._versions.get(segment.name, segment.version)
+                for segment in self.segments
+            )
         )
 
     def step(

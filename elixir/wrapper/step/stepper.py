@@ -253,6 +253,7 @@ class Stepper:
         engine.cache.invalidate()  # before weights count as changed, which inside a block they must not
         begun = self.early.finish(hyperparameters)
         updates = []
+        engine.take_back((part.chunk, part.copied) for part in self.parts.values())
         for index, part in self.parts.items():
             if index not in begun:
                 part.follow_writes()
@@ -404,6 +405,9 @@ class Stepper:
         if self._engine.group.size > 1:
             mine = bytes([*(name in used for name in names), unscaled, self._mixed])
             said = self.user.said_to_ranks(self.clip_limit) if stepping else {}
+            if stepping:
+                data_writes = sum(part.chunk.data_writes for part in self.parts.values())
+                said |= {"the number of writes through .data of weights": str(data_writes)}
             digest = zlib.crc32(repr(said).encode())
             answers = self._engine.exchange("gradients used", (mine, self._engine.said_of_disk(), digest))
             self._engine.hear_of_disks([lost for _, lost, _ in answers])

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from elixir.chunk.chunk import Chunk, Slot
+from elixir.chunk.chunk import Chunk, Slot, take_back
 from elixir.errors import InputError
 from elixir.wrapper.engine import Engine
 
@@ -30,6 +30,7 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
     engine.settle_together("gathered()")
     opened: list[tuple[Chunk, torch.Tensor, list[Slot]]] = []
     before = dict(uses.gathered)
+    given = _given(engine)
     try:
         for chunk in engine.chunks:
             asked = [slot for slot in chunk.slots if parameters is None or slot.parameter in parameters]
@@ -53,19 +54,38 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
         yield
         if write:
             engine.cache.invalidate()  # a backward in here may have fetched what is old now
+            take_back(opened)
             for chunk, memory, asked in opened:
-                chunk.take_back(memory, asked)
                 chunk.take(memory, asked)
+                for slot in asked:
+                    given.pop(slot.parameter, None)
     finally:
         uses.gathered = before
-        for chunk, _, _ in opened:
-            if chunk.index not in before:
-                del uses.gathered_memory[chunk.index]
-                chunk.gathered = None
-                if chunk.whole is None:
-                    chunk.hold_placeholders()
-                else:
-                    chunk.point_into(chunk.whole)
+        _hide(engine, [chunk for chunk, _, _ in opened if chunk.index not in before])
+        for parameter, data in given.items():
+            parameter.data = data
+
+
+def _hide(engine: Engine, chunks: Sequence[Chunk]) -> None:
+    """Their parameters point to where they did before; what they pointed to can go."""
+    for chunk in chunks:
+        del engine.uses.gathered_memory[chunk.index]
+        chunk.gathered = None
+        if chunk.whole is None:
+            chunk.hold_placeholders()
+        else:
+            chunk.point_into(chunk.whole)
+
+
+def _given(engine: Engine) -> dict[nn.Parameter, torch.Tensor]:
+    """The memory that somebody has given to plain parameters, which get it back afterwards."""
+    plain = [chunk for chunk in engine.chunks if chunk.gathered is None and engine.is_ordinary(chunk)]
+    return {
+        slot.parameter: slot.parameter.data
+        for chunk in plain
+        if chunk.whole is not None
+        for slot in chunk.moved(chunk.whole)
+    }
 
 
 def _of_model(chunks: Sequence[Chunk], wanted: Wanted) -> set[nn.Parameter] | None:

@@ -207,6 +207,7 @@ class ModelState:
         if rest and isinstance(rest[0], dict) and rest[0].get("assign_to_params_buffers"):
             raise InputError("assign=True would give the parameters other memory; leave it out")
         self._engine.settle_quietly()
+        self._engine.take_back((chunk, chunk.slots) for chunk in {chunk.index: chunk for chunk, _ in own}.values())
         memory: list[torch.Tensor] = []
         for chunk, slot in own:
             chunk.about_to_write()  # before anything counts as written to, of which a checkpoint would complain

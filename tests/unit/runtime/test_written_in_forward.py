@@ -114,21 +114,3 @@ def test_outside_of_a_forward_it_is_refused() -> None:
     with pytest.raises(InputError, match="clamp_ writes in place"), torch.no_grad():
         module.module.layers[0].weight.clamp_(-LIMIT, LIMIT)
     module.close()
-
-
-def test_only_a_write_to_the_weight_itself_reaches_the_master_of_what_stays_on_the_device() -> None:
-    """The page on training warns of the other: nothing counts a write through `data` in plain PyTorch either."""
-    kept = []
-    for through_data in (False, True):
-        it = case_of(lambda layer: None)
-        module = ElixirModule(it.model, make_plan(it, "resident", unified_dtype=torch.bfloat16), device=gpu.DEVICE)
-        optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.0))
-        weight = module.module.layers[0].weight
-        with torch.no_grad():
-            (weight.data if through_data else weight).zero_()
-        loss = square_loss(module, {"input": gpu.there(it.inp, module.device)["input"].bfloat16()})
-        optimizer.backward(loss)
-        optimizer.step()
-        kept.append(bool((weight == 0).all()))
-        module.close()
-    assert kept == [True, False]

@@ -51,6 +51,9 @@ class Log:
         name = self.storages.get(tensor.untyped_storage()._cdata)
         return Place(self.parameters[name]) if self.tracks and name is not None else None
 
+    def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
+        return data
+
     def holds(self, parameter: nn.Parameter) -> bool:
         return parameter is self.held
 
