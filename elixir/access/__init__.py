@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from elixir.access.autograd import backward_is_running, current_node_number, detached, innermost_saved_tensors_hooks
 from elixir.access.functions import REPLACES_MEMORY, operator_reads_only_metadata
-from elixir.access.interception import CountedParameter, ParameterAccess, TrackedParameter, TrackedView, untrack
+from elixir.access.interception import (
+    TRACKED_PARAMETERS,
+    CountedParameter,
+    ParameterAccess,
+    TrackedParameter,
+    TrackedView,
+    untrack,
+)
 from elixir.access.placeholders import absent, is_absent, storage_of, unmarked
 
 __all__ = [
     "REPLACES_MEMORY",
+    "TRACKED_PARAMETERS",
     "CountedParameter",
     "ParameterAccess",
     "TrackedParameter",

@@ -23,6 +23,7 @@ Metadata (`shape`, `dtype`, `size()`, ...) is not a use, nor is what only takes 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -140,12 +141,26 @@ class TrackedView(torch.Tensor):
 
 _Tracked = TrackedParameter | TrackedView
 
+TRACKED_PARAMETERS: set[type] = {TrackedParameter}
+"""The classes of tracked parameters: one for each class that a model's parameters have."""
+
+
+@functools.cache
+def _tracked_class(kind: type) -> type:
+    """The class of tracked parameters of `kind`, which have the methods and attributes of that class."""
+    if kind is nn.Parameter:
+        return TrackedParameter
+    made = type(f"Tracked{kind.__name__}", (TrackedParameter, kind), {})
+    TRACKED_PARAMETERS.add(made)
+    return made
+
 
 class ParameterAccess:
     """Attaches a listener to every parameter and module of a model, until `remove`.
 
     Args:
-        model: its parameters become `TrackedParameter`s in place; they keep their identity.
+        model: its parameters become `TrackedParameter`s in place; they keep their identity, and what their own
+            classes define.
         listener: is told of every use.
         parameters: only these are tracked, and modules without any are left alone; all of them by default.
         scripts: whether calls of TorchScript functions are announced, which replaces a method of PyTorch's class for
@@ -172,7 +187,7 @@ class ParameterAccess:
                 wanted = parameters is None or parameter in parameters
                 if wanted and not isinstance(parameter, TrackedParameter):
                     self._classes.append((parameter, parameter.__class__))
-                    parameter.__class__ = TrackedParameter
+                    parameter.__class__ = _tracked_class(parameter.__class__)
                     parameter.elixir_listener = listener  # type: ignore[attr-defined]
             if parameters is not None and next(module.parameters(), None) is None:
                 continue  # it may be part of other models that run as well, as an activation function is
@@ -210,7 +225,7 @@ class ParameterAccess:
         self._listener.entered(module)
         if isinstance(module, torch.jit.ScriptModule):
             # Nothing inside of it calls hooks, and fused kernels of TorchScript are no operators.
-            tracked: list[nn.Parameter] = [item for item in module.parameters() if type(item) is TrackedParameter]
+            tracked: list[nn.Parameter] = [item for item in module.parameters() if type(item) in TRACKED_PARAMETERS]
             if tracked:
                 self._listener.used(tracked, "TorchScript")
 
@@ -262,7 +277,7 @@ def _reached(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """An operator that gets something marked, called by what is no torch function."""
     with DisableTorchFunctionSubclass(), unmarked():
         name = operator._schema.name.partition("::")[2]
-        if name == REPLACES_MEMORY and type(args[0]) is TrackedParameter:
+        if name == REPLACES_MEMORY and type(args[0]) in TRACKED_PARAMETERS:
             args[0].elixir_listener.replaces(args[0])  # a tensor that takes a weight's memory reads the weight
         if operator_reads_only_metadata(name):
             return operator(*args, **kwargs)
@@ -395,8 +410,9 @@ def untrack(tensors: Iterable[Any]) -> None:
 
 def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Handle a call that reads no weight, but that the listener must hear of or answer."""
-    owner, name, item = getattr(func, "__self__", None), func.__name__, args[0] if args else None
-    if type(item) is TrackedParameter:
+    owner, name = getattr(func, "__self__", None), func.__name__
+    item: Any = args[0] if args else None
+    if type(item) in TRACKED_PARAMETERS:
         if owner is _GRADIENT:
             if name == "__get__":
                 item.elixir_listener.reads_gradient(item)
@@ -432,7 +448,7 @@ def _tracked(args: Iterable[Any], kwargs: dict[str, Any]) -> list[_Tracked]:
     found: list[_Tracked] = []
     for item in (*args, *kwargs.values()) if kwargs else args:
         kind = type(item)
-        if kind is TrackedParameter or kind is TrackedView:
+        if kind is TrackedView or kind in TRACKED_PARAMETERS:
             if not any(item is other for other in found):
                 found.append(item)
         elif isinstance(item, (tuple, list, dict)):

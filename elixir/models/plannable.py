@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from elixir.access import TrackedParameter
+from elixir.access import TRACKED_PARAMETERS
 from elixir.errors import InputError
 from elixir.plan import Plan
 from elixir.torch_private import DisableTorchFunctionSubclass, TopDispatch
@@ -75,7 +75,7 @@ def _of_another_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
         found = f"a {kind.__module__}.{kind.__qualname__}, a tensor subclass of unknown memory"
         return found, "give ordinary tensors, such as the model before it is quantised"
     announces = kind.__torch_function__ is not nn.Parameter.__torch_function__
-    if announces and TrackedParameter not in kind.__mro__:
+    if announces and kind not in TRACKED_PARAMETERS:
         return f"a {kind.__qualname__} with a __torch_function__", "leave that out, since the plan needs it"
     return None
 

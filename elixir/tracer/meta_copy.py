@@ -65,6 +65,7 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
         cast = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         data = torch.empty_strided(parameter.size(), parameter.stride(), dtype=cast, device="meta")
         memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        memo[id(parameter)].__class__ = type(parameter)
     for buffer in buffers:
         kept = dtype if follow and buffer.is_floating_point() else buffer.dtype
         memo[id(buffer)] = torch.empty_strided(buffer.size(), buffer.stride(), dtype=kept, device="meta")
@@ -78,6 +79,8 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
     pairs = [(memo[id(buffer)], buffer) for buffer in buffers]
     try:
         twin = copy.deepcopy(model, memo)
+        for parameter in original.names:
+            vars(memo[id(parameter)]).update(copy.deepcopy(vars(parameter), memo))
         _replace_in_scripts(original.modules, twin, memo)
         return _walk(twin, pairs)
     except Exception as error:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access import TrackedParameter, TrackedView, backward_is_running, current_node_number, storage_of
-from elixir.chunk.chunk import Chunk
+from elixir.access import TRACKED_PARAMETERS, TrackedView, backward_is_running, current_node_number, storage_of
+from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.rcache import RCache
 from elixir.errors import InputError
@@ -94,8 +94,12 @@ class WeightUses:
         self._device_type = device.type
         self._compute: torch.cuda.Stream | None = None  # that memory here was last used from
         self._chunks = chunks
-        self._chunk_of = {slot.parameter: chunk.index for chunk in tracked for slot in chunk.slots}
-        self._slot_of = {slot.parameter: slot for chunk in tracked if not chunk.plan.resident for slot in chunk.slots}
+        self._chunk_of: dict[torch.Tensor, int] = {
+            slot.parameter: chunk.index for chunk in tracked for slot in chunk.slots
+        }
+        self._slot_of: dict[torch.Tensor, Slot] = {
+            slot.parameter: slot for chunk in tracked if not chunk.plan.resident for slot in chunk.slots
+        }
         # Code that keeps a view of these must be told from code that asks anew. What is made with `data`, or by a node
         # for which a weight is a constant, has no part in the count of writes, or in what autograd waits for.
         self._written_early = {
@@ -276,7 +280,7 @@ class WeightUses:
         before they are read."""
         if type(tensor) is TrackedView:  # it may lie elsewhere by now
             return tensor.elixir_place if tensor.elixir_listener is self else None
-        slot = self._slot_of.get(tensor) if type(tensor) is TrackedParameter else None
+        slot = self._slot_of.get(tensor) if type(tensor) in TRACKED_PARAMETERS else None
         if slot is None:
             return self._part(tensor)
         chunk, version = self._chunk_of[slot.parameter], slot.parameter._version
@@ -386,7 +390,7 @@ class WeightUses:
             if self._chunks[tensor.elixir_place.chunk].plan.resident:
                 return tensor  # its memory stays
             return _copied(tensor)  # a use, since it may have been made in a module that has returned long ago
-        if type(tensor) is TrackedParameter and tensor in self._chunk_of:
+        if type(tensor) in TRACKED_PARAMETERS and tensor in self._chunk_of:
             # A module around this one announces when it reads it; outside of all modules it is a copy, and a use.
             stays = len(self._state().scopes) > 1 or self._chunks[self._chunk_of[tensor]].plan.resident
             return tensor if stays else _copied(tensor)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.common.parity import MODES, Case, Pair, make_plan
+from tests.common.tracing import cpu_trace
 
 
 @pytest.fixture
@@ -75,3 +76,50 @@ def test_checkpointed_functions_that_are_given_weights(ways: str, reentrant: boo
         with Pair(it, make_plan(it, mode, split_number=4), **options) as pair:
             pair.train(3)
             pair.assert_same_weights()
+
+
+class Bounded(nn.Parameter):
+    """A parameter that knows its bound."""
+
+    bound: float
+
+    def bounded(self) -> torch.Tensor:
+        return self.clamp(-self.bound, self.bound)
+
+
+class OfBounded(nn.Module):
+    """Takes another branch for parameters with methods, and for those with attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 4)
+        self.weight = Bounded(torch.randn(8, 8))
+        self.weight.bound = 0.5
+        self.last.weight.doubled = True  # type: ignore[attr-defined]
+        self.branches: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        if hasattr(self.weight, "bounded"):
+            x = x @ self.weight.bounded()
+            self.branches.append("bounded")
+        if getattr(self.last.weight, "doubled", False):
+            x = self.last(x) * 2
+            self.branches.append("doubled")
+        return x
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_of_a_class_and_with_attributes(mode: str) -> None:
+    model = OfBounded()
+    it = Case(model, {"x": torch.randn(4, 8)}, lambda model, inp: model(**inp).square().mean())
+    trace = cpu_trace(model, it.inp, lambda model, inp: it.loss(model, inp).backward())
+    assert next(p for p in trace.parameters if p.name == "weight").grad_access is not None
+    assert any(access.operator == "clamp" for access in trace.accesses)
+    with Pair(it, make_plan(it, mode, split_number=3), plain=OfBounded()) as pair:
+        pair.train(3)
+        pair.assert_same_weights()
+        assert pair.module.module.branches == ["bounded", "doubled"] * 3
+    assert type(model.weight) is Bounded
