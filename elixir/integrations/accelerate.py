@@ -24,6 +24,7 @@ from elixir.integrations.options import Options, as_inp, read_options
 from elixir.integrations.run import Run
 from elixir.models import default_step, planning_batch
 from elixir.plan import Plan
+from elixir.torch_private import tree_map
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 
 try:
@@ -291,18 +292,14 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
             prepared.elixir_saved_apart = apart
 
     def gather(self, tensor: Any) -> Any:
-        """As of Accelerator; refused while a step is traced, which rank 0 does alone."""
-        self._elixir_refuse_traced("gather()")
-        return super().gather(tensor)
+        """As of Accelerator; while rank 0 traces a step alone, as if all ranks had the same."""
+        if not (self._elixir_tracing and self.use_distributed):
+            return super().gather(tensor)
+        return tree_map(lambda item: torch.cat([torch.atleast_1d(item.detach())] * self.num_processes), tensor)
 
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As of Accelerator; refused while a step is traced, which rank 0 does alone."""
-        self._elixir_refuse_traced("reduce()")
-        return super().reduce(tensor, *args, **kwargs)
-
-    def _elixir_refuse_traced(self, what: str) -> None:
-        if self._elixir_tracing and self.use_distributed:
-            raise InputError(
-                f"the step calls {what} of the Accelerator, for which rank 0, which alone traces, would wait for ever; "
-                "leave it out of the loss, or give a step_fn without it"
-            )
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """As of Accelerator; while rank 0 traces a step alone, as if all ranks had the same."""
+        if not (self._elixir_tracing and self.use_distributed):
+            return super().reduce(tensor, reduction, scale)
+        factor = self.num_processes if reduction == "sum" else 1
+        return tree_map(lambda item: item.detach() * factor * scale, tensor)

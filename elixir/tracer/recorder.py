@@ -36,6 +36,7 @@ from elixir.tracer.operators import (
     traits,
 )
 from elixir.tracer.order import UseOrder
+from elixir.tracer.user_objects import UserObjects
 from elixir.tracer.values import (
     MAX_EAGER_SHADOW_NUMEL,
     SELECTIONS,
@@ -94,6 +95,8 @@ class Recorder(TorchDispatchMode):
         """Kind of what operators allocate from now on."""
         self.copies: Mapping[torch.Size, int] = {}
         """How many tensors one of a shape stands for; one where it is not listed."""
+        self.user_objects = UserObjects()
+        """Objects that the step reaches."""
 
     def __enter__(self) -> Recorder:
         self._functions.__enter__()  # type: ignore[no-untyped-call]
@@ -143,6 +146,8 @@ class Recorder(TorchDispatchMode):
                 return self._to_host(func, args, kwargs)
             if op.needs_values and (func is not aten.index.Tensor or _indexes_by_mask(args)):
                 return self._by_value(func, args, kwargs)
+        if not arguments.all_meta and func is aten.native_batch_norm.default:
+            self.user_objects.before_write(*args[3:5])
         if not arguments.all_meta and any(t.device.type == "meta" for t in arguments.tensors):
             args, kwargs = self._all_on_meta(args, kwargs)
             arguments = Arguments(args, kwargs)
@@ -224,7 +229,10 @@ class Recorder(TorchDispatchMode):
         for position, name in op.written:
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                record = None if tensor is None else self._ledger.find(tensor)
+                if tensor is None:
+                    continue
+                self.user_objects.before_write(tensor)
+                record = self._ledger.find(tensor)
                 if record is not None:
                     written.append(record)
         if any(record.shadow is not None for record in written):
@@ -297,10 +305,7 @@ class Recorder(TorchDispatchMode):
                 return item
             origin = item._base if item._is_view() else item
             if origin is not None and origin.requires_grad:
-                raise TraceError(
-                    f"{user_location()}: step_fn combines the traced model with a CPU tensor that needs a gradient; it "
-                    "must run the model it is given, not one from outside, and make new tensors on the input's device"
-                )
+                raise TraceError(f"{user_location()}: {self.user_objects.refusal_of(origin)}")
             tensor = torch.empty_like(item, device="meta")
             self._ledger.add(tensor, self.new_kind, "", "copy of a CPU tensor")
             if self._target.counts_host_tensors:

@@ -22,13 +22,22 @@ from elixir.models import fingerprint
 from elixir.step_trace import StepShape, StepTrace
 from elixir.torch_private import tree_leaves
 from elixir.tracer.assemble import Observed, assemble
-from elixir.tracer.device import OptimizerKernel, Target, references_when_alone, routed, target_for, warnings_heard
+from elixir.tracer.device import (
+    OptimizerKernel,
+    Target,
+    autocast_asked_for_meta,
+    references_when_alone,
+    routed,
+    target_for,
+    warnings_heard,
+)
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.meta_copy import Twin, meta_input, meta_twin
 from elixir.tracer.optimizer_phase import run_optimizer
 from elixir.tracer.order import UseOrder
 from elixir.tracer.recorder import Recorder
 from elixir.tracer.settings import settings_restored
+from elixir.tracer.user_objects import user_objects_restored
 from elixir.tracer.values import BalancedRouting, Routing, Shadows, is_user_code, user_location
 
 StepFn = Callable[[nn.Module, dict[Any, Any]], Any]
@@ -110,7 +119,14 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     references_when_alone()
     fused = FusedKernels(twin.model, use_fused_kernels, target.kind)
     try:
-        with warnings_heard(), routed(target), settings_restored(), _compiled_regions_run_eagerly():
+        with (
+            user_objects_restored(model, twin.model, step_fn, inp) as recorder.user_objects,
+            warnings_heard(),
+            autocast_asked_for_meta(target.kind),
+            routed(target),
+            settings_restored(),
+            _compiled_regions_run_eagerly(),
+        ):
             _run_step(twin, batch, step_fn, recorder, order, ledger)
         order.finish()
         step_end, operators = len(ledger), ledger.operators

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,22 @@ CPU = preset("cpu")
 H200 = preset("h200")
 
 Step = Callable[[nn.Module, dict[Any, Any]], Any]
+
+
+class Seen:
+    """A list to which a step can append in a trace, which would put a list back to what it held before."""
+
+    def __init__(self) -> None:
+        self._queue = queue.SimpleQueue[Any]()  # nothing that a trace looks into
+
+    def append(self, item: Any) -> None:
+        """Add one item."""
+        self._queue.put(item)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Takes the items out."""
+        while not self._queue.empty():
+            yield self._queue.get()
 
 
 def cpu_trace(model: nn.Module, inp: dict[Any, Any], step_fn: Step, **options: Any) -> StepTrace:

@@ -57,3 +57,28 @@ def test_two_ranks_train_as_ddp_does(name: str, lora: bool, tmp_path: Path) -> N
     # The third step is the first one after the checkpoint, and the last one before two ranks fill up a ragged end.
     two, one = ({name: value for name, value in log[2].items() if name != "epoch"} for log in steps)
     assert one == pytest.approx(two, rel=0, abs=TOLERANCE)
+
+
+def sft_logged(rank: int, world_size: int, folder: Path, elixir: dict[str, Any] | None) -> Any:
+    as_launched(rank, world_size)
+    from trl import SFTTrainer
+
+    from elixir.integrations.transformers import with_elixir
+    from tests.common.trainers import logged
+    from tests.unit.integrations.test_trl import fine_tuned
+
+    kind = SFTTrainer if elixir is None else with_elixir(SFTTrainer)
+    done = fine_tuned(kind, folder, elixir=elixir)
+    if elixir is not None:
+        done.elixir.module.close()
+    return logged(done)
+
+
+@pytest.mark.slow
+def test_two_ranks_gather_the_metrics_of_trl_as_ddp_does(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    plain = run_ranks(2, sft_logged, tmp_path / "plain", None, wait_s=600.0)[0]
+    ours = run_ranks(2, sft_logged, tmp_path / "ours", PLANS["on the host"], wait_s=600.0)[0]
+    assert [entry.keys() for entry in plain] == [entry.keys() for entry in ours]
+    for one, other in zip(plain, ours, strict=True):
+        assert other == pytest.approx(one, rel=0, abs=TOLERANCE)

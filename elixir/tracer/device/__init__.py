@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elixir.tracer.device.attention_choice import Attention
-from elixir.tracer.device.autocast import Autocast, warnings_heard
+from elixir.tracer.device.autocast import ASKED_BY_DEVICE, Autocast, autocast_asked_for_meta, warnings_heard
 from elixir.tracer.device.autograd_in_place import (
     WRITES_IN_PLACE,
     accumulates_in_place,
@@ -16,6 +16,7 @@ from elixir.tracer.device.target import CudaTarget, OptimizerKernel, Target, tar
 from elixir.tracer.device.value_branches import asks_for_nan
 
 __all__ = [
+    "ASKED_BY_DEVICE",
     "LENGTHS_IN_TENSORS",
     "WRITES_IN_PLACE",
     "Attention",
@@ -25,6 +26,7 @@ __all__ = [
     "Target",
     "accumulates_in_place",
     "asks_for_nan",
+    "autocast_asked_for_meta",
     "references_when_alone",
     "routed",
     "target_for",

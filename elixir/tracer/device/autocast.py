@@ -10,12 +10,14 @@ as well: they ask for autocast's state and enter it again to recompute.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 
@@ -157,6 +159,42 @@ def _eligible(item: Any) -> bool:
     if not isinstance(item, torch.Tensor) or not item.is_meta:
         return False
     return item.is_floating_point() and item.dtype is not torch.float64
+
+
+ASKED_BY_DEVICE = (
+    ("torch", "is_autocast_enabled"),
+    ("torch", "get_autocast_dtype"),
+    ("torch", "set_autocast_enabled"),
+    ("torch", "set_autocast_dtype"),
+    ("torch.amp", "is_autocast_available"),
+    ("torch.amp.autocast_mode", "is_autocast_available"),
+)
+"""Functions whose first argument is the type of a device: module and name. `torch.autocast` calls them as well."""
+
+
+@contextlib.contextmanager
+def autocast_asked_for_meta(kind: Literal["cuda", "cpu"]) -> Iterator[None]:
+    """While open, questions about autocast on meta are answered for the target device.
+
+    PyTorch refuses them below every mode, so the functions are replaced. Only who names meta sees a difference.
+    """
+
+    def answering(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            if args[:1] == ("meta",):
+                args = (kind, *args[1:])
+            if kwargs.get("device_type") == "meta":
+                kwargs["device_type"] = kind
+            return function(*args, **kwargs)
+
+        return answer
+
+    with contextlib.ExitStack() as replaced:
+        for module, name in ASKED_BY_DEVICE:
+            owner = sys.modules[module]
+            replaced.enter_context(patch.object(owner, name, answering(getattr(owner, name))))
+        yield
 
 
 @contextlib.contextmanager

@@ -149,3 +149,18 @@ def test_other_precisions_and_kinds_of_parallelism_are_refused(monkeypatch: pyte
     monkeypatch.setattr(Accelerator, "parallelism_config", SimpleNamespace(total_size=2), raising=False)
     with pytest.raises(InputError, match="data-parallel ranks only"):
         ElixirAccelerator.adopt(accelerator, {})
+
+
+def test_a_step_of_the_user_keeps_no_loss_of_its_trace() -> None:
+    losses: list[float] = []
+
+    def step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.item())
+
+    accelerator = ElixirAccelerator(cpu=True, elixir={**ON_HOST, "step_fn": step})
+    accelerator.history = losses
+    model = llama()
+    accelerator.plan(model, torch.optim.AdamW(model.parameters()), DataLoader(rows(4, 0), 2, collate_fn=collate))
+    assert losses == []

@@ -214,3 +214,24 @@ def test_the_other_package_of_lightning_has_a_strategy_too(tmp_path: Path) -> No
     assert not issubclass(other.ElixirStrategy, ours.ElixirStrategy)
     made = pytorch_lightning.Trainer(strategy="elixir", accelerator="cpu", devices=1, default_root_dir=str(tmp_path))
     assert isinstance(made.strategy, other.ElixirStrategy)
+
+
+HISTORY: list[Any] = []
+
+
+class Keeps(Module):
+    """Keeps its losses in a list of this file, and counts for its class."""
+
+    steps = 0
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = super().training_step(batch, index)
+        HISTORY.append(loss.item())
+        Keeps.steps += 1
+        return loss
+
+
+def test_what_a_training_step_keeps_outside_of_its_module_is_as_before(tmp_path: Path) -> None:
+    strategy = ElixirStrategy(**ON_HOST)
+    strategy.dry_run(trainer(strategy, tmp_path), Keeps(), train_dataloaders=data())
+    assert (HISTORY, Keeps.steps) == ([], 0)

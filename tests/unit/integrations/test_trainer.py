@@ -314,12 +314,48 @@ def test_options_come_from_the_command_line(tmp_path: Path) -> None:
 
 
 class Gathering(Trainer):
+    in_loss = False
+
     def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
-        return self.accelerator.gather(model(**inputs).loss).mean()
+        loss = model(**inputs).loss
+        gathered = self.accelerator.gather({"loss": loss, "rows": loss[None]})
+        assert [tuple(value.shape) for value in gathered.values()] == [(3,), (3,)]
+        assert self.accelerator.reduce(loss, "mean").shape == loss.shape
+        return gathered["loss"].mean() if self.in_loss else loss
 
 
-def test_the_first_step_may_not_wait_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_traces_a_step_that_gathers_without_waiting_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = make(with_elixir(Gathering), tmp_path, elixir=ON_HOST, **SHORT)
-    monkeypatch.setattr(type(trainer.accelerator), "use_distributed", True)
-    with pytest.raises((InputError, TraceError), match=r"gather\(\) of the Accelerator"):
+    for name, value in {"use_distributed": True, "num_processes": 3}.items():
+        monkeypatch.setattr(type(trainer.accelerator), name, value)
+    trainer.plan()
+    trainer.in_loss = True  # no gradient goes through a collective of an Accelerator
+    with pytest.raises(TraceError, match="does not require grad"):
         trainer.plan()
+
+
+class Measures(Trainer):
+    """Keeps a metric of each step, and counts them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.measured: list[float] = []
+        self.counted = {"steps": 0}
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **more)
+        self.measured.append((outputs.logits.argmax(-1) == inputs["input_ids"]).float().mean().item())
+        self.counted["steps"] += 1
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_metrics_of_a_trainer_hold_what_its_steps_made(tmp_path: Path) -> None:
+    plain = make(Measures, tmp_path / "plain", **SHORT)
+    ours = make(with_elixir(Measures), tmp_path / "ours", elixir=ON_HOST, **SHORT)
+    ours.plan()
+    assert (ours.measured, ours.counted) == ([], {"steps": 0})
+    for trainer in (plain, ours):
+        trainer.train()
+    assert (ours.measured, ours.counted) == (plain.measured, plain.counted)

@@ -17,7 +17,7 @@ from torch import nn
 from elixir.access import TrackedParameter
 from elixir.errors import ElixirError, InputError, InputTypeError, TraceError
 from elixir.tracer import BalancedRouting, RecordedRouting, trace_step
-from tests.common.tracing import CPU, H200, cpu_trace, sum_step
+from tests.common.tracing import CPU, H200, Seen, cpu_trace, sum_step
 
 HERE = __file__
 INP = {"x": torch.ones(2, 8)}
@@ -248,7 +248,7 @@ def test_attention_and_dropout_on_meta_are_as_before_a_trace() -> None:
         return attended.grad_fn.name(), F.dropout(q, 0.5).grad_fn.name()  # type: ignore[union-attr]
 
     before = graph()
-    seen: list[tuple[str, str]] = []
+    seen = Seen()
 
     class Attends(nn.Module):
         def __init__(self) -> None:
@@ -265,7 +265,7 @@ def test_attention_and_dropout_on_meta_are_as_before_a_trace() -> None:
     inp = {"x": torch.ones(1, 2, 16, 8)}
     for hardware in (CPU, H200):
         trace_step(Attends(), inp, sum_step, hardware=hardware)
-    assert seen == [
+    assert list(seen) == [
         ("ScaledDotProductFlashAttentionForCpuBackward0", "MulBackward0"),
         ("ScaledDotProductEfficientAttentionBackward0", "NativeDropoutBackward0"),
     ]

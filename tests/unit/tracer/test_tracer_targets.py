@@ -16,7 +16,7 @@ from elixir.hardware import preset
 from elixir.tracer import StepTrace, operators, trace_step
 from elixir.tracer.device import Attention, target_for
 from elixir.units import KIB, MIB
-from tests.common.tracing import CPU, H200, cpu_trace, sum_step
+from tests.common.tracing import CPU, H200, Seen, cpu_trace, sum_step
 
 MASK = (2, 1, 128, 128)
 HALF = Attention(
@@ -114,14 +114,14 @@ def test_cudnn_can_be_put_last(monkeypatch: pytest.MonkeyPatch) -> None:
 class Attends(nn.Module):
     """Attention over a projection, with a mask where told; `ran` tells which kernels its copies took as well."""
 
-    ran: list[str]
+    ran: Seen
 
     def __init__(self, dropout: float = 0.0, mask: bool = False, width: int = 64) -> None:
         super().__init__()
         self.project = nn.Linear(width, width)
         self.dropout = dropout
         self.mask = mask
-        Attends.ran = []
+        Attends.ran = Seen()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.project(x)
@@ -149,7 +149,7 @@ def test_the_chosen_kernel_is_what_runs(machine: str, dtype: torch.dtype, mask: 
     inp = {"x": torch.ones(2, 4, 256, 64)}
     model = Attends(mask=mask)
     trace = trace_step(model, inp, sum_step, hardware=preset(machine), dtype=dtype)
-    assert model.ran == [f"ScaledDotProduct{kernel}Backward0"]
+    assert list(model.ran) == [f"ScaledDotProduct{kernel}Backward0"]
     # None of them keeps the scores.
     scores = 2 * 4 * 256 * 256 * dtype.itemsize
     kept = sum(c.bytes for c in trace.peak_contributors if c.kind == "activations" and "softmax" in c.operator)

@@ -14,7 +14,7 @@ from elixir.errors import TraceError
 from elixir.models import default_input, default_step
 from elixir.tracer import BalancedRouting, trace_step
 from tests.common.tiny_models import tiny
-from tests.common.tracing import CPU, H200, cpu_trace, predicted_bytes, real_routing
+from tests.common.tracing import CPU, H200, Seen, cpu_trace, predicted_bytes, real_routing
 
 HERE = __file__
 TOKENS = torch.tensor([[5, 7, 0, 2], [3, 3, 1, 0]])
@@ -138,9 +138,10 @@ def test_values_of_floating_inputs_are_known(dtype: torch.dtype | None) -> None:
     x = torch.arange(48.0).view(6, 8) / 16
     x[2] = x[4] = 0
     model = Reads()
-    seen = model.rows
+    seen = Seen()
     cpu_trace(model, {"x": x}, lambda m, i: (m(i["x"]).sum().backward(), seen.append(m.rows[-1])), dtype=dtype)
-    assert seen[-1] == 5
+    assert list(seen) == [5]
+    assert model.rows == []
 
 
 class Routes(nn.Module):
@@ -199,9 +200,10 @@ def test_a_second_choice_among_the_rest_is_another_expert() -> None:
             self.both += zip(first.tolist(), second.tolist(), strict=True)
             return scores.sum()
 
-    model, seen = Twice(), list[tuple[int, int]]()
+    model, chosen = Twice(), Seen()
     for _ in range(2):
-        cpu_trace(model, {"x": torch.randn(8, 8)}, lambda m, i: (m(i["x"]).backward(), seen.extend(m.both)))
+        cpu_trace(model, {"x": torch.randn(8, 8)}, lambda m, i: (m(i["x"]).backward(), chosen.append(m.both)))
+    seen = [pair for both in chosen for pair in both]
     assert len(seen) == 16
     assert all(one != other for one, other in seen)
     assert {one for one, _ in seen} == set(range(4))
@@ -214,14 +216,14 @@ def test_a_choice_that_nothing_decides_by_is_no_assumption() -> None:
 
 
 def test_known_numbers_are_formatted_as_they_are() -> None:
-    texts: list[str] = []
+    texts = Seen()
 
     def step(model: nn.Module, inp: dict[str, Any]) -> None:
         texts.append(f"{inp['x'][0, 1]:03d} {inp['x'].max()}")
         model(inp["x"]).sum().backward()
 
     cpu_trace(nn.Embedding(16, 4), {"x": TOKENS}, step)
-    assert texts == ["007 7"]
+    assert list(texts) == ["007 7"]
 
 
 UNKNOWN: dict[str, Callable[[Any, torch.Tensor], Any]] = {
@@ -256,14 +258,14 @@ def test_a_decision_on_what_follows_from_weights_names_the_line(name: str, hardw
 
 
 def test_numbers_for_a_log_line_are_no_decision(capsys: pytest.CaptureFixture[str]) -> None:
-    kept = {}
+    kept = Seen()
 
     def step(model: nn.Module, inp: dict[str, Any]) -> None:
         total = 0.0
         loss = model(inp["x"]).sum()
         total += loss.item()
         total = (total * 2 - 1) / 3
-        kept["text"] = f"{loss.item():.3f} {total:.2e} {loss:.4f} {loss.detach().cpu():.1f} {total!s}"
+        kept.append(f"{loss.item():.3f} {total:.2e} {loss:.4f} {loss.detach().cpu():.1f} {total!s}")
         print(loss.item(), loss)
         history = [loss.detach().cpu(), loss.detach()]
         loss.backward()
@@ -272,7 +274,7 @@ def test_numbers_for_a_log_line_are_no_decision(capsys: pytest.CaptureFixture[st
     before = {cls: dict(vars(cls)) for cls in (torch.SymFloat, torch.SymInt, torch.SymBool, torch.Tensor)}
     for hardware in (CPU, H200):
         trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=hardware)
-    assert "unknown" in kept["text"]
+    assert all("unknown" in text for text in kept)
     for cls, names in before.items():
         assert dict(vars(cls)) == names, cls
     assert f"{torch.tensor(1.5):.2f}" == "1.50"

@@ -1,0 +1,237 @@
+"""Whatever a trace runs leaves the user's objects as they were."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import gc
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import elixir
+from elixir.errors import TraceError
+from elixir.tracer import user_objects
+from tests.common.tracing import CPU, H200, cpu_trace
+
+INP = {"x": torch.ones(2, 4)}
+LOSSES: list[Any] = []
+COUNT = 0
+
+
+class Meter:
+    """Has slots, and counts for all of its class."""
+
+    __slots__ = ("last", "values")
+    calls = 0
+
+    def __init__(self) -> None:
+        self.values = [1.0]
+
+    def add(self, value: Any) -> None:
+        Meter.calls += 1
+        self.last = value
+        self.values.append(value)
+
+
+@dataclasses.dataclass(slots=True)
+class Tokens:
+    seen: int = 0
+
+
+class Owner:
+    """As a trainer: everything that is changed by a step hangs on it."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Any] = {"train": collections.defaultdict(list)}
+        self.recent = collections.deque([1], maxlen=2)
+        self.order = collections.OrderedDict(a=1, b=2)
+        self.names = {"x"}
+        self.pairs = [({"loss": 1.0}, [2.0])]
+        self.state = types.SimpleNamespace(step=0)
+        self.meter, self.tokens = Meter(), Tokens()
+        self.total, self.array = torch.arange(3.0), np.arange(3.0)
+        self.norm = nn.BatchNorm1d(4)
+        self.draws = [random.Random(1), np.random.default_rng(1), torch.Generator().manual_seed(1)]
+        self.weights = {"best": None}
+
+    def step(self, model: nn.Module, inp: dict[str, Any]) -> None:
+        loss = model(inp["x"]).sum()
+        loss.backward()
+        number = loss.item()
+        self.metrics["train"]["loss"].append(number)
+        self.recent.append(number)
+        self.order.move_to_end("a")
+        self.names.add("y")
+        self.pairs[0][0]["loss"] = number
+        self.pairs[0][1].append(number)
+        self.state.step += 1
+        self.meter.add(number)
+        self.tokens.seen += inp["x"].numel()
+        self.total.add_(1)
+        self.total[0] = 7
+        self.array += 1
+        self.norm(torch.randn(3, 4))
+        self.draws[0].random(), self.draws[1].random(), torch.rand(1, generator=self.draws[2])
+        self.loss = loss
+        self.weights = {"best": model}
+        if self.state.step > 9:
+            raise ValueError("no")
+
+    def read(self) -> Any:
+        return repr(
+            (
+                self.metrics, self.recent, self.order, self.names, self.pairs, self.state, self.meter.values,
+                hasattr(self.meter, "last"), Meter.calls, self.tokens, self.total, self.array, self.norm.state_dict(),
+                self.draws[0].getstate(), self.draws[1].bit_generator.state, self.draws[2].get_state().tolist(),
+                self.weights, sorted(vars(self)),
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "h200"])
+@pytest.mark.parametrize("steps", [0, 9], ids=["works", "raises"])
+def test_what_a_step_changes_on_its_owner_is_as_before(steps: int, hardware: Any) -> None:
+    owner = Owner()
+    owner.state.step = steps
+    before, metrics = owner.read(), owner.metrics["train"]
+    if steps:
+        with pytest.raises(TraceError, match="ValueError: no"):
+            cpu_trace(nn.Linear(4, 4), INP, owner.step, hardware=hardware)
+    else:
+        cpu_trace(nn.Linear(4, 4), INP, owner.step, hardware=hardware)
+    assert owner.read() == before
+    assert owner.metrics["train"] is metrics
+    owner.state.step = 0
+    owner.step(nn.Linear(4, 4), INP)  # and it changes them in a real step
+    assert owner.read() != before
+
+
+def by_name(model: nn.Module, inp: dict[str, Any]) -> None:
+    """Keeps what it finds in the names of this module, by another function."""
+    global COUNT, NEW
+    COUNT += 1
+    NEW = COUNT
+    logged(model(inp["x"]).sum())
+
+
+def logged(loss: torch.Tensor) -> None:
+    loss.backward()
+    LOSSES.append(loss.item())
+
+
+by_name.calls = 0  # type: ignore[attr-defined]
+
+
+def test_closures_names_defaults_and_attributes_of_functions_are_as_before() -> None:
+    losses: list[Any] = []
+    count = 0
+
+    def step(model: nn.Module, inp: dict[str, Any], kept: list[Any] = [3]) -> None:  # noqa: B006
+        nonlocal count
+        count += 1
+        losses.append(count)
+        kept.append(count)
+        by_name.calls += 1  # type: ignore[attr-defined]
+        by_name(model, inp)
+
+    def logs(model: nn.Module, inp: dict[str, Any], into: list[Any]) -> None:
+        step(model, inp)
+        into.append(1)
+
+    given: list[Any] = []
+    cpu_trace(nn.Linear(4, 4), INP, functools.partial(logs, into=given))
+    assert (losses, count, given, step.__defaults__, COUNT, LOSSES) == ([], 0, [], ([3],), 0, [])
+    assert by_name.calls == 0  # type: ignore[attr-defined]
+    assert "NEW" not in globals()
+
+
+class Counts(nn.Module):
+    """Counts its forwards: on itself, for its class, and in a function that it holds."""
+
+    total = 0
+
+    def __init__(self, note: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.note, self.history, self.calls = note, list[Any](), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        Counts.total += 1
+        y = self.layer(x)
+        self.history.append(y)
+        self.note(y)
+        LOSSES.append(y)
+        return y
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_model_and_its_class_are_as_before(device: str) -> None:
+    noted: list[Any] = []
+    model = Counts(noted.append if device == "cpu" else lambda y: noted.append(y)).to(device)
+    cpu_trace(model, INP, lambda m, i: m(i["x"]).sum().backward())
+    assert (model.calls, model.history, noted, Counts.total, LOSSES) == (0, [], [], 0, [])
+
+
+def test_a_step_that_wrap_traces_leaves_no_number_in_a_list() -> None:
+    losses: list[float] = []
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        loss = model(inp["x"]).sum()
+        loss.backward()
+        losses.append(loss.item())
+
+    model = nn.Linear(4, 4)
+    wrapped, _ = elixir.wrap(model, torch.optim.AdamW(model.parameters()), inp=INP, step_fn=step)
+    assert losses == []
+    step(wrapped, INP)
+    assert [type(loss) for loss in losses] == [float]
+    wrapped.close()
+
+
+def test_a_counter_is_put_back_although_data_are_too_many_to_be_looked_into(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = Owner()
+    owner.data = [{"ids": [1, 2, 3]} for _ in range(1000)]  # type: ignore[attr-defined]
+    before = owner.read()
+    cpu_trace(nn.Linear(4, 4), INP, owner.step)
+    assert not caplog.records
+    monkeypatch.setattr(user_objects, "MOST_ENTRIES", 2000)
+    cpu_trace(nn.Linear(4, 4), INP, owner.step)
+    assert owner.read() == before
+    assert "torch.utils.data.Dataset" in caplog.text
+
+
+def test_data_sets_are_not_looked_into() -> None:
+    class Samples(torch.utils.data.Dataset[int]):
+        drawn = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            assert name != "__dict__"
+            return super().__getattribute__(name)
+
+    samples = Samples()
+    cpu_trace(nn.Linear(4, 4), INP, lambda m, i: (samples, m(i["x"]).sum().backward()))
+
+
+def test_copies_of_tensors_that_a_step_makes_and_writes_to_go_with_them() -> None:
+    size = 1 << 20
+    alive: list[int] = []
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        for _ in range(4):
+            torch.zeros(size).add_(1)
+        model(inp["x"]).sum().backward()
+
+    cpu_trace(nn.Linear(4, 4), INP, step, hardware=H200)
+    alive = [item.numel() for item in gc.get_objects() if type(item) is torch.Tensor and item.numel() == size]
+    assert alive == []
