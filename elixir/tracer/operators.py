@@ -29,7 +29,7 @@ from elixir.step_trace import Operation
 from elixir.torch_private import TopDispatch
 from elixir.tracer.device import LENGTHS_IN_TENSORS, WRITES_IN_PLACE, Target
 from elixir.tracer.operation_kinds import operation_of
-from elixir.tracer.values import CHOOSES, CONSTANTS_LIKE, user_location
+from elixir.tracer.values import CHECKS_FINITE, CHOOSES, CONSTANTS_LIKE, user_location
 
 aten = torch.ops.aten
 
@@ -117,6 +117,7 @@ class Traits:
     __slots__ = (
         "call",
         "category",
+        "checks_finite",
         "constant_like",
         "detours",
         "draws",
@@ -164,6 +165,7 @@ class Traits:
         self.formula_may_write = func in WRITES_IN_PLACE
         self.constant_like = func in CONSTANTS_LIKE
         self.may_choose = func in CHOOSES
+        self.checks_finite = func in CHECKS_FINITE
         self.detours = self.lengths_in_tensors or self.formula_may_write or self.needs_values or func in _DETOURS
         """Whether some of its calls are more, or less, than to run it on meta."""
 

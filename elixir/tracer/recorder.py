@@ -45,6 +45,7 @@ from elixir.tracer.values import (
     choice_of,
     picked,
     snapshot,
+    suppose_finite,
     undecidable,
     unknown_number,
     user_location,
@@ -191,10 +192,16 @@ class Recorder(TorchDispatchMode):
             return result
         if self._may_be_known(op, arguments, tensors):
             self._shadows.derive(func, args, kwargs, arguments.tensors, tensors)
-        choice = choice_of(func, args, kwargs, tensors) if op.may_choose else None
-        if choice is not None:
-            self._routing.route(self._shadows, self._order.innermost(), choice)
+        if op.may_choose or op.checks_finite:
+            self._suppose(op, args, kwargs, tensors)
         return result
+
+    def _suppose(self, op: Traits, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
+        """Give an outcome that nobody knows the values that it mostly has."""
+        if op.checks_finite:
+            suppose_finite(self._shadows, op.func, args, tensors[0])
+        elif (choice := choice_of(op.func, args, kwargs, tensors)) is not None:
+            self._routing.route(self._shadows, self._order.innermost(), choice)
 
     def _repeat(self, op: Traits, remembered: Remembered) -> tuple[Any, list[torch.Tensor], Cost]:
         """`(result, its tensors, cost)` as remembered, and booked: the way of nearly all operators that make

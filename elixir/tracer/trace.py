@@ -240,7 +240,7 @@ def _explained(error: Exception) -> TraceError:
         hint = "; take the device from a tensor or parameter (x.device) instead of naming cuda"
     elif "does not require grad" in text:
         hint = "; no trained weight takes part: set requires_grad, or leave backward out of step_fn to evaluate"
-    elif ".cpu()" in text or "meta tensor" in text.lower():
+    elif ".cpu()" in text or "meta tensor" in text.lower() or "unallocated storage" in text:
         hint = "; a trace has no values of what follows from weights, so nothing can be read out of it here"
     elif isinstance(error, NotImplementedError):
         hint = "; the operator has no meta kernel, register one with torch.library.register_fake"

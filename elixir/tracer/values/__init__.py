@@ -11,10 +11,18 @@ from elixir.tracer.values.expert_choice import (
     choice_of,
 )
 from elixir.tracer.values.indexing import SELECTIONS, picked
-from elixir.tracer.values.shadows import CONSTANTS_LIKE, MAX_EAGER_SHADOW_NUMEL, Shadows, snapshot
+from elixir.tracer.values.shadows import (
+    CHECKS_FINITE,
+    CONSTANTS_LIKE,
+    MAX_EAGER_SHADOW_NUMEL,
+    Shadows,
+    snapshot,
+    suppose_finite,
+)
 from elixir.tracer.values.unknowns import is_user_code, printable, undecidable, unknown_number, user_location
 
 __all__ = [
+    "CHECKS_FINITE",
     "CHOOSES",
     "CONSTANTS_LIKE",
     "MAX_EAGER_SHADOW_NUMEL",
@@ -29,6 +37,7 @@ __all__ = [
     "picked",
     "printable",
     "snapshot",
+    "suppose_finite",
     "undecidable",
     "unknown_number",
     "user_location",

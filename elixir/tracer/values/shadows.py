@@ -8,6 +8,7 @@ never guessed: see `elixir.tracer.values.unknowns`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,6 +37,41 @@ CONSTANTS_LIKE = frozenset(
     }
 )
 """Operators whose result is known even where the values of their argument are not."""
+
+
+_IF_FINITE = {
+    aten.isnan.default: False,
+    aten.isinf.default: False,
+    aten.isposinf.default: False,
+    aten.isneginf.default: False,
+    aten.eq.Tensor: True,
+    aten.ne.Tensor: False,
+    aten.eq.Scalar: False,
+    aten.ne.Scalar: True,
+}
+"""Operators that check for NaN and infinity -> what they say of a finite number. Comparisons do so where both operands
+are the same, or one is infinite: `torch.isfinite` is made of them."""
+
+CHECKS_FINITE = frozenset(_IF_FINITE)
+
+
+def suppose_finite(shadows: Shadows, func: Any, args: Any, outcome: torch.Tensor) -> None:
+    """Suppose that a single floating number which the step checks, such as its loss, is finite.
+
+    Args:
+        shadows: take the outcome.
+        func: one of `CHECKS_FINITE`.
+        args: its arguments.
+        outcome: what it gave.
+    """
+    number = args[0]
+    if outcome.numel() != 1 or not number.is_floating_point() or shadows.of(outcome) is not None:
+        return
+    with_itself = len(args) > 1 and args[1] is number
+    with_infinity = len(args) > 1 and isinstance(args[1], float) and math.isinf(args[1])
+    if len(args) == 1 or with_itself or with_infinity:
+        said = torch.full(outcome.shape, _IF_FINITE[func])
+        shadows.attach(outcome, said, "single numbers that the step checks for NaN and infinity are finite")
 
 
 class Shadow:

@@ -97,6 +97,10 @@ class UnknownNumber:
 
     abs = neg
 
+    def round(self, digits: int | None = None) -> UnknownNumber:
+        """Rounded, which a log line may want."""
+        return UnknownNumber(int if digits is None else self._kind, "unknown")
+
     def __getattr__(self, name: str) -> Any:
         if name == "str":
             return self._graph_repr
@@ -104,7 +108,7 @@ class UnknownNumber:
             raise AttributeError(name)
 
         def decide(*_: Any) -> Any:
-            raise undecidable("a number")
+            raise unconvertible() if name in ("guard_float", "trunc") else undecidable("a number")
 
         return decide
 
@@ -158,7 +162,18 @@ def undecidable(what: str) -> TraceError:
     """The error for control flow that depends on values the trace does not have."""
     return TraceError(
         f"{user_location()}: the code decides by {what} that follows from weights or activations, which a trace does "
-        "not have. Make the decision depend on shapes or on the inputs, or leave it out of step_fn"
+        "not have. Make the decision depend on shapes or on the inputs, or leave it out of step_fn: that is run for "
+        "planning only, and the training loop may keep its checks"
+    )
+
+
+def unconvertible() -> TraceError:
+    """The error for ``float(loss)``, which Python wants to be a float: one that stands for an unknown number would be
+    compared as any other."""
+    return TraceError(
+        f"{user_location()}: float(), int() or math wants a number that follows from weights or activations, which a "
+        "trace does not have. Write loss.item() or loss.detach() to record it, torch.isfinite(loss) to check it, or "
+        "leave it out of step_fn"
     )
 
 

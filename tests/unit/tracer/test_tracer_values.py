@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -278,6 +279,46 @@ def test_numbers_for_a_log_line_are_no_decision(capsys: pytest.CaptureFixture[st
     for cls, names in before.items():
         assert dict(vars(cls)) == names, cls
     assert f"{torch.tensor(1.5):.2f}" == "1.50"
+
+
+GUARDS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "isfinite": lambda loss: torch.isfinite(loss),
+    "isnan": lambda loss: not torch.isnan(loss),
+    "equal to itself": lambda loss: loss == loss,
+    "item of any": lambda loss: not (loss.isnan().any() or loss.isinf().any()).item(),
+}
+
+
+@pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "h200"])
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_guarded_loss_is_supposed_to_be_finite(name: str, hardware: Any) -> None:
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        loss = model(inp["x"]).sum()
+        if not GUARDS[name](loss):
+            return
+        loss.backward()
+
+    trace = trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=hardware)
+    assert all(parameter.grad_access is not None for parameter in trace.parameters)
+    assert trace.assumptions == ("single numbers that the step checks for NaN and infinity are finite",)
+
+
+def test_which_of_many_numbers_are_finite_is_not_known() -> None:
+    with pytest.raises(TraceError, match="decides by .* only, and the training loop may keep its checks"):
+        cpu_trace(
+            nn.Linear(4, 4), {"x": torch.ones(2, 4)}, lambda m, i: m(i["x"])[torch.isfinite(m(i["x"]))].sum().backward()
+        )
+
+
+@pytest.mark.parametrize("convert", [float, math.isfinite, lambda loss: round(float(loss), 3)])
+def test_a_number_that_python_would_take_for_known_says_what_to_write(convert: Callable[[Any], Any]) -> None:
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        loss = model(inp["x"]).sum()
+        round(loss.item(), 3)
+        convert(loss.detach())
+
+    with pytest.raises(TraceError, match=r"Write loss\.item\(\) .* to record it, torch\.isfinite\(loss\) to check it"):
+        cpu_trace(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step)
 
 
 def test_classes_of_torch_are_as_before_when_a_step_raises() -> None:
