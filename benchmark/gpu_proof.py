@@ -2,7 +2,8 @@
 
     python benchmark/gpu_proof.py [--minutes 9] [--only memory,resident,offload,capacity,links] [--out DIR] [--again]
     python benchmark/gpu_proof.py --rehearse        # every path, toys on the CPU
-    python benchmark/gpu_proof.py --probe 16GiB     # what this machine is, and how fast it pins and copies
+    python benchmark/gpu_proof.py --probe 96GiB     # what this machine is, how fast it pins and copies; builds the kernel
+    python benchmark/gpu_proof.py --compare --out DIR    # simulated against measured steps of a folder, without a GPU
 
 ``benchmark/gpu_hour.sh`` runs the parts in an order and within limits that suit a machine which is lent for an hour.
 
@@ -11,7 +12,7 @@ Each case runs in a separate process, so one that runs out of memory ends no oth
 expected to end in time; a further run with the same ``--out`` goes on with those that have no row. Needs torch 2.11 or
 newer and what Elixir needs; no network; DeepSpeed takes part where it can be imported.
 
-``links`` measures the machine first, so that plans are made for it, and ends by comparing simulated with measured
+``links`` measures the machine first, so that plans are made for it; each run ends by comparing simulated with measured
 steps. docs/appendix/gpu_proof_bars.md says what each bar is. Exits with 0 if no bar is missed, 1 if one is (or a rehearsed
 case fails), 2 without a CUDA device.
 """
@@ -73,6 +74,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=minutes, default=MINUTES, help="for everything, report included")
     parser.add_argument("--only", type=parts_of, default=list(PARTS), help="parts, with commas between them")
+    parser.add_argument("--hour", type=int, choices=(1, 2, 3), help="the jobs of one run of gpu_hour.sh, in its order")
     parser.add_argument("--out", type=Path, help="folder of rows, report and plots; out/gpu_proof by default")
     parser.add_argument("--again", action="store_true", help="also run what has a row in the folder already")
     parser.add_argument("--rehearse", action="store_true", help="every path, with toys on the CPU")
@@ -80,7 +82,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--host-memory", type=size, help="what jobs may plan with, such as 106GiB; free memory less 8 GiB"
     )
     parser.add_argument(
-        "--probe", type=size, metavar="SIZE", help="touch, pin and copy so much host memory, and say how"
+        "--probe",
+        type=size,
+        metavar="SIZE",
+        help="build the kernel; touch, pin and copy so much host memory, and say how",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="compare what there is in the folder, and write its report"
     )
     parser.add_argument("--worker", nargs=2, metavar=("PARENT", "READY"), help=argparse.SUPPRESS)
     return parser.parse_args(given)
@@ -115,6 +123,8 @@ def main(given: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, _stopped)
     deadline_s = time.monotonic() + 60 * args.minutes
+    if args.compare:
+        return compare(args.out or Path("out/gpu_proof"))
     if not args.rehearse:
         problem = why_not_here()
         if problem is not None:
@@ -135,14 +145,38 @@ def main(given: list[str] | None = None) -> int:
 def _probed(args: argparse.Namespace) -> int:
     from benchmark.proof.probe import probe
 
-    probe(args.probe, "cpu" if args.rehearse else "cuda")
+    found = probe(args.probe, "cpu" if args.rehearse else "cuda")
+    return int(found["kernels"] != "built")
+
+
+def compare(folder: Path) -> int:
+    """Compare simulated with measured steps of what a folder has, as every run does at its end, and write its report:
+    for results of a run that was killed."""
+    from benchmark.common import conditions
+    from benchmark.proof import links, report
+    from benchmark.proof.cases import closing_jobs
+    from benchmark.proof.jobs import NotRun
+    from benchmark.proof.place import Place
+    from benchmark.proof.runner import append_row
+
+    job, place = closing_jobs(rehearse=False)[0], Place(folder)
+    row = {"part": job.part, "case": job.case, "contender": job.contender, **conditions()}
+    row["rehearsal"] = any(row.get("rehearsal") for row in links.read_rows(place))
+    try:
+        row |= {"status": "ok", **links.compare({}, place)}
+    except NotRun as reason:
+        print(f"nothing to compare in {folder}: {reason}", file=sys.stderr)
+        return 2
+    append_row(folder / links.ROWS_FILE, row)
+    (folder / "results.md").write_text(report.markdown(links.read_rows(place)), encoding="utf-8")
+    print(f"mean error {row['mean_percent']:.1f} % of {len(row['cases'])} cases; see {folder / 'results.md'}")
     return 0
 
 
 def prove(args: argparse.Namespace, folder: Path, deadline_s: float) -> int:
     """Run the jobs, write the report, say what was missed."""
     from benchmark.proof import figures, report
-    from benchmark.proof.cases import closing_jobs, jobs_of
+    from benchmark.proof.cases import closing_jobs, jobs_of, jobs_of_hour
     from benchmark.proof.links import read_rows
     from benchmark.proof.place import Place
     from benchmark.proof.runner import REPORT_S, run_jobs
@@ -160,14 +194,18 @@ def prove(args: argparse.Namespace, folder: Path, deadline_s: float) -> int:
     def write() -> None:
         (folder / "results.md").write_text(report.markdown(read_rows(place), left_out, every), encoding="utf-8")
 
+    wanted = {part: every[part] for part in args.only}
+    if args.hour is not None:
+        wanted = jobs_of_hour(args.hour, rehearse=args.rehearse)
     try:
         left_out += run_jobs(
-            {part: every[part] for part in args.only},
-            closing_jobs(rehearse=args.rehearse) if "links" in args.only else [],
+            wanted,
+            closing_jobs(rehearse=args.rehearse),
             place,
             deadline_s - REPORT_S,
             again=args.again,
             report=write,
+            in_order=args.hour is not None,
         )
     finally:
         write()

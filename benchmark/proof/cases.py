@@ -9,7 +9,7 @@ import dataclasses
 import importlib.util
 from typing import Any
 
-from benchmark.proof.contenders import BYTES_PER_NUMEL
+from benchmark.proof.contenders import BYTES_PER_NUMEL, CLIPPED_NORM
 from benchmark.proof.jobs import PARTS, Job
 from benchmark.proof.memory import memory_cases, rehearsal_memory_cases
 from benchmark.proof.models import shape_of
@@ -34,8 +34,13 @@ _OFFLOAD = (
 
 What is out of the question on the machine at hand, such as 160 GB of GPT-2 10B in 40 GB and 106 GiB, costs no process:
 see `impossible`. """
-_UNCLIPPED = ("gpt2-4b", 20)
-"""Model and budget in GB of the pair that does not clip, so that the host may update while backward runs."""
+_OTHER_NORMS = ("gpt2-4b", 20)
+"""Model and budget in GB of the pairs with other norms than `MAX_NORM`."""
+_CLIPPED, _UNCLIPPED = ", clipped in every step", ", no clipping"
+"""The endings of their cases. With the first, new states that the host has made before the norm are made again; with
+the second, the host may update while backward runs."""
+_HOUR_CASES = ("gpt2-4b 16x1024 in 20 GB", "gpt2-4b 16x1024 in 80 GB")
+"""The pairs that an hour is for, and of the first the one that is clipped."""
 
 _START_S = 30.0
 """Time of a timed job: libraries, tracing, planning, a few steps."""
@@ -75,9 +80,32 @@ def jobs_of(part: str, *, rehearse: bool) -> list[Job]:
     }
     if part not in PARTS:
         raise ValueError(f"a part is one of {', '.join(PARTS)}, found {part!r}")
-    jobs = table[part](rehearse)
-    # Toys take a moment, on a busy machine a long one; how long says nothing.
+    return _paced(table[part](rehearse), rehearse)
+
+
+def _paced(jobs: list[Job], rehearse: bool) -> list[Job]:
+    """Toys take a moment, on a busy machine a long one; how long says nothing."""
     return [dataclasses.replace(job, expected_s=1.0, limit_s=300.0) for job in jobs] if rehearse else jobs
+
+
+def jobs_of_hour(number: int, *, rehearse: bool) -> dict[str, list[Job]]:
+    """The jobs of one of the three runs of `benchmark/gpu_hour.sh`, by part; all are run in this order.
+
+    Args:
+        number: 1 to 3.
+        rehearse: toys for the CPU instead.
+    """
+    if number == 1:
+        return {"memory": jobs_of("memory", rehearse=rehearse)}
+    if number == 2:
+        return {part: jobs_of(part, rehearse=rehearse) for part in ("links", "resident")}
+    if number != 3:
+        raise ValueError(f"an hour has runs 1 to 3, found {number}")
+    first, *others = _offload_rounds(rehearse)
+    wanted = [job for job in first if rehearse or job.case.removesuffix(_CLIPPED) in _HOUR_CASES]
+    rest = [job for job in (*first, *(job for jobs in others for job in jobs)) if job not in wanted]
+    capacity = jobs_of("capacity", rehearse=rehearse)
+    return {"offload": _paced(wanted, rehearse), "capacity": capacity, "offload, what is left": _paced(rest, rehearse)}
 
 
 def closing_jobs(*, rehearse: bool) -> list[Job]:
@@ -151,6 +179,10 @@ def _resident(rehearse: bool) -> list[Job]:
 
 
 def _offload(rehearse: bool) -> list[Job]:
+    return [job for jobs in _offload_rounds(rehearse) for job in jobs]
+
+
+def _offload_rounds(rehearse: bool) -> list[list[Job]]:
     """First what every pair needs for an answer, small models before large ones; then what may make either side
     better."""
     grid: Any = (("opt-125m", 4, 32),) if rehearse else _OFFLOAD
@@ -167,19 +199,24 @@ def _offload(rehearse: bool) -> list[Job]:
             "measure_s": 0.05 if rehearse else 6.0,
         }
         if rehearse:
-            shared["host_bytes"] = 10**9
+            shared |= {"host_bytes": 10**9, "early_states": True}
         name = f"{model} {batch}x{seq}"
         cases = {budget: f"{name} in {f'{budget} B' if rehearse else f'{budget / GB:g} GB'}" for budget in budgets}
         for index, (budget, case) in enumerate(cases.items()):
             smaller = [cases[other] for other in budgets[:index] if other < budget]
             for number, jobs in enumerate(_pair(case, {**shared, "budget_bytes": budget}, smaller, rehearse)):
                 rounds[number] += jobs
-            if rehearse or (model, budget) == (_UNCLIPPED[0], _UNCLIPPED[1] * GB):
-                rounds[1] += _unclipped_pair(f"{case}, no clipping", {**shared, "budget_bytes": budget}, rehearse)
+            if rehearse or (model, budget) == (_OTHER_NORMS[0], _OTHER_NORMS[1] * GB):
+                other = {**shared, "budget_bytes": budget}
+                rounds[0] += _short_pair(f"{case}{_CLIPPED}", {**other, "max_norm": CLIPPED_NORM}, rehearse)
+                # Steps that begin in backward keep no old states.
+                rounds[1] += _short_pair(
+                    f"{case}{_UNCLIPPED}", {**other, "max_norm": None, "early_states": False}, rehearse
+                )
         free = {**shared, "micros": [batch, max(batch // 2, 1)], **({"budget_bytes": 10**9} if rehearse else {})}
         times = _times(_states_bytes(shared) - max(budgets))
         rounds[0].append(_speed("offload", name, "elixir, no budget", "elixir", free, **times))
-    return [job for jobs in rounds for job in jobs]
+    return rounds
 
 
 def _states_bytes(options: dict[str, Any]) -> int:
@@ -236,7 +273,7 @@ class _Pair:
         times = _times(self._states_bytes)
         keeping = [False, True] if kind == "fsdp2" else [False]
         # Of a rehearsal one peer goes through all settings; the others go the same ways.
-        whole = not self._rehearse or (name == "fsdp2 offload" and self._shared.get("clip", True))
+        whole = not self._rehearse or (name == "fsdp2 offload keep" and "max_norm" not in self._shared)
         for micro in self._micros[: (2 if whole else 1) if self._rehearse else None]:
             for loss in ("plain", "chunked") if whole else ("plain",):
                 for sync_last in keeping if micro < self._shared["batch"] else [False]:
@@ -275,16 +312,16 @@ def _pair(
     first = [
         ours,
         pair.elixir("elixir, more room", share=0.85, unless=(ours.id,)),
-        # Without others to gather from, gathering again is a cast; keeping what was gathered may be too much.
-        *(pair.resident("fsdp2", "fsdp2", offload=False, keep=False) if pair.fits else []),
-        *pair.offloading("fsdp2 offload", "fsdp2", offload=True, keep=False),
+        # Keeping what was gathered for backward is faster where it has room.
+        *(pair.resident("fsdp2 keep", "fsdp2", offload=False, keep=True) if pair.fits else []),
+        *pair.offloading("fsdp2 offload keep", "fsdp2", offload=True, keep=True),
     ]
     second = [
+        *(pair.resident("fsdp2", "fsdp2", offload=False, keep=False) if pair.fits else []),
+        *pair.offloading("fsdp2 offload", "fsdp2", offload=True, keep=False),
         *(pair.offloading("zero-3 offload", "deepspeed", stage=3) if has_deepspeed else []),
         *(pair.offloading("zero-offload", "deepspeed", stage=2) if has_deepspeed else []),
         *(pair.resident("plain", "plain") if pair.fits else []),
-        *(pair.resident("fsdp2 keep", "fsdp2", offload=False, keep=True) if pair.fits else []),
-        *pair.offloading("fsdp2 offload keep", "fsdp2", offload=True, keep=True),
     ]
     third = [
         pair.elixir("elixir, plan corrected", wrap=True),
@@ -293,10 +330,10 @@ def _pair(
     return first, second, third
 
 
-def _unclipped_pair(case: str, shared: dict[str, Any], rehearse: bool) -> list[Job]:
-    """Ours and the peer that offloads everything, neither with a norm to wait for."""
-    pair = _Pair(case, {**shared, "clip": False}, [], rehearse)
-    return [pair.elixir("elixir"), *pair.offloading("fsdp2 offload", "fsdp2", offload=True, keep=False)]
+def _short_pair(case: str, shared: dict[str, Any], rehearse: bool) -> list[Job]:
+    """Ours and the best setting of the peer that offloads everything, with another norm than elsewhere or none."""
+    pair = _Pair(case, shared, [], rehearse)
+    return [pair.elixir("elixir"), *pair.offloading("fsdp2 offload keep", "fsdp2", offload=True, keep=True)]
 
 
 def impossible(job: Job, place: Place) -> str | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +17,7 @@ from benchmark.proof.models import micro_batches, on_meta, random_weights
 from benchmark.proof.place import Place
 from elixir.errors import PlanError
 from elixir.hardware import HardwareProfile
+from elixir.kernels.adam import COPIED, absent_kernels
 from elixir.models import default_step
 from elixir.plan import Plan
 from elixir.search import plan_from_trace
@@ -21,6 +25,7 @@ from elixir.search.simulator import simulate_step
 from elixir.tracer import StepTrace, trace_step
 from elixir.units import format_bytes, parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.account import StepReport
 
 RESERVE_SHARE = 0.95
 """Share of a budget of reserved memory that is planned with. Plans count what is allocated; how much more the caching
@@ -29,6 +34,9 @@ allocator reserves has not been measured, and `benchmark.proof.cases` tries agai
 
 Kernels = bool | dict[str, str]
 """The ``use_fused_kernels`` of `ElixirModule` and of `trace_step`: the same for both, or the plan is another step's."""
+
+_REPORTS_KEPT = 64
+"""More than steps are timed."""
 
 PLAIN_LOSS: Kernels = {"cross_entropy": "plain"}
 """All other fused kernels; the model's own loss holds all logits, and computes them once rather than twice."""
@@ -117,6 +125,7 @@ def choose(options: dict[str, Any], hardware: HardwareProfile, device_bytes: int
             except PlanError as error:
                 tried[called], problem = "does not fit", error
                 continue
+            plan = with_early_states(plan) if options.get("early_states") else plan
             step_s = simulate_step(plan, trace, hardware).step_s
             tried[called] = f"{step_s:.4g} s"
             if step_s < best_s:
@@ -132,6 +141,16 @@ def choose(options: dict[str, Any], hardware: HardwareProfile, device_bytes: int
     if best is None:
         raise problem or NotRun("no micro-batch to try")
     return best
+
+
+def with_early_states(plan: Plan) -> Plan:
+    """The plan with new states made in backward of all chunks that the host steps, whatever pays: a rehearsal is to show
+    what becomes of them."""
+    chunks = [
+        dataclasses.replace(c, speculates=c.trainable and c.state_home == "host" and c.grad_entry is not None)
+        for c in plan.chunks
+    ]
+    return dataclasses.replace(plan, chunks=tuple(chunks), may_speculate=True)
 
 
 def needs(trace: StepTrace, options: dict[str, Any]) -> dict[str, int]:
@@ -181,6 +200,10 @@ def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None
         module = ElixirModule(model, choice.plan, weights=weights, **fused)
         optimizer = ElixirOptimizer(module, adamw(model.parameters()), max_norm=limit)
     del weights
+    _refuse_copies(
+        absent_kernels()
+    )  # waits for those that a plan counts on, which take seconds if nobody has built them
+    reports: deque[StepReport] = deque(maxlen=_REPORTS_KEPT)
 
     def step() -> torch.Tensor:
         for batch in batches:
@@ -188,6 +211,8 @@ def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None
             optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        if module.last_report is not None:
+            reports.append(module.last_report)
         return loss.detach()
 
     def keep() -> None:
@@ -211,4 +236,44 @@ def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None
         "hardware": hardware.name,
         **needs(choice.trace, options),
     }
-    return Running(step, keep, facts)
+    return Running(step, keep, facts, lambda steps: account([*reports][-steps:], limit))
+
+
+def account(reports: Sequence[StepReport], limit: float | None) -> dict[str, Any]:
+    """The timed steps as the run itself saw them: states made early and kept, steps clipped, seconds by lane, forms of
+    CPU Adam.
+
+    Args:
+        reports: of the timed steps.
+        limit: to which the norm of the gradients was clipped.
+
+    Raises:
+        RuntimeError: old states were copied before early steps, which no plan expects.
+    """
+    forms, waited, busy = Counter[str](), Counter[str](), Counter[str]()
+    for report in reports:
+        forms.update(report.host_forms)
+        waited.update(report.waited_s)
+        busy.update(report.busy_s)
+    if forms[COPIED]:
+        _refuse_copies([f"{forms[COPIED]} of {sum(forms.values())} steps of shards"])
+    norms = [float(report.grad_norm) for report in reports if report.grad_norm is not None]
+    return {
+        "early_states_made": sum(report.speculated for report in reports),
+        "early_states_kept": sum(report.kept for report in reports),
+        "clipped_steps": sum(limit is not None and norm > limit for norm in norms),
+        "grad_norm_range": [min(norms), max(norms)] if norms else None,
+        "waited_s_per_step": {lane: seconds / len(reports) for lane, seconds in waited.items()},
+        "busy_s_per_step": {lane: seconds / len(reports) for lane, seconds in busy.items()},
+        "host_adam_forms": dict(forms),
+    }
+
+
+def _refuse_copies(lacking: Sequence[str]) -> None:
+    if lacking:
+        raise RuntimeError(
+            f"there is no one-pass kernel for {'; '.join(lacking)}: CPU Adam would copy the states before each early "
+            "step, "
+            "which takes 2.5 times as long as plans expect. The first run of the hour builds it; is there a C++ compiler "
+            "(CXX), and what does log.txt say?"
+        )

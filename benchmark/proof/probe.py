@@ -1,4 +1,7 @@
-"""Says what a machine is before an hour on it is planned: versions, memory, and how fast it pins and copies."""
+"""Says what a machine is before an hour on it is planned: versions, memory, and how fast it pins and copies.
+
+It also builds the kernel of CPU Adam without which timed runs fail.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,33 @@ from typing import Any
 import torch
 
 from benchmark.proof.jobs import Row
-from elixir.chunk.pinned import pinned_zeros
+from elixir.chunk.pinned import host_zeros, pinned_zeros
 from elixir.hardware import free_host_bytes, total_host_bytes
+from elixir.kernels.adam import absent_kernels, begin_kernel
 from elixir.units import GIB
 
-PIECE_BYTES = GIB
+SLICE_BYTES = GIB // 4
+PINNED_BYTES = 16 * GIB
+"""So much of what is touched is pinned as well; to pin all of it takes longer than anybody needs to know."""
+LEFT_FREE_BYTES = GIB
+"""A slice is touched once there is so much more free than it takes. Some virtual machines begin with little memory and
+get more as it is used: threads that touch faster than that are killed."""
+WAIT_S = 10.0
+"""So long it is waited for free memory; what has not come by then is not there."""
+LONGEST_S = 75.0
+"""Touching ends after this, whatever is left."""
+KERNELS = ((torch.bfloat16, torch.bfloat16), (torch.float32, None))
+"""Dtypes of gradients and weights with which the timed parts step on the host."""
 GROWN = 1.02
 """Total memory that grows by more than this while it is touched is a machine that gets its memory as it needs it."""
 
 
 def probe(amount_bytes: int, device: str) -> Row:
-    """Touch and pin memory, copy it to the device, give it back; prints each finding as it is made.
+    """Build the kernel; touch memory, pin some of it, copy that to the device, give it back; prints each finding as it
+    is made.
 
     Args:
-        amount_bytes: how much host memory; taken in pieces of at most 1 GiB.
+        amount_bytes: how much host memory; taken in slices.
         device: ``cuda``, or ``cpu`` for a rehearsal, which pins nothing.
     """
     found: Row = {}
@@ -37,25 +53,59 @@ def probe(amount_bytes: int, device: str) -> Row:
     say(python=platform.python_version(), torch=torch.__version__, cpus=os.cpu_count())
     libraries = ("transformers", "triton", "deepspeed")
     say(installed=", ".join(name for name in libraries if importlib.util.find_spec(name)) or "none")
+    began = time.perf_counter()
+    for gradient, weight in KERNELS:
+        begin_kernel(gradient, weight, "float32")
+    absent = absent_kernels()
+    say(kernels_s=time.perf_counter() - began, kernels=f"none for {'; '.join(absent)}" if absent else "built")
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
         say(device=torch.cuda.get_device_name(), device_free_gib=free / GIB, device_total_gib=total / GIB)
     before = total_host_bytes()
     say(host_free_gib=free_host_bytes() / GIB, host_total_gib=before / GIB)
-    sizes = [PIECE_BYTES] * (amount_bytes // PIECE_BYTES)
-    sizes += [rest] if (rest := amount_bytes % PIECE_BYTES) else []
     began = time.perf_counter()
-    pieces = [pinned_zeros(nbytes) if device == "cuda" else torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
-    say(touched_gib=amount_bytes / GIB, touched_and_pinned_s=time.perf_counter() - began)
+    pieces = _touched(amount_bytes, device)
+    touched_bytes = sum(piece.nbytes for piece in pieces)
+    say(touched_gib=touched_bytes / GIB, touched_s=time.perf_counter() - began)
     after = total_host_bytes()
     say(host_free_touched_gib=free_host_bytes() / GIB, host_total_touched_gib=after / GIB)
     if after > GROWN * before:
         print("The machine's memory grew while it was touched, so what is free says too little: give --host-memory.")
-    _copied(pieces, device, say)
+    if touched_bytes < amount_bytes:
+        print(
+            f"Only {touched_bytes / GIB:.4g} of {amount_bytes / GIB:.4g} GiB were there in time: give less than that."
+        )
+    if pieces:
+        _copied(pieces[: max(PINNED_BYTES // SLICE_BYTES, 1)], device, say)
     began = time.perf_counter()
     pieces.clear()
     say(given_back_s=time.perf_counter() - began)
     return found
+
+
+def _touched(amount_bytes: int, device: str) -> list[torch.Tensor]:
+    """Memory in slices, the first of them pinned; less than was asked for if no more becomes free."""
+    pieces: list[torch.Tensor] = []
+    until = time.monotonic() + LONGEST_S
+    touched_bytes = 0
+    while touched_bytes < amount_bytes and time.monotonic() < until:
+        nbytes = min(SLICE_BYTES, amount_bytes - touched_bytes)
+        if not becomes_free(nbytes + LEFT_FREE_BYTES):
+            break
+        pins = device == "cuda" and touched_bytes < PINNED_BYTES
+        pieces.append(pinned_zeros(nbytes) if pins else host_zeros(nbytes))
+        touched_bytes += nbytes
+    return pieces
+
+
+def becomes_free(nbytes: int, wait_s: float = WAIT_S) -> bool:
+    """Whether so much host memory is free, or becomes free in time."""
+    until = time.monotonic() + wait_s
+    while free_host_bytes() < nbytes:
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _copied(pieces: list[torch.Tensor], device: str, say: Any) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmark.proof.contenders import MAX_NORM
 from benchmark.proof.jobs import PARTS, Job, Row
 
 MEMORY_WORST_PERCENT, MEMORY_MEAN_PERCENT, MEMORY_CASES = 2.0, 0.5, 16
@@ -132,8 +133,8 @@ def _offload(ok: Sequence[Row]) -> list[Verdict]:
         if any(row["contender"] == "elixir, no budget" for row in rows):
             continue
         mine, fitting = _ours(rows), _best(rows, _FITTING)
-        if not _clips(rows[0]):
-            found.append(_unclipped(case, mine, _best(rows, (*_FITTING, *_OFFLOADING))))
+        if not _is_judged(rows[0]):
+            found.append(_shown(case, mine, _best(rows, (*_FITTING, *_OFFLOADING))))
             continue
         offloading = _best([*rows, *_in_smaller_budgets(rows[0], ok)], _OFFLOADING)
         other = fitting or offloading
@@ -158,12 +159,13 @@ def _offload(ok: Sequence[Row]) -> list[Verdict]:
     return [*found, Verdict("offload", "somewhere", f"{OFFLOAD_BEST_RATIO:g} of the best peer", shown, met)]
 
 
-def _clips(row: Row) -> bool:
-    return bool(row.get("clip", True))
+def _is_judged(row: Row) -> bool:
+    """Whether all gradients are waited for, and none is clipped."""
+    return bool(row.get("max_norm", MAX_NORM) == MAX_NORM)
 
 
-def _unclipped(case: str, mine: Row | None, other: Row | None) -> Verdict:
-    """No bar was set for steps without clipping, which suit us better."""
+def _shown(case: str, mine: Row | None, other: Row | None) -> Verdict:
+    """No bar was set for steps without clipping, which suit us better, nor for those that are always clipped."""
     if mine is None or other is None:
         return Verdict("offload", case, SHOWN, "no run of ours" if mine is None else "no peer ran", None)
     ratio = f"{_ratio(mine, other):.2f} of {other['contender']} ({_tokens(mine)} over {_tokens(other)})"
@@ -179,7 +181,7 @@ def _in_smaller_budgets(row: Row, ok: Sequence[Row]) -> list[Row]:
         for other in ok
         if other["part"] == "offload"
         and other.get("model") == row["model"]
-        and _clips(other) == _clips(row)
+        and other.get("max_norm", MAX_NORM) == row.get("max_norm", MAX_NORM)
         and other.get("micro") == other.get("batch")
         and other.get("tokens_per_step") == row["tokens_per_step"]
         and budget is not None
@@ -356,10 +358,20 @@ def _outcome(row: Row) -> str:
         text = f"{_tokens(row)}, step {row['p50_s']:.4g} s ({row['p20_s']:.4g} to {row['p80_s']:.4g})"
         reserved, short = row.get("max_reserved_bytes"), row.get("num_alloc_retries")
         text += f", reserved {_gib(reserved)}" if reserved else ""
-        return text + (f", the allocator was short {short} times" if short else "")
+        text += f", the allocator was short {short} times" if short else ""
+        return text + _early(row)
     if row.get("kind") == "compare":
         return f"mean {row['mean_percent']:.1f} %, worst {row['worst_percent']:.1f} %"
     return f"{row['hardware']}"
+
+
+def _early(row: Row) -> str:
+    """The course of steps of ours: states made before the norm was known, and the form of CPU Adam."""
+    if not row.get("host_adam_forms") and not row.get("early_states_made"):
+        return ""
+    forms = ", ".join(row["host_adam_forms"]) or "none"
+    kept = f"early states kept {row['early_states_kept']} of {row['early_states_made']}"
+    return f", {kept}, clipped {row['clipped_steps']} of {row['steps']} steps, CPU Adam: {forms}"
 
 
 def _gib(amount: float) -> str:

@@ -230,6 +230,7 @@ def run_jobs(
     *,
     again: bool,
     report: Callable[[], None],
+    in_order: bool = False,
     clock: Callable[[], float] = time.monotonic,
     workers: Any = None,
 ) -> list[str]:
@@ -242,6 +243,7 @@ def run_jobs(
         deadline_s: by `clock`; nothing is begun that is not expected to end before it.
         again: also jobs that have an answer in the folder already.
         report: called after each row.
+        in_order: a part takes all the time that those before it have left, rather than its share.
         clock: seconds; for tests.
         workers: has `run`, `at_once`, `end_all` and `close`; for tests.
     """
@@ -264,7 +266,6 @@ def run_jobs(
                 return None
             print(f"{job.id} ...", flush=True)
         if why is None:
-            # What is slower than expected may take from later parts, but not from the end.
             row = workers.run(job, min(job.limit_s, deadline_s - reserve_s - clock()))
         else:  # no process is needed to say so
             names = {"part": job.part, "case": job.case, "contender": job.contender, "rehearsal": place.rehearse}
@@ -273,7 +274,7 @@ def run_jobs(
         with at_work:
             if stopping.is_set():
                 return None
-            _append(place.folder / ROWS_FILE, row)
+            append_row(place.folder / ROWS_FILE, row)
             if _ends_fallbacks(row):
                 settled.add(job.id)
             print(f"  {row['status']} {row.get('why', '')} ({row.get('wall_s', 0):.0f} s, {job.id})", flush=True)
@@ -303,18 +304,33 @@ def run_jobs(
         names = list(parts)
         for index, name in enumerate(names):
             left_s = max(deadline_s - closing_s - clock(), 0.0)
-            part_ends = clock() + left_s * SHARES[name] / sum(SHARES[later] for later in names[index:])
-            run_all(name, parts[name], part_ends, in_share=True)
+            share = 1.0 if in_order else SHARES[name] / sum(SHARES[later] for later in names[index:])
+            # What takes longer than expected may take from later parts, but not from what closes the run.
+            run_all(name, parts[name], clock() + left_s * share + closing_s, closing_s, in_share=True)
         # What the shares left over goes to whatever still fits into it.
         missing, left_out[:] = set(left_out), []
         for name in names:
             run_all(name, [job for job in parts[name] if job.id in missing], deadline_s, closing_s, in_share=False)
+        _say_what_had_no_time(parts, left_out, place, deadline_s - closing_s - clock())
         answered.difference_update(job.id for job in closing)  # there may be more to compare than the last time
         for job in closing:
             run(job, deadline_s)
     finally:
         workers.close()
     return left_out
+
+
+def _say_what_had_no_time(
+    parts: dict[str, Sequence[Job]], left_out: Sequence[str], place: Place, left_s: float
+) -> None:
+    """A row for each part that has none, since nothing of it was begun; another run begins it all the same."""
+    there = {row["part"] for row in read_rows(place)}
+    missing = {job.part: job for jobs in parts.values() for job in reversed(jobs) if job.id in left_out}
+    for part, job in missing.items():
+        if part not in there:
+            why = f"not begun: {max(left_s, 0.0):.0f} s were left, and it takes about {job.expected_s:.0f} s"
+            names = {"part": part, "case": job.case, "contender": job.contender, "rehearsal": place.rehearse}
+            append_row(place.folder / ROWS_FILE, {**names, "status": "not run", "why": why, "no_time": True})
 
 
 def _ends_fallbacks(row: Row) -> bool:
@@ -325,16 +341,19 @@ def _ends_fallbacks(row: Row) -> bool:
 
 
 def _outdated(row: Row, place: Place) -> bool:
-    """Whether a row says what cannot be with less or more host memory than there is now to plan with."""
-    return row["status"] in BY_HOST_MEMORY and row.get("host_given_bytes") != place.host_bytes
+    """Whether a row says what another run may find otherwise: with more time, or with less or more host memory than there
+    is now to plan with."""
+    return row.get("no_time", False) or (
+        row["status"] in BY_HOST_MEMORY and row.get("host_given_bytes") != place.host_bytes
+    )
 
 
 def _id(row: Row) -> str:
     return f"{row['part']}/{row['case']}/{row['contender']}"
 
 
-def _append(path: Path, row: Row) -> None:
-    """At once and to the disk: whatever ends this run, the row stays."""
+def append_row(path: Path, row: Row) -> None:
+    """Add a row at once and to the disk: whatever ends this run, the row stays."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmark.common import percentiles
 from benchmark.proof import ours
-from benchmark.proof.contenders import PEERS, Running
+from benchmark.proof.contenders import PEERS, Running, max_norm
 from benchmark.proof.jobs import Row
 from benchmark.proof.models import shape_of
 from benchmark.proof.place import Place
@@ -33,7 +33,7 @@ def timed(running: Running, place: Place, *, warm_up: int, measure_s: float) -> 
     """Seconds of single steps, by marks between them, nothing waiting in between: steps may reach into each other.
 
     Raises:
-        RuntimeError: the loss is not finite.
+        RuntimeError: the loss is not finite, or steps were not made as plans expect them to be.
     """
     for _ in range(warm_up - 1):
         running.step()
@@ -55,7 +55,8 @@ def timed(running: Running, place: Place, *, warm_up: int, measure_s: float) -> 
         raise RuntimeError(f"the loss of step {warm_up + count} is {loss}: what was timed is no training")
     p20, p50, p80 = percentiles(seconds)
     mean_s = sum(seconds) / len(seconds)
-    return {"steps": count, "mean_s": mean_s, "p20_s": p20, "p50_s": p50, "p80_s": p80, "loss": loss, **place.peaks()}
+    found = {"steps": count, "mean_s": mean_s, "p20_s": p20, "p50_s": p50, "p80_s": p80, "loss": loss}
+    return {**found, **place.peaks(), **running.account(count)}
 
 
 def work(options: dict[str, Any], place: Place) -> Row:
@@ -83,7 +84,8 @@ def work(options: dict[str, Any], place: Place) -> Row:
         # From the mean: steps of a contender that works ahead are not alike, and what counts is all of them.
         "tokens_per_s": tokens / found["mean_s"],
         "tokens_per_step": tokens,
-        **{key: options[key] for key in ("micro", "keep", "stage", "sync_last", "clip") if key in options},
+        "max_norm": max_norm(options),
+        **{key: options[key] for key in ("micro", "keep", "stage", "sync_last") if key in options},
         **({"loss_form": options["loss"]} if "loss" in options else {}),  # "loss" is what was measured
         **found,
         **running.facts,

@@ -18,3 +18,24 @@ def speed_row(contender: str, tokens_per_s: float, part: str = "offload", **more
         "tokens_per_s": tokens_per_s, "tokens_per_step": 64, "budget_bytes": 100, "without_states_bytes": 500,
         "resident_bytes": 900, "host_state_chunks": 1, "p20_s": 1.0, "p50_s": 1.0, "p80_s": 1.0, **more,
     }  # fmt: skip
+
+
+def assert_early_states_are_kept_unless_clipped(rows: list[dict[str, Any]]) -> None:
+    """Rows of a rehearsed offload pair say what became of states that the host made before the norm was known."""
+    ours = [row for row in rows if row["part"] == "offload" and row["contender"] == "elixir" and row["status"] == "ok"]
+    clipped = [row for row in ours if row["case"].endswith("clipped in every step")]
+    others = [row for row in ours if row["max_norm"] == 1e3 and row["host_state_chunks"]]
+    assert clipped
+    assert others
+    for row in clipped:
+        assert row["early_states_kept"] == 0
+        assert row["clipped_steps"] == row["steps"]
+        assert set(row["host_adam_forms"]) <= {"in pieces"}
+    for row in others:
+        assert row["early_states_kept"] == row["early_states_made"] > 0
+        assert row["clipped_steps"] == 0
+        assert set(row["host_adam_forms"]) == {"one pass"}
+        assert row["grad_norm_range"][1] < 1e3
+    for row in ours:
+        assert {"host_adam", "fetch"} <= set(row["waited_s_per_step"])
+        assert row["busy_s_per_step"]["host_adam"] > 0

@@ -1,7 +1,8 @@
 """The proof on a GPU at toy size: its real jobs, not the rehearsed ones, on the pretended device.
 
 The jobs are those of a real run with small models, few tokens and budgets to match.
-`python tests/common/toy_proof.py --worker` is a worker of it in a separate process.
+`python tests/common/toy_proof.py` takes the arguments of `benchmark/gpu_proof.py`, and its workers are separate
+processes of it. `benchmark/gpu_hour.sh --emulated` runs it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from benchmark.proof import memory, runner, worker
+from benchmark.proof.contenders import MAX_NORM
 from benchmark.proof.jobs import Job
 from benchmark.proof.memory import MemoryCase
 from benchmark.proof.models import shape_of
@@ -28,6 +30,7 @@ _TOY = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "vocab
 _SEQ = 16
 _HOST_BYTES = 10**9
 _CAPACITY_BYTES = 3_000_000
+_MEMORY_JOBS = 6
 _all_memory_cases = memory.memory_cases
 
 
@@ -46,7 +49,11 @@ def toy(job: Job) -> Job:
             # As large compared with weights, gradients and states as it is for the real model.
             share = shape_of(changed).parameters / shape_of(options).parameters
             changed["budget_bytes"] = int(options["budget_bytes"] * share)
-        options = changed | ({"host_bytes": _HOST_BYTES} if options["kind"] == "elixir" else {})
+        if options["kind"] == "elixir":
+            changed["host_bytes"] = options.get("host_bytes", _HOST_BYTES)
+            if job.part == "offload" and options.get("max_norm", MAX_NORM):
+                changed["early_states"] = True
+        options = changed
     return dataclasses.replace(job, options=options, expected_s=1.0, limit_s=600.0)
 
 
@@ -106,8 +113,29 @@ def prepare() -> None:
     memory.memory_cases = toy_memory_cases  # found by their names
 
 
-if __name__ == "__main__":
+def main(given: list[str]) -> int:
+    """A proof, a part of an hour of it, or a worker."""
     prepare()
     from benchmark import gpu_proof
+    from benchmark.proof import cases
 
-    sys.exit(gpu_proof.main())
+    jobs_of, jobs_of_hour = cases.jobs_of, cases.jobs_of_hour
+
+    def toys(part: str, **options: Any) -> list[Job]:
+        jobs = [toy(job) for job in jobs_of(part, **options)]
+        return jobs[:_MEMORY_JOBS] if part == "memory" else jobs
+
+    def toys_of_hour(number: int, **options: Any) -> dict[str, list[Job]]:
+        parts = {part: [toy(job) for job in jobs] for part, jobs in jobs_of_hour(number, **options).items()}
+        # Enough to see that it goes on with what is left.
+        return {part: jobs[: _MEMORY_JOBS if part == "memory" else 12] for part, jobs in parts.items()}
+
+    cases.jobs_of, cases.jobs_of_hour = toys, toys_of_hour
+    runner.ENTRY, runner.Workers = Path(__file__), ToyWorkers  # type: ignore[misc]
+    if "--probe" in given:
+        given = ["--probe", "64MiB"]
+    return gpu_proof.main(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -20,6 +20,7 @@ from benchmark.proof.report import MEMORY_CASES, missing, verdicts
 from elixir.hardware import HardwareProfile
 from tests.common import toy_proof
 from tests.common.gpu import needs_pretended_gpu
+from tests.common.proof_rows import assert_early_states_are_kept_unless_clipped
 
 pytestmark = [needs_pretended_gpu, pytest.mark.slow]  # compiles a process group, too
 
@@ -28,9 +29,11 @@ CHOSEN = (
     "memory/",
     "resident/gpt2-medium bf16",
     "offload/gpt2-4b 16x1024 in 20 GB/elixir",
-    "offload/gpt2-4b 16x1024 in 20 GB/fsdp2 offload, micro-batch 16",
+    "offload/gpt2-4b 16x1024 in 20 GB/fsdp2 offload keep, micro-batch 16",
+    "offload/gpt2-4b 16x1024 in 20 GB, clipped in every step/elixir",
+    "offload/gpt2-4b 16x1024 in 20 GB, clipped in every step/fsdp2 offload keep, micro-batch 16",
     "offload/gpt2-4b 16x1024 in 20 GB, no clipping/elixir",
-    "offload/gpt2-4b 16x1024 in 20 GB, no clipping/fsdp2 offload, micro-batch 16",
+    "offload/gpt2-4b 16x1024 in 20 GB, no clipping/fsdp2 offload keep, micro-batch 16",
     "offload/gpt2-4b 16x1024 in 80 GB/fsdp2, micro-batch 16",
     "offload/gpt2-4b 16x1024 in 80 GB/fsdp2 keep, micro-batch 16",
     "offload/gpt2-4b 16x1024 in 80 GB/plain, micro-batch 16",
@@ -68,6 +71,7 @@ def test_every_part_runs_on_cuda(
     assert all(row["max_allocated_bytes"] > row["parameters"] for row in timed), "the model was not on the device"
     tight = rows["offload/gpt2-4b 16x1024 in 20 GB/elixir"]
     assert 0 < tight["host_state_chunks"] <= tight["chunks"], "the toy's budget must make it offload"
+    assert_early_states_are_kept_unless_clipped([*rows.values()])
     assert HardwareProfile.load(tmp_path / HARDWARE_FILE).device_kind == "cuda"
     compared = rows["links/simulated against measured/elixir"]["cases"]
     assert {case["case"].split("/")[0] for case in compared} == {"resident", "offload"}

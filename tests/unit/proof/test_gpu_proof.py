@@ -18,16 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmark import gpu_proof
-from benchmark.proof import capacity, contenders, runner, worker
+from benchmark.proof import capacity, contenders, probe, runner, worker
 from benchmark.proof import place as place_module
-from benchmark.proof.cases import closing_jobs, jobs_of
+from benchmark.proof.cases import closing_jobs, jobs_of, jobs_of_hour
 from benchmark.proof.jobs import PARTS, Job
 from benchmark.proof.links import ROWS_FILE, read_rows
 from benchmark.proof.memory import memory_cases
 from benchmark.proof.place import Place
 from benchmark.proof.report import missing, verdicts
 from elixir.models import describe
-from tests.common.proof_rows import memory_row, speed_row
+from tests.common.proof_rows import assert_early_states_are_kept_unless_clipped, memory_row, speed_row
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,8 +44,10 @@ def test_rehearsal_runs_every_path(tmp_path: Path) -> None:
     found = {f"{row['part']}/{row['case']}/{row['contender']}": row for row in rows}
     assert set(found) == {job.id for job in wanted if not job.unless}
     done = {(row["part"], row.get("kind")) for row in rows if row["status"] == "ok"}
-    settings = [(row.get("loss_form"), row.get("sync_last"), row.get("clip")) for row in rows if row["status"] == "ok"]
-    assert {("chunked", None, None), (None, True, None), (None, None, False)} <= set(settings)
+    ok = [row for row in rows if row["status"] == "ok"]
+    settings = {(row.get("loss_form"), row.get("sync_last"), row.get("max_norm")) for row in ok}
+    assert {("chunked", None, 1e3), (None, True, 1e3), (None, None, None), (None, None, 1.0)} <= settings
+    assert_early_states_are_kept_unless_clipped(rows)
     peers = {("resident", kind) for kind in ("elixir", "plain", "ddp")} | {("offload", "elixir"), ("offload", "fsdp2")}
     assert done >= peers | {("links", "measure"), ("links", "compare"), ("capacity", "elixir"), ("memory", None)}
     assert all(row["status"] in ("ok", "not run") for row in rows)
@@ -57,7 +59,8 @@ def test_rehearsal_runs_every_path(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("*.png")} == {"memory.png", "resident.png", "offload.png", "links.png"}
     goes_on = subprocess.run([*command, "--only", "memory"], capture_output=True, text=True, timeout=240, check=False)
     assert goes_on.returncode == 0
-    assert len((tmp_path / ROWS_FILE).read_text(encoding="utf-8").splitlines()) == len(rows), "what has a row stays"
+    lines = (tmp_path / ROWS_FILE).read_text(encoding="utf-8").splitlines()
+    assert len(lines) == len(rows) + 1, "what has a row stays; each run compares"
 
 
 def test_it_refuses_without_cuda(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,12 +106,14 @@ def test_pairs_do_the_same_work() -> None:
     cases: dict[str, set[str]] = {}
     for part in ("resident", "offload"):
         for job in jobs_of(part, rehearse=False):
-            options = {key: job.options.get(key) for key in ("model", "changes", "batch", "seq", "precision", "clip")}
+            options = {
+                key: job.options.get(key) for key in ("model", "changes", "batch", "seq", "precision", "max_norm")
+            }
             options |= {"checkpoint": job.options["checkpoint"], "budget": job.options.get("budget_bytes")}
             cases.setdefault(f"{part}/{job.case}", set()).add(json.dumps(options))
     assert all(len(found) == 1 for found in cases.values())
     assert sum(name.startswith("offload") and name.endswith(" GB") for name in cases) == 9
-    assert sum(name.endswith("no clipping") for name in cases) == 1
+    assert [sum(name.endswith(end) for name in cases) for end in ("no clipping", "clipped in every step")] == [1, 1]
 
 
 def test_memory_cases_cover_what_was_promised() -> None:
@@ -189,6 +194,33 @@ def test_the_probe_says_what_the_machine_is(capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().out
     for name in ("torch", "host_total_gib", "host_total_touched_gib", "copies_submitted_s", "given_back_s"):
         assert f"{name}: " in said
+    assert "kernels: built" in said
+
+
+def test_the_probe_waits_for_free_memory_and_touches_no_more_than_comes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine whose memory grows as it is used, threads that touch faster than it grows are killed."""
+    free, asked = [2000 + 10**6], []
+
+    def zeros(nbytes: int) -> torch.Tensor:
+        free[0] -= nbytes
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def grows() -> int:
+        asked.append(free[0])
+        if len(asked) == 8:  # after it was waited for
+            free[0] += probe.SLICE_BYTES
+        return free[0]
+
+    monkeypatch.setattr(probe, "SLICE_BYTES", 1000)
+    monkeypatch.setattr(probe, "LEFT_FREE_BYTES", 10**6)
+    monkeypatch.setattr(probe, "host_zeros", zeros)
+    monkeypatch.setattr(probe, "free_host_bytes", grows)
+    monkeypatch.setattr(probe, "WAIT_S", 0.5)
+    found = probe.probe(5000, "cpu")
+    assert found["touched_gib"] * GIB == pytest.approx(3000)
+    assert "Only" in capsys.readouterr().out
 
 
 def test_the_allocators_settings_have_a_name_in_this_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,21 +303,72 @@ def test_a_part_leaves_time_to_those_after_it(tmp_path: Path) -> None:
     assert set(fake.ran) | {name.split("/")[1] for name in left_out} == {*(j.case for j in many), "c"}
 
 
+class AsExpected(Pretended):
+    """Workers whose jobs take as long as they are expected to, and those that run side by side share that."""
+
+    slower = 1.0
+
+    def run(self, job: Job, limit_s: float) -> dict[str, Any]:
+        self.now_s += min(self.slower * job.expected_s / runner.AT_ONCE.get(job.part, 1), limit_s)
+        self.ran.append(job.id)
+        row = {"part": job.part, "case": job.case, "contender": job.contender, "status": "ok", "kind": job.work}
+        if job.part == "memory":
+            return memory_row(job.case, 0.0)
+        if job.work == "speed":
+            more = {key: job.options[key] for key in ("max_norm", "model") if key in job.options}
+            return speed_row(job.contender, 100.0, job.part, case=job.case, planned_device_bytes=100, **more)
+        if job.part == "capacity":
+            sizes = {"parameters": 15e9, "layers": 1, "hidden": 1, "host_total_bytes": 2**37, "losses": []}
+            return {**row, **sizes}
+        return {**row, "mean_percent": 1.0, "worst_percent": 1.0, "cases": [1]}
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.7])
+def test_three_runs_answer_what_an_hour_is_for(slower: float, tmp_path: Path) -> None:
+    """Each in the time that the script gives it, all in one folder; where time is short, a row says so."""
+    fake = AsExpected({})
+    fake.slower = slower
+    every = {part: jobs_of(part, rehearse=False) for part in PARTS}
+    place = Place(tmp_path, host_bytes=104 * GIB)
+    for number, given_s in ((1, 250.0), (2, 350.0), (3, 550.0)):
+        began, fake.ran = fake.now_s, []
+        common: dict[str, Any] = {"again": False, "report": lambda: None, "clock": lambda: fake.now_s, "in_order": True}
+        closing, ends = closing_jobs(rehearse=False), began + given_s - runner.REPORT_S
+        runner.run_jobs(jobs_of_hour(number, rehearse=False), closing, place, ends, workers=fake, **common)
+        assert fake.now_s - began <= given_s
+        assert fake.ran[-1] == closing[0].id, "each run closes with the comparison"
+    offload = [name.removeprefix("offload/gpt2-4b 16x1024 in ") for name in fake.ran if "gpt2-4b 16x1024 in" in name]
+    assert offload[:4] == [
+        "20 GB/elixir",
+        "20 GB/fsdp2 offload keep, micro-batch 16",
+        "20 GB, clipped in every step/elixir",
+        "20 GB, clipped in every step/fsdp2 offload keep, micro-batch 16",
+    ]
+    assert offload[4:6] == ["80 GB/elixir", "80 GB/fsdp2 keep, micro-batch 16"]
+    rows = read_rows(Place(tmp_path))
+    judged = {verdict.part for verdict in verdicts(rows) if verdict.met is not None}
+    assert judged == set(PARTS) - (set() if slower == 1.0 else {"capacity"})
+    if slower > 1.0:
+        assert "were left, and it takes about" in next(row["why"] for row in rows if row["part"] == "capacity")
+        assert missing(rows, every)["capacity"]
+    lacks = missing(rows, every)
+    assert lacks["memory"] == lacks["links"] == []
+    assert slower > 1.0 or lacks["resident"] == []
+
+
+def test_what_had_no_time_is_begun_by_another_run(tmp_path: Path) -> None:
+    fake = Pretended({})
+    jobs = {"memory": [job("a")], "capacity": [job("c", "capacity", expected_s=50.0)]}
+    run(tmp_path, jobs, fake, 20.0)
+    assert [row["status"] for row in read_rows(Place(tmp_path))] == ["ok", "not run"]
+    again = Pretended({})
+    run(tmp_path, jobs, again, 200.0)
+    assert again.ran == ["c"]
+    assert [row["status"] for row in read_rows(Place(tmp_path))] == ["ok", "ok"]
+
+
 def test_every_part_has_an_answer_inside_its_share_of_nine_minutes(tmp_path: Path) -> None:
     """If jobs take as long as they are expected to, and those that run side by side share that."""
-
-    class AsExpected(Pretended):
-        def run(self, job: Job, limit_s: float) -> dict[str, Any]:
-            self.now_s += job.expected_s / runner.AT_ONCE.get(job.part, 1)
-            row = {"part": job.part, "case": job.case, "contender": job.contender, "status": "ok", "kind": job.work}
-            if job.part == "memory":
-                return memory_row(job.case, 0.0)
-            if job.work == "speed":
-                return speed_row(job.contender, 100.0, job.part, case=job.case, model=job.options["model"])
-            if job.part == "capacity":
-                sizes = {"parameters": 15e9, "layers": 1, "hidden": 1, "host_total_bytes": 2**37, "losses": []}
-                return {**row, **sizes}
-            return {**row, "mean_percent": 1.0, "worst_percent": 1.0, "cases": [1]}
 
     fake = AsExpected({})
     every = {part: jobs_of(part, rehearse=False) for part in PARTS}

@@ -4,6 +4,7 @@ number."""
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from benchmark.proof import contenders, ours
 from benchmark.proof.place import Place
 from elixir.hardware import preset
+from elixir.kernels.adam import out_of_place
 
 TOY: dict[str, Any] = {
     "model": "opt-125m",
@@ -53,9 +55,9 @@ def test_settings_of_peers_change_no_number(tmp_path: Path) -> None:
 def test_a_peer_without_clipping_steps_without_a_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, limit: limits.append(limit))
-    for clip in (True, False):
-        contenders.PEERS["plain"]({**TOY, "micro": 4, "clip": clip}, Place(tmp_path, rehearse=True)).step()
-    assert limits == [contenders.MAX_NORM]
+    for options in ({}, {"max_norm": None}, {"max_norm": contenders.CLIPPED_NORM}):
+        contenders.PEERS["plain"]({**TOY, "micro": 4, **options}, Place(tmp_path, rehearse=True)).step()
+    assert limits == [contenders.MAX_NORM, contenders.CLIPPED_NORM]
 
 
 @pytest.mark.parametrize("asked", [True, False, ours.PLAIN_LOSS, None])
@@ -102,7 +104,35 @@ def test_the_loss_and_the_micro_batch_are_chosen_by_predicted_time() -> None:
 
 
 def test_without_clipping_the_host_may_update_in_backward() -> None:
-    assert ours.in_backward({**TOY, "clip": False}, 4)
-    assert not ours.in_backward({**TOY, "clip": False}, 2), "gradients are added up"
+    assert ours.in_backward({**TOY, "max_norm": None}, 4)
+    assert not ours.in_backward({**TOY, "max_norm": None}, 2), "gradients are added up"
     assert not ours.in_backward(TOY, 4)
-    assert not ours.in_backward({**TOY, "clip": False, "precision": "fp16"}, 4)
+    assert not ours.in_backward({**TOY, "max_norm": None, "precision": "fp16"}, 4)
+
+
+def _early(limit: float) -> dict[str, Any]:
+    """Options of a toy whose states are on the host, with new ones made in backward."""
+    return {**TOY, "micros": [4], "planned_device_bytes": 2_800_000, "early_states": True, "max_norm": limit, "seq": 8}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_row_says_what_became_of_states_made_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELIXIR_COMPILE", "0")
+    found = {}
+    for limit in (contenders.MAX_NORM, contenders.CLIPPED_NORM):
+        running = ours.run(_early(limit), Place(tmp_path, rehearse=True), tmp_path / "saved")
+        for _ in range(6):
+            running.step()
+        found[limit] = running.account(3)
+    free, clipped = found.values()
+    assert free["early_states_kept"] == free["early_states_made"] > 0
+    assert list(free["host_adam_forms"]) == ["one pass"]
+    assert (clipped["early_states_kept"], clipped["clipped_steps"], free["clipped_steps"]) == (0, 3, 0)
+    assert free["busy_s_per_step"]["host_adam"] > 0
+
+
+def test_a_timed_run_without_the_kernel_fails_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_place, "_backgrounds", {})
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match=r"no one-pass kernel .* CPU Adam would copy"):
+        ours.run(_early(contenders.MAX_NORM), Place(tmp_path, rehearse=True), tmp_path / "saved")

@@ -136,7 +136,7 @@ def test_the_report_says_part_by_part_what_is_missing() -> None:
 
 def test_a_pair_without_clipping_is_shown_and_not_judged() -> None:
     """It suits us: it must not be what makes the best ratio."""
-    slow = {"case": "free", "clip": False}
+    slow = {"case": "free", "max_norm": None}
     pair = [speed_row("elixir", 900.0, **slow), speed_row("fsdp2 offload, micro-batch 8", 100.0, **slow)]
     found = {verdict.promise: verdict for verdict in verdicts(pair)}
     assert found["free"].met is None

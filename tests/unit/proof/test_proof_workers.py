@@ -203,7 +203,7 @@ def test_a_run_that_is_killed_leaves_no_process(tmp_path: Path, killed: str) -> 
     command = [sys.executable, str(PROOF), "--rehearse", "--out", str(work), "--only", "memory,resident"]
     if killed == "hour":
         environment["WORK"] = str(work)
-        command = ["bash", str(HOUR), "--toy", "5", str(tmp_path / "out")]
+        command = ["bash", str(HOUR), "--toy", "1", str(tmp_path / "out")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         # The first has a row, so the second, which is forked, is under way.
         assert wait_until(lambda: len(read_rows(Place(work))) >= 1, 300)
