@@ -38,6 +38,9 @@ class SnapshotPool:
         self._make, self._memory = make, torch.empty(0, dtype=torch.uint8, device="cpu")
         self._free = [(0, self.limit_bytes)] if self.limit_bytes else []
         self._lock = threading.Lock()
+        self.piece: torch.Tensor | None = None
+        """Pinned memory through which the writer of a save reads a device. It stays for the next save: to pin memory,
+        or to give it up, the driver waits for the device."""
         self.largest_use_bytes = 0
         """The most that was taken at once."""
 

@@ -155,9 +155,8 @@ class Snapshot:
         """Event after the compute that had been submitted when the snapshot was taken: device memory is as it is
         then."""
         self._given_up: BaseException | None = None
-        self._piece: torch.Tensor | None = None
-        """Pinned memory through which the writer reads a device, and the stream on which it does."""
         self._stream: torch.cuda.Stream | None = None
+        """The stream on which the writer reads a device."""
 
     def release(self, index: int) -> None:
         """The states of a chunk are about to change: come back when nothing is read from their memory any more."""
@@ -303,14 +302,16 @@ class Snapshot:
 
     def _from_device(self, values: torch.Tensor) -> torch.Tensor:
         """A copy of values on a device in pinned memory, which the next copy overwrites."""
-        if self._piece is None or self._stream is None:
-            self._piece = pinned_zeros(SPAN_BYTES, self._device)
+        pinned = self._pool.piece
+        if pinned is None:
+            pinned = self._pool.piece = pinned_zeros(SPAN_BYTES, self._device)
+        if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
             if self._taken is not None:
                 self._stream.wait_event(
                     self._taken
                 )  # the values are those after the step that was given before the save
-        piece = self._piece[: values.nbytes].view(values.dtype)
+        piece = pinned[: values.nbytes].view(values.dtype)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             piece.copy_(values, non_blocking=True)
         self._stream.synchronize()  # the caller reads the piece, and the next step may replace the values
@@ -376,5 +377,4 @@ class Snapshot:
                 if part.phase is not Phase.DONE:
                     part.to(Phase.DONE)
                 self._drop(part)
-            self._piece = None
             self._turn.notify_all()

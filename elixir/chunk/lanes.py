@@ -383,8 +383,12 @@ class StreamLane:
     def take_busy_s(self) -> float:
         """See `Lane.take_busy_s`."""
         busy_s = 0.0
-        while self._spans and self._spans[0][1].query():
-            started, ended = self._spans.popleft()
+        while self._spans:
+            # Taken out first: an issuer that appends to a full deque drops what is at its left between two looks.
+            span = started, ended = self._spans.popleft()
+            if not ended.query():
+                self._spans.appendleft(span)
+                break
             busy_s += started.elapsed_time(ended) / 1e3
         return busy_s
 

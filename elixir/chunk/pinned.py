@@ -69,6 +69,7 @@ class _Pages(mmap.mmap):
     """
 
     _address = 0
+    _pinned_by = 0
 
     def __new__(cls, nbytes: int) -> _Pages:
         if os.name != "posix":
@@ -96,12 +97,12 @@ class _Pages(mmap.mmap):
                     "and "
                     "may this process lock it (ulimit -l)?"
                 )
-        self._address = address
+        self._address, self._pinned_by = address, os.getpid()
 
     def __del__(self) -> None:
         # Called before the pages are given back, on whichever thread lets go last; the driver waits for what is under
-        # way.
-        if self._address and not sys.is_finalizing():
+        # way. A child that `fork` made has a copy of this object, and neither the pages nor a driver.
+        if self._address and self._pinned_by == os.getpid() and not sys.is_finalizing():
             torch.cuda.cudart().cudaHostUnregister(self._address)
 
 

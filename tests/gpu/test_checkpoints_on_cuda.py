@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from elixir.checkpoint import load_checkpoint, saving, snapshot
 from elixir.checkpoint.saving import SaveOptions, Saves
@@ -51,6 +52,26 @@ def test_a_run_goes_on_with_the_same_bits(mode: str, options: dict[str, Any], tm
         losses = run.train(2)
         assert loaded.exact, loaded.notes
         assert differing(whole, run.bits() | {"losses": losses}) == []
+
+
+@needs_pretended_gpu
+def test_only_the_first_save_pins_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver waits for the device to pin memory, and to give it up, and launches wait for the driver."""
+    calls: list[str] = []
+    runtime = torch.cuda.cudart()
+    for name in ("cudaHostRegister", "cudaHostUnregister"):
+        inner = getattr(runtime, name)
+        monkeypatch.setattr(runtime, name, lambda *args, name=name, inner=inner: (calls.append(name), inner(*args))[1])
+    it = case("opt")
+    with Run(it, make_plan(it, "mixed"), two_groups()) as run:
+        run.train(1)
+        found = []
+        for _ in range(3):
+            calls.clear()
+            started(run, tmp_path / "run", 0, UnsyncedFiles()).wait()
+            found.append(list(calls))
+            run.train(1)
+    assert found == [["cudaHostRegister"], [], []]
 
 
 # --- order ---------------------------------------------------------------------------------------------------------

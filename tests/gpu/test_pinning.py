@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 
 import pytest
 import torch
 
 from elixir.chunk.buffers import Arena
+from elixir.chunk.pinned import pinned_zeros
 from elixir.errors import StateError
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.engine import engine_of
@@ -119,3 +121,21 @@ def test_says_what_to_look_at_where_pinning_fails(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *args: 2)
     with pytest.raises(StateError, match=r"pinning 400 bytes of host memory failed with CUDA error 2: .*ulimit -l"):
         Arena(torch.device("cuda", 0)).make(100, torch.float32, "host", "weights")
+
+
+@needs_pretended_gpu
+def test_a_forked_child_leaves_pinning_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a copy of each object, none of the pages, and must not call a driver that cannot be used after a fork."""
+    given_up: list[int] = []
+    buffer = pinned_zeros(100)
+    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostUnregister", given_up.append)
+    child = os.fork()
+    if not child:
+        del buffer
+        os._exit(len(given_up))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    address = buffer.data_ptr()
+    del buffer
+    assert given_up == [address]
+    monkeypatch.undo()
+    torch.cuda.cudart().cudaHostUnregister(address)

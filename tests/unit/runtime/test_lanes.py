@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -288,3 +290,30 @@ def test_a_quiet_lane_keeps_no_memory_alive(lane: ThreadLane) -> None:
         gc.collect()
     assert seen() is None
     lane.close()
+
+
+class _Event:
+    """Over or not; asking may have somebody else do something meanwhile."""
+
+    def __init__(self, over: bool, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self._over, self._meanwhile = over, meanwhile
+
+    def query(self) -> bool:
+        self._meanwhile()
+        return self._over
+
+    def elapsed_time(self, other: _Event) -> float:
+        assert other._over, "an event that is not over has no time"
+        return 1000.0
+
+
+def test_busy_time_is_taken_of_what_is_over_while_another_thread_adds_work() -> None:
+    """Spans are kept up to a number: the thread that issues one more drops the oldest, at any moment."""
+    lane = object.__new__(StreamLane)
+    spans: deque[Any] = deque(maxlen=2)
+    lane._spans = spans
+    spans.append((_Event(True), _Event(True, lambda: spans.append((_Event(True), _Event(False))))))
+    spans.append((_Event(True), _Event(False)))
+    assert lane.take_busy_s() == 1.0
+    assert lane.take_busy_s() == 0.0
+    assert len(spans) == 2, "what is not over is asked about again"
