@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from elixir.chunk.buffers import Arena
 from elixir.chunk.gradients import Passage
-from elixir.chunk.lanes import Ticket
+from elixir.chunk.gradients.blocks import GradientBlocks, Leaving
+from elixir.chunk.lanes import StreamLane, Ticket
 from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
@@ -310,3 +312,26 @@ def test_memory_that_another_stream_still_reads_is_not_free(monkeypatch: pytest.
 
     assert not read(recorded=True).found
     assert read(recorded=False).found
+
+
+def test_an_adopted_gradient_is_not_free_for_the_stream_that_made_it_while_a_lane_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The node that takes a gradient may be of an older graph, and then runs on that one's stream."""
+    device = torch.device("cuda", 0)
+    lane = StreamLane(device)
+    for takes in ("give_back", "wait_for_last"):
+        arena, older = Arena(device), torch.cuda.Stream()
+        blocks = GradientBlocks(arena, 0, 64)
+        arena.count(400, "device", "gradient_blocks")
+        with watching(monkeypatch) as races:
+            gradient, home = torch.ones(100, device="cuda"), torch.empty(100, pin_memory=True)
+            older.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(older):
+                ticket = lane.submit(lambda to=home, of=gradient: to.copy_(of, non_blocking=True))
+                blocks.leave(Leaving(gradient.view(torch.uint8), ticket, (), is_extra=True))
+                (blocks.reclaim_extra if takes == "give_back" else blocks.wait_for_last)()
+            del gradient
+            torch.ones(100, device="cuda")
+            lane.close() if takes == "wait_for_last" else ticket.synchronize()
+        assert not races.found

@@ -79,13 +79,16 @@ class GradientBlocks:
 
     def wait_for_last(self) -> None:
         """Have compute wait for the memory that left last, which was adopted and not counted."""
-        self._leaving.pop().ticket.wait()  # autograd frees the gradient next, and compute would write there
+        leaving = self._leaving.pop()
+        leaving.ticket.wait()  # autograd frees the gradient next, and compute would write there
+        _record(leaving.memory)
 
     def give_back(self, memory: torch.Tensor) -> None:
         """Nobody reads or writes `memory` any more."""
         if memory.nbytes == self.block_bytes:
             self._free.append(memory)
         else:
+            _record(memory)
             self._arena.count(-memory.nbytes, "device", "gradient_blocks")
 
     def reclaim_extra(self) -> None:
@@ -126,6 +129,16 @@ class GradientBlocks:
         leaving = self._leaving.popleft()
         leaving.ticket.wait()  # compute would overwrite gradients in `memory` that lanes still read
         self.give_back(leaving.memory)
+
+
+def _record(memory: torch.Tensor) -> None:
+    """Have adopted memory, once it is freed, be nobody's before the stream that has waited for its lane has come here.
+
+    It returns to the stream that made it. That is another one where a node of an older graph took the gradient on its
+    stream; on the same one this does nothing.
+    """
+    if memory.is_cuda:
+        memory.record_stream(torch.cuda.current_stream(memory.device))
 
 
 def as_block(chunk: Chunk, gradient: torch.Tensor) -> torch.Tensor | None:
