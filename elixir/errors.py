@@ -57,25 +57,32 @@ class FileError(ElixirError, OSError):
 
 
 class DiskError(FileError):
-    """Optimizer states on a disk could not be read or written, so the training cannot go on.
+    """Optimizer states on a disk could not be read or written.
 
     Args:
         error: of the file.
         what: whose states, such as a rank's chunk with the names of its parameters.
+        then: what is left, and can be done.
     """
 
-    def __init__(self, error: FileError, what: str) -> None:
+    def __init__(
+        self, error: FileError, what: str, then: str = "the training cannot go on, but weights can still be saved"
+    ) -> None:
         super().__init__(error.errno or EIO, error.strerror or "", error.filename, error.operation)
-        self.error, self.what = error, what
+        self.error, self.what, self.then = error, what, then
 
     def __str__(self) -> str:
         return (
             f"cannot {self.operation} the states of {self.what} in {self.filename}: {self.strerror} (errno "
-            f"{self.errno}); the training cannot go on, but weights can still be saved"
+            f"{self.errno}); {self.then}"
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.error, self.what)
+        return type(self), (self.error, self.what, self.then)
+
+
+class NoMemoryError(ElixirError, MemoryError):
+    """A buffer that a plan asks for cannot be made: this machine has not so much memory free."""
 
 
 class CheckpointError(ElixirError, RuntimeError):

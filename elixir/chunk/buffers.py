@@ -16,7 +16,7 @@ import torch
 from elixir.access import storage_of, unmarked
 from elixir.access.placeholders import marked
 from elixir.chunk.pinned import host_zeros, pinned_zeros
-from elixir.errors import StateError
+from elixir.errors import NoMemoryError, StateError, readable_bytes
 from elixir.plan import Memory
 
 Kept: TypeAlias = "Memory | Literal['disk']"
@@ -44,16 +44,29 @@ class Arena:
 
         Host memory next to a CUDA device is in pages that no child process gets. It is pinned, unless `pin` says that
         nothing is copied between it and the device. With `paged` host memory begins at a page, whatever the device.
+
+        Raises:
+            NoMemoryError: there is not so much memory; torch's own error for that of a CUDA device.
         """
-        if home == "host" and self.device.type == "cuda" and numel:
-            memory: Callable[[int], torch.Tensor] = partial(pinned_zeros, device=self.device) if pin else host_zeros
-            buffer = memory(numel * dtype.itemsize).view(dtype)
-        elif home == "host" and paged:
-            buffer = host_zeros(numel, dtype)
-        else:
-            buffer = torch.zeros(numel, dtype=dtype, device=self.device if home == "device" else "cpu")
+        try:
+            buffer = self._made(numel, dtype, home, pin=pin, paged=paged)
+        except torch.OutOfMemoryError:
+            raise  # programs that look for the largest batch know the one of CUDA
+        except (RuntimeError, MemoryError, OverflowError, OSError, ValueError) as error:  # as each allocator has it
+            raise NoMemoryError(
+                f"there is no room for {readable_bytes(numel * dtype.itemsize, up=True)} of {kind.replace('_', ' ')} "
+                f"in {home} memory ({error}); plan for less with {home}_memory=, or free some"
+            ) from error
         self.count(buffer.nbytes, home, kind)
         return buffer
+
+    def _made(self, numel: int, dtype: torch.dtype, home: Memory, *, pin: bool, paged: bool) -> torch.Tensor:
+        if home == "host" and self.device.type == "cuda" and numel:
+            memory: Callable[[int], torch.Tensor] = partial(pinned_zeros, device=self.device) if pin else host_zeros
+            return memory(numel * dtype.itemsize).view(dtype)
+        if home == "host" and paged:
+            return host_zeros(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device if home == "device" else "cpu")
 
     def count(self, nbytes: int, home: Kept, kind: str) -> None:
         """So many more bytes (fewer, if negative) are in use."""

@@ -18,7 +18,7 @@ from elixir.chunk.lanes import Ticket, failure
 from elixir.errors import InputError, StateError
 from elixir.memory_order import Order, flattened, is_dense, order_of
 from elixir.plan import ChunkPlan, ParamSlot
-from elixir.torch_private import DisableTorchFunctionSubclass
+from elixir.torch_private import DisableTorchFunctionSubclass, swap_tensors
 
 
 class ChunkState(enum.Enum):
@@ -84,6 +84,22 @@ class Slot:
     def flattened(self, values: torch.Tensor) -> torch.Tensor:
         """Values of the parameter's shape as they lie in the chunk, flat: a view, or a copy if they lie otherwise."""
         return flattened(values, self.order)
+
+
+def become_real(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """A parameter on meta gets `value`; it keeps its identity, its attributes and whether it is trained."""
+    with unmarked():  # `value` may be a placeholder, which nothing reads here
+        real = nn.Parameter(value, parameter.requires_grad)
+    real.__dict__.update(parameter.__dict__)
+    # Hooks live in dicts of the object and are called by what is swapped: they have to be entered there again.
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    # Weak references, which nn.RNN keeps, stay valid: the object is the same before and after.
+    swap_tensors(parameter, real)
+    if before is not None:
+        parameter._backward_hooks = before
+    if after is not None:
+        parameter._post_accumulate_grad_hooks = after
 
 
 def _follow(masters: torch.Tensor, weights: torch.Tensor) -> None:
@@ -295,6 +311,11 @@ class Chunk:
             with self.at_hand(write=True):
                 self.masters[begin - start : end - start].copy_(own)
 
+    def follow(self, weights: torch.Tensor) -> None:
+        """Masters, which are at hand, take a shard of weights wherever they do not round to it."""
+        if self.masters is not None:
+            _follow(self.masters, weights)
+
     def follow_writes(self) -> None:
         """Where weights are no longer what their masters round to they were written to, and masters take that value."""
         if self.masters is None:
@@ -409,6 +430,26 @@ class Chunk:
         """The parameter points to where it does while no block holds the chunk."""
         with DisableTorchFunctionSubclass():
             slot.parameter.data = slot.placeholder if self.whole is None else slot.part_of(self.whole)
+
+    def shows(self, slot: Slot) -> bool:
+        """Whether the parameter points there, so that nothing but the chunk has its weights."""
+        with DisableTorchFunctionSubclass():
+            memory = slot.placeholder if self.whole is None else self.whole
+            return storage_of(slot.parameter) == storage_of(memory)
+
+    def attach(self) -> None:
+        """Have all parameters point there, and be resident if the plan says so; nothing is done twice."""
+        for slot in self.slots:
+            if slot.parameter.is_meta:
+                become_real(slot.parameter, slot.placeholder)
+            if not self.shows(slot):
+                self.show(slot)
+        if self.whole is not None and self.state is ChunkState.HOME:
+            self.to(ChunkState.RESIDENT, self.whole)
+
+    def let_go(self) -> None:
+        """Others have the weights: give up all memory."""
+        self.shard = self.whole = self.masters = None
 
     def failures(self) -> list[Exception]:
         """Errors of the work on its weights, once that is over; nothing waits for it any more."""

@@ -145,6 +145,36 @@ class Group:
             self._since.clear()
         return [value for _, value in gathered]
 
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """If one rank raises in here, all do, so that none goes on alone; no collective may be issued in here.
+
+        Args:
+            what: is done, the same on all ranks.
+
+        Raises:
+            RankError: another rank has raised. A rank that has raised itself raises its own error.
+        """
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        try:
+            answers = self.exchange(what, None if problem is None else str(problem) or type(problem).__name__)
+            if problem is not None:
+                raise problem
+        finally:
+            problem = None  # otherwise its traceback and this frame would keep each other, and much memory, alive
+        failed = next((rank for rank, answer in enumerate(answers) if answer is not None), None)
+        if failed is not None:
+            raise RankError(f"rank {failed} could not {what}: {answers[failed]}")
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether another rank is gone, or does something else, so that no rank can be asked any more."""
+        return self._broken is not None
+
     def note(self, what: str) -> None:
         """Take down something that all ranks must do at this point, to be compared with the next exchange."""
         with self._issuing(what):

@@ -127,13 +127,20 @@ class HostBuffers:
         self.add(kind)
 
     def drop(self, name: str) -> None:
-        """Give up a kind, once nothing reads or writes its buffers any more."""
-        kind = self._kinds.pop(name)
+        """Give up a kind, if it is there, once nothing reads or writes its buffers any more."""
+        kind = self._kinds.pop(name, None)
+        if kind is None:
+            return
         for buffer in (buffer for turns in self._turns.pop(name) for buffer in turns):
             failure(
                 buffer.busy
             )  # a lane may still read or write the memory that is given up; its error is told elsewhere
             self._give_up(kind, buffer)
+
+    def clear(self) -> None:
+        """Give up all kinds."""
+        for name in list(self._kinds):
+            self.drop(name)
 
     def count_in(self, arena: Arena) -> None:
         """Have the memory made and counted by another arena from here on, as under another plan."""

@@ -467,4 +467,10 @@ def make_lanes(device: torch.device, emulation: Emulation | None = None) -> Lane
         return Lanes(fetch, network, offload, host_adam, refresh, ThreadLane("disk", device=device))
     disk = None if emulation is None else replace(emulation, bytes_per_s=emulation.disk_bytes_per_s)
     how = dict.fromkeys(_NAMES, emulation) | {"disk": disk}
-    return Lanes(**{name: ThreadLane(name.replace("_", " "), each) for name, each in how.items()})
+    with contextlib.ExitStack() as started:  # the system may have no more threads
+        lanes: dict[str, Lane] = {}
+        for name, each in how.items():
+            lanes[name] = lane = ThreadLane(name.replace("_", " "), each)
+            started.callback(lane.close)
+        started.pop_all()
+    return Lanes(**lanes)

@@ -208,8 +208,9 @@ class ExtentFile:
 
 
 def _close(files: list[File]) -> None:
-    while files:
-        files.pop().close()
+    with contextlib.ExitStack() as closing:  # one that fails must not keep the others open
+        while files:
+            closing.callback(files.pop().close)
 
 
 def open_extents(folders: Sequence[PathLike], nbytes: int, *, files: Files = FILES) -> ExtentFile:

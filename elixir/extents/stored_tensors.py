@@ -7,9 +7,10 @@ extent into a buffer (`StoredTensors.fill`), makes the tensors views of it (`bin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from errno import EIO
 
@@ -35,6 +36,7 @@ class TensorFile:
         self._file: ExtentFile | None = None
         self.lost: DiskError | None = None
         """The first error of the disk, after which no step is made."""
+        self._attempt: str | None = None
 
     def new_extent(self, nbytes: int, name: str) -> Extent:
         """Room on the disk; `DiskError` if it has none."""
@@ -69,17 +71,28 @@ class TensorFile:
             raise self._failed(FileError(EIO, text, self._file.paths, way), name) from error
 
     def _failed(self, error: FileError, name: str) -> DiskError:
+        if self._attempt is not None:
+            return DiskError(error, name, self._attempt)
         found = DiskError(error, name)
         if self.lost is None:
             self.lost = found
             logger.error("%s", found)
         return found
 
+    @contextlib.contextmanager
+    def attempting(self, then: str) -> Iterator[None]:
+        """While it lasts, an error loses nothing, since what is written is elsewhere, too; `then` is what it leaves."""
+        before, self._attempt = self._attempt, then
+        try:
+            yield
+        finally:
+            self._attempt = before
+
     def close(self) -> None:
         """Give the file back; nothing may be under way."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ it knows what `AnyStepper` says.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -37,7 +38,7 @@ from elixir.chunk.host_buffers import (
 )
 from elixir.chunk.lanes import Lanes, Ticket, failure, is_told, make_lanes
 from elixir.chunk.rcache import RCache
-from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, RankError
+from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, NoMemoryError, RankError
 from elixir.extents import open_extents
 from elixir.hardware import host_share, host_view
 from elixir.plan import Plan
@@ -54,8 +55,9 @@ logger = logging.getLogger(__name__)
 _FORMS_KEPT = 4096
 """Steps of shards whose forms are kept where nobody makes a report."""
 
-Build = Callable[[nn.Module, Plan, Arena, Group, StateWindow], list[Chunk]]
-"""Chunks of a model under a plan, filled and with its parameters attached."""
+Build = Callable[[nn.Module, Plan, Arena, Group, StateWindow], Iterator[Chunk]]
+"""Chunks of a model under a plan, filled, one after the other. A chunk that was given is the only one that has its
+weights, so it takes its place in `Engine.chunks` at once, whatever fails after that."""
 
 
 class AnyStepper(Protocol):
@@ -83,11 +85,11 @@ class AnyStepper(Protocol):
         """Make new states of a chunk in backward next to the old ones, once `home` says that its gradients have
         arrived."""
 
-    def give_up_states(self) -> dict[str, dict[str, Any]]:
-        """The states of this rank's part of each parameter; the stepper has none until `take_states`."""
+    def give_up_states(self) -> None:
+        """Take the states off the chunks; none is stepped until `take_states`."""
 
-    def take_states(self, states: dict[str, dict[str, Any]]) -> None:
-        """Go on from `states`, under the engine's plan of now."""
+    def take_states(self) -> None:
+        """Go on from the states that were given up, under the engine's plan of now."""
 
     def gradients_scaled(self, by: float) -> None:
         """The gradients that come now are multiplied by a loss scale, and are added to those there are."""
@@ -100,24 +102,27 @@ class AnyStepper(Protocol):
 
 
 class Engine:
-    """One plan at work on one model.
+    """One plan at work on one model, which it is put under by `take_up`.
 
     Args:
         model: the model inside of the wrapper.
-        plan: what to do.
         group: over which chunks are sharded.
         device: where compute runs.
         options: how.
-        build: makes the chunks.
     """
 
-    def __init__(
-        self, model: nn.Module, plan: Plan, group: Group, device: torch.device, options: RunOptions, build: Build
-    ) -> None:
+    plan: Plan
+    arena: Arena
+
+    def __init__(self, model: nn.Module, group: Group, device: torch.device, options: RunOptions) -> None:
         self.model, self.group, self.device, self.options = model, group, device, options
         self.host_share = host_share(group.exchange("cores", host_view()), group.rank)
         """This rank's part of its machine's cores."""
-        self.lanes = make_lanes(device, options.debug.emulation)
+        with contextlib.ExitStack() as started:
+            with group.together("start its lanes"):
+                self.lanes = make_lanes(device, options.debug.emulation)
+                started.callback(self.lanes.close)
+            started.pop_all()
         self.host_buffers = HostBuffers(Arena(device))
         """All host memory of this rank that no chunk owns. Kinds that are not the plan's stay when that changes."""
         open_file = partial(open_extents, options.disk_folders, files=options.debug.files)
@@ -156,19 +161,49 @@ class Engine:
         """By chunk, the states on a disk under the plan before, until the optimizers have taken theirs over."""
         self.lost: ElixirError | None = None
         """Why no step can be made any more: states on a disk of this rank, or of another, are lost."""
-        self.take_up(plan, build)
+        self.chunks: list[Chunk] = []
+        self._access: ParameterAccess | None = None
+        self._handles: list[RemovableHandle] = []
 
     # --- the plan ----------------------------------------------------------------------------------------------
 
     def take_up(self, plan: Plan, build: Build) -> None:
-        """Put the model under a plan."""
-        debug = self.options.debug
+        """Put the model under a plan. If that fails it does so on all ranks, and `chunks` are those that have the
+        weights."""
         self.plan, self.arena = plan, Arena(self.device)
         self.host_buffers.count_in(self.arena)
         self.window.count_in(self.arena, plan.disk_bytes(self.group.rank))
-        if plan.uses_disk:
-            self.host_buffers.replace(window_kind(plan))
-        self.chunks = build(self.model, plan, self.arena, self.group, self.window)
+        with self.group.together("have buffers for states on a disk"):
+            if plan.uses_disk:
+                self.host_buffers.replace(window_kind(plan))
+        for chunk in build(self.model, plan, self.arena, self.group, self.window):
+            self.chunks[chunk.index : chunk.index + 1] = [chunk]
+        with self.group.together("have its blocks and buffers"):
+            self._make_memory(plan)
+        for chunk in self.chunks:
+            chunk.attach()
+        self.tracked = [chunk for chunk in self.chunks if not self.is_ordinary(chunk)]
+        """Chunks whose parameters may be placeholders, or whose weights may still be being updated."""
+        self.uses = WeightUses(
+            self.cache, self.chunks, self.tracked, self.gradients, self.device, _weakly(self.backward_runs)
+        )
+        parameters = {slot.parameter for chunk in self.tracked for slot in chunk.slots}
+        self._access = ParameterAccess(self.model, self.uses, parameters) if self.tracked else None
+        arrived = _weakly(self._arrived)
+        self._handles = [
+            slot.parameter.register_post_accumulate_grad_hook(partial(arrived, chunk.index, place))
+            for chunk in self.chunks
+            if chunk.index in self.gradients.by_chunk
+            for place, slot in enumerate(chunk.slots)
+            if slot.parameter.requires_grad
+        ]
+        for parameter, chunk in self._counted():
+            parameter.__class__ = CountedParameter
+            parameter.elixir_lends = chunk.lend  # type: ignore[attr-defined]
+
+    def _make_memory(self, plan: Plan) -> None:
+        """Make all that a plan needs next to the chunks."""
+        debug = self.options.debug
         pool = BlockPool(self.arena, plan.block_count, plan.block_bytes, poison=debug.poison)
         self.schedule = (plan if self.options.prefetch else replace(plan, prefetch_depth=0)).schedule()
         wide = self.options.reduce_fp32 and self.group.size > 1
@@ -185,25 +220,11 @@ class Engine:
             evict_always=debug.evict_always,
             backward_from=next((i for i, use in enumerate(plan.order) if use.phase != "forward"), len(plan.order)),
         )
-        self.tracked = [chunk for chunk in self.chunks if not self.is_ordinary(chunk)]
-        """Chunks whose parameters may be placeholders, or whose weights may still be being updated."""
-        self.uses = WeightUses(
-            self.cache, self.chunks, self.tracked, self.gradients, self.device, _weakly(self.backward_runs)
-        )
-        parameters = {slot.parameter for chunk in self.tracked for slot in chunk.slots}
-        self._access = ParameterAccess(self.model, self.uses, parameters) if self.tracked else None
-        arrived = _weakly(self._arrived)
-        self._handles: list[RemovableHandle] = [
-            slot.parameter.register_post_accumulate_grad_hook(partial(arrived, chunk.index, place))
-            for chunk in self.chunks
-            if chunk.index in self.gradients.by_chunk
-            for place, slot in enumerate(chunk.slots)
-            if slot.parameter.requires_grad
-        ]
 
-        for parameter, chunk in self._counted():
-            parameter.__class__ = CountedParameter
-            parameter.elixir_lends = chunk.lend  # type: ignore[attr-defined]
+    @property
+    def has_taken_up(self) -> bool:
+        """Whether the plan could be taken up to its end."""
+        return "uses" in vars(self)
 
     def _counted(self) -> list[tuple[nn.Parameter, Chunk]]:
         """Plain parameters with masters, which have to follow what is written through ``data``."""
@@ -222,16 +243,22 @@ class Engine:
             vars(parameter).pop("elixir_lends", None)
         if self._access is not None:
             self._access.remove()
-        for handle in self._handles:
-            handle.remove()
+            self._access = None
+        while self._handles:
+            self._handles.pop().remove()
 
-    def change_plan(self, plan: Plan, build: Build) -> None:
-        """Put another plan instead of this one."""
+    def give_up_memory(self) -> None:
+        """`put_down`, and give up all memory but that of the chunks, and that through which states on a disk pass."""
         self.put_down()
         for kind in (STAGING, SUMMANDS):
             self.host_buffers.drop(kind)
-        self.leaving = {chunk.index: chunk.stored for chunk in self.chunks if chunk.stored is not None}
-        del self.cache, self.uses, self.gradients, self._access  # their memory goes before there is new
+        for name in ("cache", "uses", "gradients"):  # not all are there where making them has failed
+            vars(self).pop(name, None)
+
+    def change_plan(self, plan: Plan, build: Build) -> None:
+        """Put another plan instead of this one."""
+        self.leaving |= {chunk.index: chunk.stored for chunk in self.chunks if chunk.stored is not None}
+        self.give_up_memory()  # before there is new
         self.take_up(plan, build)
 
     def plan_changed(self) -> None:
@@ -240,7 +267,7 @@ class Engine:
         for index, states in leaving.items():
             if self.chunks[index].stored is not states:
                 states.give_back()
-        if leaving and not self.plan.uses_disk:
+        if not self.plan.uses_disk:
             self.host_buffers.drop(WINDOW)
             self.window.close()
 
@@ -250,26 +277,39 @@ class Engine:
 
     def whole(self, chunk: Chunk, precise: bool = False) -> torch.Tensor:
         """The gathered weights of a chunk on the device; with `precise`, its masters where it has any."""
-        held = self.uses.gathered_memory.get(chunk.index, chunk.whole)
-        if held is chunk.whole and self.is_ordinary(chunk):
-            return chunk.with_moved(self._whole(chunk, held, precise))
-        return self._whole(chunk, held, precise)
+        held = self.uses.gathered_memory.get(chunk.index)
+        if held is not None:
+            return held
+        found = self.precise(chunk)[0] if precise else self.gathered(chunk)
+        return chunk.with_moved(found) if self.is_ordinary(chunk) else found
 
-    def _whole(self, chunk: Chunk, held: torch.Tensor | None, precise: bool) -> torch.Tensor:
-        if chunk.masters is not None and precise and chunk.index not in self.uses.gathered_memory:
-            found: torch.Tensor | None = None
-            try:
-                with chunk.at_hand():
-                    chunk.follow_writes()
-                    found = self._gathered(chunk, chunk.masters)
-            except DiskError as error:
-                if found is None:  # else all ranks have gathered already, and masters could not be written back
-                    logger.error("weights are given as they are in memory, in %s: %s", chunk.plan.dtype, error)
-                    found = self._gathered(chunk, chunk.shard_weights.to(chunk.masters.dtype))
-            return found
-        return self._gathered(chunk, chunk.shard_weights) if held is None else held
+    def precise(self, chunk: Chunk) -> tuple[torch.Tensor, ElixirError | None]:
+        """The gathered weights of a chunk in the precision of its masters; the error of this rank's disk where it could
+        not read them, and gives the weights in memory instead."""
+        if not self.has_wide_masters(chunk):
+            return self.gathered(chunk), None
+        found: torch.Tensor | None = None
+        try:
+            with chunk.at_hand():
+                chunk.follow_writes()
+                found = self.gathered(chunk, chunk.masters)
+        except (DiskError, NoMemoryError) as error:
+            if found is None:  # else all ranks have gathered already, and masters could not be written back
+                logger.error("weights are given as they are in memory, in %s: %s", chunk.plan.dtype, error)
+                return self.gathered(chunk, chunk.shard_weights.to(torch.float32)), error
+        return found, None
 
-    def _gathered(self, chunk: Chunk, shard: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def has_wide_masters(chunk: Chunk) -> bool:
+        """Whether the masters of a chunk have more bits than its weights, which otherwise are the same."""
+        return chunk.masters is not None and chunk.masters.dtype != chunk.dtype
+
+    def gathered(self, chunk: Chunk, shard: torch.Tensor | None = None) -> torch.Tensor:
+        """The gathered weights of a chunk on the device, of each rank's `shard` if that is given."""
+        if shard is None:
+            if chunk.whole is not None:
+                return chunk.whole
+            shard = chunk.shard_weights
         whole = torch.empty(chunk.plan.numel, dtype=shard.dtype, device=self.device)
         mine = shard.to(self.device)
         # This thread reads `whole` next, which the network writes.
@@ -484,6 +524,9 @@ class Engine:
 
     def end(self) -> bool:
         """Nothing may run from here on; weights can still be had. Whether the other ranks can be asked for theirs."""
+        if not self.has_taken_up:  # nothing has been begun under it
+            self.phase.close()
+            return not self.group.is_broken
         together = not (self.phase.in_backward or self.cache.is_disturbed)
         self.phase.close()
         self.uses.reset()
@@ -494,8 +537,10 @@ class Engine:
     def stop(self) -> None:
         """Take everything off the model and stop the lanes."""
         self.put_down()
-        self._stop_lanes()
-        self.group.close()
+        try:
+            self._stop_lanes()
+        finally:
+            self.group.close()
 
     def _gradient_flow(self) -> GradientFlow:
         gathering = [chunk for chunk in self.chunks if chunk.plan.trainable and not self.is_ordinary(chunk)]
@@ -556,8 +601,10 @@ class Engine:
 
 
 def _stop(lanes: Lanes, window: StateWindow) -> None:
-    lanes.close()
-    window.close()  # after the last transfer of its lane
+    try:
+        lanes.close()
+    finally:
+        window.close()  # after the last transfer of its lane
 
 
 def engine_of(module: nn.Module) -> Engine:

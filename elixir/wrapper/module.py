@@ -32,7 +32,6 @@ from elixir.wrapper.build import (
     compute_device,
     few,
     move_chunks,
-    place_buffers,
     warn_if_made_elsewhere,
 )
 from elixir.wrapper.engine import Engine
@@ -120,17 +119,8 @@ class ElixirModule(nn.Module):
         dtype = None if dtype is None else parse_dtype(dtype)
         debug = debug or Debug()
         self._origins = Origins(module)
-        ranks = Group(group)
-        folders = folders_of(disk_folder)
-        agree_on_plan(ranks, module, plan, dtype, folders)
-        where = compute_device(device)
-        if ranks.rank == 0:
-            if debug.emulation is None:
-                warn_if_made_elsewhere(plan, where)
-            _warn_if_hidden(module)
-        self._cast = dtype if plan.dtype == "as built" else parse_dtype(plan.dtype)
-        follow = casts_buffers(module, self._cast)
         self._output_fp32 = output_fp32
+        folders, where = folders_of(disk_folder), compute_device(device)
         options = RunOptions(
             prefetch=prefetch,
             reduce_fp32=reduce_always_fp32,
@@ -138,20 +128,30 @@ class ElixirModule(nn.Module):
             disk_folders=folders,
             debug=debug,
         )
-        self._fused = FusedKernels(module, use_fused_kernels, where.type)
-        try:
-            engine = Engine(module, plan, ranks, where, options, partial(build_chunks, weights=weights, strict=strict))
-        except BaseException:
-            self._fused.remove()
-            raise
-        self._engine = engine
-        if self._fused.counts:
-            logger.info("%s", self._fused)
-        self._shared_buffers = SharedBuffers(module, ranks, engine.lanes)
-        self._state = ModelState(engine, self._shared_buffers.of_rank_0)
-        self._account = StepAccount(engine)
-        engine.stepped = self._account.step_over
-        place_buffers(module, where, self._cast if follow else None)
+        with contextlib.ExitStack() as undone:
+            ranks = Group(group)
+            undone.callback(ranks.close)
+            agree_on_plan(ranks, module, plan, dtype, folders)
+            if ranks.rank == 0:
+                if debug.emulation is None:
+                    warn_if_made_elsewhere(plan, where)
+                _warn_if_hidden(module)
+            self._cast = dtype if plan.dtype == "as built" else parse_dtype(plan.dtype)
+            follow = casts_buffers(module, self._cast)
+            self._fused = FusedKernels(module, use_fused_kernels, where.type)
+            undone.callback(self._fused.remove)
+            self._engine = engine = Engine(module, ranks, where, options)
+            undone.push(partial(_undo, self._origins, engine))
+            kept = self._cast if follow else None
+            with engine.window.file.attempting("the model is as it came"):
+                engine.take_up(plan, partial(build_chunks, weights=weights, strict=strict, buffer_dtype=kept))
+            if self._fused.counts:
+                logger.info("%s", self._fused)
+            self._shared_buffers = SharedBuffers(module, ranks, engine.lanes)
+            self._state = ModelState(engine, self._shared_buffers.of_rank_0)
+            self._account = StepAccount(engine)
+            engine.stepped = self._account.step_over
+            undone.pop_all()
         module._apply = self._apply_inside  # type: ignore[method-assign]
         # torch's own reads gradients, which lie elsewhere.
         module.zero_grad = self.zero_grad  # type: ignore[method-assign]
@@ -244,8 +244,12 @@ class ElixirModule(nn.Module):
 
         Raises:
             InputError: it does not, or this is not the moment.
+            DiskError, NoMemoryError, RankError: chunks cannot be moved, on this rank or on another. They are back at
+                the homes of the plan before, and training can go on. If they cannot even go back, the model is given
+                back as by `close`, which is logged.
         """
         engine = self._engine
+        engine.refuse_unusable()
         engine.uses.refuse_inside("rehome()")
         if engine.uses.gathered or engine.holds_gradients():
             raise InputError("rehome() is for between zero_grad() and the next forward, outside of gathered()")
@@ -260,14 +264,31 @@ class ElixirModule(nn.Module):
         engine.take_back()
         if engine.state_reader is not None:
             engine.state_reader.let_go()  # a checkpoint may still be written from memory that goes now
-        states = [stepper.give_up_states() for stepper in engine.steppers]
+        before = self.plan
+        try:
+            self._move(plan)
+        except BaseException as error:
+            logger.warning("chunks go back to their homes, since they cannot be moved: %s", error)
+            try:
+                self._move(before)
+            except Exception as again:
+                logger.error("chunks cannot go back either, so the model is given back as by close(): %s", again)
+                self.close()
+            raise
+
+    def _move(self, plan: Plan) -> None:
+        """Have chunks and states at the homes of a plan, also where that was tried before and has failed."""
+        engine = self._engine
         self._state.remove()
-        del self._state
-        engine.change_plan(plan, partial(move_chunks, before=engine.chunks))
+        with engine.window.file.attempting("the chunks are where they were, and the training can go on"):
+            for stepper in engine.steppers:
+                stepper.give_up_states()
+            engine.change_plan(plan, partial(move_chunks, before=engine.chunks, leaving=engine.leaving))
+            with engine.group.together("move its optimizer states"):
+                for stepper in engine.steppers:
+                    stepper.take_states()
+            engine.plan_changed()
         self._state = ModelState(engine, self._shared_buffers.of_rank_0)
-        for stepper, state in zip(engine.steppers, states, strict=True):
-            stepper.take_states(state)
-        engine.plan_changed()
         self._account.another_plan()
 
     def settle(self) -> None:
@@ -419,19 +440,30 @@ class ElixirModule(nn.Module):
         engine = self._engine
         if engine.phase.closed:
             return
-        engine.uses.refuse_inside("close()")
-        if engine.uses.gathered:
-            raise InputError("close() is for outside of gathered(); leave it first")
-        unsaved = None if engine.state_reader is None else engine.state_reader.close()
-        try:
-            self._origins.give_back(engine, alone=not engine.end())
-        finally:
-            self._state.remove()
-            engine.stop()
-            del self.module._apply, self.module.zero_grad
-            self._fused.remove()
-        if unsaved is not None:
-            raise unsaved
+        if engine.has_taken_up:
+            engine.uses.refuse_inside("close()")
+            if engine.uses.gathered:
+                raise InputError("close() is for outside of gathered(); leave it first")
+        unsaved: Exception | None = None if engine.state_reader is None else engine.state_reader.close()
+        with contextlib.ExitStack() as ends:  # all come to their end, whatever fails
+            ends.callback(self._fused.remove)
+            ends.callback(lambda: vars(self.module).pop("zero_grad"))
+            ends.callback(lambda: vars(self.module).pop("_apply"))
+            ends.callback(engine.stop)
+            ends.callback(self._state.remove)
+            unread = self._origins.give_back(engine, alone=not engine.end())
+        failed = unsaved or unread
+        if failed is not None:
+            raise failed
+
+
+def _undo(origins: Origins, engine: Engine, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Wrapping has failed, on all ranks unless another one is gone or this one was interrupted."""
+    try:
+        origins.undo(engine, alone=engine.group.is_broken or not isinstance(error, Exception))
+    finally:
+        engine.host_buffers.clear()
+        engine.stop()
 
 
 def folders_of(given: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:

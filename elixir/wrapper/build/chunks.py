@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from elixir.chunk.buffers import Arena
-from elixir.chunk.chunk import Chunk, ChunkState
+from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.disk import MASTERS, StateWindow, StoredStates
 from elixir.chunk.group import Group
-from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError, RankError
+from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.hardware import other_device, total_host_bytes
 from elixir.memory_order import is_dense
 from elixir.models import fingerprint, refuse_compiled, refuse_unplannable
-from elixir.plan import Plan
+from elixir.plan import ChunkPlan, Plan
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.units import dtype_name, format_bytes, parse_dtype
 from elixir.wrapper.build.agreement import agree_on_values
-from elixir.wrapper.build.weights import Weights, WeightSource, become_real, few
+from elixir.wrapper.build.weights import Weights, WeightSource, few
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +37,14 @@ def build_chunks(
     weights: Weights | None = None,
     *,
     strict: bool = True,
-) -> list[Chunk]:
-    """Chunks with the model's weights at their homes; the model's parameters no longer own memory.
+    buffer_dtype: torch.dtype | None = None,
+) -> Iterator[Chunk]:
+    """Chunks with the model's weights at their homes, one after the other; then the model's buffers are placed.
 
     A rank reads one parameter after the other, and only those of which it keeps a part. Parameters keep their identity.
+    Where a chunk has all bits of a parameter's values in memory, the parameter's own memory goes once the caller has
+    the chunk, so that nothing is held twice. Other parameters keep theirs until `Chunk.attach`: whatever fails before,
+    `Origins.undo` finds all values.
 
     Args:
         model: on meta, real, or both.
@@ -48,6 +53,7 @@ def build_chunks(
         group: over which chunks are sharded.
         window: takes masters that live on a disk.
         weights, strict: see `WeightSource`.
+        buffer_dtype: see `place_buffers`.
 
     Raises:
         InputError: a weight is on meta and comes from nowhere, or see `agree_on_values`.
@@ -56,76 +62,100 @@ def build_chunks(
     agree_on_values(group, model, weights, strict=strict)
     by_name = dict(model.named_parameters(remove_duplicate=False))
     _agree_on_layouts(group, by_name)
-    chunks: list[Chunk] = []
-    problem: Exception | None = None
     drawn = 0
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         # As building on the CPU, it moves the generator on.
         drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     seed = group.exchange("seed", drawn)[0]
-    try:
+    with group.together("have its weights"):
         source = WeightSource(model, weights, seed=seed, strict=strict)
-        for index, chunk_plan in enumerate(plan.chunks):
-            parameters = [by_name[slot.name] for slot in chunk_plan.parameters]
-            chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
+    for index, chunk_plan in enumerate(plan.chunks):
+        parameters = [by_name[slot.name] for slot in chunk_plan.parameters]
+        chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
+        with _letting_go(chunk), group.together("fill its weights"):
             _make_memory(chunk, plan, arena, window)
             _load_weights(chunk, source)
-            chunks.append(chunk)
+        yield chunk
+        for slot in chunk.slots:
+            if _has_all_bits(chunk, slot) and not source.replaces(slot.name):
+                chunk.show(slot)
+    with group.together("fill its buffers"):
         source.fill_buffers()
-    except (ElixirError, RuntimeError, OSError) as error:
-        problem = error
-    # A rank that stopped here alone would leave the others waiting in their first gather.
-    answers = group.exchange("weights", None if problem is None else str(problem))
-    if problem is not None:
-        raise problem
-    for rank, answer in enumerate(answers):
-        if answer is not None:
-            raise RankError(f"rank {rank} could not fill its weights: {answer}")
-    for chunk in chunks:
-        _attach(chunk)
-    return chunks
+        place_buffers(model, arena.device, buffer_dtype)
 
 
 def move_chunks(
-    model: nn.Module, plan: Plan, arena: Arena, group: Group, window: StateWindow, *, before: list[Chunk]
-) -> list[Chunk]:
-    """The same chunks at the homes of another plan, with the same bits; what they had before is let go one by one.
+    model: nn.Module,
+    plan: Plan,
+    arena: Arena,
+    group: Group,
+    window: StateWindow,
+    *,
+    before: Sequence[Chunk],
+    leaving: Mapping[int, StoredStates],
+) -> Iterator[Chunk]:
+    """The same chunks at the homes of another plan, with the same bits; what they had before is let go one by one, once
+    the caller has the chunk in its new home. A chunk that is there already stays as it is.
 
     Args:
         model: has the chunks' parameters already.
         plan: packs as the plan before does.
         arena: makes the new memory.
         group: over which chunks are sharded.
-        window: has and takes masters that live on a disk; a chunk that stays there keeps its extent.
-        before: the chunks as they were; nothing may be on its way to or from them.
+        window: has and takes masters that live on a disk.
+        before: the chunks as they are; nothing may be on its way to or from them.
+        leaving: by chunk, an extent that has its masters; it goes on there if its states are on a disk again.
     """
-    chunks = []
-    for index, (old, chunk_plan) in enumerate(zip(before, plan.chunks, strict=True)):
+    for old, chunk_plan in zip(tuple(before), plan.chunks, strict=True):
+        if old.plan.home is chunk_plan.home:
+            old.plan = chunk_plan
+            _count_memory(old, arena)
+            yield old
+            continue
         parameters = [slot.parameter for slot in old.slots]
-        chunk = Chunk(index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
-        stays = old.stored is not None and chunk_plan.state_home == "disk"
-        if stays:
-            chunk.stored = old.stored
-        _make_memory(chunk, plan, arena, window)
-        old.follow_writes()
-        shard = old.shard_weights
-        if chunk.masters is not None and not stays:
-            with old.at_hand(), chunk.at_hand(write=True):
-                chunk.masters.copy_(shard if old.masters is None else old.masters)
+        chunk = Chunk(old.index, chunk_plan, parameters, rank=group.rank, world_size=group.size, device=arena.device)
+        if chunk_plan.home.states_on_disk:
+            chunk.stored = leaving.get(chunk.index)
+        with _letting_go(chunk), group.together("move its chunks"):
+            has_masters = chunk.stored is not None
+            _make_memory(chunk, plan, arena, window)
+            _copy_weights(old, chunk, has_masters=has_masters)
+        if chunk.whole is not None and old.whole is None:
+            group.gather(chunk.whole, old.shard_weights.to(arena.device), f"chunk {chunk.index}, which stays")
+        yield chunk
         if old.stored is not None:
             old.stored.forget(old)
-        if chunk.shard is not None:
-            chunk.shard.copy_(shard)
-        elif chunk.whole is not None and old.whole is not None:
-            chunk.whole.copy_(old.whole)
-        elif chunk.whole is not None:
-            group.gather(chunk.whole, shard.to(arena.device), f"chunk {index}, which stays")
         for slot in chunk.slots:
             chunk.show(slot)
-        _attach(chunk)
-        old.shard = old.whole = old.masters = None
-        chunks.append(chunk)
-    return chunks
+        old.let_go()
+
+
+@contextlib.contextmanager
+def _letting_go(chunk: Chunk) -> Iterator[None]:
+    """Give up the memory of a chunk that cannot be filled: what holds the error holds the chunk."""
+    stored = chunk.stored
+    try:
+        yield
+    except BaseException:
+        if chunk.stored is not None:
+            chunk.stored.forget(chunk)
+            if stored is None:
+                chunk.stored.give_back()
+        chunk.let_go()
+        raise
+
+
+def _copy_weights(old: Chunk, chunk: Chunk, *, has_masters: bool) -> None:
+    """Have a chunk hold what it held before, but for weights that others have a part of."""
+    shard = old.shard_weights
+    if chunk.masters is not None and not has_masters:
+        with old.at_hand(), chunk.at_hand(write=True):
+            chunk.masters.copy_(shard if old.masters is None else old.masters)
+            chunk.follow(shard)
+    if chunk.shard is not None:
+        chunk.shard.copy_(shard)
+    elif chunk.whole is not None and old.whole is not None:
+        chunk.whole.copy_(old.whole)
 
 
 def _make_memory(chunk: Chunk, whole_plan: Plan, arena: Arena, window: StateWindow) -> None:
@@ -145,8 +175,22 @@ def _make_memory(chunk: Chunk, whole_plan: Plan, arena: Arena, window: StateWind
     if plan.resident:
         chunk.whole = arena.make(plan.numel, chunk.dtype, "device", "resident_weights")
     else:
-        kind = "weight_shards" if plan.weight_home == "device" else "weights"
-        chunk.shard = arena.make(chunk.shard_numel, chunk.dtype, plan.weight_home, kind)
+        chunk.shard = arena.make(chunk.shard_numel, chunk.dtype, plan.weight_home, _kind_of_shard(plan))
+
+
+def _count_memory(chunk: Chunk, arena: Arena) -> None:
+    """Have what `_make_memory` has made counted by another arena."""
+    plan = chunk.plan
+    if chunk.masters is not None and chunk.stored is None:
+        arena.count(chunk.masters.nbytes, plan.update_home, "optimizer_states")
+    if chunk.whole is not None:
+        arena.count(chunk.whole.nbytes, "device", "resident_weights")
+    if chunk.shard is not None:
+        arena.count(chunk.shard.nbytes, plan.weight_home, _kind_of_shard(plan))
+
+
+def _kind_of_shard(plan: ChunkPlan) -> str:
+    return "weight_shards" if plan.weight_home == "device" else "weights"
 
 
 def _load_weights(chunk: Chunk, source: WeightSource) -> None:
@@ -154,17 +198,14 @@ def _load_weights(chunk: Chunk, source: WeightSource) -> None:
         for slot in chunk.slots:
             if chunk.wants(slot):
                 chunk.write(slot, source.parameter(slot.name))
-            if not slot.parameter.is_meta:
-                chunk.show(slot)  # it has been copied, so its own memory can go
 
 
-def _attach(chunk: Chunk) -> None:
-    """Parameters on meta stay so until all chunks are filled, since initialisation would write to placeholders."""
-    for slot in chunk.slots:
-        if slot.parameter.is_meta:
-            become_real(slot.parameter, slot.placeholder)
-    if chunk.whole is not None:
-        chunk.to(ChunkState.RESIDENT, chunk.whole)
+def _has_all_bits(chunk: Chunk, slot: Slot) -> bool:
+    """Whether memory has the very values of a parameter, all ranks together."""
+    own = slot.parameter
+    held = chunk.masters if chunk.masters is not None and chunk.stored is None else chunk.shard_weights
+    wide_enough = own.is_floating_point() and torch.promote_types(own.dtype, held.dtype) == held.dtype
+    return wide_enough and is_dense(own.shape, own.stride())
 
 
 def _agree_on_layouts(group: Group, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from elixir.chunk.chunk import Slot
-from elixir.errors import ElixirError, InputError
+from elixir.chunk.chunk import Chunk, Slot, become_real
+from elixir.errors import ElixirError, InputError, NoMemoryError, RankError
 from elixir.torch_private import DisableTorchFunctionSubclass
-from elixir.wrapper.build.weights import become_real
+from elixir.wrapper.build.weights import few
 from elixir.wrapper.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+_SHORTAGES = (ElixirError, RuntimeError, MemoryError, OSError)
+"""Errors where a disk fails, memory or threads are short, or another rank is gone."""
 
 
 @dataclass(frozen=True)
 class _Origin:
     device: torch.device
     dtype: torch.dtype
+    was_meta: bool
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Origin:
         # What came on meta gets values in the host's memory.
-        return _Origin(torch.device("cpu") if tensor.is_meta else tensor.device, tensor.dtype)
+        return _Origin(torch.device("cpu") if tensor.is_meta else tensor.device, tensor.dtype, tensor.is_meta)
 
 
 class Origins:
@@ -46,29 +51,71 @@ class Origins:
         }
 
     @torch.no_grad()
-    def give_back(self, engine: Engine, *, alone: bool) -> None:
+    def undo(self, engine: Engine, *, alone: bool) -> None:
+        """Wrapping has failed: give the model back as it came, its values included. Chunks give up their memory.
+
+        Args:
+            engine: in whatever state it is; its chunks have the weights of which `Chunk.shows` says so.
+            alone: the other ranks do not come here.
+        """
+        for (module, key), (_, before) in self._buffers.items():
+            if getattr(module, key, None) is not before:
+                module._buffers[key] = before
+        engine.give_up_memory()
+        missing: list[str] = []
+        for chunk in engine.chunks:
+            slots = [slot for slot in chunk.slots if chunk.shows(slot)]
+            came_on_meta = {slot.name for slot in slots if self._parameters[slot.parameter].was_meta}
+            real = [slot.name for slot in slots if slot.name not in came_on_meta]
+            memory: torch.Tensor | None = None
+            if real and not (alone and engine.group.size > 1):
+                with contextlib.suppress(*_SHORTAGES):
+                    memory = _gathered(engine, chunk)
+            for slot in slots:
+                self._give(slot, None if slot.name in came_on_meta else memory)
+            missing += real if memory is None else []
+            chunk.let_go()
+        if missing:
+            logger.error("%d weights could not be given back and are on meta: %s", len(missing), few(missing))
+
+    @torch.no_grad()
+    def give_back(self, engine: Engine, *, alone: bool) -> ElixirError | None:
         """Give every parameter memory with its weights, and every buffer its device.
 
         Args:
             engine: has the weights; nothing of it may be in use.
             alone: the other ranks do not come here, or cannot be waited for.
+
+        Returns:
+            The error of a disk, this rank's or another's, whose masters could not be read: weights that they would have
+            given are as precise as those in memory.
         """
-        together = engine.plan.world_size > 1
+        unread: ElixirError | None = None
+        if engine.group.size > 1:
+            unread = self._give_together(engine, alone=alone)
+        else:
+            for chunk in engine.chunks:
+                unread = self._give_all(engine, chunk) or unread
+        self._buffers_back()
+        return unread
+
+    def _give_together(self, engine: Engine, *, alone: bool) -> ElixirError | None:
+        """Give parameters their weights on all ranks, of which each has a part."""
         missing: list[str] = []
         problem: Exception | None = None
-        if together and not alone:
+        unread: ElixirError | None = None
+        if not alone:
             try:
                 engine.exchange("close()", None)
             except ElixirError as error:
                 problem = error
         for chunk in engine.chunks:
             memory: torch.Tensor | None = None
-            if not (together and (alone or problem is not None)):
+            if not alone and problem is None:
                 try:
-                    memory = engine.whole(chunk, precise=True)
-                except InputError as error:  # what stops the lanes must come to its end
-                    logger.error("the weights that were there before are given back: %s", error)
-                except ElixirError as error:  # another rank is gone: the rest cannot be had either
+                    memory, lacking = engine.precise(chunk)
+                    unread = unread or lacking
+                except _SHORTAGES as error:  # another rank is gone: the rest cannot be had either
                     problem = error
             if memory is None and chunk.whole is not None:
                 memory = chunk.whole  # in the dtype in which the model runs
@@ -76,7 +123,6 @@ class Origins:
                 missing += [slot.name for slot in chunk.slots]
             for slot in chunk.slots:
                 self._give(slot, memory)
-        self._buffers_back()
         if missing:
             logger.warning(
                 "%d weights of which other ranks have a part, %s first, could not be gathered by close() and are on "
@@ -85,6 +131,37 @@ class Origins:
                 missing[0],
                 "the last forward or backward of this rank raised" if problem is None else problem,
             )
+        elif not alone and problem is None:
+            said = engine.exchange("the end of close()", None if unread is None else str(unread))
+            rank = next((rank for rank, error in enumerate(said) if error is not None), None)
+            if unread is None and rank is not None:
+                unread = RankError(f"rank {rank} has rounded weights: {said[rank]}")
+        return unread
+
+    def _give_all(self, engine: Engine, chunk: Chunk) -> ElixirError | None:
+        """Give the parameters of a chunk of one rank their weights, from where they lie."""
+        given = False
+        unread: ElixirError | None = None
+        if engine.has_wide_masters(chunk) and chunk.masters is not None:
+            try:
+                with chunk.at_hand():
+                    chunk.follow_writes()
+                    self._give_chunk(engine, chunk, chunk.masters)
+                    given = True
+            except _SHORTAGES as error:
+                unread = error if isinstance(error, ElixirError) else NoMemoryError(str(error))
+        if given:
+            return None  # if masters could not be written back, nobody needs that any more
+        self._give_chunk(engine, chunk, chunk.shard_weights)
+        return unread
+
+    def _give_chunk(self, engine: Engine, chunk: Chunk, memory: torch.Tensor) -> None:
+        try:
+            memory = chunk.with_moved(memory) if engine.is_ordinary(chunk) else memory
+        except InputError as error:  # what stops the lanes must come to its end
+            logger.error("the weights that were there before are given back: %s", error)
+        for slot in chunk.slots:
+            self._give(slot, memory)
 
     def _give(self, slot: Slot, memory: torch.Tensor | None) -> None:
         """Give a parameter memory with its part of a chunk's weights; on meta without any."""
@@ -94,9 +171,14 @@ class Origins:
                 become_real(parameter, torch.empty_strided(slot.shape, slot.stride, dtype=origin.dtype, device="meta"))
                 return
             gradient, parameter.grad = parameter.grad, None
-            parameter.data = slot.part_of(memory).to(origin.device, origin.dtype, copy=True)
+            part = slot.part_of(memory)
+            try:
+                parameter.data = part.to(origin.device, origin.dtype, copy=True)
+            except (RuntimeError, MemoryError) as error:  # there is no room: it goes on lying where it is
+                logger.warning("%s stays in the memory of its chunk: %s", slot.name, error)
+                parameter.data = part
             if gradient is not None:
-                parameter.grad = gradient.to(origin.device, origin.dtype)
+                parameter.grad = gradient.to(parameter.device, parameter.dtype)
 
     def _buffers_back(self) -> None:
         moved: dict[torch.Tensor, torch.Tensor] = {}
@@ -109,6 +191,21 @@ class Origins:
             if buffer not in moved:
                 moved[buffer] = _uncast(buffer, before, origin)
             module._buffers[key] = moved[buffer]
+
+
+def _gathered(engine: Engine, chunk: Chunk) -> torch.Tensor:
+    """The weights of a chunk, in all bits that memory has of them; of one rank where they lie."""
+    in_memory = chunk.masters is not None and chunk.stored is None
+    if chunk.whole is not None and not in_memory:
+        return chunk.whole
+    shard = chunk.masters if chunk.masters is not None and in_memory else chunk.shard_weights
+    if engine.group.size == 1:
+        return shard
+    with engine.group.together("have room for a chunk"):
+        whole = torch.empty(chunk.plan.numel, dtype=shard.dtype, device=engine.device)
+        mine = shard.to(engine.device)
+    engine.group.gather(whole, mine)
+    return whole
 
 
 def _uncast(buffer: torch.Tensor, before: torch.Tensor, origin: _Origin) -> torch.Tensor:

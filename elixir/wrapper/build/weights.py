@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access import unmarked
 from elixir.checkpoint_format import INDEX_NAME, open_checkpoint
 from elixir.errors import InputError, InputTypeError
-from elixir.torch_private import swap_tensors
 from elixir.wrapper.build.initialise import OwnInitialisation
 
 logger = logging.getLogger(__name__)
@@ -65,6 +63,11 @@ class WeightSource:
         if alias is not None:
             return _shaped(given[alias], parameter, alias)
         return self._own.parameter(name) if parameter.is_meta else parameter.data
+
+    def replaces(self, name: str) -> bool:
+        """Whether a parameter gets other values than those that it has, or has none on meta."""
+        parameter = self._model.get_parameter(name)
+        return parameter.is_meta or any(alias in (self._given or {}) for alias in self._names[parameter])
 
     def fill_buffers(self) -> None:
         """Give every buffer that is on meta, or in the values given, its value; on the CPU."""
@@ -144,22 +147,6 @@ class SafetensorsFiles(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._file_of)
-
-
-def become_real(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """A parameter on meta gets `value`; it keeps its identity, its attributes and whether it is trained."""
-    with unmarked():  # `value` may be a placeholder, which nothing reads here
-        real = nn.Parameter(value, parameter.requires_grad)
-    real.__dict__.update(parameter.__dict__)
-    # Hooks live in dicts of the object and are called by what is swapped: they have to be entered there again.
-    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    # Weak references, which nn.RNN keeps, stay valid: the object is the same before and after.
-    swap_tensors(parameter, real)
-    if before is not None:
-        parameter._backward_hooks = before
-    if after is not None:
-        parameter._post_accumulate_grad_hooks = after
 
 
 def _files(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:

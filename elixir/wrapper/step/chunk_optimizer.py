@@ -243,11 +243,12 @@ class ChunkOptimizer:
         del self.optimizer, self._master
         return {name: state for name, state in states.items() if state}
 
-    def take_states(self, states: dict[str, dict[str, Any]]) -> None:
-        """Go on from states of the same segments, wherever they were, contiguous in whatever shape."""
+    def take_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on from states of the same segments, wherever they were, contiguous in whatever shape; they stay as they
+        are."""
         for segment in self.segments:
-            state = states.pop(segment.name, None)
-            if state is None:
+            state = dict(states.get(segment.name, ()))
+            if not state:
                 continue
             if isinstance(self.optimizer, FusedAdam):
                 self.optimizer.take(segment, state)
@@ -266,7 +267,7 @@ class ChunkOptimizer:
                 elif value.dim() and value.numel() == weights.numel():
                     # What comes from a disk lies in a buffer through which others pass, too.
                     leaves = self.chunk.index in self._engine.leaving
-                    moved = value.to(weights.device, copy=leaves)
+                    moved = value.to(weights.device, copy=leaves).detach()  # what a disk takes is another tensor
                     state[key] = shaped(moved, weights.shape, segment.order)
                 elif weights.device.type != "cpu" and self.optimizer.param_groups[segment.group].get("fused"):
                     state[key] = value.to(weights.device)  # a fused step reads its own count on the device

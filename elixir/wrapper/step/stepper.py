@@ -68,6 +68,7 @@ class Stepper:
         self._known = KnownNorms()
         self._told = False
         self._left: list[tuple[StoredStates, ChunkOptimizer]] = []  # until others have taken over their states
+        self._moving: dict[str, dict[str, Any]] = {}  # states that were given up, by parameter
         self._made_by: float | None = None  # the loss scale that the gradients there are were multiplied by
         self._mixed = False  # whether they are sums over backwards of several scales
         self._used: set[str] = set()  # parameters that got a gradient on any rank
@@ -143,25 +144,27 @@ class Stepper:
         others = [other for other in self._engine.steppers if other is not self]
         check_early(plan, clips=bool(self.max_norm), optimizers=1 + len(others))
 
-    def give_up_states(self) -> dict[str, dict[str, Any]]:
-        """The states of this rank's part of each parameter; this has none until `take_states`."""
-        states: dict[str, dict[str, Any]] = {}
+    def give_up_states(self) -> None:
+        """Take the states of this rank's part of each parameter off the chunks; none is stepped until `take_states`."""
         self.speculation.forget()
         for part in self.parts.values():
-            states |= part.give_up_states()
+            # States that a part was to take over, and could not, are still where they were.
+            self._moving = part.give_up_states() | self._moving
             if part.chunk.stored is not None:
                 self._left.append((part.chunk.stored, part))
         self.parts.clear()
-        return states
 
-    def take_states(self, states: dict[str, dict[str, Any]]) -> None:
-        """Go on from `states`, under the engine's plan of now; each is let go of when its chunk has taken it."""
+    def take_states(self) -> None:
+        """Go on from the states that were given up, under the engine's plan of now; each is let go of when its chunk
+        has taken it."""
         self._make_parts()
         for part in self.parts.values():
             leaving = self._engine.leaving.get(part.chunk.index)
             with contextlib.nullcontext() if leaving is None else leaving.at_hand(), part.chunk.at_hand(write=True):
                 self._make_states(part)
-                part.take_states(states)
+                part.take_states(self._moving)
+            for segment in part.segments:  # only now: they may have gone to a disk that fails
+                self._moving.pop(segment.name, None)
         for stored, part in self._left:
             stored.forget(part)
         self._left.clear()

@@ -74,7 +74,7 @@ def test_states_are_striped_over_several_drives(tmp_path: Path) -> None:
     it = case("gpt2")
     disk = WatchedDisk()
     with Pair(it, on_disk(make_plan(it, "streamed")), disk_folder=folders, files=disk) as pair:
-        pair.train(3)
+        pair.train(5)
         pair.assert_same_weights()
     for way in ("read", "write"):
         parts = [disk.moved["abc"[i], way] for i in range(3)]
