@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from elixir.models.plannable import compiled_over_moving_weights, refuse_compiled, refuse_unplannable
     from elixir.models.samples import generators_untouched, planning_batch
     from elixir.models.shapes import ModelShape, describe, find, model_names
+    from elixir.models.shared_memory import SharedMemory, find_shared_memory
     from elixir.models.step import default_input, default_step, input_to_trace, refused_overflow
 
 __all__ = [
     "CHECKPOINT_FORMS",
     "ModelShape",
+    "SharedMemory",
     "build",
     "build_shape",
     "casts_buffers",
@@ -27,6 +29,7 @@ __all__ = [
     "default_step",
     "describe",
     "find",
+    "find_shared_memory",
     "fingerprint",
     "generators_untouched",
     "input_to_trace",
@@ -41,6 +44,7 @@ __all__ = [
 _MODULES = {
     "CHECKPOINT_FORMS": "elixir.models.activation_checkpointing",
     "ModelShape": "elixir.models.shapes",
+    "SharedMemory": "elixir.models.shared_memory",
     "build": "elixir.models.loading",
     "build_shape": "elixir.models.loading",
     "casts_buffers": "elixir.models.casting",
@@ -59,6 +63,7 @@ _MODULES = {
     "refuse_compiled": "elixir.models.plannable",
     "refuse_unplannable": "elixir.models.plannable",
     "refused_overflow": "elixir.models.step",
+    "find_shared_memory": "elixir.models.shared_memory",
 }
 
 

@@ -8,6 +8,7 @@ from torch.nn.parameter import is_lazy
 
 from elixir.access import TRACKED_PARAMETERS
 from elixir.errors import InputError
+from elixir.models.shared_memory import find_shared_memory
 from elixir.plan import Plan
 from elixir.torch_private import DisableTorchFunctionSubclass, TopDispatch
 from elixir.units import dtype_name
@@ -24,7 +25,8 @@ def refuse_unplannable(model: nn.Module, dtype: torch.dtype | None = None) -> No
         dtype: what floating tensors will be cast to; None leaves them.
 
     Raises:
-        InputError: a parameter or buffer is something else, or `dtype` would unpack it; says its name and the way out.
+        InputError: a parameter or buffer is something else, or `dtype` would unpack it, or two share memory; says its
+            name and the way out.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     with DisableTorchFunctionSubclass():  # what a parameter is made of is asked, not its values, which may be elsewhere
@@ -32,6 +34,7 @@ def refuse_unplannable(model: nn.Module, dtype: torch.dtype | None = None) -> No
             found, way = _of_another_kind(tensor) or _not_dense(tensor) or _packed(tensor, dtype) or ("", "")
             if found:
                 raise InputError(f"{name} is {found}; only dense floating parameters can be planned: {way}")
+    find_shared_memory(model)
 
 
 def refuse_compiled(model: nn.Module, plan: Plan) -> None:

@@ -137,6 +137,8 @@ class Engine:
         """The scale of the loss, for all of them; the last one that is made sets it."""
         self.before_forward: Callable[[], None] | None = None
         """Called when a forward begins."""
+        self.renew_shared: Callable[[], None] = lambda: None
+        """Called when weights have changed: what shares memory with them follows."""
         self.stepped: Callable[[bool], None] = lambda skipped: None
         """Called when an optimizer has stepped, or, after an overflow, has left its step out."""
         self.emptied = False
@@ -504,6 +506,7 @@ class Engine:
         """An optimizer has stepped: blocks hold old weights, and resident ones are new once `updates` are done."""
         self._pending_updates = [*(ticket for ticket in self._pending_updates if not ticket.done()), *updates]
         self.cache.invalidate()
+        self.renew_shared()
 
     def _failures(self) -> list[Exception]:
         """Wait for all that lanes do; what has failed, which nothing waits for afterwards."""

@@ -17,7 +17,7 @@ from elixir.chunk.group import Group
 from elixir.errors import InputError, InputTypeError
 from elixir.files import PathLike
 from elixir.kernels.model import FusedKernels
-from elixir.models import casts_buffers
+from elixir.models import casts_buffers, find_shared_memory
 from elixir.plan import Plan, same_packing
 from elixir.torch_private import DisableTorchFunctionSubclass, tree_map
 from elixir.units import parse_dtype
@@ -38,7 +38,7 @@ from elixir.wrapper.engine import Engine
 from elixir.wrapper.options import Debug, RunOptions
 from elixir.wrapper.phase import STEP_OR_ACCUMULATE, STEP_OR_LEAVE_OUT
 from elixir.wrapper.step import cast_inputs
-from elixir.wrapper.weights_io import ModelState, in_use, shown
+from elixir.wrapper.weights_io import ModelState, SharedWeights, in_use, shown
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +132,8 @@ class ElixirModule(nn.Module):
             ranks = Group(group)
             undone.callback(ranks.close)
             agree_on_plan(ranks, module, plan, dtype, folders)
+            self._shared_weights = SharedWeights(module, find_shared_memory(module))
+            undone.callback(self._shared_weights.give_back)
             if ranks.rank == 0:
                 if debug.emulation is None:
                     warn_if_made_elsewhere(plan, where)
@@ -151,6 +153,7 @@ class ElixirModule(nn.Module):
             self._state = ModelState(engine, self._shared_buffers.of_rank_0)
             self._account = StepAccount(engine)
             engine.stepped = self._account.step_over
+            self._shared_weights.attach(engine)
             undone.pop_all()
         module._apply = self._apply_inside  # type: ignore[method-assign]
         # torch's own reads gradients, which lie elsewhere.
@@ -188,6 +191,7 @@ class ElixirModule(nn.Module):
         if engine.before_forward is not None:
             engine.before_forward()
         begins = self._account.forward(args, kwargs)
+        engine.renew_shared()
         buffers.before_forward()
         engine.forward_begins()
         try:
@@ -200,6 +204,7 @@ class ElixirModule(nn.Module):
             refuse_addresses(self.module, error)
             raise
         engine.forward_over()
+        self._shared_weights.refuse_written()
         buffers.after_forward(reducing=engine.gradients.reducing)
         tree_map(engine.watch_output, output)
         return tree_map(_as_float32, output) if self._output_fp32 else output
@@ -289,6 +294,7 @@ class ElixirModule(nn.Module):
                     stepper.take_states()
             engine.plan_changed()
         self._state = ModelState(engine, self._shared_buffers.of_rank_0)
+        self._shared_weights.attach(engine)
         self._account.another_plan()
 
     def settle(self) -> None:
@@ -452,6 +458,7 @@ class ElixirModule(nn.Module):
             ends.callback(engine.stop)
             ends.callback(self._state.remove)
             unread = self._origins.give_back(engine, alone=not engine.end())
+            self._shared_weights.give_back()
         failed = unsaved or unread
         if failed is not None:
             raise failed

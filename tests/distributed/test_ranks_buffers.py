@@ -274,3 +274,49 @@ def _growing(rank: int, world_size: int) -> None:
 
 def test_buffers_that_ranks_have_in_other_numbers_and_sizes() -> None:
     run_ranks(2, _growing)
+
+
+class Sharing(nn.Module):
+    """A frozen weight and a buffer in the memory of weights that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight.data = self.layers[0].weight.data
+        self.head.weight.requires_grad_(False)
+        self.register_buffer("row", self.layers[1].weight.data[2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh() + self.row  # type: ignore[operator]
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _sharing(rank: int, world_size: int, kind: str) -> None:
+    torch.manual_seed(0)
+    model = Sharing()
+    inp = {"x": torch.randn(4, WIDTH)}
+    plan = plan_for(model, inp, kind, loss=_loss)
+    module = ElixirModule(model, plan)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    before = module.state_dict()
+    for step in range(3):
+        optimizer.backward(_loss(module, inp))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            _loss(module, inp)
+        buffer = model.row.clone()
+        state = module.state_dict()
+        assert torch.equal(state["head.weight"], state["layers.0.weight"])
+        assert torch.equal(state["row"], state["layers.1.weight"][2])
+        assert torch.equal(buffer, state["row"]), "also without a state dict"
+    assert not torch.equal(before["row"], state["row"])
+    module.close()
+    assert model.head.weight.data_ptr() == model.layers[0].weight.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["streamed", "mixed", "resident"])
+def test_memory_that_is_shared_follows_weights_that_ranks_shard(kind: str) -> None:
+    run_ranks(2, _sharing, kind)

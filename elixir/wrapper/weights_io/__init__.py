@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elixir.wrapper.weights_io.gathered import shown
+from elixir.wrapper.weights_io.shared_weights import SharedWeights
 from elixir.wrapper.weights_io.state_dict import ModelState, in_use
 
-__all__ = ["ModelState", "in_use", "shown"]
+__all__ = ["ModelState", "SharedWeights", "in_use", "shown"]

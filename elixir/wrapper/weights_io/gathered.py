@@ -64,6 +64,8 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
         _hide(engine, [chunk for chunk, _, _ in opened if chunk.index not in before])
         for parameter, data in given.items():
             parameter.data = data
+        if write:
+            engine.renew_shared()
 
 
 def _hide(engine: Engine, chunks: Sequence[Chunk]) -> None:

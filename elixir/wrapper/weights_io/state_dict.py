@@ -138,6 +138,7 @@ class ModelState:
         if self._uses.saving:  # of a module around this one
             return original(*args, **kwargs)
         self._engine.settle_together("state_dict()")
+        self._engine.renew_shared()
         self._uses.saving = True
         try:
             self._shared = self._buffers()

@@ -1,0 +1,124 @@
+"""Tensors of a model that share memory without being one: ``head.weight.data = embedding.weight.data``, a view of a
+weight that is registered as a buffer.
+
+Plain PyTorch changes both where it changes one. A plan moves every parameter, so what lies in the memory of a weight
+has to be known by name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import nn
+
+from elixir.access import is_absent, storage_of
+from elixir.errors import InputError
+from elixir.memory_order import is_dense
+from elixir.torch_private import DisableTorchFunctionSubclass
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """A buffer, or a parameter that is not trained, that lies in the memory of a weight that is trained."""
+
+    name: str
+    weight: str
+    """Name of the weight."""
+    offset: int
+    """In elements from the beginning of the weight's memory."""
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def of(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
+        """Its values, as a view of memory that holds the weight's elements in their order from `offset` on."""
+        return memory.as_strided(self.size, self.stride, memory.storage_offset() + offset + self.offset)
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """The bytes of a storage between the first and the last of a tensor."""
+
+    name: str
+    tensor: torch.Tensor
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> _Extent:
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return cls(name, tensor, first, first + (steps + 1) * tensor.itemsize)
+
+    @property
+    def trained(self) -> bool:
+        return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
+
+    def meets(self, other: _Extent) -> bool:
+        """Whether any element is one of `other`'s."""
+        one, two = self.tensor, other.tensor
+        if one.itemsize != two.itemsize or all(is_dense(each.shape, each.stride()) for each in (one, two)):
+            return True
+        # Columns of one matrix lie between each other without sharing an element.
+        start = min(self.first, other.first) // one.itemsize
+        taken = torch.zeros(max(self.last, other.last) // one.itemsize - start, dtype=torch.bool, device="cpu")
+        taken.as_strided(one.shape, one.stride(), one.storage_offset() - start).fill_(True)
+        return bool(taken.as_strided(two.shape, two.stride(), two.storage_offset() - start).any())
+
+
+def find_shared_memory(model: nn.Module) -> list[SharedMemory]:
+    """Finds what lies in the memory of a weight that is trained, under another name.
+
+    Args:
+        model: real or on meta, before it is wrapped.
+
+    Raises:
+        InputError: two weights that are trained share memory, or something shares a part of a weight's and lies in part
+            elsewhere; says both names, and what to do.
+    """
+    found: list[SharedMemory] = []
+    with DisableTorchFunctionSubclass():
+        for one, two in _meeting(model):
+            weight, other = (one, two) if one.trained else (two, one)
+            inside = weight.first <= other.first and other.last <= weight.last
+            dense = is_dense(weight.tensor.shape, weight.tensor.stride())
+            if other.trained or not (inside and dense and other.tensor.dtype == weight.tensor.dtype):
+                raise _refused(weight, other)
+            offset = (other.first - weight.first) // weight.tensor.itemsize
+            size, stride = other.tensor.size(), other.tensor.stride()
+            found.append(SharedMemory(other.name, weight.name, offset, size, stride))
+    return found
+
+
+def _meeting(model: nn.Module) -> Iterator[tuple[_Extent, _Extent]]:
+    """Pairs that share elements, of which one is trained."""
+    by_storage: dict[int, list[_Extent]] = defaultdict(list)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout == torch.strided and tensor.numel() and not is_absent(tensor) and (at := storage_of(tensor)):
+            by_storage[at].append(_Extent.of(name, tensor))
+    for extents in by_storage.values():
+        extents.sort(key=lambda each: (each.first, -each.last))
+        for place, one in enumerate(extents):
+            for two in islice(extents, place + 1, None):
+                if two.first >= one.last:
+                    break
+                if (one.trained or two.trained) and one.meets(two):
+                    yield one, two
+
+
+def _refused(weight: _Extent, other: _Extent) -> InputError:
+    separate = f"give one of them separate memory with {other.name}.data = {other.name}.data.clone()"
+    if not other.trained:
+        return InputError(
+            f"{other.name} lies in part in the memory of {weight.name}, which is trained, so a step would change it in "
+            f"part; compute it from {weight.name} in forward, or {separate}"
+        )
+    same = (weight.first, weight.tensor.shape) == (other.first, other.tensor.shape)
+    way = f"make them one with {other.name} = {weight.name}" if same else "compute one from the other in forward"
+    return InputError(
+        f"{weight.name} and {other.name} are two parameters in the same memory: each has gradients and optimizer "
+        f"states, and both would step it; {way}, or {separate}"
+    )

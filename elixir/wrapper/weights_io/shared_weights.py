@@ -1,0 +1,134 @@
+"""Buffers and frozen parameters that share memory with a weight that is trained show its values under a plan, too.
+
+Where the weight is stepped in place on the device, a buffer goes on lying in its memory. Elsewhere weights move, so
+what shares their memory has separate memory, into which new values are copied as soon as there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from elixir.chunk.chunk import Chunk, Slot
+from elixir.chunk.lanes import known
+from elixir.errors import InputError
+from elixir.models import SharedMemory
+from elixir.torch_private import DisableTorchFunctionSubclass
+from elixir.wrapper.engine import Engine
+
+
+@dataclass
+class _Copy:
+    """Something with a copy of a weight's values."""
+
+    shared: SharedMemory
+    tensor: torch.Tensor
+    weight: tuple[Chunk, Slot]
+    home: tuple[Chunk, Slot] | None
+    """The chunk and slot of a frozen parameter; None for a buffer."""
+    copied: tuple[int, ...] = ()
+    """State of the weight whose values it has."""
+    version: int = -1
+    """The version of the tensor since then."""
+
+
+class SharedWeights:
+    """Keeps what shares memory with weights equal to them.
+
+    Args:
+        model: the model inside of the wrapper.
+        found: what shares memory in it, from before it was wrapped.
+    """
+
+    def __init__(self, model: nn.Module, found: Sequence[SharedMemory]) -> None:
+        self._model, self._found = model, found
+        self._copies: list[_Copy] = []
+
+    def attach(self, engine: Engine) -> None:
+        """Begin under the engine's plan of now."""
+        self._engine, self._copies = engine, []
+        if not self._found:
+            return
+        engine.renew_shared = self.renew
+        slots = {slot.parameter: (chunk, slot) for chunk in engine.chunks for slot in chunk.slots}
+        tensors = self._tensors()
+        for shared in self._found:
+            tensor, weight = tensors[shared.name], slots[tensors[shared.weight]]  # type: ignore[index]
+            home = slots.get(tensor) if isinstance(tensor, nn.Parameter) else None
+            chunk, slot = weight
+            in_place = engine.is_ordinary(chunk) and chunk.masters is None and home is None
+            if in_place and chunk.whole is not None and tensor.dtype == chunk.dtype:
+                with DisableTorchFunctionSubclass():
+                    tensor.data = shared.of(slot.parameter.data, 0)
+            else:
+                self._copies.append(_Copy(shared, tensor, weight, home))
+        self.renew()
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Copies the values of weights that have changed; with several ranks all must come here."""
+        engine, moved = self._engine, False
+        for copy in self._copies:
+            chunk, _ = copy.weight
+            for ticket in known(chunk.updated, None if chunk.whole is None else chunk.filled):
+                ticket.synchronize()  # the step writes what this thread reads
+            now = self._state_of(copy)
+            if now == copy.copied:  # the same on all ranks, which make the same calls
+                self._refuse_written(copy)
+                continue
+            values = self._values(copy)
+            if copy.home is None:
+                copy.tensor.copy_(values)
+            else:
+                copy.home[0].write(copy.home[1], values)
+                moved = True
+            copy.copied, copy.version = now, copy.tensor._version
+        if moved:
+            engine.cache.invalidate()
+
+    def refuse_written(self) -> None:
+        """Raise `InputError` where a forward has written to a copy, which the weight would never see."""
+        for copy in self._copies:
+            self._refuse_written(copy)
+
+    def give_back(self) -> None:
+        """Have everything lie in the memory of its weight again, where that is there."""
+        tensors = self._tensors() if self._found else {}
+        with DisableTorchFunctionSubclass():
+            for shared in self._found:
+                tensor, weight = tensors[shared.name], tensors[shared.weight]
+                if not weight.is_meta and (tensor.dtype, tensor.device) == (weight.dtype, weight.device):
+                    tensor.data = shared.of(weight.data, 0)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+    def _refuse_written(self, copy: _Copy) -> None:
+        if copy.tensor._version == copy.version or copy.home is not None:
+            return
+        if not torch.equal(copy.tensor, self._values(copy).to(copy.tensor)):
+            raise InputError(
+                f"{copy.shared.name} was written to, which shares memory with {copy.shared.weight}: under this plan "
+                "the weight is elsewhere and would not change; write to the weight"
+            )
+        copy.version = copy.tensor._version
+
+    def _values(self, copy: _Copy) -> torch.Tensor:
+        chunk, slot = copy.weight
+        if chunk.whole is not None and self._engine.is_ordinary(chunk):
+            memory = chunk.with_moved(chunk.whole)
+        elif chunk.whole is not None or chunk.alone:
+            memory = chunk.shard_weights if chunk.whole is None else chunk.whole
+        else:
+            memory = self._engine.whole(chunk)
+        return copy.shared.of(memory, slot.offset)
+
+    @staticmethod
+    def _state_of(copy: _Copy) -> tuple[int, ...]:
+        chunk, slot = copy.weight
+        with DisableTorchFunctionSubclass():
+            address = slot.parameter.data_ptr() if chunk.whole is not None else 0
+        return chunk.index, id(chunk), slot.parameter._version, chunk.writes, chunk.data_writes, address

@@ -1,0 +1,221 @@
+"""Buffers and parameters that lie in the memory of a weight that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elixir
+from elixir.errors import InputError
+from elixir.search import simple_search
+from elixir.wrapper import ElixirModule
+from tests.common import gpu
+from tests.common.parity import MODES, Case, Pair, adamw, make_plan, mixed, square_loss
+
+Share = Callable[["Net"], object]
+
+
+class Net(nn.Module):
+    """Layers, a table and a head of the same shape, and a sum with whatever shares memory."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 12, bias=False)
+        share(self)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        x = x + sum((buffer.sum() for buffer in self.buffers()), torch.zeros((), device=x.device))
+        return self.head(x)
+
+
+def _frozen_head(net: Net) -> None:
+    net.head.weight.data = net.table.weight.data
+    net.head.weight.requires_grad_(False)
+
+
+def _frozen_table(net: Net) -> None:
+    net.table.weight.data = net.head.weight.data
+    net.table.weight.requires_grad_(False)
+
+
+def _frozen_part(net: Net) -> None:
+    net.layers[1].bias.data = net.layers[3].weight.data[2]
+    net.layers[1].bias.requires_grad_(False)
+
+
+KEPT: dict[str, Share] = {
+    "whole": lambda net: net.register_buffer("now", net.layers[2].weight.detach()),
+    "row": lambda net: net.layers[0].register_buffer("now", net.layers[2].weight.data[3]),
+    "column": lambda net: net.register_buffer("now", net.layers[2].weight.data[:, 3], persistent=False),
+    "transposed": lambda net: net.register_buffer("now", net.layers[2].weight.data.t()),
+    "frozen head": _frozen_head,
+    "frozen table": _frozen_table,
+    "frozen part": _frozen_part,
+}
+
+
+def _make(share: Share) -> Net:
+    torch.manual_seed(0)
+    return Net(share)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def _case(share: Share) -> Case:
+    return Case(_make(share), {"ids": torch.arange(12).view(3, 4)}, square_loss)
+
+
+@pytest.mark.parametrize("optimizer", [adamw, _sgd])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KEPT)
+def test_memory_that_is_shared_has_the_bits_of_plain_pytorch(
+    kind: str, mode: str, optimizer: Callable[[nn.Module], torch.optim.Optimizer], tmp_path: Any
+) -> None:
+    it = _case(KEPT[kind])
+    plan = make_plan(it, mode, split_number=12)
+    with Pair(it, plan, plain=_make(KEPT[kind]), optimizer=optimizer) as pair:
+        pair.train(3)
+        pair.assert_same_weights()
+        for mine, plain in zip(pair.module.module.buffers(), pair.plain.buffers(), strict=True):
+            assert torch.equal(mine, plain), "also before the next forward"
+        with torch.no_grad():
+            assert torch.equal(pair.module(**gpu.there(it.inp, pair.module.device)), pair.plain(**it.inp))
+        state = {"model": pair.module, "optimizer": pair.optimizer}
+        elixir.save_checkpoint(tmp_path / "saved", state, wait=True)
+        saved = {name: value.clone() for name, value in pair.plain.state_dict().items()}
+        losses = pair.train(2)
+        elixir.load_checkpoint(tmp_path / "saved", state)
+        assert all(torch.equal(saved[name], value) for name, value in pair.module.state_dict().items())
+        again = []
+        for _ in range(2):
+            again.append(square_loss(pair.module, gpu.there(it.inp, pair.module.device)))
+            pair.optimizer.backward(again[-1])
+            pair.optimizer.step()
+            pair.optimizer.zero_grad()
+        assert [loss.item() for loss in again] == losses
+        pair.assert_same_weights()
+        state_dict = pair.module.state_dict()
+        pair.module.load_state_dict({name: value * 0.5 for name, value in state_dict.items()})
+        pair.plain.load_state_dict({name: value * 0.5 for name, value in state_dict.items()})
+        pair.train(1)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_it_stays_shared_in_other_homes_and_is_shared_again_afterwards(kind: str) -> None:
+    it = _case(KEPT[kind])
+    plan = make_plan(it, "streamed", split_number=12)
+    homes: Any = {"resident": True, "weight_home": "device", "state_home": "device"}
+    resident = replace(plan, chunks=tuple(replace(chunk, **homes) for chunk in plan.chunks))
+    pair = Pair(it, resident, plain=_make(KEPT[kind]))
+    pair.train(1)
+    pair.module.rehome(mixed(plan))
+    pair.train(2)
+    pair.module.rehome(resident)
+    pair.train(2)
+    pair.assert_same_weights()
+    model = pair.module.release()
+    storages = [each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())]
+    assert len(set(storages)) == len(storages) - 1
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *pair.plain.parameters()):
+            if parameter.requires_grad:
+                parameter.mul_(2)
+        assert torch.equal(model(**gpu.there(it.inp, gpu.DEVICE)), pair.plain(**gpu.there(it.inp, gpu.DEVICE)))
+
+
+def test_weights_written_between_steps_show_under_both_names() -> None:
+    it = _case(KEPT["whole"])
+    with Pair(it, make_plan(it, "streamed", split_number=12), plain=_make(KEPT["whole"])) as pair:
+        pair.train(1)
+        with pair.module.gathered(write=True), torch.no_grad():
+            pair.module.module.layers[2].weight.mul_(0.5)
+        pair.plain.layers[2].weight.data.mul_(0.5)
+        assert torch.equal(pair.module.module.now, pair.plain.now)
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+def test_a_buffer_that_is_written_to_in_place_of_its_weight_is_refused() -> None:
+    def share(net: Net) -> None:
+        KEPT["whole"](net)
+        net.writes = False
+
+        def hook(*_: object) -> None:
+            if net.writes:
+                with torch.no_grad():
+                    net.now.mul_(0.5)
+
+        net.layers[0].register_forward_hook(hook)
+
+    for mode in ("streamed", "resident"):
+        it = _case(share)
+        with Pair(it, make_plan(it, mode, split_number=12), plain=_make(share)) as pair:
+            pair.train(1)
+            pair.module.module.writes = pair.plain.writes = True
+            if mode == "resident":
+                with torch.no_grad():
+                    assert torch.equal(pair.module(**it.inp), pair.plain(**it.inp))
+                pair.assert_same_weights()
+                continue
+            with pytest.raises(InputError, match=r"now was written to.*layers\.2\.weight"), torch.no_grad():
+                pair.module(**gpu.there(it.inp, pair.module.device))
+
+
+def _two_heads(net: Net) -> None:
+    net.head.weight.data = net.table.weight.data
+
+
+def _slice(net: Net) -> None:
+    net.part = nn.Parameter(net.head.weight.data[:4])
+
+
+def _straddling(net: Net) -> None:
+    flat = torch.randn(80)
+    net.layers[2].weight.data = flat[:64].view(8, 8)
+    net.register_buffer("now", flat[60:70])
+
+
+REFUSED: dict[str, tuple[Share, str]] = {
+    "tied by data": (_two_heads, r"table\.weight and head\.weight are two .*make them one with head\.weight ="),
+    "part of a weight": (_slice, r"head\.weight and part are two .*compute one from the other"),
+    "buffer over the edge": (_straddling, r"now lies in part in the memory of layers\.2\.weight.*\.clone\(\)"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_two_parameters_in_one_memory_are_refused_by_both_names(kind: str) -> None:
+    share, message = REFUSED[kind]
+    with pytest.raises(InputError, match=message):
+        simple_search(_make(share), 1, inp={"ids": torch.arange(4)}, hardware="cpu")
+    it = _case(lambda net: share(net) if kind != "tied by data" else None)
+    plan = make_plan(_case(lambda net: None), "streamed")
+    if kind == "tied by data":
+        _two_heads(it.model)
+    with pytest.raises(InputError, match=message):
+        ElixirModule(it.model, plan, device=gpu.DEVICE)
+
+
+def test_parts_of_one_memory_that_do_not_overlap_are_ordinary_weights() -> None:
+    def share(net: Net) -> None:
+        flat = torch.randn(8, 16)
+        net.layers[0].weight.data = flat[:, :8]
+        net.layers[1].weight.data = flat[:, 8:]
+        biases = torch.randn(16)
+        net.layers[0].bias.data, net.layers[1].bias.data = biases[:8], biases[8:]
+
+    it = _case(share)
+    with Pair(it, make_plan(it, "streamed")) as pair:
+        pair.train(2)
