@@ -99,9 +99,9 @@ def test_three_runs_and_their_starts_fit_half_an_hour() -> None:
 
 FAKE = """#!{python}
 import json, os, pathlib, sys, time
+if sys.argv[1].endswith("lifetime.py"):
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 given = dict(zip(sys.argv, sys.argv[1:]))
-if "--out" not in given:  # lifetime.py
-    os.execv(sys.argv[4], sys.argv[4:])
 work = pathlib.Path(given["--out"])
 (work / "plans").mkdir(exist_ok=True)
 (work / "plans" / (given["--hour"] + ".plan.json")).touch()
