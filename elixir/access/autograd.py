@@ -53,8 +53,9 @@ def hooks_over(listener: AccessListener, outer: Hooks | None, track: Callable[[A
 
     def unpack(packed: Any) -> Any:
         if type(packed) is _Claimed:
-            caller = sys._getframe(1)
-            if caller.f_code.co_filename == _CHECKPOINT_FILE:
+            # On a device's thread autograd calls this from C++, and no Python has called that.
+            caller = sys._getframe().f_back
+            if caller is not None and caller.f_code.co_filename == _CHECKPOINT_FILE:
                 _track_arguments(caller, lambda items: track(items, listener))
             with DisableTorchFunctionSubclass():
                 return listener.unpack(packed.handle)

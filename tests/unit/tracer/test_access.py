@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +20,7 @@ from elixir.access import (
     innermost_saved_tensors_hooks,
     untrack,
 )
+from elixir.access.autograd import hooks_over
 from elixir.access.placeholders import absent
 
 
@@ -357,3 +360,17 @@ def test_nothing_is_kept_longer_than_plain_pytorch_would() -> None:
     finally:
         gc.enable()
         access.remove()
+
+
+def test_saved_weights_come_back_on_a_thread_on_which_nothing_else_of_python_runs() -> None:
+    """As on the threads of devices, which autograd runs in C++."""
+    model, back = nn.Linear(2, 2), threading.Event()
+
+    class Waited(Log):
+        def unpack(self, handle: Any) -> torch.Tensor:
+            back.set()
+            return handle[1]
+
+    hooks = hooks_over(Waited(model), None, lambda items, listener: items)
+    _thread.start_new_thread(hooks.unpack_hook, (hooks.pack_hook(model.weight),))
+    assert back.wait(10.0)
