@@ -8,7 +8,7 @@ what each name is used for against the installed version, so that a version that
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._prims_common
@@ -178,6 +178,39 @@ foreach_norm: Callable[..., Any] = torch._foreach_norm
 fused_adam: Callable[..., Any] = torch._fused_adam_
 fused_adamw: Callable[..., Any] = torch._fused_adamw_
 """One launch for many tensors. `torch.nn.utils` and `torch.optim` call them."""
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _as_it_is(function: _F) -> _F:
+    return function
+
+
+not_compiled: Callable[[_F], _F] = getattr(torch, "_disable_dynamo", _as_it_is)
+"""Has `torch.compile` call a function as it is. The public one imports the compiler when a class is defined."""
+
+OPTIMIZER_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+"""Where an optimizer has its hooks, in dicts. One that steps in place of another has the same dicts."""
+
+
+def share_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Has two optimizers run the same hooks, those that are registered or removed later among them."""
+    for name in OPTIMIZER_HOOKS:
+        if name in vars(source):
+            setattr(target, name, getattr(source, name))
+
+
+def hooks_of(optimizer: torch.optim.Optimizer, name: str) -> list[Callable[..., Any]]:
+    """The hooks of a kind, such as ``state_dict_pre``, in the order in which they run."""
+    return list(getattr(optimizer, f"_optimizer_{name}_hooks", {}).values())
+
 
 OpOverload = torch._ops.OpOverload
 """An operator with its argument types chosen. Documented, but the module that holds it has a private name."""

@@ -7,18 +7,22 @@ whole tensors, so parameter groups may cut across chunks and ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
+from itertools import islice
+from typing import Any, NoReturn
 
 import torch
 
 from elixir.errors import InputError, InputTypeError, StepError
 from elixir.hardware import check_host_threads
+from elixir.torch_private import hooks_of, not_compiled, share_hooks
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.phase import STEP_OR_LEAVE_OUT
-from elixir.wrapper.step import Stepper, check_optimizer, load_whole_states, whole_states
+from elixir.wrapper.step import MODES, Stepper, check_optimizer, load_whole_states, options_of, whole_states
 
 
 class ElixirOptimizer(torch.optim.Optimizer):
@@ -59,7 +63,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             raise InputTypeError(f"module must be an ElixirModule, got {type(module).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ElixirOptimizer):
             raise InputTypeError(f"optimizer must be a plain torch optimizer, got {type(optimizer).__name__}")
-        check_optimizer(optimizer, module.plan.moments)
+        moving = check_optimizer(optimizer, module.plan.moments)
         asked_threads = check_host_threads(host_threads)
         scale = LossScale(module.plan.dtype == "float16", initial_scale, growth_interval)
         self._ready = False
@@ -69,13 +73,32 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._given = optimizer
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         self._stepper = Stepper(
-            engine, optimizer, lambda: self.param_groups, max_norm=max_norm or 0.0, host_threads=asked_threads
+            engine,
+            optimizer,
+            lambda: self.param_groups,
+            max_norm=max_norm or 0.0,
+            host_threads=asked_threads,
+            moving=moving,
         )
         engine.loss_scale = scale
         engine.steppers.append(self._stepper)
         if init_step:
             self._stepper.make_states()
+        share_hooks(optimizer, self)
+        # Who keeps the optimizer given must not keep the model by it.
+        states = ShardedStates(weakref.ref(self._stepper), weakref.WeakMethod(self._drop_states))
+        self.state = optimizer.state = states  # type: ignore[assignment]
         self._ready = True
+
+    def __getattr__(self, name: str) -> Any:
+        """``train`` and ``eval`` of a class that rewrites weights for training and evaluation, as schedule-free's do.
+
+        With several ranks all must call them.
+        """
+        given = vars(self).get("_given")
+        if name in MODES and callable(getattr(given, name, None)):
+            return torch.no_grad()(partial(self._stepper.rewrite, name))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def loss_scale(self) -> float:
@@ -132,10 +155,17 @@ class ElixirOptimizer(torch.optim.Optimizer):
             InputError: in a forward or backward, or between backward and `step` under a plan that steps during
                 backward.
         """
+        for hook in hooks_of(self, "state_dict_pre"):
+            hook(self)
         engine = self._engine
         engine.uses.refuse_inside("state_dict() of an optimizer")
         engine.settle_together("state_dict() of an optimizer")
-        return whole_states(engine, self._stepper, self.param_groups, wanted=not rank0_only or engine.group.rank == 0)
+        wanted = not rank0_only or engine.group.rank == 0
+        found = whole_states(engine, self._stepper, self.param_groups, wanted=wanted)
+        for hook in hooks_of(self, "state_dict_post") if wanted else ():
+            changed = hook(self, found)
+            found = found if changed is None else changed
+        return found
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Go on from a state dict of torch's own layout, such as `state_dict` or the same optimizer of `torch.optim`
@@ -148,11 +178,28 @@ class ElixirOptimizer(torch.optim.Optimizer):
             InputError: it is of another optimizer, other groups or another model; nothing was changed.
             InputTypeError: it is no state dict of an optimizer.
         """
-        engine = self._engine
-        engine.uses.refuse_inside("load_state_dict() of an optimizer")
-        engine.settle_together("load_state_dict() of an optimizer")
+        state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict  # hooks may write to it
+        for hook in hooks_of(self, "load_state_dict_pre"):
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._load(state_dict, "load_state_dict() of an optimizer")
+        for hook in hooks_of(self, "load_state_dict_post"):
+            hook(self)
+
+    def _load(self, state_dict: Any, what: str) -> None:
+        self._engine.uses.refuse_inside(what)
+        self._engine.settle_together(what)
         with torch.no_grad():
-            load_whole_states(engine, self._stepper, self.param_groups, state_dict)
+            load_whole_states(self._engine, self._stepper, self.param_groups, state_dict)
+
+    def _drop_states(self) -> None:
+        sizes = [len(group["params"]) for group in self.param_groups]
+        numbers = iter(range(sum(sizes)))
+        groups = [
+            {**options_of(group), "params": list(islice(numbers, size))}
+            for group, size in zip(self.param_groups, sizes, strict=True)
+        ]
+        self._load({"state": {}, "param_groups": groups}, "state.clear() of an optimizer")
 
     def _has_used_gradients(self) -> None:
         self._engine.unstepped = [each for each in self._engine.unstepped if each is not self._stepper]
@@ -178,6 +225,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             stepper.gradients_scaled(scale.value)
         (loss * scale.value if scale.used else loss).backward(**kwargs)
 
+    @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; or have zeros in their place, with which `step` then steps.
 
@@ -208,6 +256,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """
         return self._stepper.clip_grad_norm_(max_norm, error_if_nonfinite)
 
+    @not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step everywhere. With float16, a step whose gradients overflowed is left out, on all ranks alike.
@@ -234,6 +283,60 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self._stepper.early.abandon()  # an update that began in backward has failed: weights can be had as they are
             raise
         return result
+
+
+class ShardedStates(MutableMapping[Any, Any]):
+    """``state`` of an `ElixirOptimizer` and of the optimizer that it was given: empty before the first step.
+
+    Afterwards the states lie in shards, and tensors that were gathered here would not be theirs. `clear` drops them;
+    reading and writing raise, and name the way.
+
+    Args:
+        stepper: has the states, while it lives.
+        drop: drops them.
+    """
+
+    def __init__(self, stepper: Callable[[], Stepper | None], drop: Callable[[], Callable[[], None] | None]) -> None:
+        self._stepper, self._drop = stepper, drop
+
+    def clear(self) -> None:
+        """Has all weights begin without states, as before the first step. With several ranks all must call this."""
+        drop = self._drop()
+        if drop is not None:
+            drop()
+
+    def _refuse(self) -> NoReturn:
+        raise InputError(
+            "the states of the optimizer lie in shards, so that state neither shows nor takes them: call "
+            "state_dict() of the ElixirOptimizer, change what it gives, and give that to its load_state_dict(); "
+            "state.clear() drops all states"
+        )
+
+    def _refuse_made(self) -> None:
+        stepper = self._stepper()
+        if stepper is not None and stepper.has_states:
+            self._refuse()
+
+    def __len__(self) -> int:
+        self._refuse_made()
+        return 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse_made()
+        return iter(())
+
+    def __contains__(self, key: object) -> bool:
+        self._refuse_made()
+        return False
+
+    def __getitem__(self, key: Any) -> Any:
+        self._refuse()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse()
+
+    def __delitem__(self, key: Any) -> None:
+        self._refuse()
 
 
 def stepper_of(optimizer: ElixirOptimizer) -> Stepper:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from elixir.wrapper.step.clipping import total_norm
+from elixir.wrapper.step.elementwise import MODES, check_elementwise, options_of
 from elixir.wrapper.step.fused_adam import FusedAdam
 from elixir.wrapper.step.in_backward import check_early, clips_in_backward
 from elixir.wrapper.step.inputs import cast_inputs
 from elixir.wrapper.step.stepper import Stepper
-from elixir.wrapper.step.user_class import check_elementwise, check_optimizer, copies_states
-from elixir.wrapper.step.whole_states import load_whole_states, take_options, whole_states
+from elixir.wrapper.step.user_class import check_optimizer, copies_states, take_options
+from elixir.wrapper.step.whole_states import load_whole_states, whole_states
 
 __all__ = [
+    "MODES",
     "FusedAdam",
     "Stepper",
     "cast_inputs",
@@ -20,6 +22,7 @@ __all__ = [
     "clips_in_backward",
     "copies_states",
     "load_whole_states",
+    "options_of",
     "take_options",
     "total_norm",
     "whole_states",

@@ -19,10 +19,11 @@ from elixir.kernels import HybridAdam
 from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
+from elixir.wrapper.step.elementwise import set_options
 from elixir.wrapper.step.fused_adam import FusedAdam, KeptMoments, MakeZeros
 from elixir.wrapper.step.segments import Arrived, Segment
 from elixir.wrapper.step.shard_states import BY_CLASS, ShardStates, can_copy, copied_small
-from elixir.wrapper.step.user_class import UserOptimizer
+from elixir.wrapper.step.user_class import UserOptimizer, has_stepped
 
 _ALIGNED_NUMEL = 16
 """Alignment of a float32 moment: 64 bytes, as PyTorch's allocator aligns what it makes one by one."""
@@ -375,7 +376,7 @@ class ChunkOptimizer:
                 gradient.mul_(factor)
             factor = 1.0
         for group, values in zip(states.optimizer.param_groups, hyperparameters, strict=True):
-            group.update(values)
+            set_options(group, values)
         out = staged
         if self._writes_itself():
             out = self.chunk.shard_weights if states.weights is None else states.weights
@@ -389,6 +390,33 @@ class ChunkOptimizer:
         if self.chunk.plan.update_home == "host":
             self._engine.host_forms.extend(forms)
         self._count_states()
+
+    def rewrite(self, method: str, hyperparameters: list[dict[str, Any]]) -> None:
+        """Have a method of the user's class rewrite the weights, such as schedule-free's ``eval``, and show them.
+
+        Nothing else may read or step the chunk meanwhile.
+
+        Args:
+            method: of the class.
+            hyperparameters: by group.
+        """
+        self.follow_writes()
+        self.chunk.about_to_write()
+        with self.chunk.at_hand(write=True):
+            for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
+                set_options(group, values)
+            getattr(self.optimizer, method)()
+            arrived = [(segment, segment.weights.detach()) for segment in self.segments]
+            if self._separate:
+                self._copy(arrived, self._master, self.chunk.shard_weights)
+        self.mark_changed(arrived, {slot.name for slot in self.chunk.slots})
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether it has states of a step, rather than none or those made ahead of the first."""
+        if isinstance(self.optimizer, FusedAdam):
+            return any(self.optimizer.steps_of(segment) for segment in self.segments)
+        return any(has_stepped(state) for state in list(self.optimizer.state.values()))
 
     @property
     def rests_without_gradients(self) -> bool:

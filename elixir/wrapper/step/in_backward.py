@@ -17,9 +17,9 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError
 from elixir.plan import Plan
-from elixir.torch_private import tree_flatten
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
+from elixir.wrapper.step.elementwise import same_options
 from elixir.wrapper.step.segments import Arrived
 from elixir.wrapper.step.updates import update
 from elixir.wrapper.step.user_class import UserOptimizer
@@ -113,16 +113,3 @@ def clips_in_backward() -> InputError:
 
 def _names(chunk: Chunk) -> set[str]:
     return {slot.name for slot in chunk.slots}
-
-
-def same_options(one: Any, other: Any) -> bool:
-    """Whether hyperparameters of two moments are the same."""
-    values, form = tree_flatten(one)
-    others, other_form = tree_flatten(other)
-    return form == other_form and all(map(_equal, values, others))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from elixir.kernels.adam import COPIED, ONE_PASS, Kept, can_step_like, step_like, step_out_of_place_like
+from elixir.wrapper.step.elementwise import set_options
 from elixir.wrapper.step.fused_adam import FusedAdam
 from elixir.wrapper.step.segments import Arrived, Segment, step_segments
 
@@ -63,7 +64,7 @@ class ShardStates:
         """
         for optimizer in (self.optimizer, old.optimizer):
             for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
-                group.update(values)
+                set_options(group, values)
         if isinstance(self.optimizer, FusedAdam) and isinstance(old.optimizer, FusedAdam):
             return old.optimizer.step(arrived, gradients, factor, self.weights, self.optimizer)
         if isinstance(self.optimizer, FusedAdam) or self._made_in_one_pass(self.optimizer, old, arrived, factor):

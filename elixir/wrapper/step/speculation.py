@@ -24,8 +24,8 @@ from elixir.chunk.lanes import Ticket, known, over
 from elixir.kernels.adam import begin_kernel
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
+from elixir.wrapper.step.elementwise import same_options
 from elixir.wrapper.step.forecast import Forecast
-from elixir.wrapper.step.in_backward import same_options
 from elixir.wrapper.step.segments import Arrived
 from elixir.wrapper.step.shard_states import ShardStates
 from elixir.wrapper.step.updates import failed_step, return_weights

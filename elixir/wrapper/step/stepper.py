@@ -22,6 +22,7 @@ from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.clipping import KnownNorms, clip_factor, each_norm, norm_of_norms
+from elixir.wrapper.step.elementwise import same_options
 from elixir.wrapper.step.fused_adam import check_moments
 from elixir.wrapper.step.host_threads import set_host_threads
 from elixir.wrapper.step.in_backward import EarlySteps, check_early
@@ -44,6 +45,7 @@ class Stepper:
         groups: its parameter groups, as of now.
         max_norm: the norm of all gradients is clipped to this; 0 for no clipping.
         host_threads: see `ElixirOptimizer`.
+        moving: of `check_optimizer`.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class Stepper:
         *,
         max_norm: float,
         host_threads: int | None,
+        moving: frozenset[str],
     ) -> None:
         self._engine = engine
-        self.user = UserOptimizer(given, groups, engine)
+        self.user = UserOptimizer(given, groups, engine, moving)
         self.max_norm = max_norm
         self.check_plan(engine.plan)
         self._refuse_parameters()
@@ -103,6 +106,11 @@ class Stepper:
     def parameters(self) -> set[torch.nn.Parameter]:
         """The parameters that this steps."""
         return set(self.user.group_of)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a step has made states that this rank has, for what the optimizer shows of them."""
+        return not self._engine.phase.closed and any(part.has_stepped for part in self.parts.values())
 
     @property
     def clip_limit(self) -> float | None:
@@ -253,8 +261,10 @@ class Stepper:
                 factor *= float(clip) if waits else clip
                 clipped = made_by == 1.0  # what is scaled stays so: another step would not scale it back again
         hyperparameters = self.user.hyperparameters()
+        moved = self.user.moved(self._stepped_groups())
         engine.cache.invalidate()  # before weights count as changed, which inside a block they must not
         begun = self.early.finish(hyperparameters)
+        self.user.move(moved)
         updates = []
         engine.take_back((part.chunk, part.copied) for part in self.parts.values())
         for index, part in self.parts.items():
@@ -274,6 +284,45 @@ class Stepper:
         engine.stepped(False)
         loss_scale.stepped(made_by)
         return True
+
+    def rewrite(self, method: str) -> None:
+        """Have a method of the user's class rewrite all weights, such as schedule-free's ``train`` and ``eval``.
+
+        All ranks call this. Nothing happens where the method changes no option: then the weights are as it wants them.
+
+        Raises:
+            InputError: weights are in use.
+        """
+        engine, options = self._engine, self.user.hyperparameters()
+        moved = self.user.moved((), method)
+        if all(
+            same_options(change, {key: group.get(key) for key in change})
+            for change, group in zip(moved, options, strict=True)
+        ):
+            return
+        engine.uses.refuse_inside(f"{method}() of an optimizer")
+        if engine.uses.gathered:
+            raise InputError(f"{method}() of an optimizer is for outside of gathered(); leave it first")
+        engine.settle_together(f"{method}() of an optimizer")
+        engine.refuse_mixed()
+        self.user.refuse_other_parameters()
+        updates = []
+        for part in self.parts.values():
+            part.rewrite(method, options)
+            updates += [ticket for ticket in [publish(engine, part.chunk)] if ticket is not None]
+        self.user.move(moved)
+        engine.window.flush()
+        engine.weights_changed(updates)
+
+    def _stepped_groups(self) -> set[int]:
+        """The groups with a gradient on any rank."""
+        with DisableTorchFunctionSubclass():
+            return {
+                self.user.group_of[slot.parameter]
+                for part in self.parts.values()
+                for slot in part.chunk.slots
+                if slot.parameter in self.user.group_of and (slot.name in self._used or slot.parameter.grad is not None)
+            }
 
     def _left_out(self, made_by: float) -> bool:
         """No step is made of the gradients that a loss scale of `made_by` has made; False, as `step` says it."""

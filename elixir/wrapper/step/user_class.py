@@ -6,10 +6,10 @@ import contextlib
 import copy
 import inspect
 import math
+import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,13 +21,13 @@ from elixir.kernels.adam import can_step_like
 from elixir.optimizer_states import MomentKind
 from elixir.torch_private import tree_map
 from elixir.wrapper.engine import Engine
+from elixir.wrapper.step.elementwise import Rehearsal, check_elementwise, options_of, same_options
 from elixir.wrapper.step.fused_adam import FusedAdam, MakeZeros, Stretch, can_fuse, check_moments
 
 HOW = ("foreach", "fused", "capturable", "differentiable", "moments")
 """Options that say how a step is computed and not what it gives: those of this run stay when others are loaded."""
-_NAMES = frozenset("Adafactor LAMB Lamb LARS Muon Shampoo SOAP LBFGS SparseAdam NovoGrad".split())
-_SHAPE = (6, 4)
-_STEPS = 3
+_REMEMBERED = 8
+"""Steps of which it is remembered how they changed the groups: more than are under way at once."""
 
 
 class UserOptimizer:
@@ -38,13 +38,22 @@ class UserOptimizer:
         given: what the user made.
         groups: its groups as of now.
         engine: whose chunks are stepped.
+        moving: the options that its step changes by itself, of `check_optimizer`.
     """
 
     def __init__(
-        self, given: torch.optim.Optimizer, groups: Callable[[], list[dict[str, Any]]], engine: Engine
+        self,
+        given: torch.optim.Optimizer,
+        groups: Callable[[], list[dict[str, Any]]],
+        engine: Engine,
+        moving: frozenset[str] = frozenset(),
     ) -> None:
         self.given = given
         self._groups, self._engine = groups, engine
+        self._moving = moving
+        self._moved: dict[tuple[int, str], dict[str, Any]] = {}
+        self._lock = threading.Lock()  # several lanes step
+        self._rehearsal = Rehearsal(self._over_groups, len(groups())) if moving else None
         self.number = len(engine.steppers)
         """Its place among the optimizers of the engine."""
         self.fusible = can_fuse(given)
@@ -124,10 +133,62 @@ class UserOptimizer:
 
     def over(self, segments: Sequence[Stretch]) -> torch.optim.Optimizer:
         """An optimizer of the user's class over segments, with their groups' options."""
-        groups = []
-        for index, options in enumerate(self.hyperparameters()):
-            groups.append({**options, "params": [segment.weights for segment in segments if segment.group == index]})
-        return _like(self.given, groups)
+        groups: list[list[nn.Parameter]] = [[] for _ in self._groups()]
+        for segment in segments:
+            groups[segment.group].append(segment.weights)
+        return self._over_groups(groups)
+
+    def moved(self, stepped: Collection[int], method: str = "step") -> list[dict[str, Any]]:
+        """The options, by group, that a step of all shards changes; nothing for most classes.
+
+        Args:
+            stepped: the groups with a gradient on any rank.
+            method: of the class; other than a step.
+        """
+        if self._rehearsal is None:
+            return [{} for _ in self._groups()]
+        after = self._rehearsal.after(self.hyperparameters(), stepped, method)
+        return [{key: group[key] for key in self._moving if key in group} for group in after]
+
+    def move(self, changes: Sequence[Mapping[str, Any]]) -> None:
+        """Have the groups be as `moved` says."""
+        for group, changed in zip(self._groups(), changes, strict=True):
+            take_options(group, changed)
+
+    def _over_groups(self, parameters: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
+        groups = zip(self.hyperparameters(), parameters, strict=True)
+        made = _like(self.given, [{**options, "params": mine} for options, mine in groups])
+        if self._moving:
+            self._watch(made)
+        return made
+
+    def _watch(self, made: torch.optim.Optimizer) -> None:
+        """Hold what each step of an optimizer changes in its groups against what other shards have made of the same."""
+        before: list[str] = []
+
+        def begins(*_: Any) -> None:
+            before[:] = [repr(options_of(group)) for group in made.param_groups]
+
+        def ends(*_: Any) -> None:
+            for index, group in enumerate(made.param_groups):
+                if any(weights.grad is not None for weights in group["params"]):
+                    self._hold(index, before[index], options_of(group))
+
+        made.register_step_pre_hook(begins)
+        made.register_step_post_hook(ends)
+
+    def _hold(self, index: int, before: str, after: dict[str, Any]) -> None:
+        with self._lock:
+            first = self._moved.setdefault((index, before), after)
+            while len(self._moved) > _REMEMBERED * len(self._groups()):
+                del self._moved[next(iter(self._moved))]
+        for key in self._moving:
+            if not same_options(first.get(key), after.get(key)):
+                raise InputError(
+                    f"a step of {type(self.given).__name__} has changed {key!r} of group {index} to {first.get(key)} "
+                    f"for some weights and to {after.get(key)} for others, which live in other shards; it cannot be "
+                    "stepped here"
+                )
 
     def fused_over(
         self, master: torch.Tensor, segments: Sequence[Stretch], zeros: MakeZeros | None = None
@@ -153,23 +214,49 @@ def copies_states(given: torch.optim.Optimizer, *, fused_kernels: bool, moments:
     return not (can_fuse(given) and _fuses(fused_kernels, moments)) and not can_step_like(given, ())
 
 
-def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> None:
+def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> frozenset[str]:
     """Refuse an optimizer by whose rule shards cannot be stepped, or that has stepped whole weights already.
 
     Args:
         given: the user's, over whole parameters.
         moments: of the plan; others than float32 are stepped by `FusedAdam`, whatever the class.
 
+    Returns:
+        The options that its step changes by itself.
+
     Raises:
         InputError: says what to give instead.
     """
     if any(has_stepped(state) for state in given.state.values()):
         raise InputError("the optimizer has stepped already, and its states would be lost; give one that has not")
+    _refuse_replaced(given)
     check_moments(given, can_fuse(given), moments)
     if moments != "float32":
-        return
-    for group in given.param_groups:
-        check_elementwise(type(given), partial(_over_one_group, given, group))
+        return frozenset()
+    tried = {_form(group): group for group in given.param_groups}
+    moving = [check_elementwise(type(given), partial(_over_one_group, given, group)) for group in tried.values()]
+    return frozenset().union(*moving)
+
+
+def _form(group: Mapping[str, Any]) -> str:
+    """What a group has in common with those by which weights are stepped in the same way, with other numbers."""
+    own = {key: bool(value) if isinstance(value, float) else value for key, value in group.items() if key != "params"}
+    return repr(sorted(own.items(), key=lambda item: item[0]))
+
+
+def _refuse_replaced(given: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer with a method that was put on the object: shards are stepped by the class."""
+    for name, value in vars(given).items():
+        of_class = getattr(type(given), name, None)
+        if not callable(value) or not callable(of_class):
+            continue
+        while getattr(value, "__globals__", {}).get("__name__") == torch.optim.lr_scheduler.__name__:
+            value = value.__wrapped__  # a scheduler only notes that the step was called
+        if getattr(value, "__func__", value) is not of_class:
+            raise InputError(
+                f"{name} of the optimizer was replaced on the object, and would not be called: shards are stepped by "
+                f"the class {type(given).__name__}; define {name} in a subclass, or use a hook of the optimizer"
+            )
 
 
 def _over_one_group(
@@ -186,49 +273,14 @@ def _like(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.o
     return made
 
 
-def check_elementwise(cls: type, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
-    """Make sure that steps on pieces of a weight give the bits of steps on the whole.
-
-    This tries it, since names do not tell. Two optimizers step the same small weights with the same gradients: one has
-    them whole, the other in flat pieces, as shards are.
-
-    Args:
-        cls: the optimizer's class; for messages.
-        make: an optimizer of that class, with the caller's options, over given parameters.
-
-    Raises:
-        InputError: the pieces come out differently, or the optimizer cannot step them.
-    """
-    advice = (
-        f"{cls.__name__} is not elementwise: its update of one weight depends on others, which live in other "
-        "shards; use an elementwise optimizer such as AdamW, SGD, RMSprop or Adagrad"
-    )
-    if any(base.__name__ in _NAMES for base in cls.__mro__):
-        raise InputError(advice)
-    numel = _SHAPE[0] * _SHAPE[1]
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(numel, generator=generator, device="cpu")
-    gradients = [torch.randn(numel, generator=generator, device="cpu") for _ in range(_STEPS)]
-    cuts = (0, 7, 16, numel)
-    try:
-        with torch.enable_grad():
-            whole = [nn.Parameter(start.clone().view(_SHAPE))]
-            pieces = [nn.Parameter(start[a:b].clone()) for a, b in pairwise(cuts)]
-            for parameters in (whole, pieces):
-                optimizer = make(parameters)
-                for gradient in gradients:
-                    offset = 0
-                    for parameter in parameters:
-                        part = gradient[offset : offset + parameter.numel()].clone()
-                        parameter.grad, offset = part.view_as(parameter), offset + parameter.numel()
-                    optimizer.step()
-    except Exception as error:
-        raise InputError(f"{advice} (it cannot step flat pieces of a weight: {error})") from error
-    with torch.no_grad():
-        mine, theirs = torch.cat([piece.flatten() for piece in pieces]), whole[0].flatten()
-        # Not to the bit: vectors of other lengths may go through other instructions.
-        if not torch.allclose(mine, theirs, rtol=1e-5, atol=1e-7, equal_nan=True):
-            raise InputError(advice)
+def take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Have the options of a group be others, such as those of `UserOptimizer.loaded_options`."""
+    for key, value in options.items():
+        mine = group.get(key)
+        if isinstance(mine, torch.Tensor) and isinstance(value, (torch.Tensor, float, int)):
+            mine.fill_(float(value))  # a scheduler may hold the same tensor
+        else:
+            group[key] = value
 
 
 def refuse_differing(said: Sequence[Mapping[str, str]]) -> None:

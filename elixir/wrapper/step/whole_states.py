@@ -25,16 +25,7 @@ from elixir.wrapper.step.segment_states import (
     stretches,
 )
 from elixir.wrapper.step.stepper import Stepper
-
-
-def take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Have the options of a group be others, of `UserOptimizer.loaded_options`."""
-    for key, value in options.items():
-        mine = group.get(key)
-        if isinstance(mine, torch.Tensor) and isinstance(value, (torch.Tensor, float, int)):
-            mine.fill_(float(value))  # a scheduler may hold the same tensor
-        else:
-            group[key] = value
+from elixir.wrapper.step.user_class import take_options
 
 
 def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, Any]], *, wanted: bool) -> dict[str, Any]:

@@ -172,6 +172,24 @@ def compiled_code() -> None:
     assert found == [True, False]
 
 
+def optimizers() -> None:
+    first, second = (torch.optim.SGD([nn.Parameter(torch.zeros(2))], 0.1) for _ in range(2))
+    private.share_hooks(first, second)
+    seen: list[str] = []
+    first.register_step_pre_hook(lambda *_: seen.append("step"))
+    handle = first.register_step_post_hook(lambda *_: seen.append("no more"))
+    handle.remove()
+    second.register_state_dict_pre_hook(lambda *_: seen.append("state dict"))
+    second.step()
+    assert [hook(first) for hook in private.hooks_of(first, "state_dict_pre")] == [None]
+    assert seen == ["step", "state dict"]
+    assert set(private.OPTIMIZER_HOOKS) == {name for name in vars(first) if name.endswith("_hooks")}
+    noted: list[bool] = []
+    as_it_is = private.not_compiled(lambda: noted.append(torch.compiler.is_compiling()))
+    torch.compile(lambda: as_it_is(), backend="eager")()
+    assert noted == [False]
+
+
 def contexts() -> None:
     torch.set_default_device("meta")
     try:
@@ -189,7 +207,9 @@ def contexts() -> None:
     assert seen == [private.enter_autocast, private.exit_autocast]
 
 
-@pytest.mark.parametrize("used", [modes, transforms, keys, autograd, kernels, tensors, compiled_code, contexts])
+@pytest.mark.parametrize(
+    "used", [modes, transforms, keys, autograd, kernels, tensors, compiled_code, optimizers, contexts]
+)
 def test_does_what_it_is_used_for(used: Callable[[], None]) -> None:
     used()
 

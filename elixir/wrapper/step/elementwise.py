@@ -1,0 +1,269 @@
+"""Whether a class of optimizers gives on shards what it gives on whole weights, found out by trying.
+
+Names do not tell. Three optimizers of the class step the same weights with the same gradients. One has all of them,
+whole; the other two have a shard each. After every step all weights must be the same.
+
+Some classes keep numbers in their groups that their step changes, such as a count. They are elementwise if the change
+is the same whatever is stepped. A `Rehearsal` then says what a step changes, and every shard is stepped with the groups
+of before. A change that depends on the weights is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.errors import InputError
+from elixir.torch_private import tree_flatten, tree_map
+
+Options = dict[str, Any]
+"""Those of one group, without its parameters."""
+MakeOver = Callable[[list[list[nn.Parameter]]], torch.optim.Optimizer]
+"""Makes an optimizer over the parameters of each group."""
+
+MODES = ("train", "eval")
+"""Methods by which a class rewrites weights for training and for evaluation."""
+_NAMES = frozenset("Adafactor LAMB Lamb LARS Muon Shampoo SOAP LBFGS SparseAdam NovoGrad".split())
+_SHAPES = ((136, 144), (24, 8, 3), (40,))
+"""The first has more rows and columns than the 128 from which some classes factor their moments."""
+_CUT = 7000
+"""Elements of the first weight that one shard has. The other shard has the rest of it, and all other weights."""
+_ROUNDS = 2
+"""How often gradients of each kind come. That makes 12 steps: some classes do something in every fifth or sixth."""
+_LEAST_LR = 1e-2
+"""A smaller learning rate, such as that of a warm-up's first step, would hide what a step does."""
+
+
+class Rehearsal:
+    """Finds out what a step does to the options of groups, with one number in each group and without states.
+
+    Args:
+        make: makes an optimizer of the class.
+        groups: how many groups it has.
+    """
+
+    def __init__(self, make: MakeOver, groups: int) -> None:
+        self._weights = [nn.Parameter(torch.zeros(1, device="cpu")) for _ in range(groups)]
+        self._optimizer = make([[weight] for weight in self._weights])
+
+    def after(self, groups: Sequence[Options], stepped: Collection[int], method: str = "step") -> list[Options]:
+        """The options of the groups after a step, or after another method.
+
+        Args:
+            groups: their options of now.
+            stepped: the groups that have a gradient.
+            method: a method of the class.
+        """
+        self._optimizer.state.clear()
+        for index, options in enumerate(groups):
+            weight = self._weights[index]
+            weight.data.zero_()
+            weight.grad = torch.ones_like(weight) if index in stepped else None
+            set_options(self._optimizer.param_groups[index], options, exactly=True)
+        getattr(self._optimizer, method)()
+        return [options_of(group) for group in self._optimizer.param_groups]
+
+
+def check_elementwise(cls: type, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> frozenset[str]:
+    """Make sure that steps on shards of weights give what steps on whole weights give.
+
+    Args:
+        cls: the optimizer's class; for messages.
+        make: makes an optimizer of that class over given parameters, in one group with the caller's options.
+
+    Returns:
+        The options that a step changes by itself, whatever is stepped.
+
+    Raises:
+        InputError: shards come out differently, or the optimizer cannot step them.
+    """
+    if any(base.__name__ in _NAMES for base in cls.__mro__):
+        raise _refusal(cls)
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            return _Trial(cls, make).run()
+    except InputError:
+        raise
+    except Exception as error:
+        raise _refusal(cls, f"it cannot step flat pieces of a weight ({type(error).__name__}: {error})") from error
+
+
+def _refusal(
+    cls: type, why: str = "its update of one weight depends on others, which live in other shards"
+) -> InputError:
+    return InputError(
+        f"{cls.__name__} is not elementwise: {why}; use an elementwise optimizer such as AdamW, SGD, RMSprop or Adagrad"
+    )
+
+
+class _Trial:
+    """Three optimizers of one class on their way through the same gradients.
+
+    `_whole` has whole weights. `_alone` has one shard, and keeps its groups as its steps change them. `_guided` has the
+    other shard, and gets its groups before each step as the runtime sets them: what a `Rehearsal` foresees is as
+    `_whole` has it, everything else as it was at the beginning.
+    """
+
+    def __init__(self, cls: type, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+        self._cls = cls
+        self._generator = torch.Generator().manual_seed(0)
+        self._weights = [nn.Parameter(weight) for weight in self._drawn()]
+        self._shards = [[nn.Parameter(piece) for piece in shard] for shard in _cut(self._weights)]
+        self._whole, self._alone, self._guided = (make(each) for each in (self._weights, *self._shards))
+        self._rehearsal = Rehearsal(lambda groups: make(groups[0]), 1)
+        for optimizer in (self._whole, self._alone, self._guided):
+            lr = optimizer.param_groups[0].get("lr")
+            if isinstance(lr, torch.Tensor):
+                lr.clamp_(min=_LEAST_LR)
+            elif isinstance(lr, (int, float)):
+                optimizer.param_groups[0]["lr"] = max(lr, _LEAST_LR)
+            train = getattr(optimizer, "train", None)
+            if callable(train):
+                train()
+        self._start = options_of(self._whole.param_groups[0])
+        self._changed: set[str] = set()
+        self._unforeseen: set[str] = set()
+
+    def run(self) -> frozenset[str]:
+        """All steps; gives the options that they change, each step alike whatever is stepped."""
+        counts: dict[str, float] | None = None
+        for gradients in self._gradients():
+            for weight, gradient in zip(self._weights, gradients, strict=True):
+                weight.grad = gradient
+            for shard, pieces in zip(self._shards, _cut(gradients), strict=True):
+                for weight, piece in zip(shard, pieces, strict=True):
+                    weight.grad = piece
+            self._call("step")
+            counts = _counts(self._whole) if counts is None else counts
+        if all(callable(getattr(self._whole, mode, None)) for mode in MODES):
+            for mode in ("eval", "eval", "train", "train"):
+                self._switch(mode)
+        odd = next((key for key in self._whole.state if not isinstance(key, torch.Tensor)), None)
+        if odd is not None:
+            raise _refusal(self._cls, f"it keeps a state {odd!r} for no parameter, and shards have those of parameters")
+        counted = {name for name, count in _counts(self._whole).items() if count != (counts or {}).get(name)}
+        if counted:
+            raise _refusal(
+                self._cls, f"its step changes {min(counted)!r} of the object, and each shard has another object"
+            )
+        return frozenset(self._changed - self._unforeseen)
+
+    def _gradients(self) -> Iterator[list[torch.Tensor]]:
+        """Gradients of all sizes, at right angles to the rows of the weights, and along them: some rules ask for that.
+
+        Each is made when it is needed, of the weights of then.
+        """
+        for _ in range(_ROUNDS):
+            yield self._drawn()
+            yield self._drawn(1e-3)
+            yield [_across(*pair) for pair in zip(self._weights, self._drawn(), strict=True)]
+            yield [weight.detach().clone() for weight in self._weights]
+            yield self._drawn(30.0)
+            yield self._drawn()
+
+    def _drawn(self, size: float = 1.0) -> list[torch.Tensor]:
+        return [torch.randn(shape, generator=self._generator, device="cpu") * size for shape in _SHAPES]
+
+    def _call(self, method: str) -> bool:
+        """Call a method of all three; whether it has changed options.
+
+        Raises:
+            InputError: groups or weights of a shard are not as those of the whole.
+        """
+        group = self._whole.param_groups[0]
+        before = options_of(group)
+        foreseen = self._rehearsal.after([before], [0], method)[0]
+        kept = {key: value for key, value in before.items() if key not in self._unforeseen}
+        again = {key: value for key, value in self._start.items() if key in self._unforeseen}
+        set_options(self._guided.param_groups[0], {**kept, **again}, exactly=True)
+        for optimizer in (self._whole, self._alone, self._guided):
+            getattr(optimizer, method)()
+        after = options_of(group)
+        by_weights = _differing(options_of(self._alone.param_groups[0]), after)
+        if by_weights:
+            names = ", ".join(map(repr, sorted(by_weights)))
+            raise _refusal(
+                self._cls,
+                f"its {method} changes {names} of its groups in a way that depends on the weights, of which each shard "
+                "has a part",
+            )
+        changed = _differing(before, after)
+        self._changed |= changed
+        self._unforeseen |= _differing(foreseen, after)
+        self._compare()
+        return bool(changed)
+
+    def _switch(self, mode: str) -> None:
+        before = [weight.detach().clone() for weight in self._weights]
+        if not self._call(mode) and not all(map(torch.equal, before, self._weights)):
+            raise _refusal(self._cls, f"its {mode}() rewrites weights without a mark in its groups")
+
+    def _compare(self) -> None:
+        mine = torch.cat([piece.detach() for shard in self._shards for piece in shard])
+        theirs = torch.cat([weight.detach().flatten() for weight in self._weights])
+        # Not to the bit: vectors of other lengths may go through other instructions.
+        atol = 1e-6 * max(1.0, float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max()))
+        if not torch.allclose(mine, theirs, rtol=1e-5, atol=atol, equal_nan=True):
+            raise _refusal(self._cls)
+
+
+def _counts(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Numbers that an optimizer keeps as its attributes."""
+    return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+
+
+def _cut(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The two shards of tensors in the shapes of `_SHAPES`, flat and in separate memory."""
+    first, *others = (tensor.detach().flatten().clone() for tensor in tensors)
+    return [first[:_CUT].clone()], [first[_CUT:].clone(), *others]
+
+
+def _across(weight: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """`drawn` less what of it lies along the rows of `weight`, as gradients of normalized weights are."""
+    rows = weight.detach().flatten(1) if weight.dim() > 1 else weight.detach()[None]
+    found = drawn.view_as(rows)
+    for _ in range(2):  # once more for what rounding leaves
+        found = found - rows * ((rows * found).sum(1, keepdim=True) / (rows * rows).sum(1, keepdim=True))
+    return found.view_as(weight)
+
+
+def options_of(group: Mapping[str, Any]) -> Options:
+    """The options of a group, as of now."""
+    return {key: _copied(value) for key, value in group.items() if key != "params"}
+
+
+def set_options(group: dict[str, Any], options: Mapping[str, Any], *, exactly: bool = False) -> None:
+    """Give a group options, and with `exactly` no others. A step may write into them, so containers are copied."""
+    for key in [key for key in group if exactly and key not in options and key != "params"]:
+        del group[key]
+    group.update({key: _copied(value) for key, value in options.items()})
+
+
+def same_options(one: Any, other: Any) -> bool:
+    """Whether options of two moments are the same."""
+    values, form = tree_flatten(one)
+    others, other_form = tree_flatten(other)
+    return form == other_form and all(map(_equal, values, others))
+
+
+def _differing(one: Options, other: Options) -> set[str]:
+    return {
+        key
+        for key in one.keys() | other.keys()
+        if not (key in one and key in other and same_options(one[key], other[key]))
+    }
+
+
+def _copied(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,187 @@
+"""Small optimizers as users write them: numbers in their groups, or one number over several weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Own(torch.optim.Optimizer):
+    """Plain descent; what is derived from it changes one thing."""
+
+    def __init__(self, params: Any, lr: float = 0.05, **more: Any) -> None:
+        super().__init__(params, {"lr": lr, **more})
+
+    def stepped(self) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
+        """Each group, with its parameters that have a gradient."""
+        for group in self.param_groups:
+            yield group, [p for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, parameters in self.stepped():
+            for p in parameters:
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+class Averaging(Own):
+    """Free of a schedule: gradients are taken between the fast weights and their mean; evaluation wants the mean."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr, k=0, weight_sum=0.0, train_mode=True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if not self.param_groups[0]["train_mode"]:
+            raise RuntimeError("call train() first")
+        for group, parameters in self.stepped():
+            weight = (group["k"] + 1) ** 0.5
+            group["weight_sum"] += weight
+            share = weight / group["weight_sum"]
+            for p in parameters:
+                z = self.state[p].setdefault("z", p.detach().clone())
+                p.lerp_(z, share).add_(p.grad, alpha=group["lr"] * (0.9 * (1 - share) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+            group["k"] += 1
+
+    @torch.no_grad()
+    def _set(self, training: bool, share: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["train_mode"] is not training else ():
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], share)
+            group["train_mode"] = training
+
+    def train(self) -> None:
+        self._set(True, 1 - 0.9)
+
+    def eval(self) -> None:
+        self._set(False, 1 - 1 / 0.9)
+
+
+class Counting(Own):
+    """Counts its steps under a key that its defaults lack, if there is anything to step; small steps come first."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, parameters in self.stepped():
+            if parameters:
+                group["step"] = group.get("step", 0) + 1
+            for p in parameters:
+                p.sub_(p.grad, alpha=group["lr"] * min(1.0, group["step"] / 8))
+
+
+class Memo(Own):
+    """Keeps what it has worked out in a list in its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr, known=[[None, None] for _ in range(4)])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, parameters in self.stepped():
+            for p in parameters:
+                count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                known = group["known"][count % 4]
+                if known[0] != count:
+                    known[:] = [count, 1 / count]
+                p.sub_(p.grad, alpha=group["lr"] * known[1])
+
+
+class Estimating(Own):
+    """Finds its step length from all gradients, as Prodigy does."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr, d=1e-3, d_sum=0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, parameters in self.stepped():
+            for p in parameters:
+                p.sub_(p.grad, alpha=group["lr"] * group["d"])
+            group["d_sum"] += sum(float(p.grad.abs().sum()) for p in parameters)
+
+
+class Normed(Own):
+    """Divides by one norm over all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gradients = [p.grad for _, parameters in self.stepped() for p in parameters]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for group, parameters in self.stepped():
+            for p in parameters:
+                p.sub_(p.grad / norm, alpha=group["lr"])
+
+
+class Clipping(torch.optim.AdamW):
+    """Clips inside of its step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        super().step()
+
+
+class Projecting(Own):
+    """Takes what lies along a weight off its gradient, but only if that is nearly nothing, as SGDP does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, parameters in self.stepped():
+            for p in parameters:
+                rows, gradient = (
+                    p.flatten(1) if p.dim() > 1 else p[None],
+                    p.grad.view(len(p), -1) if p.dim() > 1 else p.grad[None],
+                )
+                along = nn.functional.cosine_similarity(rows, gradient, dim=1)
+                if p.dim() > 1 and along.abs().max() < 0.01 / rows.shape[1] ** 0.5:
+                    gradient = gradient / 2
+                p.sub_(gradient.view(p.shape), alpha=group["lr"])
+
+
+class Factored(Own):
+    """Scales rows of weights that have at least 128 of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, parameters in self.stepped():
+            for p in parameters:
+                factored = p.dim() == 2 and min(p.shape) >= 128
+                scale = p.grad.square().mean(1, keepdim=True).sqrt() if factored else p.grad.abs()
+                p.sub_(p.grad / (scale + 1e-3), alpha=group["lr"])
+
+
+class Keyed(Own):
+    """Counts in its state, under a name."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["k"] = self.state.get("k", torch.zeros(1)) + 1  # type: ignore[index, call-overload]
+        super().step()
+
+
+class OnItself(Own):
+    """Counts in an attribute."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        super().step()
+
+
+class Unmarked(Own):
+    """Rewrites its weights for evaluation without saying so in its groups."""
+
+    def train(self) -> None:
+        """Nothing to do."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.5)

@@ -1,0 +1,261 @@
+"""Optimizers as users and packages write them: stepped with plain PyTorch's bits, or refused by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.errors import InputError, StepError
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.step import check_elementwise
+from tests.common import gpu
+from tests.common import user_optimizers as own
+from tests.common.early import chain, early_plan, speculating
+from tests.common.on_disk import on_disk
+from tests.common.parity import MODES, Pair, make_plan
+
+Make = Callable[..., torch.optim.Optimizer]
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _of_package(name: str) -> Make:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        package = pytest.importorskip("schedulefree")
+        made: torch.optim.Optimizer = getattr(package, name)(parameters, lr=0.01, warmup_steps=3)
+        made.train()  # type: ignore[attr-defined]
+        return made
+
+    return make
+
+
+def _plans(it: Any) -> Iterator[tuple[str, Any]]:
+    yield from ((mode, make_plan(it, mode)) for mode in MODES)
+    yield "disk", on_disk(make_plan(it, "streamed"), every=2)
+    yield "early", early_plan(it, "mixed")
+    yield "speculating", speculating(it, "mixed", split_number=4)
+
+
+@pytest.mark.parametrize("where", ["streamed", "mixed", "resident", "disk", "early", "speculating"])
+@pytest.mark.parametrize(
+    "make",
+    [own.Averaging, own.Counting, own.Memo, _of_package("AdamWScheduleFree"), _of_package("SGDScheduleFree")],
+    ids=["averaging", "counting", "memo", "AdamWScheduleFree", "SGDScheduleFree"],
+)
+def test_numbers_in_groups_go_on_from_step_to_step(make: Make, where: str, tmp_path: Path) -> None:
+    """Also of groups that cut across chunks, while a learning rate changes, and through evaluation."""
+    it = chain()
+
+    def halves(model: torch.nn.Module) -> torch.optim.Optimizer:
+        parameters = list(model.parameters())
+        return make([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.02}])
+
+    folder = {"disk_folder": str(tmp_path)} if where == "disk" else {}
+    with Pair(it, dict(_plans(it))[where], optimizer=halves, **folder) as pair:
+        for step in range(8):
+            pair.train(1)
+            for optimizer in (pair.optimizer, pair.plain_optimizer):
+                optimizer.param_groups[0]["lr"] *= 0.9
+                if step in (2, 5) and hasattr(optimizer, "eval"):
+                    optimizer.eval()
+            pair.assert_same_weights()
+            for optimizer in (pair.optimizer, pair.plain_optimizer):
+                if hasattr(optimizer, "train"):
+                    optimizer.train()
+        pair.assert_same_weights()
+        for mine, plain in zip(_groups(pair.optimizer), _groups(pair.plain_optimizer), strict=True):
+            assert {key: value for key, value in plain.items() if key != "known"}.items() <= mine.items()
+        assert hasattr(pair.optimizer, "eval") == hasattr(pair.plain_optimizer, "eval")
+
+
+def test_numbers_in_groups_are_saved_and_loaded() -> None:
+    """A run that goes on from a state dict is the run that was not stopped, in plain PyTorch as well."""
+    it = chain()
+    with Pair(it, make_plan(it, "mixed"), optimizer=lambda model: own.Averaging(model.parameters())) as pair:
+        pair.train(3)
+        saved = pair.optimizer.state_dict()
+        pair.plain_optimizer.load_state_dict(saved)
+        pair.train(2)
+        pair.optimizer.load_state_dict(saved)
+        pair.plain_optimizer.load_state_dict(saved)
+        assert pair.optimizer.param_groups[0]["k"] == 3
+        pair.train(3)
+        pair.assert_same_weights()
+
+
+def test_a_group_without_gradients_does_not_count() -> None:
+    it = chain()
+
+    def halves(model: torch.nn.Module) -> torch.optim.Optimizer:
+        layers: Any = model.layers
+        return own.Counting([{"params": layers[index].parameters()} for index in range(4)])
+
+    with Pair(it, make_plan(it, "mixed"), optimizer=halves) as pair:
+        for skipped in (None, 1, 1, 2, None):
+            pair.backward({**it.inp, "skip": skipped})
+            pair.step()
+        pair.assert_same_weights()
+        assert [group["step"] for group in pair.optimizer.param_groups] == [5, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (own.Normed, "depends on others"),
+        (lambda p: own.Normed(p, lr=0.0), "depends on others"),
+        (own.Clipping, "depends on others"),
+        (own.Projecting, "depends on others"),
+        (own.Factored, "depends on others"),
+        (own.Estimating, "step changes 'd_sum' of its groups in a way that depends on the weights"),
+        (own.Keyed, "keeps a state 'k' for no parameter"),
+        (own.OnItself, "changes 'steps' of the object"),
+        (own.Unmarked, r"eval\(\) rewrites weights without a mark"),
+    ],
+)
+def test_one_number_over_several_shards_is_refused_by_name(make: Make, why: str) -> None:
+    """Also while a warm-up has the learning rate be 0, where a step would show nothing."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(InputError, match=rf"{type(make([weight])).__name__} is not elementwise: .*{why}"):
+        check_elementwise(type(make([weight])), make)
+
+
+def test_a_change_that_depends_on_a_shard_after_all_is_raised() -> None:
+    """The trial cannot reach everything: what one shard changes otherwise than another is held against it."""
+
+    class Late(own.Counting):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for group, parameters in self.stepped():
+                if group["step"] > 20:
+                    group["step"] += max(int(p.grad.abs().sum() * 1e6) for p in parameters)
+
+    it = chain()
+    with Pair(it, make_plan(it, "mixed"), optimizer=lambda model: Late(model.parameters())) as pair:
+        pair.train(20)
+        with pytest.raises((InputError, StepError), match="step of Late has changed 'step' of group 0 to"):
+            pair.train(2)
+
+
+def test_evaluation_rewrites_masters_and_what_they_round_to() -> None:
+    """Weights of low precision are the same wherever they live, and are what their masters round to."""
+    found = []
+    for mode in MODES:
+        it = chain()
+        module = ElixirModule(it.model, make_plan(it, mode, unified_dtype="bfloat16"), device=gpu.DEVICE)
+        optimizer: Any = ElixirOptimizer(module, own.Averaging(module.parameters()))
+        for step in range(4):
+            optimizer.backward(it.loss(module, gpu.there({"x": it.inp["x"].bfloat16()})))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                optimizer.eval()
+                optimizer.train()
+        before = module.state_dict()
+        optimizer.eval()
+        state = module.state_dict()
+        assert all(not torch.equal(state[name], before[name]) for name in before)
+        with module.gathered():
+            assert all(torch.equal(p.float(), state[n].bfloat16().float()) for n, p in module.module.named_parameters())
+        found.append(state)
+        module.close()
+    assert all(torch.equal(state[name], found[0][name]) for state in found for name in found[0])
+
+
+def test_hooks_run_whenever_they_were_registered() -> None:
+    """On either object, before wrapping or after, with the ElixirOptimizer as the optimizer."""
+    it, seen = chain(), []
+    plain: Any = torch.optim.AdamW(it.model.parameters(), lr=1e-2)
+    plain.register_step_pre_hook(lambda opt, *_: seen.append(("before", opt)))
+    gone = plain.register_step_post_hook(lambda opt, *_: seen.append(("gone", opt)))
+    plain.register_step_post_hook(lambda opt, *_: seen.append(("after", opt)))
+    plain.register_state_dict_post_hook(lambda opt, state: {**state, "extra": 1})
+    module = ElixirModule(it.model, make_plan(it, "mixed"), device=gpu.DEVICE)
+    optimizer = ElixirOptimizer(module, plain)
+    optimizer.register_load_state_dict_pre_hook(lambda opt, state: seen.append(("load", state.pop("extra"))))
+    optimizer.register_load_state_dict_post_hook(lambda opt: seen.append(("loaded", opt)))
+    gone.remove()
+    optimizer.backward(it.loss(module, gpu.there(it.inp)))
+    optimizer.step()
+    assert seen == [("before", optimizer), ("after", optimizer)]
+    saved = optimizer.state_dict()
+    assert saved["extra"] == 1
+    optimizer.load_state_dict(saved)
+    assert seen[2:] == [("load", 1), ("loaded", optimizer)]
+    assert "extra" in saved
+    module.close()
+
+
+def test_replaced_methods_are_refused_and_those_of_schedulers_are_not() -> None:
+    it = chain()
+    module = ElixirModule(it.model, make_plan(it, "mixed"), device=gpu.DEVICE)
+    plain = torch.optim.AdamW(module.parameters())
+    torch.optim.lr_scheduler.StepLR(plain, 1)
+    scheduled, original = plain.step, type(plain).step
+    plain.step = functools.wraps(plain.step)(lambda *_: scheduled())  # type: ignore[method-assign]
+    with pytest.raises(InputError, match=r"step of the optimizer was replaced .* subclass, or use a hook"):
+        ElixirOptimizer(module, plain)
+    plain.step = original.__get__(plain)  # type: ignore[method-assign]
+    torch.optim.lr_scheduler.StepLR(plain, 1)
+    ElixirOptimizer(module, plain)
+    module.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_states_can_be_dropped_as_in_pytorch(mode: str) -> None:
+    """ReLoRA's way; what would have to show or take tensors raises, on either object, and names the way."""
+    it = chain()
+    with Pair(it, make_plan(it, mode)) as pair:
+        assert len(pair.optimizer.state) == 0
+        assert list(pair.optimizer.state.items()) == []
+        pair.train(3)
+        given = pair.engine.steppers[0].user.given  # type: ignore[attr-defined]
+        for state in (pair.optimizer.state, given.state):
+            for look in (len, list, dict, lambda each: each[next(iter(pair.plain.parameters()))]):
+                with pytest.raises(InputError, match=r"state_dict\(\) of the ElixirOptimizer.*load_state_dict\(\)"):
+                    look(state)
+        saved = pair.optimizer.state_dict()
+        for each in saved["state"].values():
+            each["exp_avg"].zero_()
+        pair.optimizer.load_state_dict(saved)
+        for each in pair.plain_optimizer.state.values():
+            each["exp_avg"].zero_()
+        pair.train(2)
+        pair.assert_same_weights()
+        for optimizer in (pair.optimizer, pair.plain_optimizer):
+            optimizer.state.clear()
+        assert pair.optimizer.state_dict()["state"] == {}
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+def test_a_compiled_function_calls_the_step_as_it_is() -> None:
+    it = chain()
+    with Pair(it, make_plan(it, "mixed")) as pair:
+        step = torch.compile(lambda: (pair.optimizer.step(), pair.optimizer.zero_grad()), backend="eager")
+        for _ in range(2):
+            pair.backward()
+            step()
+            pair.plain_optimizer.step()
+            pair.plain_optimizer.zero_grad()
+        pair.assert_same_weights()
+
+
+def test_modes_are_for_between_steps() -> None:
+    it = chain()
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
+    optimizer: Any = ElixirOptimizer(module, own.Averaging(module.parameters()))
+    with module.gathered(), pytest.raises(InputError, match="outside of gathered"):
+        optimizer.eval()
+    assert optimizer.param_groups[0]["train_mode"]
+    optimizer.eval()
+    with pytest.raises(RuntimeError, match=r"call train\(\) first"):
+        optimizer.step()
+    module.close()
