@@ -265,18 +265,23 @@ def family_of(optimizer: torch.optim.Optimizer) -> str:
     names = [base.__name__ for base in type(optimizer).__mro__]
     if "HybridAdam" in names:  # of whatever moments, which `moments_of` tells
         return "Adam"
+    import copy
     import inspect
 
     import torch
 
     trial = torch.nn.Parameter(torch.zeros(256, device="cpu"))
     trial.grad = torch.ones_like(trial)
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    own = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    options = copy.deepcopy(own)  # a step may write into them
     accepted = inspect.signature(type(optimizer)).parameters
     made = type(optimizer)(
         [{**options, "params": [trial]}], **{k: v for k, v in optimizer.defaults.items() if k in accepted}
     )
+    set_to_train = getattr(made, "train", None)  # of those that rewrite weights for evaluation
     try:
+        if callable(set_to_train):
+            set_to_train()
         made.step()
     except Exception as error:
         named = [name for name in names if name in _STATE_BYTES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from elixir.errors import InputError, StepError
+from elixir.optimizer_states import family_of
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step import check_elementwise
 from tests.common import gpu
@@ -246,6 +248,20 @@ def test_a_compiled_function_calls_the_step_as_it_is() -> None:
             pair.plain_optimizer.step()
             pair.plain_optimizer.zero_grad()
         pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("make", [own.Averaging, own.Counting, own.Memo])
+def test_planning_and_wrapping_leave_the_groups_as_they_are(make: Make) -> None:
+    """Also of one that is not in training mode yet, as in a Trainer, which sets that before every step."""
+    it = chain()
+    plain = make(it.model.parameters())
+    plain.param_groups[0]["train_mode"] = False
+    before = copy.deepcopy(_groups(plain))
+    assert family_of(plain) in ("SGD", "Adagrad")
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
+    ElixirOptimizer(module, plain)
+    assert _groups(plain) == before
+    module.close()
 
 
 def test_modes_are_for_between_steps() -> None:
