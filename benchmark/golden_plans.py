@@ -25,8 +25,9 @@ from elixir.tracer.device import kernel_memory
 
 GOLDEN = Path(__file__).parent / "results" / "golden_plans.json"
 
-LEFT_OUT = ("fingerprint", "schema_version", "version", "created", "date", "torch", "trace_s")
-"""A field whose name contains one of these says who made the file, when and how quickly, not what was planned."""
+LEFT_OUT = ("fingerprint", "schema_version", "version", "created", "date", "torch", "trace_s", "read_budgets")
+"""A field whose name contains one of these says who made the file, when, from what and how quickly, not what was
+planned."""
 
 RENAMED: dict[str, str] = {"grad_access": "grad_event", "reduce_order": "grad_rank"}
 """Name of a field today -> its name when the hashes were recorded."""

@@ -167,10 +167,9 @@ def dry_run(
     ranks = Group(given["group"])
     try:
         dtype = None if given["dtype"] is None or given["plan"] is None else parse_dtype(given["dtype"])
-        agree_on_plan(ranks, model, plan, dtype, folders_of(options.get("disk_folder")))
+        return agree_on_plan(ranks, model, plan, dtype, folders_of(options.get("disk_folder")))
     finally:
         ranks.close()
-    return plan
 
 
 def _check_numbers(host_threads: object, initial_scale: float) -> None:

@@ -34,6 +34,8 @@ class Artifact:
     schema_version: ClassVar[int]
     anew: ClassVar[str] = "make the file anew"
     """How a user replaces a file of another schema version."""
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {}
+    """Earlier schema versions that are read -> the fields that their files lack, with what leaving them out means."""
 
     def to_dict(self) -> dict[str, Any]:
         """The artifact as plain lists, dicts, strings and numbers."""
@@ -56,6 +58,10 @@ class Artifact:
         """Build the artifact from what `to_dict` gave; `source` names the origin in errors."""
         if not isinstance(data, dict):
             raise ArtifactError(f"{source}: expected a JSON object, found {type(data).__name__}")
+        version = data.get("schema_version")
+        lacking = cls.earlier.get(version) if type(version) is int else None
+        if lacking is not None:
+            data = lacking | data | {"schema_version": cls.schema_version}
         for key, expected in (("artifact", cls.artifact), ("schema_version", cls.schema_version)):
             if key not in data:
                 raise ArtifactError(f"{source}: field '{key}' is missing; this is no {cls.artifact} file", field=key)

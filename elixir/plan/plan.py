@@ -131,7 +131,8 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 14
+    schema_version: ClassVar[int] = 15
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {14: {"read_budgets": []}}
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
     model_name: str
@@ -187,6 +188,8 @@ class Plan(Artifact):
     """Memory of one device, kept back of its budget for what no plan counts; 0 where the budget was given."""
     host_reserve_bytes: int = 0
     """Memory of one machine, likewise."""
+    read_budgets: tuple[Literal["device", "host"], ...] = ()
+    """Budgets that nobody gave: what was free where it was planned. Ranks that all plan may read different ones."""
     start_up_s: float = 0.0
     """Until the host memory that the plan takes is ready, once; 0 where the machine was not measured."""
     host_threads: int | None = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from elixir.errors import InputError
 from elixir.hardware import HardwareProfile, free_device_bytes, free_host_bytes
@@ -95,9 +97,15 @@ def resolve_budgets(
     kept_of_device = 0 if device_reserve is None else parse_bytes(device_reserve)
     kept_of_host = 0 if host_reserve is None else parse_bytes(host_reserve)
     here = not on_paper and is_this_machine(hardware)
+    host_here = here or host_memory == FREE_HERE
+    read: tuple[Literal["device", "host"], ...] = ()
+    if device is None and (host_here if on_cpu else here):
+        read += ("device",)
+    if host is None and host_here:
+        read += ("host",)
     left = 0  # of the host's memory, without its reserve
     if host is None or (on_cpu and device is None):
-        if here or host_memory == FREE_HERE:
+        if host_here:
             whole = free_host_bytes()
         elif hardware.host_memory_bytes is None and unknown_host_bytes is not None:
             whole = unknown_host_bytes
@@ -108,14 +116,14 @@ def resolve_budgets(
         left = max(whole - kept_of_host, 0)
     if on_cpu:
         device, host = _shared(left, ranks, device, host, kept_of_device)
-        return Budgets(device, host, device_reserve_bytes=kept_of_device, host_reserve_bytes=kept_of_host)
+        return Budgets(device, host, device_reserve_bytes=kept_of_device, host_reserve_bytes=kept_of_host, read=read)
     host = left if host is None else host
     if device is None:
         whole = free_device_bytes("cuda") if here else max(hardware.device_memory_bytes - CUDA_CONTEXT_BYTES, 0)
         if device_reserve is None:
             kept_of_device = default_device_reserve(whole, world_size)
         device = max(whole - kept_of_device, 0)
-    return Budgets(device, host, device_reserve_bytes=kept_of_device, host_reserve_bytes=kept_of_host)
+    return Budgets(device, host, device_reserve_bytes=kept_of_device, host_reserve_bytes=kept_of_host, read=read)
 
 
 def default_device_reserve(device_bytes: int, world_size: int) -> int:
@@ -176,11 +184,18 @@ def host_memory_here(hardware: HardwareProfile) -> str | None:
     """
     if hardware.device_kind == "cpu" or hardware.host_memory_bytes is not None or is_this_machine(hardware):
         return None
-    logger.warning(
+    level = logging.WARNING if on_rank_0() else logging.DEBUG
+    logger.log(
+        level,
         "no host memory given: planning with what is free of the %s on this machine (host_memory=, --host-memory)",
         format_bytes(free_host_bytes()),
     )
     return FREE_HERE
+
+
+def on_rank_0() -> bool:
+    """Whether this is rank 0, or no process of a group: of lines that all ranks would say, one is enough."""
+    return not (dist.is_available() and dist.is_initialized() and dist.get_rank())
 
 
 def is_this_machine(hardware: HardwareProfile) -> bool:

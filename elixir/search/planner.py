@@ -420,6 +420,7 @@ def to_plan(
         clipping=space.setting.clipping,
         device_reserve_bytes=budgets.device_reserve_bytes,
         host_reserve_bytes=budgets.host_reserve_bytes,
+        read_budgets=budgets.read,
         host_threads=_host_threads(space),
         start_up_s=best.need.host_bytes / (space.hardware.host_pin_bytes_per_s or math.inf),
         device_name=space.hardware.device_name,

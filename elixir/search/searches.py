@@ -9,13 +9,12 @@ from inspect import Parameter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names, warn_if_doubtful, warn_if_other_device
 from elixir.plan import Plan
-from elixir.search.budgets import host_memory_here, warn_if_disk_full
+from elixir.search.budgets import host_memory_here, on_rank_0, warn_if_disk_full
 from elixir.search.planner import plan_from_trace, simple_plan
 from elixir.search.request import OPTIONS, SearchRequest, bound, options_of, takes
 from elixir.step_trace import StepTrace
@@ -204,7 +203,7 @@ def _asked(asked: dict[str, Any]) -> tuple[Any, SearchRequest, Traced]:
 
 def _told(plan: Plan, how: Traced) -> Plan:
     logger.debug("%s", plan)
-    if how.verbose and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+    if how.verbose and on_rank_0():
         print(plan)  # noqa: T201 - verbose=True asks for it
     return plan
 

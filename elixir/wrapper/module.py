@@ -131,7 +131,7 @@ class ElixirModule(nn.Module):
         with contextlib.ExitStack() as undone:
             ranks = Group(group)
             undone.callback(ranks.close)
-            agree_on_plan(ranks, module, plan, dtype, folders)
+            plan = agree_on_plan(ranks, module, plan, dtype, folders)
             self._shared_weights = SharedWeights(module, find_shared_memory(module))
             undone.callback(self._shared_weights.give_back)
             if ranks.rank == 0:
@@ -260,7 +260,8 @@ class ElixirModule(nn.Module):
             raise InputError("rehome() is for between zero_grad() and the next forward, outside of gathered()")
         # After what the network is still doing, the same on all ranks; the thread goes on once all have answered.
         folders = engine.options.disk_folders
-        engine.lanes.network.ask(lambda: agree_on_plan(engine.group, self.module, plan, None, folders))
+        agree = partial(agree_on_plan, engine.group, self.module, plan, None, folders)
+        plan = engine.lanes.network.ask(agree)
         for stepper in engine.steppers:
             stepper.check_plan(plan)
         if not same_packing(self.plan, plan):

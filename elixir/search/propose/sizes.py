@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -43,6 +44,8 @@ class Budgets:
     """Bytes of one device, kept back for what no plan counts; not in `device_bytes`."""
     host_reserve_bytes: int = 0
     """Bytes of one machine, likewise."""
+    read: tuple[Literal["device", "host"], ...] = ()
+    """Those that nobody gave: what is free here."""
 
 
 class SearchSpace:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import nn
 
 from elixir.chunk.group import Group
 from elixir.errors import InputError
+from elixir.plan import Plan
+from elixir.units import format_bytes
 from elixir.wrapper.build.weights import Weights, few
 
 logger = logging.getLogger(__name__)
@@ -21,6 +25,56 @@ logger = logging.getLogger(__name__)
 _PIECE_NUMEL = 2**20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By bytes of an element; what is wider is read as several int64."""
+
+
+_FOUND = frozenset(
+    {
+        "overlap", "block_numel", "block_bytes", "block_count", "prefetch_depth", "grad_block_count", "chunks", "order",
+        "predicted", "start_up_s",
+    }
+)  # fmt: skip
+"""Fields of a plan that a search finds for given budgets; the others say what it was asked, and of which machine."""
+
+
+def plan_for_all(group: Group, plan: Plan) -> Plan:
+    """The plan of the lowest rank whose plan fits the memory that every rank has read.
+
+    Ranks that each search read their free memory at different moments, so their plans differ.
+
+    Raises:
+        InputError: the plans differ for another reason, or no rank's plan fits. All ranks raise the same.
+    """
+    asked = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in _FOUND}
+    peaks = {"device": plan.predicted.device_peak_bytes, "host": plan.predicted.host_peak_bytes}
+    answers = group.exchange("budgets", (plan.fingerprint, asked, peaks))
+    for rank, (name, theirs, _) in enumerate(answers):
+        if name != answers[0][0]:
+            _refuse_other_cause(rank, name, theirs, answers[0])
+    budgets = {kind: min(theirs[f"{kind}_budget_bytes"] for _, theirs, _ in answers) for kind in plan.read_budgets}
+    for rank, (name, _, needed) in enumerate(answers):
+        if all(needed[kind] <= least for kind, least in budgets.items()):
+            if group.rank == 0:
+                logger.info("ranks have read different free memory, so all run plan %s of rank %d", name, rank)
+            found: Plan = group.exchange("the plan for all", plan if group.rank == rank else None)[rank]
+            return found
+    given = " and ".join(f"{kind}_memory={size} ({format_bytes(size)})" for kind, size in budgets.items())
+    raise InputError(
+        f"ranks have read different free memory, and no rank's plan fits what all of them have; plan with {given}"
+    )
+
+
+def _refuse_other_cause(rank: int, name: str, asked: dict[str, Any], first: tuple[str, dict[str, Any], Any]) -> None:
+    """Raise if a plan differs from rank 0's by more than budgets that were read."""
+    differing = [field for field, value in first[1].items() if asked[field] != value]
+    read = {f"{kind}_{of}_bytes" for kind in first[1]["read_budgets"] for of in ("budget", "reserve")}
+    if differing and read.issuperset(differing):
+        return
+    causes = ", ".join(f"{field} ({asked[field]!r:.80}, on rank 0 {first[1][field]!r:.80})" for field in differing)
+    raise InputError(
+        f"rank {rank} has plan {name}, rank 0 has plan {first[0]}, which differs in "
+        f"{causes or 'what was found for the same memory'}; plan on one rank and send the plan to the others "
+        "(torch.distributed.broadcast_object_list)"
+    )
 
 
 def agree_on_values(group: Group, model: nn.Module, given: Weights | None, *, strict: bool = True) -> None:

@@ -22,7 +22,7 @@ from elixir.models import fingerprint, refuse_compiled, refuse_unplannable
 from elixir.plan import ChunkPlan, Plan
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.units import dtype_name, format_bytes, parse_dtype
-from elixir.wrapper.build.agreement import agree_on_values
+from elixir.wrapper.build.agreement import agree_on_values, plan_for_all
 from elixir.wrapper.build.weights import Weights, WeightSource, few
 
 logger = logging.getLogger(__name__)
@@ -263,8 +263,11 @@ def _check_disk_folders(plan: Plan, folders: Sequence[str]) -> None:
 
 def agree_on_plan(
     group: Group, module: nn.Module, plan: Plan, dtype: torch.dtype | None, disk_folders: Sequence[str] = ()
-) -> None:
-    """Refuse, on all ranks at once, a plan that one of them cannot run or that differs between them."""
+) -> Plan:
+    """The plan that all ranks run, if their plans differ only by free memory that each has read (`plan_for_all`).
+
+    Plans that differ otherwise, and one that a rank cannot run, are refused on all ranks at once.
+    """
     error: Exception | None = None
     try:
         if not isinstance(plan, Plan):
@@ -290,14 +293,12 @@ def agree_on_plan(
     answers = group.exchange("plan", (mine, None if error is None else str(error)))
     if error is not None:
         raise error
-    for rank, (theirs, problem) in enumerate(answers):
+    for rank, (_, problem) in enumerate(answers):
         if problem is not None:
             raise InputError(f"rank {rank} cannot run its plan: {problem}")
-        if theirs != plan.fingerprint:
-            raise InputError(
-                f"rank {rank} has plan {theirs}, rank {group.rank} has {plan.fingerprint}; plan on one rank and send "
-                "the plan to the others"
-            )
+    if all(theirs == plan.fingerprint for theirs, _ in answers):
+        return plan
+    return agree_on_plan(group, module, plan_for_all(group, plan), dtype, disk_folders)
 
 
 def warn_if_made_elsewhere(plan: Plan, device: torch.device) -> None:

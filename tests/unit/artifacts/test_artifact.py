@@ -257,11 +257,21 @@ def test_absurd_integers_are_artifact_errors(digits: int) -> None:
 VERSION = Plan.schema_version
 
 
-@pytest.mark.parametrize("version", [0, 1, VERSION - 1, VERSION + 1, str(VERSION), True, float(VERSION), None])
+@pytest.mark.parametrize(
+    "version", [0, 1, min(Plan.earlier) - 1, VERSION + 1, str(VERSION), True, float(VERSION), None]
+)
 def test_another_version_is_refused(version: Any) -> None:
     data = make_plan(3).to_dict() | {"schema_version": version}
     with pytest.raises(ArtifactError, match="'schema_version' is .* plan it anew"):
         Plan.from_dict(data, source="plan.json")
+
+
+def test_an_earlier_version_is_read_without_the_fields_that_it_lacks() -> None:
+    for version, lacking in Plan.earlier.items():
+        data = make_plan(3).to_dict() | {"schema_version": version}
+        assert Plan.from_dict({key: data[key] for key in data if key not in lacking}) == make_plan(3)
+        with pytest.raises(ArtifactError, match="'block_numel' is missing"):
+            Plan.from_dict({key: data[key] for key in data if key != "block_numel"})
 
 
 def test_other_artifacts_of_another_version_say_how_to_make_them_anew() -> None:

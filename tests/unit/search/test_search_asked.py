@@ -25,7 +25,7 @@ from elixir.search.budgets import (
     default_host_reserve,
     resolve_budgets,
 )
-from elixir.search.request import SearchRequest
+from elixir.search.request import FREE_HERE, SearchRequest
 from elixir.units import GIB, MIB
 from tests.common.searching import HARDWARE, PLENTY, SMALL, check_consistent, least_needed, plan
 from tests.common.synthetic_trace import StackShape, TraceBuilder, stack_trace
@@ -47,6 +47,20 @@ def test_a_cpu_shares_its_memory_between_devices_and_host() -> None:
         resolve_budgets(shared, SearchRequest(world_size=4, device_memory=10 * GIB, host_reserve=0)).host_bytes
         == 24 * GIB
     )
+
+
+def test_a_plan_knows_which_budgets_were_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elixir.search.budgets.free_host_bytes", lambda: 64 * GIB)
+    promised = replace(preset("cpu"), host_memory_bytes=64 * GIB, measured_at=None)
+    here = replace(preset("cpu"), host_memory_bytes=None)
+    small: dict[str, Any] = {"world_size": 1, "device_memory": "4GiB", "host_memory": "4GiB"}
+    for without, expected in (((), ()), (("device",), ("device",)), (("host",), ("host",))):
+        given = {name: value for name, value in small.items() if name.removesuffix("_memory") not in without}
+        assert resolve_budgets(here, SearchRequest(**given)).read == expected
+        assert optimal_search(stack_trace(SMALL), hardware=here, **given).read_budgets == expected
+        assert resolve_budgets(promised, SearchRequest(**given)).read == ()
+    assert resolve_budgets(here, SearchRequest(world_size=1)).read == ("device", "host")
+    assert resolve_budgets(HARDWARE, SearchRequest(world_size=1, host_memory=FREE_HERE)).read == ("host",)
 
 
 def test_placement_is_obeyed_by_all_three() -> None:
