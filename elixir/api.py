@@ -100,7 +100,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
     replan: bool = True,
     **options: Any,
 ) -> tuple[ElixirModule, Any]:
-    """Trace, search and wrap; the numbers are those of plain PyTorch, whatever is planned.
+    """Trace, search and wrap; the numbers are those of plain PyTorch, whatever is planned: on one rank in float32 to
+    the bit, where the same kind of device steps.
 
     >>> model, optimizer = elixir.wrap(model, optimizer, inp=batch)  # doctest: +SKIP
 

@@ -59,7 +59,8 @@ PUBLIC = (
 
 
 class ElixirModule(nn.Module):
-    """A model whose weights live where a plan says, with the same numbers as the model itself.
+    """A model whose weights live where a plan says, with the same numbers as the model itself: on one rank in float32
+    with the same bits, where the same kind of device steps.
 
     Chunks that the plan streams come into a few blocks on the device just before they are used; resident chunks stay.
     Parameters keep their identity, so an optimizer may be built before or after. Attributes that this class lacks, such
