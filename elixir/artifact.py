@@ -14,16 +14,28 @@ import hashlib
 import json
 import math
 import os
+import stat
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from elixir.errors import ArtifactError, InputError
+from elixir.errors import ArtifactError, InputError, shortened
 from elixir.files import FILES, Files, temporary_name
 
 T = TypeVar("T", bound="Artifact")
+
+_MIB = 2**20
+LARGEST_FILE_BYTES = 128 * _MIB
+"""A larger file is no plan, profile or trace: the trace of OPT-175B has 1 MB, and parsing takes many times the bytes of
+a file."""
+_LONGEST_NAME, _LONGEST_PROBLEM = 200, 600
+"""Characters of a key, and of what is wrong with fields, that an error repeats."""
+_TOO_LARGE, _TOO_LONG = 2**60, 2**64
+"""No field counts as many bytes, elements or FLOPs as 2**60, and sums of several smaller ones fit into 64 bits, in
+which searches compute. Integers in lists may be checksums of 64 bits, and no longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +79,13 @@ class Artifact:
                 raise ArtifactError(f"{source}: field '{key}' is missing; this is no {cls.artifact} file", field=key)
             if key == "artifact" and data[key] != expected:
                 wanted = cls.artifact.replace("_", " ")
-                raise ArtifactError(f"{source}: expected a {wanted}, but field 'artifact' is {data[key]!r}", field=key)
+                found = shortened(repr(data[key]))
+                raise ArtifactError(f"{source}: expected a {wanted}, but field 'artifact' is {found}", field=key)
             # True == 1 and 1.0 == 1, but neither is what `save` writes.
             if data[key] != expected or type(data[key]) is not type(expected):
+                found = shortened(repr(data[key]))
                 raise ArtifactError(
-                    f"{source}: field '{key}' is {data[key]!r}, this version of Elixir reads {expected!r}; {cls.anew}",
+                    f"{source}: field '{key}' is {found}, this version of Elixir reads {expected!r}; {cls.anew}",
                     field=key,
                 )
         body = {key: value for key, value in data.items() if key not in ("artifact", "schema_version")}
@@ -81,25 +95,57 @@ class Artifact:
     @classmethod
     def from_json(cls: type[T], text: str, *, source: str = "input") -> T:
         """Build the artifact from JSON text; `ArtifactError` for text that is cut off or no JSON."""
-        try:
-            data = json.loads(text)
-        except ValueError as error:  # JSONDecodeError, or an integer of thousands of digits
-            raise ArtifactError(f"{source}: not valid JSON, perhaps truncated: {error}") from None
-        except RecursionError:
-            raise ArtifactError(f"{source}: nested too deeply to be a {cls.artifact}") from None
-        return cls.from_dict(data, source=source)
+        return cls.from_dict(parse_json(text, source), source=source)
 
     @classmethod
     def load(cls: type[T], path: str | os.PathLike[str]) -> T:
         """Read an artifact that `save` wrote; `ArtifactError` where it cannot be read."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
-        except ValueError:
-            # UnicodeDecodeError, or a path with a zero byte in it.
-            raise ArtifactError(f"{path}: not a text file, so no {cls.artifact}") from None
-        return cls.from_json(text, source=str(path))
+        return cls.from_dict(read_json(path), source=str(path))
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Reads the JSON of a file.
+
+    Raises:
+        ArtifactError: it cannot be read, has more than `LARGEST_FILE_BYTES`, or is no JSON.
+    """
+    try:
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            size = found.st_size if stat.S_ISREG(found.st_mode) else LARGEST_FILE_BYTES  # a pipe's is unknown
+            raw = file.read(min(size, LARGEST_FILE_BYTES) + 1)
+        if len(raw) > LARGEST_FILE_BYTES:
+            raise ArtifactError(f"{path}: has more than {LARGEST_FILE_BYTES // _MIB} MiB, so it is no file of Elixir's")
+        text = raw.decode()
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
+    except ArtifactError:
+        raise
+    except ValueError:  # UnicodeDecodeError, or a path with a zero byte in it
+        raise ArtifactError(f"{path}: not a text file") from None
+    return parse_json(text, str(path))
+
+
+def parse_json(text: str, source: str) -> Any:
+    """Parses JSON text; `ArtifactError` where it is none, or an object has a key twice."""
+    try:
+        return json.loads(text, object_pairs_hook=without_repetition)
+    except ArtifactError as error:
+        raise ArtifactError(f"{source}: {error}", field=error.field) from None
+    except ValueError as error:  # JSONDecodeError, or an integer of thousands of digits
+        raise ArtifactError(f"{source}: not valid JSON, perhaps truncated: {error}") from None
+    except RecursionError:
+        raise ArtifactError(f"{source}: nested too deeply") from None
+
+
+def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict of pairs, for `json.loads`, which would take the last of several; `ArtifactError` for a key that comes
+    twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ArtifactError(f"an object has the key {shortened(key)!r} twice", field=shortened(key))
+    return found
 
 
 def digest(*parts: Any) -> str:
@@ -175,7 +221,7 @@ def _parts(annotation: Any) -> tuple[Any, tuple[Any, ...], bool]:
 
 def _decode(expected: Any, value: Any, path: str, source: str) -> Any:
     """`value` (plain JSON) as `expected` (a type annotation); errors name `path`."""
-    if type(value) is expected and expected is not float:  # as most values of a large file are
+    if type(value) is expected and expected is not float and expected is not int:  # as many values of a large file are
         return value
     origin, args, is_dataclass = _parts(expected)
     if is_dataclass:
@@ -198,7 +244,10 @@ def _decode(expected: Any, value: Any, path: str, source: str) -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise _mistyped(source, path, "an object", value)
-        return {key: _decode(args[1], item, f"{path}.{key}", source) for key, item in value.items()}
+        return {
+            key: _decode(args[1], item, f"{path}.{shortened(key, _LONGEST_NAME)}", source)
+            for key, item in value.items()
+        }
     return _decode_plain(expected, value, path, source)
 
 
@@ -221,6 +270,8 @@ def _decode_plain(expected: Any, value: Any, path: str, source: str) -> Any:
             raise _mistyped(source, path, "a finite number", "an integer beyond 1e308") from None
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         raise _mistyped(source, path, expected.__name__, value)
+    if expected is int and not -_TOO_LONG < value < _TOO_LONG:
+        raise _mistyped(source, path, "an integer of at most 64 bits", "a longer one")
     if expected is float and not math.isfinite(value):
         raise _mistyped(source, path, "a finite number", value)
     return value
@@ -236,16 +287,19 @@ def _decode_dataclass(cls: type, value: Any, path: str, source: str) -> Any:
             raise ArtifactError(f"{source}: field '{prefix}{name}' is missing", field=prefix + name)
     for name in value:
         if name not in fields:
-            raise ArtifactError(
-                f"{source}: field '{prefix}{name}' is unknown to this version of Elixir", field=prefix + name
-            )
+            field = prefix + shortened(name, _LONGEST_NAME)
+            raise ArtifactError(f"{source}: field '{field}' is unknown to this version of Elixir", field=field)
     decoded = {name: _decode(hint, value[name], prefix + name, source) for name, hint in fields.items()}
+    for name, item in decoded.items():
+        if type(item) is int and not -_TOO_LARGE < item < _TOO_LARGE:
+            raise _mistyped(source, prefix + name, "an integer below 2**60", item)
     try:
         return cls(**decoded)
     except (ValueError, OverflowError) as error:
         where = f"{source}: field '{path}'" if path else source
         inner = error.field if isinstance(error, ArtifactError) else ""
-        raise ArtifactError(f"{where}: {error}", field=prefix + inner if inner else path) from None
+        problem = shortened(str(error), _LONGEST_PROBLEM)
+        raise ArtifactError(f"{where}: {problem}", field=prefix + inner if inner else path) from None
 
 
 def _mistyped(source: str, path: str, expected: str, value: Any) -> ArtifactError:

@@ -198,6 +198,19 @@ class StepTrace(Artifact):
     trace_s: float = field(compare=False)
     step: StepShape = field(default_factory=StepShape)
 
+    def __post_init__(self) -> None:
+        for number, access in enumerate(self.accesses):
+            for name, indices, count in (
+                ("parameters", access.parameters, len(self.parameters)),
+                ("operations", access.operations, len(self.operations)),
+                ("pin_until", (access.pin_until,), len(self.accesses)),
+            ):
+                if indices and not 0 <= min(indices) <= max(indices) < count:
+                    raise InputError(
+                        f"field 'accesses[{number}].{name}' must have indices below {count}, found {min(indices)} to "
+                        f"{max(indices)}"
+                    )
+
     @property
     def numel(self) -> int:
         """Number of parameter elements, tied ones counted once."""

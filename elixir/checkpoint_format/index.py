@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, NoReturn
 
-from elixir.artifact import Artifact
+from elixir.artifact import Artifact, without_repetition
 from elixir.checkpoint_format.checksum import CHECKSUM_KIND
 from elixir.checkpoint_format.tensors import SavedTensor
 from elixir.errors import ArtifactError, CheckpointCorrupt, InputError
@@ -19,8 +19,9 @@ from elixir.units import MIB
 
 INDEX_NAME = "index.json"
 PREVIOUS_NAME = "index.previous.json"
-LARGEST_INDEX_BYTES = 1024 * MIB
-"""A larger file is no index of ours: that of OPT-175B with fp32 states, each tensor cut in eight, has 10 MB."""
+LARGEST_INDEX_BYTES = 128 * MIB
+"""A larger file is no index of ours: that of OPT-175B with fp32 states, each tensor cut in eight, has 10 MB. Parsing
+takes many times the bytes of the file."""
 
 _ID = re.compile(r"[0-9a-f]{8,32}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
@@ -193,7 +194,7 @@ def parse_index(raw: bytes, path: str | os.PathLike[str]) -> Index:
     written."""
     try:
         text = raw.decode("ascii")
-        data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_repetition)
+        data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=without_repetition)
         if not isinstance(data, dict):
             raise CheckpointCorrupt(f"expected a JSON object, found {type(data).__name__}", path=path)
         if data.get("artifact") == Index.artifact and data.get("schema_version") == Index.schema_version:
@@ -254,10 +255,3 @@ def _checksum(body: dict[str, Any]) -> str:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("an object has the same key twice")
-    return found

@@ -39,6 +39,10 @@ def scalar_state(value: Any) -> Any:
     return torch.tensor(value[1], dtype=getattr(torch, value[0]), device="cpu") if isinstance(value, tuple) else value
 
 
+_TOO_MANY_BYTES = 2**63
+"""torch counts bytes in 64 bits, also those that an empty tensor would have but for its sizes of 0."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """A stretch of a flattened tensor, and where it lies."""
@@ -86,6 +90,8 @@ class SavedTensor:
             raise InputError(f"dtype {self.dtype!r:.40} is none that a checkpoint holds")
         if any(size < 0 for size in self.shape):
             raise InputError(f"shape {list(self.shape)} has a negative size")
+        if math.prod(size or 1 for size in self.shape) * self.itemsize >= _TOO_MANY_BYTES:
+            raise InputError(f"shape {list(self.shape)!s:.80} is larger than any memory")
         if self.order is not None and sorted(self.order) != list(range(len(self.shape))):
             raise InputError(f"order {list(self.order)} does not name the {len(self.shape)} dimensions once each")
         if self.block_numel is not None and self.block_numel < 1:

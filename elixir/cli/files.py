@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from elixir.artifact import Artifact, check_writable
+from elixir.artifact import Artifact, check_writable, read_json
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
@@ -39,7 +37,7 @@ def check_outputs(*, pictures: Sequence[str | None] = (), data: Sequence[str | N
 
 def load(path: str) -> Artifact:
     """A saved artifact of whichever kind; `ArtifactError` where it cannot be read or is none of ours."""
-    data = _read_json(path)
+    data = read_json(path)
     kind = data.get("artifact") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ArtifactError(
@@ -58,7 +56,7 @@ def trace_in(text: str) -> StepTrace | None:
     path = Path(text)
     if path.suffix != ".json" or not path.is_file():
         return None
-    data = _read_json(text)
+    data = read_json(text)
     if not isinstance(data, dict) or "artifact" not in data:
         return None
     if data["artifact"] != StepTrace.artifact:
@@ -75,7 +73,7 @@ def refuse_artifact(text: str) -> None:
     path = Path(text)
     if path.suffix != ".json" or not path.is_file():
         return
-    data = _read_json(text)
+    data = read_json(text)
     kind = data.get("artifact") if isinstance(data, dict) else None
     if isinstance(kind, str) and kind in _KINDS:
         raise InputError(
@@ -102,14 +100,3 @@ def find_timed_hardware(text: str) -> HardwareProfile:
     profile = find_hardware(text)
     warn_if_doubtful(profile)
     return profile
-
-
-def _read_json(path: str) -> Any:
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ArtifactError(f"{path}: not a text file") from None
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path}: not valid JSON, perhaps truncated: {error}") from None

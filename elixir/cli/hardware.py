@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,13 +81,11 @@ def say_hardware(profile: HardwareProfile) -> None:
 
 def _learned(profile: HardwareProfile, path: str) -> HardwareProfile:
     """The profile after the steps in a file: one report, or a list of them."""
+    from elixir.artifact import read_json
     from elixir.errors import ArtifactError
     from elixir.hardware import learn
 
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path} cannot be read as JSON: {error}") from None
+    found = read_json(path)
     reports = found if isinstance(found, list) else [found]
     if not all(isinstance(report, dict) for report in reports):
         raise ArtifactError(f"{path}: expected the numbers of a step's report, or a list of such, found neither")

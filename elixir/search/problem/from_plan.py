@@ -30,7 +30,7 @@ def workload_of(plan: Plan, trace: StepTrace) -> Workload:
         missing = [slot.name for slot in chunk.parameters if slot.name not in index_of]
         if missing:
             raise InputError(
-                f"chunk {number} of the plan has {missing[0]!r}, which the trace of {trace.model_name} lacks"
+                f"chunk {number} of the plan has {missing[0]!r:.200}, which the trace of {trace.model_name} lacks"
             )
         chunks.append(
             PackedChunk(

@@ -47,7 +47,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     if origin is dict:
         return st.dictionaries(st.text(max_size=5), values_of(args[1]), max_size=2)
     return {
-        int: st.integers(-(2**80), 2**80),
+        int: st.integers(1 - 2**60, 2**60 - 1),
         float: st.floats(allow_nan=False, allow_infinity=False),
         str: st.text(max_size=8),
         bool: st.booleans(),
@@ -55,7 +55,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 
 
 RATES = st.floats(1, 1e18)
-SIZES = st.integers(1, 2**80)
+SIZES = st.integers(1, 2**60 - 1)
 SOME = st.floats(1e-9, 1e9)
 
 
@@ -109,7 +109,7 @@ def plans(draw: st.DrawFn) -> Plan:
     plan = make_plan(
         draw(st.integers(1, 4)), world_size=world_size, resident=draw(st.floats(0.3, 1.0)), frozen=draw(st.floats(0, 1))
     )
-    counts, words = st.integers(0, 2**80), st.text(max_size=8)
+    counts, words = st.integers(0, 2**60 - 1), st.text(max_size=8)
     parts = draw(st.dictionaries(words, counts, max_size=2))
     seconds = st.floats(0, 1e9)
     predicted = PlanPrediction(
@@ -130,7 +130,7 @@ def plans(draw: st.DrawFn) -> Plan:
         hardware_fingerprint=draw(words),
         dtype=draw(st.sampled_from(("as built", "bfloat16", "float32"))),
         optimizer=draw(words),
-        state_size=StateSize(draw(counts), draw(st.integers(1, 2**80))),
+        state_size=StateSize(draw(counts), draw(st.integers(1, 2**60 - 1))),
         overlap=draw(st.booleans()),
         placement=draw(st.sampled_from(("auto", "cuda", "cpu"))),
         may_step_in_backward=draw(st.booleans()),
@@ -145,7 +145,28 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-VALID = {HardwareProfile: profiles(), Plan: plans()}
+@st.composite
+def traces(draw: st.DrawFn) -> StepTrace:
+    """Traces whose indices lead somewhere; others refuse to be built."""
+    hints = typing.get_type_hints(StepTrace)
+    fields = {field.name: draw(values_of(hints[field.name])) for field in dataclasses.fields(StepTrace)}
+    inside = {
+        name: st.lists(st.integers(0, len(fields[name]) - 1), max_size=2).map(tuple) if fields[name] else st.just(())
+        for name in ("parameters", "operations")
+    }
+    fields["accesses"] = tuple(
+        dataclasses.replace(
+            access,
+            parameters=draw(inside["parameters"]),
+            operations=draw(inside["operations"]),
+            pin_until=draw(st.integers(0, len(fields["accesses"]) - 1)),
+        )
+        for access in fields["accesses"]
+    )
+    return StepTrace(**fields)
+
+
+VALID = {HardwareProfile: profiles(), Plan: plans(), StepTrace: traces()}
 """Artifacts that refuse values which make no sense, so that not every value of the right type will do."""
 
 
@@ -252,6 +273,61 @@ def test_absurd_integers_are_artifact_errors(digits: int) -> None:
     text = make_hardware().to_json().replace('"devices_per_host": 8', f'"devices_per_host": {"9" * digits}')
     with pytest.raises(ArtifactError):
         HardwareProfile.from_json(text)
+
+
+@pytest.mark.parametrize("artifact", SAMPLES, ids=lambda sample: sample.artifact)
+def test_an_error_repeats_no_long_number_and_no_long_word(artifact: Artifact) -> None:
+    data, said = artifact.to_dict(), []
+    for _, container, key in leaves(data):
+        before = container[key]
+        for absurd in (10**4000, "word" * 5000, "a word " * 3000, ["word" * 5000], {"word" * 5000: 1}):
+            container[key] = absurd
+            try:
+                type(artifact).from_dict(data)
+            except ArtifactError as error:
+                said.append(str(error))
+        container[key] = before
+    assert type(artifact).from_dict(data) == artifact
+    assert len(max(said, key=len)) < 1000
+
+
+@pytest.mark.parametrize(("field", "index"), [("operations", 10**18), ("operations", 5), ("parameters", -1)])
+def test_an_index_that_leads_nowhere_is_refused(field: str, index: int) -> None:
+    data = make_trace(layers=2).to_dict()
+    data["accesses"][1][field] = [index]
+    with pytest.raises(ArtifactError, match=rf"'accesses\[1\].{field}' must have indices below"):
+        StepTrace.from_dict(data)
+
+
+def test_an_integer_that_no_search_can_compute_with_is_refused() -> None:
+    with pytest.raises(ArtifactError, match="'block_bytes' must be an integer below"):
+        Plan.from_dict(make_plan(3).to_dict() | {"block_bytes": 2**63})
+
+
+@pytest.mark.parametrize("artifact", SAMPLES, ids=lambda sample: sample.artifact)
+def test_a_key_that_comes_twice_is_refused(artifact: Artifact, tmp_path: Path) -> None:
+    text = artifact.to_json().replace('"schema_version"', '"schema_version": 1, "schema_version"', 1)
+    (tmp_path / "twice.json").write_text(text)
+    for read in (lambda: type(artifact).from_json(text), lambda: type(artifact).load(tmp_path / "twice.json")):
+        with pytest.raises(ArtifactError, match="has the key 'schema_version' twice"):
+            read()
+
+
+def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
+    with (tmp_path / "sparse.json").open("wb") as file:
+        file.truncate(2**40)
+    for path in (tmp_path / "sparse.json", "/dev/zero"):
+        with pytest.raises(ArtifactError, match="has more than 128 MiB"):
+            Plan.load(path)
+
+
+def test_an_artifact_is_read_from_a_pipe() -> None:
+    plan = make_plan(3)
+    reading, writing = os.pipe()
+    os.write(writing, plan.to_json().encode())
+    os.close(writing)
+    assert Plan.load(f"/dev/fd/{reading}") == plan
+    os.close(reading)
 
 
 VERSION = Plan.schema_version
