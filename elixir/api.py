@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir.check import check_given, raise_refusals, refusals
 from elixir.chunk.group import Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
 from elixir.hardware import HardwareProfile, check_host_threads
@@ -36,7 +37,7 @@ from elixir.wrapper.account import StepReport
 from elixir.wrapper.build import agree_on_plan, check_weights, compute_device
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
-from elixir.wrapper.module import folders_of, refuse_wrapped
+from elixir.wrapper.module import folders_of
 from elixir.wrapper.step import check_early, check_optimizer, clips_in_backward, copies_states
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ _MODULE_OPTIONS = {
     for name, parameter in inspect.signature(ElixirModule).parameters.items()
     if name not in ("module", "plan", "group", "dtype")
 }
+_MODULE_OPTIONS["strict"] = _MODULE_OPTIONS["strict"].replace(default=None, annotation="bool | None")
 
 
 def option_names() -> frozenset[str]:
@@ -123,6 +125,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
             further arguments of `ElixirModule`, such as ``weights``. ``moments=None`` keeps them as a `HybridAdam`
             says, otherwise in float32. ``clipping=None`` plans with clipping if `max_norm` is given. With
             ``disk_memory`` give ``disk_folder``, a folder on that disk, which is measured unless `hardware` knows it.
+            ``strict=True`` first refuses what a smaller machine would refuse (`elixir.check`), which takes two steps
+            on the CPU; ``strict=False`` takes `weights` with other names.
 
     Returns:
         The wrapped model, and the wrapped optimizer; a list of them where several were given.
@@ -195,6 +199,8 @@ class _Question:
     max_norm: float | None
     for_module: dict[str, Any]
     """Arguments of `ElixirModule`."""
+    checked: bool
+    """Whether two steps are taken first where everything is streamed."""
 
     @classmethod
     def of(
@@ -207,7 +213,7 @@ class _Question:
     ) -> _Question:
         """Check the arguments of `wrap`."""
         check_options("argument of wrap", options, {"max_norm", *_OPTIONS, *_MODULE_OPTIONS})
-        optimizers = _checked(model, optimizer)
+        optimizers = check_given(model, optimizer)
         asked = {name: options[name] for name in _OPTIONS if name in options}
         clipping = asked.pop("clipping", None)
         max_norm = options.get("max_norm")
@@ -224,10 +230,30 @@ class _Question:
             how["hardware"] = "cpu"  # this is a run, so what is planned for is where it runs
         traced = Traced(**how, use_fused_kernels=options.get("use_fused_kernels", False))
         for_module = {name: options[name] for name in _MODULE_OPTIONS if name in options}
+        strict = for_module.get("strict")
+        if strict is not None and not isinstance(strict, bool):
+            raise InputTypeError(f"strict must be True, False or None, got {strict!r}")
+        if strict and plan is not None:
+            raise InputError(
+                "strict=True takes two steps, and a plan that is given comes without one; leave out one of them, or "
+                "run `elixir check`"
+            )
+        for_module["strict"] = strict is not False
         if plan is None:
             for each in optimizers:
                 check_optimizer(each, check_kind(moments_of(each, asked.get("moments"))))
-        return cls(model, optimizers, plan, profile_for(how["hardware"]), traced, asked, clips, max_norm, for_module)
+        return cls(
+            model,
+            optimizers,
+            plan,
+            profile_for(how["hardware"]),
+            traced,
+            asked,
+            clips,
+            max_norm,
+            for_module,
+            bool(strict),
+        )
 
     @cached_property
     def machine(self) -> HardwareProfile:
@@ -253,6 +279,18 @@ class _Question:
     def _make_plan(self, world_size: int) -> tuple[Plan, StepTrace | None]:
         if self.for_module.get("weights") is not None:  # before a minute is spent on a trace
             check_weights(self.model, self.for_module["weights"], strict=self.for_module.get("strict", True))
+        if self.checked:
+            raise_refusals(
+                refusals(
+                    self.model,
+                    self.optimizers,
+                    self.how.inp,
+                    self.how.step_fn,
+                    dtype=None if self.how.unified_dtype is None else parse_dtype(self.how.unified_dtype),
+                    moments=self.asked.get("moments"),
+                    use_fused_kernels=self.how.use_fused_kernels,
+                )
+            )
         if self.plan is not None:
             return (self.plan if isinstance(self.plan, Plan) else Plan.load(self.plan)), None
         families = {family_of(each) for each in self.optimizers}
@@ -281,29 +319,6 @@ class _Question:
             return ""
         foreach, for_loop = LOOPS
         return f" ({foreach if loop.param_groups[0].get('foreach') else for_loop})"
-
-
-def _checked(
-    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-) -> list[torch.optim.Optimizer]:
-    """The optimizers, once they and the model can be wrapped."""
-    if not isinstance(model, nn.Module) or isinstance(model, ElixirModule):
-        raise InputTypeError(f"model must be a plain nn.Module, got {type(model).__name__}")
-    refuse_wrapped(model)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    if not isinstance(optimizers, Sequence) or not optimizers:
-        raise InputTypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
-    own = set(model.parameters())
-    for each in optimizers:
-        if not isinstance(each, torch.optim.Optimizer):
-            raise InputTypeError(f"optimizer must be a torch optimizer, got {type(each).__name__}")
-        foreign = sum(parameter not in own for group in each.param_groups for parameter in group["params"])
-        if foreign:
-            raise InputError(
-                f"{foreign} parameters of the optimizer are not the model's; make it over model.parameters() of this "
-                "very model"
-            )
-    return list(optimizers)
 
 
 def _planned(group: Group, make_plan: Callable[[int], tuple[Plan, StepTrace | None]]) -> tuple[Plan, StepTrace | None]:

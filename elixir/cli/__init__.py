@@ -1,4 +1,4 @@
-"""``elixir profile | hardware | plan | show | compare | models | sweep | fit | explain | timeline |
+"""``elixir profile | hardware | plan | check | show | compare | models | sweep | fit | explain | timeline |
 checkpoint``.
 
 Nothing but `os`, `signal` and `sys` is imported up front, and everything else inside of `main`, so that a user who
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status.
 
     0: done. 2: the caller's mistake, a plan that cannot fit, or results that cannot be written, explained on standard
-    error. 1: a defect of ours. 130: interrupted. With ``--debug`` an error is raised instead of explained.
+    error. 1: a defect of ours, or something that ``elixir check`` has found. 130: interrupted. With ``--debug`` an
+    error is raised instead of explained.
 
     Args:
         argv: the words after the program's name; None: those of this process, which ends after the command.

@@ -1,4 +1,4 @@
-"""``elixir profile | plan | show | compare | models``.
+"""``elixir profile | plan | check | show | compare | models``.
 
 Each checks everything the user gave before the work starts, then works, then prints.
 """
@@ -125,6 +125,27 @@ def _with_allowed(
         flags = " ".join(f"{tables.flag_of(name)} {value}".rstrip() for name, value in change.options)
         output.note(f"allowed and taken: {change.action} ({flags})")
     return trace, request
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Take two steps of the user's where everything is streamed, and say what would be refused; status 1 if any."""
+    from elixir.check import refusals
+    from elixir.models import user_code
+
+    given = user_code.called(args.function, user_code.imported(args.function))
+    if not isinstance(given, (tuple, list)) or len(given) != 4:
+        size = f" of {len(given)}" if isinstance(given, (tuple, list)) else ""
+        raise InputError(
+            f"{args.function} must return (model, optimizer, batch, step_fn), got {type(given).__name__}{size}"
+        )
+    model, optimizer, batch, step_fn = given
+    with user_code.contained(f"{args.function}: the step"):
+        found = refusals(model, optimizer, batch, step_fn)
+    if args.json:
+        output.say_json({"refused": [vars(each) for each in found]})
+    else:
+        output.say("\n".join(map(str, found)) or "nothing is refused")
+    return 1 if found else 0
 
 
 def run_show(args: argparse.Namespace) -> int:

@@ -33,6 +33,7 @@ SETTLED = {
     "group": "the default process group",
     "inp": "ElixirStrategy(batch=)",
     "max_norm": "Trainer(gradient_clip_val=)",
+    "strict": "`elixir check` of a step function, since training_step needs Lightning around it",
 }
 """Arguments of `elixir.wrap` that a Trainer settles -> the setting that does."""
 

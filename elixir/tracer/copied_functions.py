@@ -25,12 +25,20 @@ _KEPT = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, weakre
 _PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.Tensor)
 
 
-def rebind_functions(memo: dict[int, Any]) -> None:
-    """Replace, in everything that was copied, functions that hold what was copied.
+def deep_copied(item: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy whose functions hold the copies.
 
     Args:
-        memo: of `copy.deepcopy`, by the `id` of each original.
+        item: is copied.
+        memo: of `copy.deepcopy`: copies by the `id` of each original; it may have some already.
     """
+    made = copy.deepcopy(item, memo)
+    _rebind_functions(memo)
+    return made
+
+
+def _rebind_functions(memo: dict[int, Any]) -> None:
+    """Replace, in everything that was copied, functions that hold what was copied."""
     copies = _Copies(memo)
     for made in list(memo.values()):
         if isinstance(made, functools.partial):

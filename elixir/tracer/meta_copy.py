@@ -14,7 +14,7 @@ from elixir.access import ParameterAccess
 from elixir.errors import InputError, InputTypeError, TraceError
 from elixir.models import casts_buffers, refuse_unplannable
 from elixir.torch_private import tree_map
-from elixir.tracer.copied_functions import rebind_functions
+from elixir.tracer.copied_functions import deep_copied
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """(meta tensor, the tensor it stands for)"""
@@ -79,11 +79,10 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
             memo |= dict.fromkeys(map(id, _of_a_plan(module)), _nothing)
     pairs = [(memo[id(buffer)], buffer) for buffer in buffers]
     try:
-        twin = copy.deepcopy(model, memo)
+        twin = deep_copied(model, memo)
         for parameter in original.names:
             vars(memo[id(parameter)]).update(copy.deepcopy(vars(parameter), memo))
         _replace_in_scripts(original.modules, twin, memo)
-        rebind_functions(memo)
         return _walk(twin, pairs)
     except Exception as error:
         raise TraceError(

@@ -65,18 +65,21 @@ _GENERATORS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]],
 
 
 @contextlib.contextmanager
-def user_objects_restored(model: nn.Module, twin: nn.Module, *roots: Any) -> Iterator[UserObjects]:
+def user_objects_restored(
+    model: nn.Module, twin: nn.Module, *roots: Any, writes_unseen: bool = False
+) -> Iterator[UserObjects]:
     """While open, a step may change what it reaches.
 
     Args:
         model: of the user's; its attributes are out of reach unless it is its own twin.
         twin: the model that the step is given.
         roots: the step function, and whatever else the step is given.
+        writes_unseen: nothing will say what is written to, so all tensors but parameters are copied now.
 
     Yields:
         What was found; it has to know of each tensor with values before something writes to it.
     """
-    found = UserObjects()
+    found = UserObjects(writes_unseen)
     if twin is not model:
         found.spare(model)
     for root in (*roots, model):
@@ -118,7 +121,8 @@ class _WrittenTensors:
 class UserObjects:
     """Remembers what containers, objects, cells and names hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, writes_unseen: bool = False) -> None:
+        self._writes_unseen = writes_unseen
         self._spared: list[nn.Module] = []
         self._written = _WrittenTensors()
         self.before_write = self._written.before
@@ -145,7 +149,9 @@ class UserObjects:
 
     def push(self, item: Any, entries: int = 1) -> None:
         """Look at `item`, which is one of so many, later."""
-        if type(item) not in _VALUES and id(item) not in self._seen:
+        if self._writes_unseen and type(item) is torch.Tensor:
+            self.before_write(item)
+        elif type(item) not in _VALUES and id(item) not in self._seen:
             self._seen[id(item)] = item
             heapq.heappush(self._ahead, (max(self._width, entries), next(self._numbers), item))
 
@@ -226,7 +232,7 @@ class UserObjects:
     def _all(self, items: Iterable[Any], entries: int = 1) -> None:
         self._entries += entries
         for item in items:
-            if type(item) not in _VALUES:
+            if type(item) not in _VALUES or type(item) is torch.Tensor:
                 self.push(item, entries)
 
     def _container(self, held: Any) -> None:

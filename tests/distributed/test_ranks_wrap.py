@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import elixir
 from elixir import api
 from elixir.chunk.group import Group
-from elixir.errors import PlanError, RankError
+from elixir.errors import InputError, PlanError, RankError
 from elixir.search.replan import Correction
 from elixir.wrapper.engine import engine_of
 from tests.common.ddp import LR, batch_of
@@ -91,3 +91,31 @@ def quiet(rank: int, world_size: int, folder: Path) -> str:
 
 def test_torch_has_no_warning_for_groups_that_are_closed(tmp_path: Path) -> None:
     assert run_ranks(2, quiet, tmp_path) == ["", ""]
+
+
+def strict(rank: int, world_size: int) -> list[str]:
+    """Wraps a program that is refused, then one that is not."""
+    model = tiny("gpt2")
+    inp = batch_of(model, rank, world_size)
+
+    def refused(module: Any, batch: Any) -> None:
+        (hf_loss(module, batch) + module.lm_head.weight.square().sum()).backward()
+
+    memory = {"device_memory": "1GiB", "host_memory": "1GiB", "hardware": "cpu", "device": "cpu", "placement": "cuda"}
+    said = []
+    for step in (refused, None):
+        try:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+            module, _ = elixir.wrap(model, optimizer, inp=inp, step_fn=step, strict=True, **memory)
+            module.close()
+            said.append("wrapped")
+        except (InputError, RankError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_rank_0_checks_a_strict_wrap_alone_and_all_ranks_hear_of_it() -> None:
+    first, second = run_ranks(2, strict)
+    assert first[0].startswith("InputError: strict=True: 1 found")
+    assert second[0].startswith("RankError: rank 0 could not plan: strict=True: 1 found")
+    assert (first[1], second[1]) == ("wrapped", "wrapped")

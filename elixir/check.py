@@ -1,0 +1,327 @@
+"""Refusals that a program would meet where its weights are streamed: `elixir check` and ``wrap(strict=True)``.
+
+Where all weights stay on the device, a step is plain PyTorch, and much passes that a smaller machine refuses: a weight
+that is read outside of its module, or written through `.data`. So two steps of a copy run on the CPU, with every weight
+evicted after each use and blocks that are given back filled with NaN, next to the same two steps in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir.errors import ElixirError, InputError, InputTypeError, shortened
+from elixir.hardware import preset
+from elixir.models import default_input, default_step, generators_untouched
+from elixir.optimizer_states import family_of, moments_of
+from elixir.plan import Plan
+from elixir.search import simple_search
+from elixir.torch_private import tree_map
+from elixir.tracer import deep_copied, is_user_code, trace_step, user_objects_restored
+from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
+from elixir.wrapper.module import refuse_wrapped
+from elixir.wrapper.step import check_optimizer
+
+STEPS = 2
+"""The second one reads weights that the first one has written."""
+CHUNKS = 32
+"""Fewer where the largest parameter needs larger ones."""
+MADE_UP_STD = 0.02
+"""Standard deviation of weights that are on meta."""
+RELATIVE, ABSOLUTE = 1e-3, 1e-5
+"""Differences to plain PyTorch that rounding may make."""
+
+StepFn = Callable[[nn.Module, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Something that would be refused, or would go wrong."""
+
+    part: Literal["optimizer", "trace", "step", "numbers"]
+    """When: the optimizer is looked at, the step is traced, the step runs; or after it, by its weights."""
+    sentence: str
+    place: str = ""
+    """``file:line`` of the innermost code that is neither ours nor PyTorch's; empty where the sentence says it."""
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.place + ': ' if self.place else ''}{self.sentence}"
+
+
+def refusals(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    inp: Mapping[str, Any] | None = None,
+    step_fn: StepFn | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    moments: str | None = None,
+    use_fused_kernels: bool | Mapping[str, str] = False,
+) -> tuple[Refusal, ...]:
+    """The first refusal of each part of a step, on any machine; empty if there is none.
+
+    Model, optimizer and whatever else the step reaches are left as they are. It takes memory on the host for two copies
+    of the weights, for gradients and for states. Weights on meta are made up.
+
+    Args:
+        model, optimizer, inp, step_fn: as of `elixir.wrap`.
+        dtype, moments, use_fused_kernels: likewise.
+
+    Raises:
+        InputError: the step fails in plain PyTorch on the CPU.
+        InputError, InputTypeError: model and optimizer do not go together.
+    """
+    optimizers = check_given(model, optimizer)
+    batch = _on_cpu(default_input(model) if inp is None else dict(inp))
+    run = _Check(model, optimizers, batch, step_fn or default_step)
+    with user_objects_restored(model, nn.Module(), run.step, batch, writes_unseen=True), _gradients_kept(model):
+        run.look_at_optimizers(moments)
+        expected = run.plain()
+        plan = run.plan(dtype, use_fused_kernels, None if moments is None else str(moments))
+        if plan is not None:
+            found = run.streamed(plan, use_fused_kernels)
+            if found is not None and dtype is None and not use_fused_kernels:
+                run.compare(expected, found)
+    return tuple(run.found)
+
+
+def raise_refusals(found: Sequence[Refusal]) -> None:
+    """Raise `InputError` if there is any."""
+    if found:
+        raise InputError(
+            f"strict=True: {len(found)} found that would be refused where weights are streamed: "
+            + "; ".join(map(str, found))
+        )
+
+
+def check_given(
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    """The optimizers, once they and the model can be wrapped."""
+    if not isinstance(model, nn.Module) or isinstance(model, ElixirModule):
+        raise InputTypeError(f"model must be a plain nn.Module, got {type(model).__name__}")
+    refuse_wrapped(model)
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    if not isinstance(optimizers, Sequence) or not optimizers:
+        raise InputTypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
+    own = set(model.parameters())
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise InputTypeError(f"optimizer must be a torch optimizer, got {type(each).__name__}")
+        foreign = sum(parameter not in own for group in each.param_groups for parameter in group["params"])
+        if foreign:
+            raise InputError(
+                f"{foreign} parameters of the optimizer are not the model's; make it over model.parameters() of this "
+                "very model"
+            )
+    return list(optimizers)
+
+
+class _Check:
+    def __init__(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], batch: dict[str, Any], step: StepFn
+    ) -> None:
+        self.model, self.optimizers, self.batch, self.step = model, optimizers, batch, step
+        self.found: list[Refusal] = []
+
+    def plain(self) -> dict[str, Any]:
+        """Weights and buffers after the steps in plain PyTorch."""
+        model, optimizers = self._copies()
+        try:
+            self._steps(model, optimizers)
+        except Exception as error:
+            raise InputError(
+                f"{_place(error)}: the step fails in plain PyTorch on the CPU ({type(error).__name__}: "
+                f"{shortened(str(error), 300)}); it has to run there to be checked"
+            ) from error
+        return model.state_dict()
+
+    def look_at_optimizers(self, moments: str | None) -> None:
+        """Refusals of the optimizers, of which those that are refused are replaced by SGD."""
+        for index, each in enumerate(self.optimizers):
+            try:
+                check_optimizer(each, moments_of(each, moments))  # type: ignore[arg-type]
+                family_of(each)
+            except ElixirError as error:
+                self.found.append(Refusal(part="optimizer", sentence=str(error)))
+                groups = [{"params": group["params"]} for group in each.param_groups]
+                self.optimizers[index] = torch.optim.SGD(groups, lr=1e-3)
+
+    def plan(self, dtype: torch.dtype | None, use_fused_kernels: Any, moments: str | None) -> Plan | None:
+        """A plan that streams everything; if the step cannot be traced, for a step that uses each weight once."""
+        kept = {moments_of(each, moments) for each in self.optimizers}
+        families = {family_of(each) for each in self.optimizers}
+        if len(kept) > 1 or len(families) > 1:
+            self.found.append(Refusal(part="optimizer", sentence="one plan counts one family of optimizers"))
+            return None
+        family, moments, share = families.pop(), kept.pop(), 1e-9  # as few blocks as the step can do with
+        for step in (self.step, _uses_all):
+            try:
+                trace = trace_step(
+                    self.model,
+                    self.batch,
+                    step,
+                    dtype=dtype,
+                    hardware=preset("cpu"),
+                    optimizer=None,
+                    use_fused_kernels=use_fused_kernels,
+                )
+                return simple_search(
+                    trace,
+                    1,
+                    split_number=CHUNKS,
+                    allocate_factor=share,
+                    shard_device="cpu",
+                    optimizer_type=family,
+                    moments=moments,
+                    hardware="cpu",
+                )
+            except ElixirError as error:
+                if step is _uses_all:
+                    return None  # refused above, for what the model is
+                self.found.append(Refusal(part="trace", sentence=str(error)))
+                share = 1.0
+        return None
+
+    def streamed(self, plan: Plan, use_fused_kernels: Any) -> dict[str, Any] | None:
+        """Weights and buffers after the steps under the plan; None if something was refused."""
+        model, optimizers = self._copies()
+        debug = Debug(poison=True, evict_always=True)
+        module: ElixirModule | None = None
+        try:
+            with _alone() as group:
+                module = ElixirModule(
+                    model, plan, group, use_fused_kernels=use_fused_kernels, device="cpu", debug=debug
+                )
+                engine_of(module).stepped = _unreported
+                try:
+                    self._steps(module, [ElixirOptimizer(module, each) for each in optimizers])
+                    return module.state_dict()
+                finally:
+                    with contextlib.suppress(ElixirError):  # of a step that was refused in the middle
+                        module.close()
+        except Exception as error:
+            sentence = str(error)
+            if not isinstance(error, ElixirError):
+                sentence = f"raises {type(error).__name__}, but not in plain PyTorch: {shortened(sentence, 300)}"
+            place = _place(error)
+            self.found.append(Refusal(part="step", sentence=sentence, place="" if place in sentence else place))
+            return None
+
+    def compare(self, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+        """Whether weights and buffers are what they are in plain PyTorch."""
+        differing = [name for name, value in expected.items() if not _same(value, found.get(name))]
+        if differing:
+            self.found.append(
+                Refusal(
+                    part="numbers",
+                    sentence=f"after {STEPS} steps {len(differing)} of {len(expected)} weights and buffers are not "
+                    f"those of plain PyTorch, such as {differing[0]!r}; something reads or writes weights unseen",
+                )
+            )
+
+    def _steps(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        with generators_untouched():
+            for _ in range(STEPS):
+                self.step(model, tree_map(_cloned, self.batch))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    def _copies(self) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        """Model and optimizers anew on the CPU, with the same values."""
+        memo: dict[int, Any] = {}
+        generator = torch.Generator().manual_seed(0)
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if tensor.device.type != "cpu":
+                value = _made_up(tensor, generator) if tensor.is_meta else tensor.detach().cpu()
+                if isinstance(tensor, nn.Parameter):
+                    value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                memo[id(tensor)] = value
+        optimizers = []
+        try:
+            model = deep_copied(self.model, memo)
+            for each in self.optimizers:
+                # `copy.deepcopy` would leave out attributes of a derived class, as `Optimizer.__getstate__` does.
+                memo[id(each)] = made = object.__new__(type(each))
+                vars(made).update(deep_copied(vars(each), memo))
+                optimizers.append(made)
+        except Exception as error:
+            raise InputError(
+                f"model and optimizer cannot be copied to be checked ({type(error).__name__}: {error}); keep locks, "
+                "generators and process groups out of their attributes"
+            ) from error
+        return model, optimizers
+
+
+def _uses_all(model: nn.Module, inp: Any) -> None:
+    torch.stack([each.sum() for each in model.parameters() if each.requires_grad]).sum().backward()
+
+
+def _unreported(skipped: bool) -> None:
+    """Replaces the comparison of a step with its plan, which is for a machine that nobody has."""
+
+
+def _made_up(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    value = torch.zeros_like(tensor, device="cpu")
+    return value.normal_(std=MADE_UP_STD, generator=generator) if isinstance(tensor, nn.Parameter) else value
+
+
+def _on_cpu(batch: Any) -> Any:
+    return tree_map(lambda item: item.cpu() if isinstance(item, torch.Tensor) else item, batch)
+
+
+def _cloned(item: Any) -> Any:
+    return item.clone() if isinstance(item, torch.Tensor) else item
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return True
+    if not isinstance(other, torch.Tensor) or one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one.float(), other.float(), rtol=RELATIVE, atol=ABSOLUTE, equal_nan=True)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[dist.ProcessGroup | None]:
+    """A group of this rank alone; None for a single rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield None
+        return
+    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def _gradients_kept(model: nn.Module) -> Iterator[None]:
+    """A step that runs the model itself, and not the one that it is given, leaves no gradient on it."""
+    before = [(each, each.grad, None if each.grad is None else each.grad.clone()) for each in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, gradient, value in before:
+            parameter.grad = gradient
+            if gradient is not None and value is not None:
+                gradient.copy_(value)
+
+
+def _place(error: BaseException) -> str:
+    place, frame = "", error.__traceback__
+    while frame is not None:
+        if is_user_code(frame.tb_frame.f_code.co_filename):
+            place = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    return place
