@@ -15,7 +15,7 @@ from elixir.checkpoint_format import open_checkpoint, verify
 from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, FileError, InputError
 from elixir.plan import Plan
 from tests.common.ddp import batch_of, plan_for
-from tests.common.file_faults import UnsyncedFiles
+from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.parity import Case, case, hf_loss, make_plan
 from tests.common.resuming import Run, differing, two_groups
 from tests.common.spawn import run_ranks, run_to_end
@@ -201,6 +201,42 @@ def _one_cannot_load(rank: int, world_size: int, folder: str) -> str:
 def test_a_load_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     said = run_ranks(2, _one_cannot_load, str(tmp_path / "run"))
     assert said == 2 * ["rank 1: load_state_dict of 'fragile', a FragileOnOne, raised KeyError: 'no such thing'"]
+
+
+def _one_cannot_read(rank: int, world_size: int, folder: str) -> list[str]:
+    """Of a load of which one operation after the other fails on rank 1."""
+    it, plan = runs(rank, world_size, "host")
+    ends: list[str] = []
+    with Run(it, plan, two_groups()) as run:
+        run.train(1)
+        save_checkpoint(folder, run.state(number=1), wait=True, files=FILES)
+        whole = run.bits()
+        run.train(1)
+        before = run.bits()
+        for at in range(1, 1000, 11):
+            fails = FailingFiles(at, errno.EIO, only=("open", "size", "list", "read"))
+            try:
+                load_checkpoint(folder, run.state(number=0), files=fails if rank == 1 else FILES)
+            except CheckpointError:
+                pass
+            else:
+                return ends
+            try:
+                assert differing(before, run.bits()) == [], at
+                ends.append("unchanged")
+            except InputError:
+                load_checkpoint(folder, run.state(number=0), files=FILES)
+                assert differing(whole, run.bits()) == [], at
+                run.train(1)
+                before = run.bits()
+                ends.append("waiting")
+    raise AssertionError("no end")
+
+
+def test_a_read_that_fails_on_one_rank_ends_alike_on_all(tmp_path: Path) -> None:
+    said = run_ranks(2, _one_cannot_read, str(tmp_path / "run"))
+    assert said[0] == said[1]
+    assert set(said[0]) == {"unchanged", "waiting"}
 
 
 def _one_dies(rank: int, world_size: int, folder: str) -> str:

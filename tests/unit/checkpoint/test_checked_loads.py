@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format.index import INDEX_NAME, _checksum, _text
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, InputError
-from tests.common.file_faults import UnsyncedFiles
+from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.parity import adamw, case, make_plan
 from tests.common.resuming import Run, differing
 
@@ -137,3 +138,30 @@ def test_random_numbers_of_a_device_that_is_not_here_are_noted(run: Run, saved: 
     loaded = load_checkpoint(saved[0], run.state(), files=FILES)
     assert not loaded.exact
     assert "random numbers of a CUDA device" in loaded.notes[0]
+
+
+READS = ("open", "size", "list", "read")
+
+
+def test_whatever_fails_in_a_load_it_changed_nothing_or_the_module_waits_for_a_whole_one(
+    run: Run, saved: tuple[Path, dict[str, Any]]
+) -> None:
+    state = run.state(ema=torch.zeros(4, dtype=torch.float64), fragile=Fragile())
+    counted = FailingFiles(0, only=READS)
+    load_checkpoint(saved[0], state, files=counted)
+    whole, ends = run.bits(), []
+    for at in range(1, counted.count + 1):
+        if not ends or ends[-1] == "waiting":
+            run.train(1)
+        before = run.bits()
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            load_checkpoint(saved[0], state, files=FailingFiles(at, errno.EIO, only=READS))
+        try:
+            assert differing(before, run.bits()) == [], at
+            ends.append("unchanged")
+        except InputError as error:
+            assert "load a checkpoint that is whole" in str(error)  # noqa: PT017
+            load_checkpoint(saved[0], state, files=FILES)
+            assert differing(whole, run.bits()) == [], at
+            ends.append("waiting")
+    assert set(ends) == {"unchanged", "waiting"}
