@@ -65,6 +65,12 @@ class _Copies:
 
     def holds(self, item: Any) -> bool:
         """Whether something that was copied can be reached from `item`, or `item` was copied."""
+        try:
+            return self._reaches(item)
+        except Exception:  # a proxy may raise anything when it is asked for its class
+            return False
+
+    def _reaches(self, item: Any) -> bool:
         ahead, seen = [item], {id(item)}
         while ahead and len(seen) < MOST_OBJECTS:
             held = ahead.pop()

@@ -166,13 +166,18 @@ class UserObjects:
                     type(item).__name__,
                 )
                 return
-            self._look_at(item)
+            # A proxy may raise anything when it is asked for its class; nothing that a step changes is lost by it.
+            with contextlib.suppress(Exception):
+                self._look_at(item)
 
     def restore(self) -> None:
         """Put back what has changed."""
         self._written.restore()
         for restore in self._restores:
-            restore()
+            try:
+                restore()
+            except Exception as error:  # such as of a class that is closed to changes; the others are put back
+                logger.warning("something that the trace has changed could not be put back: %s", error)
 
     def refusal_of(self, weight: torch.Tensor) -> str:
         """Why a tensor that needs a gradient cannot take part in a trace, and what to do."""
@@ -206,6 +211,8 @@ class UserObjects:
                     yield f"a {type(item).__name__}"
 
     def _look_at(self, item: Any) -> None:
+        if isinstance(item, types.ModuleType):
+            return  # one that loads its names late has a class of its own; functions look up what they name
         if isinstance(item, (dict, list, set, collections.deque)):
             self._container(item)
         elif isinstance(item, (tuple, frozenset)):

@@ -211,6 +211,36 @@ def test_a_counter_is_put_back_although_data_are_too_many_to_be_looked_into(
     assert "torch.utils.data.Dataset" in caplog.text
 
 
+class Proxy:
+    """Raises when it is asked for its class, as one outside of its context does."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("working outside of a context")
+
+
+class Late(types.ModuleType):
+    """Loads its names when they are asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        vars(self)[name] = value = [name]
+        return value
+
+
+def test_proxies_and_modules_that_load_late_are_left_alone() -> None:
+    proxy, late, losses = Proxy(), Late("late"), list[Any]()
+
+    def step(model: nn.Module, inp: dict[str, Any], given: Any = proxy) -> None:
+        losses.append(late.names)
+        model(inp["x"]).sum().backward()
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.note = lambda: (proxy, model)  # type: ignore[assignment]
+    cpu_trace(model, INP, step)
+    assert losses == []
+    assert vars(late)["names"] == ["names"]
+
+
 def test_data_sets_are_not_looked_into() -> None:
     class Samples(torch.utils.data.Dataset[int]):
         drawn = 0
