@@ -154,7 +154,7 @@ def compare(folder: Path) -> int:
     for results of a run that was killed."""
     from benchmark.common import conditions
     from benchmark.proof import links, report
-    from benchmark.proof.cases import closing_jobs
+    from benchmark.proof.cases import closing_jobs, jobs_of
     from benchmark.proof.jobs import NotRun
     from benchmark.proof.place import Place
     from benchmark.proof.runner import append_row
@@ -168,7 +168,8 @@ def compare(folder: Path) -> int:
         print(f"nothing to compare in {folder}: {reason}", file=sys.stderr)
         return 2
     append_row(folder / links.ROWS_FILE, row)
-    (folder / "results.md").write_text(report.markdown(links.read_rows(place)), encoding="utf-8")
+    every = {part: jobs_of(part, rehearse=row["rehearsal"]) for part in PARTS}
+    (folder / "results.md").write_text(report.markdown(links.read_rows(place), (), every), encoding="utf-8")
     print(f"mean error {row['mean_percent']:.1f} % of {len(row['cases'])} cases; see {folder / 'results.md'}")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -57,6 +58,10 @@ def compare(options: dict[str, Any], place: Place) -> Row:
         except ValueError as error:  # an ArtifactError: the folder has rows of another version
             skipped.append(f"{row['part']}/{row['case']}/{row['contender']}: {error}")
             continue
+        if row.get("clipped_steps") == row.get("steps"):  # a run soon makes no new states that are never kept
+            plan = dataclasses.replace(
+                plan, chunks=tuple(dataclasses.replace(chunk, speculates=False) for chunk in plan.chunks)
+            )
         simulated = simulate_step(plan, trace, hardware, accumulation=row["batch"] // row["micro"])
         cases.append(
             {
@@ -67,6 +72,7 @@ def compare(options: dict[str, Any], place: Place) -> Row:
                 "percent": 100 * (simulated.step_s / row["mean_s"] - 1),
                 "bound_by": simulated.bound_by,
                 "busy_s": simulated.busy_s,
+                "early": sum(chunk.speculates for chunk in plan.chunks),
             }
         )
     if not cases:

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 from benchmark.proof import memory, runner, worker
 from benchmark.proof.contenders import MAX_NORM
-from benchmark.proof.jobs import Job
+from benchmark.proof.jobs import PARTS, Job
 from benchmark.proof.memory import MemoryCase
 from benchmark.proof.models import shape_of
 from elixir.microbench import compute, measurement
@@ -127,8 +127,10 @@ def main(given: list[str]) -> int:
 
     def toys_of_hour(number: int, **options: Any) -> dict[str, list[Job]]:
         parts = {part: [toy(job) for job in jobs] for part, jobs in jobs_of_hour(number, **options).items()}
-        # Enough to see that it goes on with what is left.
-        return {part: jobs[: _MEMORY_JOBS if part == "memory" else 12] for part, jobs in parts.items()}
+        # Of what is many of a kind, enough to see that it goes on.
+        return {
+            part: jobs[:_MEMORY_JOBS] if part not in PARTS or part == "memory" else jobs for part, jobs in parts.items()
+        }
 
     cases.jobs_of, cases.jobs_of_hour = toys, toys_of_hour
     runner.ENTRY, runner.Workers = Path(__file__), ToyWorkers  # type: ignore[misc]
