@@ -144,10 +144,17 @@ def wrap(  # noqa: PLR0913 - a public entry point
     if question.profile.device_kind == "cpu":
         for_module.setdefault("device", "cpu")
     module = ElixirModule(model, made, group, dtype=None if plan is None else dtype, **for_module)
-    wrapped = [
-        ElixirOptimizer(module, each, initial_scale=initial_scale, max_norm=max_norm, host_threads=host_threads)
-        for each in question.optimizers
-    ]
+    try:
+        wrapped = [
+            ElixirOptimizer(module, each, initial_scale=initial_scale, max_norm=max_norm, host_threads=host_threads)
+            for each in question.optimizers
+        ]
+    except BaseException:
+        try:
+            module.close()  # nobody else has it, and the model could not be wrapped again
+        except ElixirError as error:
+            logger.error("the model is given back after an error: %s", error)
+        raise
     if replan and plan is None and made.placement == "auto":
         engine_of(module).before_forward = _Replanning(
             module, trace, question.profile if trace is None else question.machine
@@ -381,8 +388,15 @@ class _Replanning:
         if self._trace is not None:
             text = self._corrected(self._trace, [seen for _, seen in answers])
         text = engine.exchange("second plan", text)[0]
-        if text is not None:
+        if text is None:
+            return
+        module.settle()  # the error of a step must not be taken for one of the move
+        try:
             module.rehome(Plan.from_json(text))
+        except Exception as error:  # a training that runs is not ended by chunks that cannot move
+            if engine.phase.closed:
+                raise
+            logger.warning("the chunks stay where they are, since they could not be moved: %s", error)
 
     def _corrected(self, trace: StepTrace, observations: list[Observation]) -> str | None:
         plan = self._module.plan

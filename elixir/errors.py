@@ -3,8 +3,9 @@
 A caller's mistake is an `InputError` (also a `ValueError`) or an `InputTypeError` (also a `TypeError`). What cannot fit
 is a `PlanError`, what cannot be traced a `TraceError`, a file that cannot be read back an `ArtifactError`, a file
 operation that fails a `FileError` (also an `OSError`), optimizer states on a disk that cannot be reached a `DiskError`,
-a checkpoint that cannot be saved or loaded a `CheckpointError`, ranks that fall apart a `RankError`, a broken invariant
-of ours a `StateError`. All are `ElixirError`, so one `except` catches them.
+memory that this machine lacks a `NoMemoryError`, a checkpoint that cannot be saved or loaded a `CheckpointError`, ranks
+that fall apart a `RankError`, a broken invariant of ours a `StateError`. All are `ElixirError`, so one `except` catches
+them.
 """
 
 from __future__ import annotations

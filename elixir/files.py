@@ -68,7 +68,7 @@ class Files:
             return function(*args)
         except OSError as error:
             raise FileError(error.errno or errno.EIO, error.strerror or str(error), path, operation) from error
-        except ValueError as error:  # a path with a zero byte in it
+        except (ValueError, OverflowError) as error:  # a path with a zero byte in it; a size beyond 2**63
             raise FileError(errno.EINVAL, str(error), path, operation) from error
 
     def create(

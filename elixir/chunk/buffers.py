@@ -52,7 +52,14 @@ class Arena:
             buffer = self._made(numel, dtype, home, pin=pin, paged=paged)
         except torch.OutOfMemoryError:
             raise  # programs that look for the largest batch know the one of CUDA
-        except (RuntimeError, MemoryError, OverflowError, OSError, ValueError) as error:  # as each allocator has it
+        except (
+            RuntimeError,
+            MemoryError,
+            OverflowError,
+            OSError,
+            TypeError,
+            ValueError,
+        ) as error:  # as each allocator has it
             raise NoMemoryError(
                 f"there is no room for {readable_bytes(numel * dtype.itemsize, up=True)} of {kind.replace('_', ' ')} "
                 f"in {home} memory ({error}); plan for less with {home}_memory=, or free some"

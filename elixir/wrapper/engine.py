@@ -158,6 +158,7 @@ class Engine:
         self.half_loaded = ""
         """Why weights are neither the old ones nor those of a checkpoint; empty where they are."""
         self._pending_updates: list[Ticket] = []
+        self._is_after_step = False  # no forward has ended since
         self._untold: Exception | None = None  # of a lane, which was logged and not raised yet
         self.leaving: dict[int, StoredStates] = {}
         """By chunk, the states on a disk under the plan before, until the optimizers have taken theirs over."""
@@ -441,6 +442,15 @@ class Engine:
         if lost is not None:
             raise lost
 
+    def refuse_stale(self) -> None:
+        """Raise, on all ranks, where a forward has read weights of the step before the last, since the disk of one of
+        them has failed in the last."""
+        after_step, self._is_after_step = self._is_after_step, False
+        if self.group.size == 1:
+            self.refuse_lost()
+        elif after_step and self.plan.uses_disk:
+            self.hear_of_disks(self.exchange("states on disks", self.said_of_disk()))
+
     def said_of_disk(self) -> str | None:
         """The message to other ranks where states on a disk of this one are lost."""
         return None if self.window.lost is None else str(self.window.lost)
@@ -504,6 +514,7 @@ class Engine:
 
     def weights_changed(self, updates: Iterable[Ticket]) -> None:
         """An optimizer has stepped: blocks hold old weights, and resident ones are new once `updates` are done."""
+        self._is_after_step = True
         self._pending_updates = [*(ticket for ticket in self._pending_updates if not ticket.done()), *updates]
         self.cache.invalidate()
         self.renew_shared()

@@ -94,6 +94,8 @@ class ElixirModule(nn.Module):
             another ElixirModule.
         InputTypeError: `module` is no plain module, or `plan` no plan.
         DiskError: the disk has no room for the states, or fails.
+        NoMemoryError: this machine has not the memory that the plan takes.
+        RankError: another rank has raised. After every error the model is as it came, on all ranks.
     """
 
     def __init__(  # noqa: PLR0913 - the first eight are the original Elixir's
@@ -198,6 +200,7 @@ class ElixirModule(nn.Module):
         try:
             args, kwargs = cast_inputs((args, kwargs), engine.device, self._cast)
             output = self.module(*args, **kwargs)
+            engine.refuse_stale()
         except BaseException as error:
             engine.forward_failed()
             if begins:
@@ -444,6 +447,8 @@ class ElixirModule(nn.Module):
         Raises:
             InputError: inside `gathered`, or in a forward or backward.
             CheckpointError: the last checkpoint could not be saved, and nobody has been told; the model is given back.
+            DiskError, NoMemoryError, RankError: master weights of this rank, or of another, could not be read; the
+                model is given back, and has these weights in the dtype in which it ran.
         """
         engine = self._engine
         if engine.phase.closed:

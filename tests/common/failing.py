@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from elixir import load_checkpoint, save_checkpoint
+from elixir.chunk import pinned
 from elixir.errors import ElixirError, FileError
 from elixir.files import Files
 from elixir.plan import Plan
@@ -37,7 +38,6 @@ ON_DISK = {"create": errno.EACCES, "allocate": errno.ENOSPC, "write": errno.EIO,
 IN_CHECKPOINT = ON_DISK | {"sync": errno.EIO, "rename": errno.EIO, "resize": errno.ENOSPC, "make": errno.EROFS}
 IN_MEMORY = ("zeros", "pages")
 """Allocators: that of torch, and the map of pages."""
-STEP = ("dtype", "homes")
 
 
 class Fault(Files):
@@ -51,15 +51,14 @@ class Fault(Files):
     def armed(self, at: int = NEVER, *, forever: bool = False) -> Iterator[None]:
         """Count operations while it lasts, and fail."""
         self.count, self._at, self._forever, self._armed = 0, at, forever, True
-        zeros, touched = torch.zeros, "elixir.chunk.pinned._touched"
         try:
             with contextlib.ExitStack() as patched:
                 if self.kind == "zeros":
-                    patched.enter_context(mock.patch("torch.zeros", self._failing(zeros, RuntimeError)))
+                    failing = _Torch(self._failing(torch.zeros, RuntimeError))
+                    patched.enter_context(mock.patch("elixir.chunk.buffers.torch", failing))
                 if self.kind == "pages":
-                    from elixir.chunk import pinned
-
-                    patched.enter_context(mock.patch(touched, self._failing(vars(pinned)["_touched"], OSError)))
+                    touched = self._failing(vars(pinned)["_touched"], OSError)
+                    patched.enter_context(mock.patch("elixir.chunk.pinned._touched", touched))
                 yield
         finally:
             self._armed = False
@@ -91,6 +90,16 @@ class Fault(Files):
         return super().call(operation, path, function, *args)
 
 
+class _Torch:
+    """The package, as one module sees it, with another `zeros`."""
+
+    def __init__(self, zeros: Callable[..., torch.Tensor]) -> None:
+        self.zeros = zeros
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 class Net(nn.Module):
     """Layers of which one is frozen, a weight used twice, and buffers."""
 
@@ -112,7 +121,7 @@ class Net(nn.Module):
 
 
 def net() -> Net:
-    """The same model each time, in evaluation: its norm is the same in whatever order it is run."""
+    """The same model each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Net()
@@ -190,19 +199,23 @@ class Run:
             _adam(self.plain),
         )
 
+    def step(self) -> None:
+        """A step of both, whose losses are the same; without the plain one in low precision."""
+        loss = self.module(**BATCH)
+        if self.dtype is None:
+            plain = self.plain(**BATCH)
+            assert torch.equal(loss, plain)
+            plain.backward()
+            self.plain_optimizer.step()
+            self.plain_optimizer.zero_grad()
+        self.optimizer.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     def train(self, steps: int) -> None:
-        """Steps of both, whose losses and weights are the same; without the plain one in low precision."""
+        """Steps of both, after which weights are the same, too."""
         for _ in range(steps):
-            loss = self.module(**BATCH)
-            self.optimizer.backward(loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            if self.dtype is None:
-                plain = self.plain(**BATCH)
-                assert torch.equal(loss, plain)
-                plain.backward()
-                self.plain_optimizer.step()
-                self.plain_optimizer.zero_grad()
+            self.step()
         if self.dtype is None:
             assert same(self.module.state_dict(), self.plain.state_dict())
 
@@ -240,7 +253,7 @@ def wrapping(folder: Path, rank: int, world_size: int, kind: str, dtype: str | N
                     failed += 1
                 else:  # the operation is one of closing
                     wrapped = True
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError, ElixirError):
                         module.close()
             assert open_files(folder) == []
             if wrapped and dtype is not None:
@@ -375,6 +388,32 @@ def saving(folder: Path, rank: int, world_size: int, kind: str, dtype: str | Non
     save_checkpoint(target, {"model": run.module, "optimizer": run.optimizer}, wait=True)
     run.module.close()
     assert open_files(folder) == []
+    return failed
+
+
+def computing(folder: Path, rank: int, world_size: int, kind: str) -> int:
+    """Steps fail: no forward gives a loss of weights that are not all of one step. How often one has raised."""
+    fault, failed = Fault(kind), 0
+    probe = Run(fault, folder, world_size, "disk")
+    probe.train(1)
+    with fault.armed():
+        probe.train(2)
+    probe.module.close()
+    for at in range(1, _alike(fault.count) + 1, 3):
+        run = Run(fault, folder, world_size, "disk")
+        run.train(1)
+        with fault.armed(at if rank == 0 else NEVER, forever=True):
+            try:
+                for _ in range(3):
+                    with torch.no_grad():
+                        assert torch.equal(run.module(**BATCH), run.plain(**BATCH))
+                    run.step()
+            except ElixirError:
+                failed += 1
+            else:
+                assert not fault.struck
+            with contextlib.suppress(ElixirError, OSError):
+                run.module.close()
     return failed
 
 

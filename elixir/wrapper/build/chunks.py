@@ -348,6 +348,9 @@ def _check_fits(plan: Plan, module: nn.Module, world_size: int) -> None:
     except ArtifactError as refused:
         reasons = ([told] if alone and plan.world_size != 1 else []) + _differences(plan, module)
         raise ArtifactError(f"{refused} ({'; '.join(reasons)})" if reasons else str(refused)) from None
+    edited = _differences(plan, module)
+    if edited:
+        raise ArtifactError(f"the plan was edited, and is not of this model any more ({'; '.join(edited)}); plan anew")
     if alone:
         logger.warning("%s: each of them trains a separate model", told)
 

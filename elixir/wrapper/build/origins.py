@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elixir.chunk.chunk import Chunk, Slot, become_real
-from elixir.errors import ElixirError, InputError, NoMemoryError, RankError
+from elixir.errors import DiskError, ElixirError, InputError, NoMemoryError, RankError
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.build.weights import few
 from elixir.wrapper.engine import Engine
@@ -114,7 +114,7 @@ class Origins:
             if not alone and problem is None:
                 try:
                     memory, lacking = engine.precise(chunk)
-                    unread = unread or lacking
+                    unread = unread or _as_rounded(lacking)
                 except _SHORTAGES as error:  # another rank is gone: the rest cannot be had either
                     problem = error
             if memory is None and chunk.whole is not None:
@@ -149,7 +149,7 @@ class Origins:
                     self._give_chunk(engine, chunk, chunk.masters)
                     given = True
             except _SHORTAGES as error:
-                unread = error if isinstance(error, ElixirError) else NoMemoryError(str(error))
+                unread = _as_rounded(error)
         if given:
             return None  # if masters could not be written back, nobody needs that any more
         self._give_chunk(engine, chunk, chunk.shard_weights)
@@ -191,6 +191,15 @@ class Origins:
             if buffer not in moved:
                 moved[buffer] = _uncast(buffer, before, origin)
             module._buffers[key] = moved[buffer]
+
+
+def _as_rounded(error: Exception | None) -> ElixirError | None:
+    """The error of `close` where masters could not be read."""
+    if isinstance(error, DiskError):
+        return DiskError(
+            error.error, error.what, "the model is given back with these weights in the dtype in which it ran"
+        )
+    return error if error is None or isinstance(error, ElixirError) else NoMemoryError(str(error))
 
 
 def _gathered(engine: Engine, chunk: Chunk) -> torch.Tensor:

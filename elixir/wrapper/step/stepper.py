@@ -78,14 +78,25 @@ class Stepper:
         self._position = {parameter: index for index, parameter in enumerate(engine.model.parameters())}
         self.parts: dict[int, ChunkOptimizer] = {}
         """The optimizer of each chunk, in the order in which the next forward asks for them."""
-        self._make_parts()
         self.early = EarlySteps(engine, self.user, self.parts)
         self.speculation = Speculation(engine, self.user, self.parts)
         self.host_threads = set_host_threads(engine, host_threads)
         """Threads of CPU Adam."""
-        for part in self.parts.values():
-            self._make_states(part)
-        self._make_spares()
+        try:
+            with (
+                engine.group.together("make its optimizer states"),
+                engine.window.file.attempting("no optimizer was made, and weights are as they were"),
+            ):
+                self._make_parts()
+                for part in self.parts.values():
+                    self._make_states(part)
+                self._make_spares()
+        except BaseException:
+            for part in self.parts.values():
+                if part.chunk.stored is not None:
+                    part.chunk.stored.forget(part)
+            self.parts.clear()
+            raise
         self._say_if_slow()
 
     def _say_if_slow(self) -> None:

@@ -20,6 +20,7 @@ from elixir.search.replan import Correction, Observation, calibrated, correct
 from elixir.search.simulator import simulate_step
 from elixir.wrapper.engine import engine_of
 from tests.common.early import all_early
+from tests.common.failing import Fault
 from tests.common.observed import steady
 from tests.common.on_disk import on_disk
 from tests.common.parity import case, hf_loss, make_plan, mixed
@@ -81,6 +82,31 @@ def test_moves_chunks_once_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
     assert len(seen) == 1
     assert losses == trained(plain, plain_optimizer, it.inp, len(losses))
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
+    model.close()
+
+
+def on_host(plan: Plan) -> Plan:
+    """Weights on the device, states on the host."""
+    chunks = tuple(replace(c, resident=True, weight_home="device", state_home="host") for c in plan.chunks)
+    return replace(plan, chunks=chunks)
+
+
+def test_a_correction_that_fails_is_logged_and_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = case("llama")
+    plain = copy.deepcopy(it.model)
+    plain_optimizer = adamw(plain)
+    monkeypatch.setattr(api, "correct", lambda trace, hardware, plan, seen, optimizer: Correction(on_host(plan), ""))
+    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB")
+    before, fault, count = model.plan, Fault("zeros"), api.WARM_UP_STEPS + api.MEASURED_STEPS
+    losses = trained(model, optimizer, it.inp, count)
+    with fault.armed(1):
+        losses += trained(model, optimizer, it.inp, 1)
+    assert model.plan == before
+    assert "chunks stay where they are" in caplog.text
+    losses += trained(model, optimizer, it.inp, 2)
+    assert losses == trained(plain, plain_optimizer, it.inp, len(losses))
     model.close()
 
 
