@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from elixir.torch_private import DisableTorchFunction
+from elixir.torch_private import DisableTorchDispatch, DisableTorchFunction
 
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+_STATE_BYTES = torch.get_rng_state().nbytes
 
 
 class HostRandom:
@@ -142,7 +143,7 @@ class CheckpointedRegions:
             state = getattr(context, "fwd_cpu_state", None)
             if state is None:
                 return False
-            context.run_function = self._random.replaying(context.run_function)
+            context.run_function = self._again(context.run_function)
             context.preserve_rng_state = False
         else:
             state, again = names.get("fwd_cpu_state"), names.get("recompute_fn")
@@ -150,10 +151,23 @@ class CheckpointedRegions:
                 return False
             cells = dict(zip(again.__code__.co_freevars, again.__closure__, strict=True))
             if "fn" in cells and "preserve_rng_state" in cells:
-                cells["fn"].cell_contents = self._random.replaying(cells["fn"].cell_contents)
+                cells["fn"].cell_contents = self._again(cells["fn"].cell_contents)
                 cells["preserve_rng_state"].cell_contents = False
             region = names.get("new_frame")
             if region is not None and hasattr(region, "metadata_fn"):
                 region.metadata_fn = _unseen(region.metadata_fn)
         self._count_state(state)
         return True
+
+    def _again(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as it will run again: meanwhile a checkpoint keeps the state that there is then, too."""
+        replayed = self._random.replaying(function)
+
+        @functools.wraps(function, updated=())
+        def again(*args: Any, **kwargs: Any) -> Any:
+            with DisableTorchDispatch():  # it is no operator of the step
+                present = torch.empty(_STATE_BYTES, dtype=torch.uint8)
+            self._count_state(present)
+            return replayed(*args, **kwargs)
+
+        return again

@@ -302,7 +302,13 @@ def _promoted_bytes(func: Any, args: Any) -> int:
 
 
 def _channels_as_in(operands: Any, result: torch.Tensor) -> torch.Tensor:
-    """The result of a convolution, laid out by the formats that PyTorch reads off the strides of its operands."""
+    """The result of a convolution, laid out by the formats that PyTorch reads off the strides of its operands.
+
+    One over three dimensions is one over four, of a contiguous input (`Convolution.cpp`).
+    """
+    if result.dim() == 3:
+        images = operands[0].contiguous().unsqueeze(2), operands[1].unsqueeze(2)
+        return _channels_as_in(images, result.unsqueeze(2)).squeeze(2)
     formats = {suggest_memory_format(item) for item in operands}
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(result.dim())
     return torch.empty_like(result, memory_format=last if last in formats else torch.contiguous_format)

@@ -331,15 +331,15 @@ def test_states_of_the_generator_in_checkpoints_are_counted() -> None:
                 x = checkpoint(layer, x, use_reentrant=self.reentrant, preserve_rng_state=self.preserve)
             return x
 
-    state = torch.get_rng_state().numel()
+    # Each region keeps a state, and one that runs again keeps the state of that moment meanwhile.
     for reentrant in (True, False):
-        peaks = []
         for preserve in (True, False):
             model = Regions(reentrant)
             model.preserve = preserve  # type: ignore[assignment]
             inp = {"x": torch.randn(2, 8, requires_grad=True)}
-            peaks.append(predicted_bytes(model, inp, lambda m, i: m(i["x"]).sum().backward()))
-        assert 4 * state <= peaks[0] - peaks[1] <= 5 * state
+            predicted = predicted_bytes(model, inp, lambda m, i: m(i["x"]).sum().backward())
+            real = observe_step(model, inp, lambda m, i: m(i["x"]).sum().backward()).peak_bytes
+            assert abs(predicted - real) <= 64
 
 
 def test_a_vision_language_model_with_grids_is_traced_and_trains_afterwards() -> None:

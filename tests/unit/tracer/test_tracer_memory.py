@@ -300,3 +300,25 @@ def test_totals_hang_together() -> None:
         )
         assert max(event.live_bytes for event in trace.accesses) == trace.activation_peak_bytes
         assert sum(c.bytes for c in trace.peak_contributors) == trace.backward_peak_bytes
+
+
+@pytest.mark.parametrize("input_transposed", [True, False])
+@pytest.mark.parametrize("weight_transposed", [True, False])
+def test_a_convolution_over_time_is_laid_out_by_its_weight(weight_transposed: bool, input_transposed: bool) -> None:
+    class Convolves(nn.Module):
+        """As speech models have it that keep the weight of a convolution as that of a linear layer."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(32, 32)
+            shape = (64, 3, 32) if weight_transposed else (64, 32, 3)
+            self.weight = nn.Parameter(torch.randn(shape))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x).transpose(1, 2)
+            weight = self.weight.transpose(1, 2) if weight_transposed else self.weight
+            return F.conv1d(x if input_transposed else x.contiguous(), weight).relu().mean(2)
+
+    model, inp = Convolves(), {"x": torch.randn(2, 65, 32)}
+    step = lambda m, i: m(i["x"]).square().sum().backward()  # noqa: E731
+    assert abs(predicted_bytes(model, inp, step) - observe_step(model, inp, step).peak_bytes) <= 8
