@@ -50,6 +50,14 @@ compiling: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_fr
 """True-valued while code runs that was given to `torch.compile`, compiled or, after a graph break, as it is. Where
 PyTorch cannot say, compiled layers over streamed weights are not refused after wrapping."""
 
+_transforms: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None)
+
+
+def forward_mode_runs() -> bool:
+    """Whether `torch.func.jvp` or `jacfwd` runs. False outside of all transforms, and where PyTorch cannot say."""
+    return functorch_level() is not None and any(each.key().name == "Jvp" for each in _transforms() or ())
+
+
 # --- Dispatch keys ----------------------------------------------------------------------------------------------------
 
 DispatchKey = torch._C.DispatchKey

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from elixir.access.autograd import backward_is_running, current_node_number, detached, innermost_saved_tensors_hooks
-from elixir.access.functions import REPLACES_MEMORY, operator_reads_only_metadata
+from elixir.access.autograd import (
+    backward_is_running,
+    current_node_number,
+    detached,
+    hooks_were_refused,
+    innermost_saved_tensors_hooks,
+)
+from elixir.access.functions import RENORMALISE, REPLACES_MEMORY, operator_reads_only_metadata
 from elixir.access.interception import (
     TRACKED_PARAMETERS,
     CountedParameter,
@@ -15,6 +21,7 @@ from elixir.access.interception import (
 from elixir.access.placeholders import absent, is_absent, storage_of, unmarked
 
 __all__ = [
+    "RENORMALISE",
     "REPLACES_MEMORY",
     "TRACKED_PARAMETERS",
     "CountedParameter",
@@ -25,6 +32,7 @@ __all__ = [
     "backward_is_running",
     "current_node_number",
     "detached",
+    "hooks_were_refused",
     "innermost_saved_tensors_hooks",
     "is_absent",
     "operator_reads_only_metadata",

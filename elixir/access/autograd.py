@@ -27,6 +27,21 @@ _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]
 
 
+_TRANSFORMS = (
+    "as torch.func.grad, vjp, jacrev and hessian do, so its use in backward cannot be seen; use loss.backward() or "
+    "torch.autograd.grad instead"
+)
+
+
+def hooks_were_refused(error: BaseException) -> InputError | None:
+    """An error in our words for one of PyTorch's, by which a transform says that it cannot run inside of hooks."""
+    if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+        return InputError(
+            f"a transform begins in a module that is running and would switch off saved-tensor hooks, {_TRANSFORMS}"
+        )
+    return None
+
+
 def hooks_over(listener: AccessListener, outer: Hooks | None, track: Callable[[Any, AccessListener], Any]) -> Any:
     """Hooks that let the listener claim a tensor first and hand all others to `outer`.
 
@@ -36,11 +51,7 @@ def hooks_over(listener: AccessListener, outer: Hooks | None, track: Callable[[A
         track: ``track(items, listener)`` has weights among some tensors announced where a function uses them.
     """
     if not saved_tensors_hooks_are_enabled():
-        raise InputError(
-            "a weight is used where saved-tensor hooks are switched off, as torch.func.grad, vjp, "
-            "jacrev and hessian do, so its use in backward cannot be seen; use loss.backward() "
-            "instead"
-        )
+        raise InputError(f"a weight is used where saved-tensor hooks are switched off, {_TRANSFORMS}")
     while outer is not None and listener_of(outer) is listener:
         outer = outer[0].elixir_outer  # type: ignore[attr-defined]
 

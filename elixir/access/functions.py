@@ -18,6 +18,8 @@ _IN_PLACE_OPERATORS = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ "
     "__ixor__".split()
 )
+RENORMALISE = frozenset(("embedding", "embedding_bag"))
+"""Functions that with ``max_norm`` first write to the rows of the weight, their second argument, that are asked for."""
 REPLACES_MEMORY = "set_"
 """The operator that gives a tensor other memory, as setting ``data`` does. PyTorch announces no torch function."""
 
@@ -44,6 +46,8 @@ def name_of(func: Any) -> str:
 
 def written_arguments(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments that a function writes to: the first one of an in-place function, and any ``out``."""
+    if name in RENORMALISE:
+        return () if kwargs["max_norm"] is None else args[1:2], {}
     out = {"out": kwargs["out"]} if kwargs.get("out") is not None else {}
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
     if not in_place:

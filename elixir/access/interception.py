@@ -255,7 +255,8 @@ def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if not found:
             return func(*args, **kwargs)
         name = name_of(func)
-        written = _tracked(*written_arguments(name, args, kwargs)) if name[-1:] == "_" or "out" in kwargs else []
+        may_write = name[-1:] == "_" or "out" in kwargs or "max_norm" in kwargs
+        written = _tracked(*written_arguments(name, args, kwargs)) if may_write else []
         result = _read(func if functorch_level() is None else _noticing(func), args, kwargs, name, found, written)
         return result if name != "data" else found[0].elixir_listener.lends(_parameter_of(found[0]), result)
 

@@ -357,8 +357,9 @@ class Chunk:
     @property
     def may_be_written_inside(self) -> bool:
         """Whether a forward may write to its weights, see `take_written`: no step may be writing to them meanwhile, and
-        masters have to be in memory."""
-        return self.stored is None and not self.plan.steps_in_backward
+        masters have to be in memory, or to follow in the next step."""
+        follow = self.stored is None or (self.whole is not None and self.alone)
+        return follow and not self.plan.steps_in_backward
 
     def take_written(self, parameter: nn.Parameter) -> None:
         """Have what was written to a parameter, while the gathered weights are there, be its weights."""
@@ -372,7 +373,7 @@ class Chunk:
             own = memory[begin:stop]
             if self.shard is not None:
                 self.shard[begin - start : stop - start].copy_(own)
-            if self.masters is not None:
+            if self.masters is not None and self.stored is None:
                 _follow(self.masters[begin - start : stop - start], own)
         if self.state is ChunkState.CACHED:
             self._versions[place] = parameter._version
@@ -494,8 +495,8 @@ class Chunk:
         for slot, old, new in zip(self.slots, before, self._versions, strict=True):
             if new != old:
                 raise InputError(
-                    f"rank {self.rank}: the forward wrote to {slot.name} in place (as nn.Embedding does with "
-                    "max_norm), which would be lost when its memory is given to another chunk; write to it inside "
+                    f"rank {self.rank}: the forward wrote to {slot.name} in place, by a function whose name does not "
+                    "say so, which would be lost when its memory is given to another chunk; write to it inside "
                     "`with model.gathered(parameters, write=True)`, between steps"
                 )
 

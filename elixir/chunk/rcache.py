@@ -28,7 +28,7 @@ from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Lanes, failure, known
-from elixir.errors import StateError
+from elixir.errors import InputError, StateError
 from elixir.schedule import StepSchedule
 
 logger = logging.getLogger(__name__)
@@ -352,9 +352,10 @@ class RCache:
             return True
         if optional:
             return False
-        raise StateError(
+        raise InputError(
             f"all {self._pool.count} rCache blocks are in use at once; this step uses more chunks together than the "
-            "traced one: plan again with this step, or with more device memory"
+            "traced one: plan again with this step, or with more device memory; hooks that read weights belong on the "
+            "model before it is planned and wrapped"
         )
 
     def _evict(self, chunk: Chunk) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access import ParameterAccess
+from elixir.access import ParameterAccess, hooks_were_refused
 from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware import HardwareProfile
@@ -228,7 +228,8 @@ def _assumptions(twin: Twin, target: Target, shadows: Shadows, fused: FusedKerne
 
 
 def _explained(error: Exception) -> TraceError:
-    text = str(error).split("\n")[0]
+    refused = hooks_were_refused(error)
+    text = str(refused or error).split("\n")[0]
     frame = error.__traceback__
     location = user_location()
     while frame is not None:
@@ -244,6 +245,8 @@ def _explained(error: Exception) -> TraceError:
         hint = "; a trace has no values of what follows from weights, so nothing can be read out of it here"
     elif isinstance(error, NotImplementedError):
         hint = "; the operator has no meta kernel, register one with torch.library.register_fake"
+    if refused is not None:
+        return TraceError(f"{location}: {text}")
     return TraceError(f"{location}: step_fn raised {type(error).__name__}: {text}{hint}")
 
 

@@ -10,13 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access import TRACKED_PARAMETERS, TrackedView, backward_is_running, current_node_number, storage_of
+from elixir.access import (
+    RENORMALISE,
+    TRACKED_PARAMETERS,
+    TrackedView,
+    backward_is_running,
+    current_node_number,
+    storage_of,
+)
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.rcache import RCache
 from elixir.errors import InputError
 from elixir.models import compiled_over_moving_weights
-from elixir.torch_private import DisableTorchFunctionSubclass, compiling, current_graph_task_id
+from elixir.torch_private import DisableTorchFunctionSubclass, compiling, current_graph_task_id, forward_mode_runs
 
 _ALIKE_ON_ALL_RANKS = frozenset("abs_ add_ clamp_ clamp_max_ clamp_min_ clip_ copy_ lerp_ mul_ relu_ zero_".split())
 """Functions that write the same on all ranks if they get nothing but weights and constants: clamps, moving averages."""
@@ -146,6 +153,7 @@ class WeightUses:
             streamed.append(index)
         if not streamed:
             return
+        _refuse_forward_mode()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # else what is made here could not be written to in training
                 self._cache.acquire(streamed)
@@ -218,9 +226,12 @@ class WeightUses:
             if parameter in self.gathered.get(chunk.index, ()):
                 continue
             if not (inside and alike) or chunk.index in self.gathered or not chunk.may_be_written_inside:
+                way = "do it inside `with model.gathered(parameters, write=True)`"
+                if function in RENORMALISE:
+                    way = f"leave max_norm= out, and between steps {way}: weight.copy_(weight.renorm(2, 0, max_norm))"
                 raise InputError(
                     f"{function} writes in place to a parameter of shape {list(parameter.shape)} whose home is "
-                    "elsewhere, so it would be lost; do it inside `with model.gathered(parameters, write=True)`"
+                    f"elsewhere, so it would be lost; {way}"
                 )
             chunk.about_to_write()
 
@@ -278,6 +289,7 @@ class WeightUses:
     def pack(self, tensor: torch.Tensor) -> Any | None:
         """Claim what lies in a block, and weights, which need not: a checkpoint saves the arguments of its function
         before they are read."""
+        _refuse_forward_mode()
         if type(tensor) is TrackedView:  # it may lie elsewhere by now
             return tensor.elixir_place if tensor.elixir_listener is self else None
         slot = self._slot_of.get(tensor) if type(tensor) in TRACKED_PARAMETERS else None
@@ -397,6 +409,16 @@ class WeightUses:
         with DisableTorchFunctionSubclass():  # where a tensor lies is asked, not what it holds
             lies_in_block = self._cache.chunk_at(tensor) is not None
         return _copied(tensor) if lies_in_block else tensor
+
+
+def _refuse_forward_mode() -> None:
+    """Raise `InputError` in a transform whose tensors are dead when it ends: backward would crash on what is saved."""
+    if forward_mode_runs() and torch.is_grad_enabled():
+        raise InputError(
+            "torch.func.jvp and jacfwd cannot run over streamed weights where backward comes later; use "
+            "torch.autograd.functional.jvp without create_graph, or plan with every chunk on the device "
+            "(placement='cuda')"
+        )
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

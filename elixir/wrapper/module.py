@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir.access import hooks_were_refused
 from elixir.chunk.group import Group
 from elixir.errors import InputError, InputTypeError
 from elixir.files import PathLike
@@ -180,6 +181,10 @@ class ElixirModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        with self._engine.phase.alone():
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine, buffers = self._engine, self._shared_buffers
         engine.refuse_unusable()
         if engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -206,6 +211,9 @@ class ElixirModule(nn.Module):
             if begins:
                 self._account.begin_anew()
             refuse_addresses(self.module, error)
+            refused = hooks_were_refused(error)
+            if refused is not None:
+                raise refused from error
             raise
         engine.forward_over()
         self._shared_weights.refuse_written()

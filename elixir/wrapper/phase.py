@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import threading
+from collections.abc import Iterator
 
+from elixir.access import backward_is_running
 from elixir.chunk.lanes import closed
 from elixir.errors import InputError, StateError
 
@@ -56,6 +60,7 @@ class StepPhase:
         self.now = Phase.IDLE
         self.in_backward = False
         """Whether a backward runs, or has raised and nobody has noticed yet. Kept, since every access asks."""
+        self._forwards: list[int] = []  # the thread of each forward that runs, one inside of the other
 
     def to(self, phase: Phase) -> None:
         """Change the phase.
@@ -72,6 +77,26 @@ class StepPhase:
     def closed(self) -> bool:
         """Whether the model was given back."""
         return self.now is Phase.CLOSED
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """A forward runs for as long as this lasts: no other thread may begin one.
+
+        Raises:
+            InputError: another thread runs one.
+        """
+        thread = threading.get_ident()
+        # A forward may wait for a backward that runs a part of it again, on a thread of the engine.
+        if any(other != thread for other in self._forwards) and not backward_is_running():
+            raise InputError(
+                "another thread is in a forward of this model: blocks hold the weights of one forward; call the model "
+                "from one thread at a time, such as inside of a lock"
+            )
+        self._forwards.append(thread)
+        try:
+            yield
+        finally:
+            self._forwards.remove(thread)
 
     def enter_forward(self) -> None:
         """A forward starts. One inside of a backward, as of a checkpoint around the wrapper, is part of that."""

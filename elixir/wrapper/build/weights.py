@@ -44,6 +44,8 @@ class WeightSource:
     def __init__(self, model: nn.Module, given: Weights | None = None, *, seed: int = 0, strict: bool = True) -> None:
         self._model = model
         self._names = _names(model)
+        # A TorchScript module has no get_parameter().
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._given: Mapping[str, torch.Tensor] | None = None
         if given is not None:
             self._given, different = check_weights(model, given, strict=strict)
@@ -57,7 +59,7 @@ class WeightSource:
         Raises:
             InputError: it is on meta, and nothing says what it should be; or the shape is another.
         """
-        parameter = self._model.get_parameter(name)
+        parameter = self._parameters[name]
         given = self._given or {}
         alias = next((alias for alias in self._names[parameter] if alias in given), None)
         if alias is not None:
@@ -66,7 +68,7 @@ class WeightSource:
 
     def replaces(self, name: str) -> bool:
         """Whether a parameter gets other values than those that it has, or has none on meta."""
-        parameter = self._model.get_parameter(name)
+        parameter = self._parameters[name]
         return parameter.is_meta or any(alias in (self._given or {}) for alias in self._names[parameter])
 
     def fill_buffers(self) -> None:

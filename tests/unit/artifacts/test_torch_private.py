@@ -63,6 +63,10 @@ def transforms() -> None:
     assert private.functorch_level() is None
     torch.func.vmap(lambda x: levels.append(private.functorch_level()) or x)(torch.zeros(2))
     assert levels == [1]
+    forward_mode: list[bool] = [private.forward_mode_runs()]
+    for around in (torch.func.vmap, torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):
+        around(lambda x: forward_mode.append(private.forward_mode_runs()) or x.sum())(torch.zeros(2))
+    assert forward_mode == [False, False, False, True]
 
 
 def keys() -> None:

@@ -15,7 +15,7 @@ from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Emulation, Lanes, make_lanes
 from elixir.chunk.rcache import RCache
-from elixir.errors import StateError
+from elixir.errors import InputError, StateError
 from elixir.plan import ChunkPlan, ParamSlot
 from elixir.schedule import StepSchedule, required_chunks
 
@@ -141,7 +141,7 @@ def test_more_at_once_than_blocks_is_an_error_that_leaves_no_pins() -> None:
     lanes = make_lanes(CPU)
     cache = make_cache(3, StepSchedule([(0,), (1,), (2,)]), 2, lanes)
     cache.acquire([0, 1])
-    with pytest.raises(StateError, match="all 2 rCache blocks are in use"):
+    with pytest.raises(InputError, match="all 2 rCache blocks are in use"):
         cache.acquire([2])
     cache.unpin([0, 1])
     cache.acquire([2])

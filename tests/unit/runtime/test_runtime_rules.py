@@ -326,30 +326,50 @@ def test_a_write_between_forward_and_backward_raises_as_in_pytorch(pair: Pair) -
 
 
 class Renormed(nn.Module):
-    """Its forward writes to a weight."""
+    """Its forward writes to weights."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.embed = nn.Embedding(8, 4, max_norm=0.1)
+        self.bag = nn.EmbeddingBag(8, 4, max_norm=0.2)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.embed(ids))
+        return self.linear(self.embed(ids) + self.bag(ids.view(2, 2)).sum())
 
 
-@pytest.mark.parametrize("state_home", ["host", "device"])
-def test_a_weight_written_in_forward_is_right_where_it_stays_and_noticed_where_not(state_home: str) -> None:
+RENORMED: dict[str, dict[str, Any]] = {
+    "streamed": {},
+    "resident": {"resident": True, "weight_home": "device", "state_home": "device"},
+    "states on the host": {"resident": True, "weight_home": "device", "state_home": "host"},
+    "states on a disk": {"resident": True, "weight_home": "device", "state_home": "disk"},
+}
+
+
+@pytest.mark.parametrize("homes", RENORMED)
+def test_embeddings_that_renormalise_their_weights_have_the_bits_of_plain_pytorch(homes: str, tmp_path: Any) -> None:
     it = Case(Renormed(), {"ids": torch.arange(4)}, lambda model, inp: model(**inp).square().sum())
     plan = make_plan(it, "streamed", split_number=2)
-    module = ElixirModule(copy.deepcopy(it.model), plan, device=gpu.DEVICE)
-    it.loss(module, it.inp).backward()
-    with pytest.raises(InputError, match=r"wrote to embed.weight in place.*max_norm"):
-        module.settle()
-    module.close()
-    chunks = [replace(chunk, resident=True, weight_home="device", state_home=state_home) for chunk in plan.chunks]
-    with Pair(it, replace(plan, chunks=tuple(chunks))) as pair:
+    plan = replace(plan, chunks=tuple(replace(chunk, **RENORMED[homes]) for chunk in plan.chunks))
+    options = {"disk_folder": tmp_path} if plan.uses_disk else {}
+    with Pair(it, plan, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.5), **options) as pair:
         pair.train(3)
         pair.assert_same_weights()
+
+
+@torch.library.custom_op("elixir_rules::halves", mutates_args=("weight",))
+def _halves(weight: torch.Tensor) -> None:
+    weight.mul_(0.5)
+
+
+def test_a_write_by_a_function_whose_name_does_not_say_so_is_noticed(pair: Pair) -> None:
+    def write(module: nn.Linear, args: Any) -> None:
+        with torch.no_grad():
+            _halves(module.weight)
+
+    pair.module.module.second.register_forward_pre_hook(write)
+    with pytest.raises(InputError, match=r"wrote to second.weight in place"):
+        pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
 
 
 def test_a_view_kept_beyond_its_module_is_the_same_weight(pair: Pair) -> None:
@@ -417,6 +437,14 @@ def test_functions_that_autograd_cannot_stream_are_refused(pair: Pair) -> None:
         torch.autograd.grad(loss, inputs, create_graph=True)
     with pytest.raises(InputError, match=r"torch\.func"):
         torch.func.grad(lambda x: pair.module(x).sum())(pair.case.inp["x"])
+    with pytest.raises(InputError, match=r"torch\.func\.jvp and jacfwd cannot"):
+        torch.func.jvp(pair.module, (pair.case.inp["x"],), (torch.ones_like(pair.case.inp["x"]),))
+    first = pair.module.module.first
+    for transform in (torch.func.jacrev, lambda f: torch.func.grad(lambda x: f(x).sum()), torch.func.jacfwd):
+        handle = first.register_forward_pre_hook(lambda module, args, t=transform: t(module.forward)(args[0]) and None)
+        with pytest.raises(InputError, match=r"torch\.func"):
+            pair.module(**pair.case.inp)
+        handle.remove()
     with pytest.raises(InputError, match="autocast.*unified_dtype"), torch.autocast(gpu.DEVICE, torch.bfloat16):
         pair.module(**pair.case.inp)
     pair.optimizer.zero_grad()

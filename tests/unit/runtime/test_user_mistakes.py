@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import threading
 import warnings
 from typing import Any
 
@@ -249,4 +251,43 @@ def test_a_loss_scale_that_is_none(options: dict[str, Any], message: str) -> Non
     with pytest.raises(InputError, match=message):
         ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1), **options)
     assert engine_of(module).steppers == []
+    module.close()
+
+
+def test_a_forward_on_another_thread_is_refused_there_and_harms_nobody() -> None:
+    plain = small()
+    module = ElixirModule(plain, planned(plain), device="cpu")
+    errors: list[Exception] = []
+
+    def second() -> None:
+        try:
+            loss(module)
+        except InputError as error:
+            errors.append(error)
+
+    def during(*_: object) -> None:
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    handle = next(module.module.children()).register_forward_hook(during)
+    expected = loss(module)
+    handle.remove()
+    assert len(errors) == 1
+    assert "another thread is in a forward" in str(errors[0])
+    assert torch.equal(loss(module), expected)
+    module.close()
+
+
+def test_a_model_that_is_scripted_as_a_whole_runs() -> None:
+    plain = small()
+    scripted = torch.jit.script(copy.deepcopy(plain))
+    module = ElixirModule(scripted, planned(plain), device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    optimizer.backward(loss(module))
+    optimizer.step()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    loss(plain).backward()
+    reference.step()
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in plain.state_dict().items())
     module.close()

@@ -65,6 +65,17 @@ def test_mixed_dtypes_keep_their_bytes() -> None:
 # --- refused -------------------------------------------------------------------------------------------------------
 
 
+class Inside(nn.Module):
+    """Begins a transform while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jacrev(self.layer)(x[0]).sum() + self.layer(x).sum()
+
+
 def calls(function: Callable[[Any, dict[str, Any]], Any]) -> Any:
     return lambda: cpu_trace(mlp(), INP, function)
 
@@ -135,6 +146,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ), TraceError, "sparse=False"),
     "torch.func.grad": (
         calls(lambda m, i: torch.func.grad(lambda x: m(x).sum())(i["x"]).sum().backward()), ElixirError, "torch.func"),
+    "torch.func.jacrev inside": (
+        lambda: cpu_trace(Inside(), INP, lambda m, i: m(i["x"]).backward()), TraceError, "a transform begins"),
     "recorded too little": (
         lambda: cpu_trace(mlp(), INP, lambda m, i: m(i["x"]).topk(2)[0].sum().backward(), routing=RecordedRouting([])),
         TraceError, "recorded"),
