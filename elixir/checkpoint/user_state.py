@@ -168,7 +168,7 @@ def restore_rng(state: Mapping[str, Any], device: torch.device, *, try_only: boo
     as they are.
     """
     version, numbers, following = state["python"]
-    (torch.Generator().set_state if try_only else torch.set_rng_state)(state["torch"])
+    (torch.Generator("cpu").set_state if try_only else torch.set_rng_state)(state["torch"])
     (random.Random() if try_only else random).setstate((version, tuple(numbers.tolist()), following))
     (np.random.RandomState() if try_only else np.random).set_state(state["numpy"])
     if device.type == "cuda" and "cuda" in state:

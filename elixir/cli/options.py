@@ -255,7 +255,7 @@ FLAGS: dict[str, Flag] = {
     "--hf": _flag("with export: the folder for the weights, as Hugging Face reads them", "OUT"),
     "--config": _flag("with export: the config.json of the model, or its folder", "FILE"),
     "--dtype@checkpoint": _flag("with export: of the weights (default: as saved)", "DTYPE"),
-    "--keep": _number("with prune: how many stay; the others go (default: only what was cut off goes)"),
+    "--keep": _number("with prune: how many steps stay; older ones go (default: only what was cut off goes)"),
     # Results.
     "--top": _number("runs of chunks in the table (default: 5)", default=5),
     "--no-levers@plan": _switch("do not plan again with one thing changed each"),

@@ -204,7 +204,7 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 
 
 def _one_cannot_read(rank: int, world_size: int, folder: str) -> list[str]:
-    """Of a load of which one operation after the other fails on rank 1."""
+    """Loads while one operation after the other fails on rank 1."""
     it, plan = runs(rank, world_size, "host")
     ends: list[str] = []
     with Run(it, plan, two_groups()) as run:
@@ -213,7 +213,7 @@ def _one_cannot_read(rank: int, world_size: int, folder: str) -> list[str]:
         whole = run.bits()
         run.train(1)
         before = run.bits()
-        for at in range(1, 1000, 11):
+        for at in range(1, 1000, 29):
             fails = FailingFiles(at, errno.EIO, only=("open", "size", "list", "read"))
             try:
                 load_checkpoint(folder, run.state(number=0), files=fails if rank == 1 else FILES)
