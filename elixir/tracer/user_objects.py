@@ -35,6 +35,9 @@ MOST_ENTRIES = 1_000_000
 """Entries of containers that are remembered, about 8 bytes and 50 ns each. The narrowest containers come first, so that
 a list of samples, each with its tokens, does not keep a counter from being remembered."""
 
+MANY_ENTRIES = 1_000
+"""A container of so many is taken for data: nobody has to be warned if it is not looked into."""
+
 _MISSING: Any = object()
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _VALUES = frozenset(
@@ -160,7 +163,8 @@ class UserObjects:
         while self._ahead:
             self._width, _, item = heapq.heappop(self._ahead)
             if self._entries > MOST_ENTRIES:
-                logger.warning(
+                logger.log(
+                    logging.INFO if self._width >= MANY_ENTRIES else logging.WARNING,
                     "the step reaches more objects than are looked into, so its trace may change a %s or its like; "
                     "hold samples in a torch.utils.data.Dataset, which is not looked into",
                     type(item).__name__,

@@ -203,12 +203,16 @@ def test_a_counter_is_put_back_although_data_are_too_many_to_be_looked_into(
     owner = Owner()
     owner.data = [{"ids": [1, 2, 3]} for _ in range(1000)]  # type: ignore[attr-defined]
     before = owner.read()
+    caplog.set_level("INFO", "elixir.tracer")
     cpu_trace(nn.Linear(4, 4), INP, owner.step)
     assert not caplog.records
-    monkeypatch.setattr(user_objects, "MOST_ENTRIES", 2000)
-    cpu_trace(nn.Linear(4, 4), INP, owner.step)
-    assert owner.read() == before
-    assert "torch.utils.data.Dataset" in caplog.text
+    for most, level in ((2000, "INFO"), (10, "WARNING")):
+        monkeypatch.setattr(user_objects, "MOST_ENTRIES", most)
+        cpu_trace(nn.Linear(4, 4), INP, owner.step if most > 10 else lambda m, i: (owner, m(i["x"]).sum().backward()))
+        assert owner.read() == before
+        assert [record.levelname for record in caplog.records] == [level]
+        assert "torch.utils.data.Dataset" in caplog.text
+        caplog.clear()
 
 
 class Proxy:
