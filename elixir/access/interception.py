@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elixir.access.autograd import hooks_over, innermost_saved_tensors_hooks, listener_of
 from elixir.access.differentiate import differentiate
+from elixir.access.fast_paths import HAVE_FAST_PATHS, FastPath
 from elixir.access.functions import (
     REPLACES_MEMORY,
     name_of,
@@ -194,6 +195,10 @@ class ParameterAccess:
             # By the class, since a TorchScript module refuses to register hooks, but calls those that it has.
             self._handles.append(nn.Module.register_forward_pre_hook(module, self._enter))
             self._handles.append(nn.Module.register_forward_hook(module, self._leave, always_call=True))
+        ours = {handle.id for handle in self._handles}
+        fast = [each for each in model.modules() if isinstance(each, HAVE_FAST_PATHS)]
+        tracked = [each for each in fast if any(isinstance(it, TrackedParameter) for it in each.parameters())]
+        self._fast = [FastPath(each, listener, ours) for each in tracked]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy of a module copies its hooks, and with them this: it would listen for two models.
@@ -210,6 +215,8 @@ class ParameterAccess:
             parameter.__class__ = original
         for handle in self._handles:
             handle.remove()
+        for path in self._fast:
+            path.remove()
         while self._open:
             hooks = self._open.pop()[1]
             if hooks is not None:

@@ -44,6 +44,9 @@ class AccessListener(Protocol):
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
         """The tensor that the caller gets instead of `data`, which is ``parameter.data`` or that of a view of it."""
 
+    def has_room_for(self, parameters: list[nn.Parameter]) -> bool:
+        """Whether one operator may read all of them."""
+
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether what runs now has announced `parameter`, so that reading a view of it is no new use."""
 

@@ -176,6 +176,11 @@ class RCache:
                     self._chunks[index].pins -= 1
                 raise
 
+    def has_room_for(self, indices: set[int]) -> bool:
+        """Whether all of these chunks can be in blocks, next to those that are pinned."""
+        pinned = {index for index in self._in_block.values() if self._chunks[index].pins}
+        return len(indices | pinned) <= self._pool.count
+
     def unpin(self, indices: Iterable[int]) -> None:
         """Give back one pin of each."""
         with self._lock:

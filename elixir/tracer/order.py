@@ -190,6 +190,10 @@ class UseOrder:
         """As it is: a trace has no weights elsewhere."""
         return data
 
+    def has_room_for(self, parameters: list[nn.Parameter]) -> bool:
+        """Not on meta, where operators that compute a whole layer have no kernel."""
+        return False
+
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether a module that is running, or else the node that is, has read the parameter."""
         index = self._index[parameter]

@@ -186,6 +186,11 @@ class WeightUses:
         """Has writes through ``data`` of resident weights counted; those to blocks are announced."""
         return self._chunks[self._chunk_of[parameter]].lend(data)
 
+    def has_room_for(self, parameters: list[nn.Parameter]) -> bool:
+        """Whether blocks that nothing has pinned can hold all of them at once."""
+        chunks = {self._chunk_of[each] for each in parameters if each in self._chunk_of}
+        return self._cache.has_room_for({index for index in chunks if not self._chunks[index].plan.resident})
+
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether a module that is running here, or else the node that is, keeps the parameter's chunk."""
         state = self._state()

@@ -57,6 +57,9 @@ class Log:
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
         return data
 
+    def has_room_for(self, parameters: list[nn.Parameter]) -> bool:
+        return True
+
     def holds(self, parameter: nn.Parameter) -> bool:
         return parameter is self.held
 

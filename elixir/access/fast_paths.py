@@ -1,0 +1,79 @@
+"""PyTorch's fast paths of attention in evaluation.
+
+`nn.TransformerEncoderLayer`, `nn.TransformerEncoder` and `nn.MultiheadAttention` compute a layer in one operator, with
+other bits, if no gradient is wanted, no weight has a torch function and no module inside has a hook. Tracked weights
+have one, and modules have hooks of ours. Neither is needed there: the operator meets marked placeholders.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.access.listener import AccessListener
+from elixir.torch_private import DisableTorchFunctionSubclass
+
+HAVE_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class FastPath:
+    """The forward of a module that has a fast path, put over its own until `remove`.
+
+    Args:
+        module: one of `HAVE_FAST_PATHS`.
+        listener: is asked whether all weights of a layer may be there at once.
+        ours: ids of our hooks.
+    """
+
+    def __init__(self, module: nn.Module, listener: AccessListener, ours: set[int]) -> None:
+        self._module, self._listener, self._ours = module, listener, ours
+        self._own = vars(module).get("forward")
+        self._forward: Callable[..., Any] = module.forward
+        self._attached = True
+        update_wrapper(self, self._forward)  # code may ask for its signature
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        evaluates = self._attached and not (self._module.training or torch.is_grad_enabled())
+        if not (evaluates and self._may_be_taken(args, kwargs)):
+            return self._forward(*args, **kwargs)
+        with _without_hooks(self._module, self._ours), DisableTorchFunctionSubclass():
+            return self._forward(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the module its forward back, unless somebody has put another over this one, which goes on calling it."""
+        self._attached = False
+        if vars(self._module).get("forward") is self:
+            del self._module.forward
+            if self._own is not None:
+                self._module.forward = self._own
+
+    def _may_be_taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        given = tuple(item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor))
+        if torch.overrides.has_torch_function(given):
+            return False
+        whole = isinstance(self._module, nn.TransformerEncoder)
+        layers = self._module.layers if whole else [self._module]
+        return all(self._listener.has_room_for(list(layer.parameters())) for layer in layers)  # type: ignore[union-attr]
+
+
+@contextmanager
+def _without_hooks(module: nn.Module, ours: set[int]) -> Iterator[None]:
+    """Hide our hooks from an encoder layer, which looks for any; not where there are others, which would not be called
+    on the fast path."""
+    inside = list(module.modules()) if isinstance(module, nn.TransformerEncoderLayer) else []
+    hooks = [(vars(part), name, vars(part)[name]) for part in inside for name in _HOOKS if vars(part).get(name)]
+    if not all(ours.issuperset(held) for _, _, held in hooks):
+        hooks = []
+    with ExitStack() as back:
+        for attributes, name, held in hooks:
+            attributes[name] = OrderedDict()
+            back.callback(attributes.__setitem__, name, held)
+        yield
