@@ -251,7 +251,7 @@ def stepped(run: Run, module: Any, optimizers: list[Any], steps: range, rank: in
 
 
 def hashes(run: Run, rank: int, folder: Path) -> dict[str, str]:
-    """Of losses, weights and states of a run."""
+    """Runs it; gives a hash of its losses, one of its weights and one of its states."""
     from elixir import load_checkpoint, save_checkpoint
 
     module, optimizers = wrapped(run, run.homes, folder / "states")

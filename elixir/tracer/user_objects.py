@@ -216,7 +216,7 @@ class UserObjects:
 
     def _look_at(self, item: Any) -> None:
         if isinstance(item, types.ModuleType):
-            return  # one that loads its names late has a class of its own; functions look up what they name
+            return  # a module that loads its names late is of another class; functions look up what they name
         if isinstance(item, (dict, list, set, collections.deque)):
             self._container(item)
         elif isinstance(item, (tuple, frozenset)):

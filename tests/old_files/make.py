@@ -28,7 +28,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "8bit": {"dtype": "bfloat16", "moments": "8bit"},
     "fp16": {"dtype": "float16"},
 }
-"""What each checkpoint is of."""
+"""Name of a checkpoint -> options of the plan under which it is made."""
 STEPS = 4
 
 

@@ -239,7 +239,7 @@ def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> frozen
 
 
 def _form(group: Mapping[str, Any]) -> str:
-    """What a group has in common with those by which weights are stepped in the same way, with other numbers."""
+    """The part of a group that it shares with all groups that step weights in the same way, with other numbers."""
     own = {key: bool(value) if isinstance(value, float) else value for key, value in group.items() if key != "params"}
     return repr(sorted(own.items(), key=lambda item: item[0]))
 

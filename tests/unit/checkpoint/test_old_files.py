@@ -35,7 +35,7 @@ def different(found: Any, held: Any, where: str = "") -> list[str]:
 
 
 def resumed(rank: int, world_size: int, folder: Path, name: str, plan: Plan, scratch: str) -> list[str]:
-    """What differs between a module that loads a checkpoint and the values that its writer held; then it steps."""
+    """Loads a checkpoint, lists where it differs from the values that its writer held, and makes a step."""
     module, optimizer = wrapped(plan, scratch)
     state = {"model": module, "optimizer": optimizer, **dict.fromkeys(user_state())}
     loaded = load_checkpoint(folder / name, state)

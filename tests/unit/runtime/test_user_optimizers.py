@@ -129,7 +129,7 @@ def test_one_number_over_several_shards_is_refused_by_name(make: Make, why: str)
 
 
 def test_a_change_that_depends_on_a_shard_after_all_is_raised() -> None:
-    """The trial cannot reach everything: what one shard changes otherwise than another is held against it."""
+    """The trial cannot reach everything: a step raises if a shard changes its groups in another way than the others."""
 
     class Late(own.Counting):
         @torch.no_grad()
