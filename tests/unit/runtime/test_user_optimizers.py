@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import elixir
 from elixir.errors import InputError, StepError
 from elixir.optimizer_states import family_of
 from elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -19,7 +20,7 @@ from tests.common import gpu
 from tests.common import user_optimizers as own
 from tests.common.early import chain, early_plan, speculating
 from tests.common.on_disk import on_disk
-from tests.common.parity import MODES, Pair, make_plan
+from tests.common.parity import MODES, Pair, make_plan, mixed
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -77,19 +78,28 @@ def test_numbers_in_groups_go_on_from_step_to_step(make: Make, where: str, tmp_p
         assert hasattr(pair.optimizer, "eval") == hasattr(pair.plain_optimizer, "eval")
 
 
-def test_numbers_in_groups_are_saved_and_loaded() -> None:
-    """A run that goes on from a state dict is the run that was not stopped, in plain PyTorch as well."""
+def test_numbers_in_groups_are_saved_loaded_and_moved(tmp_path: Path) -> None:
+    """A run that goes on from a state dict, a checkpoint or in other homes is the run that was not stopped."""
     it = chain()
-    with Pair(it, make_plan(it, "mixed"), optimizer=lambda model: own.Averaging(model.parameters())) as pair:
+    streamed = make_plan(it, "streamed")
+    with Pair(it, mixed(streamed), optimizer=lambda model: own.Averaging(model.parameters())) as pair:
+        parts = {"model": pair.module, "optimizer": pair.optimizer}
         pair.train(3)
-        saved = pair.optimizer.state_dict()
-        pair.plain_optimizer.load_state_dict(saved)
+        elixir.save_checkpoint(tmp_path / "run", parts, wait=True)
+        saved, weights = pair.optimizer.state_dict(), copy.deepcopy(pair.plain.state_dict())
+        pair.plain_optimizer.load_state_dict(copy.deepcopy(saved))
         pair.train(2)
-        pair.optimizer.load_state_dict(saved)
-        pair.plain_optimizer.load_state_dict(saved)
-        assert pair.optimizer.param_groups[0]["k"] == 3
-        pair.train(3)
-        pair.assert_same_weights()
+        elixir.load_checkpoint(tmp_path / "run", parts)
+        for load in (lambda: None, lambda: pair.optimizer.load_state_dict(saved)):
+            load()
+            assert pair.optimizer.param_groups[0]["k"] == 3
+            pair.module.load_state_dict(weights)
+            pair.plain.load_state_dict(weights)
+            pair.plain_optimizer.load_state_dict(copy.deepcopy(saved))
+            pair.train(2)
+            pair.module.rehome(streamed)
+            pair.train(1)
+            pair.assert_same_weights()
 
 
 def test_a_group_without_gradients_does_not_count() -> None:
