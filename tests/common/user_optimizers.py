@@ -137,8 +137,10 @@ class Projecting(Own):
                     p.grad.view(len(p), -1) if p.dim() > 1 else p.grad[None],
                 )
                 along = nn.functional.cosine_similarity(rows, gradient, dim=1)
-                if p.dim() > 1 and along.abs().max() < 0.01 / rows.shape[1] ** 0.5:
-                    gradient = gradient / 2
+                if p.dim() > 1 and along.abs().max() < 0.1 / rows.shape[1] ** 0.5:
+                    gradient = gradient - rows * (
+                        (rows * gradient).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True)
+                    )
                 p.sub_(gradient.view(p.shape), alpha=group["lr"])
 
 

@@ -10,6 +10,7 @@ of before. A change that depends on the weights is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,8 +34,10 @@ _CUT = 7000
 """Elements of the first weight that one shard has. The other shard has the rest of it, and all other weights."""
 _ROUNDS = 2
 """How often gradients of each kind come. That makes 12 steps: some classes do something in every fifth or sixth."""
-_LEAST_LR = 1e-2
-"""A smaller learning rate, such as that of a warm-up's first step, would hide what a step does."""
+_LEAST = 1e-2
+"""Learning rate and weight decay are at least this: with the rate of a warm-up's first step nothing would be seen."""
+_ROUNDING = 2e-6
+"""Two dozen roundings in float32, relative to the largest value that a weight has had."""
 
 
 class Rehearsal:
@@ -109,21 +112,18 @@ class _Trial:
 
     def __init__(self, cls: type, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
         self._cls = cls
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator, self._slope = torch.Generator().manual_seed(0), 1.0
         self._weights = [nn.Parameter(weight) for weight in self._drawn()]
         self._shards = [[nn.Parameter(piece) for piece in shard] for shard in _cut(self._weights)]
         self._whole, self._alone, self._guided = (make(each) for each in (self._weights, *self._shards))
         self._rehearsal = Rehearsal(lambda groups: make(groups[0]), 1)
         for optimizer in (self._whole, self._alone, self._guided):
-            lr = optimizer.param_groups[0].get("lr")
-            if isinstance(lr, torch.Tensor):
-                lr.clamp_(min=_LEAST_LR)
-            elif isinstance(lr, (int, float)):
-                optimizer.param_groups[0]["lr"] = max(lr, _LEAST_LR)
+            _raise(optimizer.param_groups[0])
             train = getattr(optimizer, "train", None)
             if callable(train):
                 train()
         self._start = options_of(self._whole.param_groups[0])
+        self._largest = torch.full((sum(map(math.prod, _SHAPES)),), _LEAST, device="cpu")
         self._changed: set[str] = set()
         self._unforeseen: set[str] = set()
 
@@ -165,7 +165,15 @@ class _Trial:
             yield self._drawn()
 
     def _drawn(self, size: float = 1.0) -> list[torch.Tensor]:
-        return [torch.randn(shape, generator=self._generator, device="cpu") * size for shape in _SHAPES]
+        """Larger from element to element, or smaller, in turn: a mean over one shard is not that over the other."""
+        self._slope = -self._slope
+        drawn = []
+        for shape in _SHAPES:
+            values = torch.randn(math.prod(shape), generator=self._generator, device="cpu")
+            drawn.append(
+                (values * torch.logspace(-self._slope, self._slope, len(values), device="cpu") * size).view(shape)
+            )
+        return drawn
 
     def _call(self, method: str) -> bool:
         """Call a method of all three; whether it has changed options.
@@ -205,8 +213,9 @@ class _Trial:
         mine = torch.cat([piece.detach() for shard in self._shards for piece in shard])
         theirs = torch.cat([weight.detach().flatten() for weight in self._weights])
         # Not to the bit: vectors of other lengths may go through other instructions.
-        atol = 1e-6 * max(1.0, float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max()))
-        if not torch.allclose(mine, theirs, rtol=1e-5, atol=atol, equal_nan=True):
+        self._largest = torch.maximum(self._largest, theirs.abs())
+        same = (mine == theirs) | (mine.isnan() & theirs.isnan()) | ((mine - theirs).abs() <= _ROUNDING * self._largest)
+        if not same.all():
             raise _refusal(self._cls)
 
 
@@ -221,12 +230,25 @@ def _cut(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torc
     return [first[:_CUT].clone()], [first[_CUT:].clone(), *others]
 
 
+def _raise(group: dict[str, Any]) -> None:
+    lr, decay = group.get("lr"), group.get("weight_decay")
+    if isinstance(lr, torch.Tensor):
+        lr.clamp_(min=_LEAST)
+    elif isinstance(lr, (int, float)):
+        group["lr"] = max(lr, _LEAST)
+    if isinstance(decay, float) and decay:
+        group["weight_decay"] = max(decay, _LEAST)
+
+
 def _across(weight: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """`drawn` less what of it lies along the rows of `weight`, as gradients of normalized weights are."""
+    """`drawn` less nearly all of it that lies along the rows of `weight`, as gradients of normalized weights are."""
     rows = weight.detach().flatten(1) if weight.dim() > 1 else weight.detach()[None]
-    found = drawn.view_as(rows)
+    unit = rows / rows.norm(dim=1, keepdim=True)
+    found: torch.Tensor = drawn.view_as(rows)
     for _ in range(2):  # once more for what rounding leaves
-        found = found - rows * ((rows * found).sum(1, keepdim=True) / (rows * rows).sum(1, keepdim=True))
+        found = found - unit * (unit * found).sum(1, keepdim=True)
+    # A twentieth of what random ones have along a weight: some rules take off what is less than a tenth of it.
+    found = found + unit * found.norm(dim=1, keepdim=True) / (20 * rows.shape[1] ** 0.5)
     return found.view_as(weight)
 
 

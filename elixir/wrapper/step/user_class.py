@@ -228,7 +228,10 @@ def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> frozen
         InputError: says what to give instead.
     """
     if any(has_stepped(state) for state in given.state.values()):
-        raise InputError("the optimizer has stepped already, and its states would be lost; give one that has not")
+        raise InputError(
+            f"{type(given).__name__} has states, which would be lost: it has stepped already, or makes them when it is "
+            "built; give one that has none"
+        )
     _refuse_replaced(given)
     check_moments(given, can_fuse(given), moments)
     if moments != "float32":
