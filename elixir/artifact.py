@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
 import math
 import os
-import stat
 import types
 import typing
 from collections import Counter
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from elixir.errors import ArtifactError, InputError, shortened
+from elixir.errors import ArtifactError, FileError, InputError, shortened
 from elixir.files import FILES, Files, temporary_name
 
 T = TypeVar("T", bound="Artifact")
@@ -110,18 +110,13 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         ArtifactError: it cannot be read, has more than `LARGEST_FILE_BYTES`, or is no JSON.
     """
     try:
-        with open(path, "rb") as file:
-            found = os.fstat(file.fileno())
-            size = found.st_size if stat.S_ISREG(found.st_mode) else LARGEST_FILE_BYTES  # a pipe's is unknown
-            raw = file.read(min(size, LARGEST_FILE_BYTES) + 1)
-        if len(raw) > LARGEST_FILE_BYTES:
-            raise ArtifactError(f"{path}: has more than {LARGEST_FILE_BYTES // _MIB} MiB, so it is no file of Elixir's")
-        text = raw.decode()
-    except OSError as error:
+        text = FILES.read_stream(path, limit_bytes=LARGEST_FILE_BYTES).decode()
+    except FileError as error:
+        if error.errno == errno.EFBIG:
+            most = f"{LARGEST_FILE_BYTES // _MIB} MiB"
+            raise ArtifactError(f"{path}: has more than {most}, so it is no file of Elixir's") from None
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
-    except ArtifactError:
-        raise
-    except ValueError:  # UnicodeDecodeError, or a path with a zero byte in it
+    except ValueError:
         raise ArtifactError(f"{path}: not a text file") from None
     return parse_json(text, str(path))
 

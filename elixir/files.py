@@ -219,6 +219,17 @@ class Files:
         with self.open(path) as file:
             return bytes(memoryview(content)[: file.read_into(content, 0)])
 
+    def read_stream(self, path: PathLike, *, limit_bytes: int) -> bytes:
+        """As `read_whole`, also of a pipe, whose size nobody knows."""
+        name = os.fspath(path)
+        with self.call("open", name, lambda: open(name, "rb")) as stream:
+            found = os.fstat(stream.fileno())
+            most = min(found.st_size, limit_bytes) if stat.S_ISREG(found.st_mode) else limit_bytes
+            content = self.call("read", name, stream.read, most + 1)
+        if len(content) > limit_bytes:
+            raise FileError(errno.EFBIG, f"more than {limit_bytes} bytes", path, "read")
+        return content
+
     def write_whole(self, path: PathLike, content: Buffer) -> None:
         """Write a file next to `path`, synchronise it, and rename it there, over another one if there is one.
 
