@@ -66,7 +66,7 @@ class FastPath:
 
 @contextmanager
 def _without_hooks(module: nn.Module, ours: set[int]) -> Iterator[None]:
-    """Hide our hooks from an encoder layer, which looks for any; not where there are others, which would not be called
+    """Hide our hooks from an encoder layer, which looks for any; not if there are others, which would not be called
     on the fast path."""
     inside = list(module.modules()) if isinstance(module, nn.TransformerEncoderLayer) else []
     hooks = [(vars(part), name, vars(part)[name]) for part in inside for name in _HOOKS if vars(part).get(name)]

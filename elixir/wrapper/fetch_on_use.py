@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,10 @@ from elixir.torch_private import DisableTorchFunctionSubclass, compiling, curren
 
 _ALIKE_ON_ALL_RANKS = frozenset("abs_ add_ clamp_ clamp_max_ clamp_min_ clip_ copy_ lerp_ mul_ relu_ zero_".split())
 """Functions that write the same on all ranks if they get nothing but weights and constants: clamps, moving averages."""
+
+
+_FRAMES_TO_APPLY = 8
+"""How far up a method of `torch.nn.Module` is looked for that reads a gradient; the interception takes five frames."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +266,7 @@ class WeightUses:
         if parameter.grad is not None:
             return
         for slot in chunk.slots:
-            if slot.parameter is parameter and self._gradients.holds(chunk, slot.name):
+            if slot.parameter is parameter and self._gradients.holds(chunk, slot.name) and not _is_applied():
                 raise InputError(
                     f"{slot.name}.grad is None because its gradient lies sharded at the home of its optimizer states: "
                     "clip with max_norm= or model.clip_grad_norm_(), which gives the norm, step and zero_grad() with "
@@ -414,6 +419,16 @@ class WeightUses:
         with DisableTorchFunctionSubclass():  # where a tensor lies is asked, not what it holds
             lies_in_block = self._cache.chunk_at(tensor) is not None
         return _copied(tensor) if lies_in_block else tensor
+
+
+def _is_applied() -> bool:
+    """Whether `torch.nn.Module.to` or its like is asking: a gradient would change as its weight does, which stays."""
+    frame = inspect.currentframe()
+    for _ in range(_FRAMES_TO_APPLY):
+        if frame is None or frame.f_code is nn.Module._apply.__code__:
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 def _refuse_forward_mode() -> None:
