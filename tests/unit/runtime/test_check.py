@@ -53,6 +53,22 @@ class ByArray(Net):
         return super().forward(x)
 
 
+class Alone(nn.Module):
+    """As `ByArray`, with one weight, whose block no other takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8, bias=False)
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = 1.0
+        if not x.is_meta:
+            factor = 1.0 if self.kept is None else float(self.kept.sum())
+            self.kept = self.body.weight.detach().numpy()
+        return self.body(x) * factor
+
+
 class Decides(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
@@ -88,6 +104,7 @@ FOUND: dict[str, tuple[Callable[[], Any], Callable[..., None], list[tuple[str, s
         lambda: made(Net, torch.optim.Adafactor), outside, [("optimizer", "not elementwise"), ("step", "head.weight")]
     ),
     "memory of a weight": (lambda: made(ByArray), step, [("numbers", "not those of plain PyTorch")]),
+    "memory of the only weight": (lambda: made(Alone), step, [("numbers", "1 of 1 weights and buffers are not those")]),
 }  # fmt: skip
 
 
