@@ -85,8 +85,9 @@ def _track_arguments(caller: FrameType, track: Callable[[Any], Any]) -> None:
     """
     frame: FrameType | None = caller
     while frame is not None and frame.f_code.co_filename == _CHECKPOINT_FILE:
-        for owner in (frame.f_locals.get("self"), frame.f_locals.get("ctx")):
-            for name in ("recompute_fn", "run_function"):  # with and without a separate frame
+        # Without reentrance the function is in a frame, which older versions of PyTorch keep in another variable.
+        for owner in map(frame.f_locals.get, ("self", "frame", "ctx")):
+            for name in ("recompute_fn", "run_function"):
                 function = getattr(owner, name, None)
                 if function is not None and not hasattr(function, "elixir_tracks"):
                     setattr(owner, name, _with_tracked_arguments(function, track))
