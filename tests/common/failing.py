@@ -275,6 +275,7 @@ def rehoming(folder: Path, rank: int, world_size: int, kind: str, dtype: str | N
     fault, failed = Fault(kind), 0
     probe = Run(fault, folder, world_size, homes[0], dtype)
     probe.train(2)
+    probe.module.settle()
     with fault.armed():
         probe.module.rehome(target)
     probe.module.close()
@@ -288,7 +289,7 @@ def rehoming(folder: Path, rank: int, world_size: int, kind: str, dtype: str | N
                 run.module.rehome(target)
             except (ElixirError, OSError):
                 failed += 1
-        if fault.struck or rank:
+        if _alike(fault.struck):
             assert run.module.plan == source or kind == "close"
         if run.module.plan == source:
             now = {home: engine_of(run.module).arena.live_bytes(home) for home in taken}
