@@ -2,9 +2,9 @@
 
 A step appends losses to lists, counts tokens and rebinds names. In a trace it does so with numbers that nobody has and
 with a batch that nobody trains, so all that it can reach is afterwards as it was before. "Reach" means: closures and
-globals of functions, attributes of objects, elements of containers. Objects of Python's own library (locks, queues,
-threads), of PyTorch and of NumPy are not looked into, nor are data sets and loaders. Tensors are copied once something
-writes to them.
+globals of functions, attributes of objects, elements of containers. Most objects of Python's own library (locks,
+queues, threads), of PyTorch and of NumPy are not looked into, nor are data sets and loaders. Tensors are copied once
+something writes to them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _VALUES = frozenset(
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pandas", "pyarrow", "datasets"}
 _DATA = (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.Tensor)
 _OF_THREADS = (type(threading.Lock()), type(threading.RLock()), threading.Thread, threading.Condition, threading.Event)
-_PLAIN_CLASSES = (types.SimpleNamespace, collections.UserDict, collections.UserList)
+_PLAIN_MODULES = ("argparse", "collections", "types", "torch.optim")
+"""Among those, modules whose objects hold what they are given, and counts, such as schedulers."""
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training", "_buffers", "_modules"}
 _CONTAINERS: dict[Any, Callable[[Any, Any], None]] = {
     collections.OrderedDict: collections.OrderedDict.update,
@@ -400,7 +401,7 @@ def _is_looked_into(kind: type) -> bool:
     library = kind.__module__.partition(".")[0]
     if library == "elixir":
         return kind.__module__.startswith("elixir.integrations.")
-    return library not in _LIBRARIES or library == "argparse" or issubclass(kind, (nn.Module, *_PLAIN_CLASSES))
+    return library not in _LIBRARIES or kind.__module__.startswith(_PLAIN_MODULES) or issubclass(kind, nn.Module)
 
 
 @functools.lru_cache(maxsize=4096)

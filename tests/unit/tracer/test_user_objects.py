@@ -61,6 +61,8 @@ class Owner:
         self.norm = nn.BatchNorm1d(4)
         self.draws = [random.Random(1), np.random.default_rng(1), torch.Generator().manual_seed(1)]
         self.weights = {"best": None}
+        self.optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
 
     def step(self, model: nn.Module, inp: dict[str, Any]) -> None:
         loss = model(inp["x"]).sum()
@@ -80,6 +82,7 @@ class Owner:
         self.array += 1
         self.norm(torch.randn(3, 4))
         self.draws[0].random(), self.draws[1].random(), torch.rand(1, generator=self.draws[2])
+        self.scheduler.step()
         self.loss = loss
         self.weights = {"best": model}
         if self.state.step > 9:
@@ -91,7 +94,7 @@ class Owner:
                 self.metrics, self.recent, self.order, self.names, self.pairs, self.state, self.meter.values,
                 hasattr(self.meter, "last"), Meter.calls, self.tokens, self.total, self.array, self.norm.state_dict(),
                 self.draws[0].getstate(), self.draws[1].bit_generator.state, self.draws[2].get_state().tolist(),
-                self.weights, sorted(vars(self)),
+                self.weights, sorted(vars(self)), self.scheduler.state_dict(), self.optimizer.state_dict(),
             )
         )  # fmt: skip
 
