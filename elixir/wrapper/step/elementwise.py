@@ -36,6 +36,7 @@ _ROUNDS = 2
 """How often gradients of each kind come. That makes 12 steps: some classes do something in every fifth or sixth."""
 _LEAST = 1e-2
 """Learning rate and weight decay are at least this: with the rate of a warm-up's first step nothing would be seen."""
+_PLAIN = (bool, int, float, str, type(None))
 _ROUNDING = 2e-6
 """Two dozen roundings in float32, relative to the largest value that a weight has had."""
 
@@ -280,8 +281,8 @@ def _differing(one: Options, other: Options) -> set[str]:
 
 
 def _copied(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+    if type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value)):
+        return value  # every chunk copies the options in every step
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 

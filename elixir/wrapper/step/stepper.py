@@ -272,7 +272,7 @@ class Stepper:
                 factor *= float(clip) if waits else clip
                 clipped = made_by == 1.0  # what is scaled stays so: another step would not scale it back again
         hyperparameters = self.user.hyperparameters()
-        moved = self.user.moved(self._stepped_groups())
+        moved = self.user.moved(self._stepped_groups)
         engine.cache.invalidate()  # before weights count as changed, which inside a block they must not
         begun = self.early.finish(hyperparameters)
         self.user.move(moved)
@@ -305,7 +305,7 @@ class Stepper:
             InputError: weights are in use.
         """
         engine, options = self._engine, self.user.hyperparameters()
-        moved = self.user.moved((), method)
+        moved = self.user.moved(set, method)
         if all(
             same_options(change, {key: group.get(key) for key in change})
             for change, group in zip(moved, options, strict=True)

@@ -138,16 +138,16 @@ class UserOptimizer:
             groups[segment.group].append(segment.weights)
         return self._over_groups(groups)
 
-    def moved(self, stepped: Collection[int], method: str = "step") -> list[dict[str, Any]]:
+    def moved(self, stepped: Callable[[], Collection[int]], method: str = "step") -> list[dict[str, Any]]:
         """The options, by group, that a step of all shards changes; nothing for most classes.
 
         Args:
-            stepped: the groups with a gradient on any rank.
+            stepped: finds the groups with a gradient on any rank.
             method: of the class; other than a step.
         """
         if self._rehearsal is None:
             return [{} for _ in self._groups()]
-        after = self._rehearsal.after(self.hyperparameters(), stepped, method)
+        after = self._rehearsal.after(self.hyperparameters(), stepped(), method)
         return [{key: group[key] for key in self._moving if key in group} for group in after]
 
     def move(self, changes: Sequence[Mapping[str, Any]]) -> None:
