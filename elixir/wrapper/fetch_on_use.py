@@ -24,7 +24,13 @@ from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.rcache import RCache
 from elixir.errors import InputError
 from elixir.models import compiled_over_moving_weights
-from elixir.torch_private import DisableTorchFunctionSubclass, compiling, current_graph_task_id, forward_mode_runs
+from elixir.torch_private import (
+    DisableTorchFunctionSubclass,
+    compiling,
+    current_graph_task_id,
+    forward_mode_runs,
+    functorch_level,
+)
 
 _ALIKE_ON_ALL_RANKS = frozenset("abs_ add_ clamp_ clamp_max_ clamp_min_ clip_ copy_ lerp_ mul_ relu_ zero_".split())
 """Functions that write the same on all ranks if they get nothing but weights and constants: clamps, moving averages."""
@@ -158,7 +164,8 @@ class WeightUses:
             streamed.append(index)
         if not streamed:
             return
-        _refuse_forward_mode()
+        if functorch_level() is not None:
+            _refuse_forward_mode()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # else what is made here could not be written to in training
                 self._cache.acquire(streamed)
@@ -299,7 +306,8 @@ class WeightUses:
     def pack(self, tensor: torch.Tensor) -> Any | None:
         """Claim what lies in a block, and weights, which need not: a checkpoint saves the arguments of its function
         before they are read."""
-        _refuse_forward_mode()
+        if functorch_level() is not None:  # asked here, without a call in Python: this runs for every tensor saved
+            _refuse_forward_mode()
         if type(tensor) is TrackedView:  # it may lie elsewhere by now
             return tensor.elixir_place if tensor.elixir_listener is self else None
         slot = self._slot_of.get(tensor) if type(tensor) in TRACKED_PARAMETERS else None
