@@ -15,6 +15,7 @@ import functools
 import heapq
 import itertools
 import logging
+import operator
 import random
 import sys
 import threading
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 MOST_ENTRIES = 1_000_000
 """Entries of containers that are remembered, about 8 bytes and 50 ns each. The narrowest containers come first, so that
 a list of samples, each with its tokens, does not keep a counter from being remembered."""
+
+ENTRIES_OF_OBJECT = 20
+"""An object counts as so many: to look at one takes 8 us."""
 
 MANY_ENTRIES = 1_000
 """A container of so many is taken for data: nobody has to be warned if it is not looked into."""
@@ -59,6 +63,8 @@ _CONTAINERS: dict[Any, Callable[[Any, Any], None]] = {
     collections.deque: collections.deque.extend,
 }
 """Class of containers -> how an empty one is filled."""
+_WIDE: tuple[Any, ...] = (dict, list, set, collections.deque, tuple, frozenset)
+_CACHED: Any = type(functools.cache(len))
 _GENERATORS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (
     (random.Random, random.Random.getstate, random.Random.setstate),
     (np.random.RandomState, lambda found: found.get_state(), lambda found, state: found.set_state(state)),
@@ -157,7 +163,8 @@ class UserObjects:
             self.before_write(item)
         elif type(item) not in _VALUES and id(item) not in self._seen:
             self._seen[id(item)] = item
-            heapq.heappush(self._ahead, (max(self._width, entries), next(self._numbers), item))
+            width = max(self._width, entries, _width_of(item))
+            heapq.heappush(self._ahead, (width, next(self._numbers), item))
 
     def remember(self) -> None:
         """Look at all that can be reached."""
@@ -246,6 +253,8 @@ class UserObjects:
         for item in items:
             if type(item) not in _VALUES or type(item) is torch.Tensor:
                 self.push(item, entries)
+                if self._entries > MOST_ENTRIES:
+                    return  # nothing more is looked at, and of one that is not the warning tells
 
     def _container(self, held: Any) -> None:
         kind, refill = next(found for found in _CONTAINERS.items() if isinstance(held, found[0]))
@@ -316,6 +325,22 @@ class UserObjects:
         unwrapped = (getattr(value, "__func__", getattr(value, "fget", value)) for value in vars(owner).values())
         self._all(unwrapped, len(before) + 1)
 
+    def _cached(self, function: Any) -> None:
+        """What a trace makes has no values, and must not be found in a cache afterwards."""
+        self.push(function.__wrapped__)
+        before = function.cache_info()
+
+        def restore() -> None:
+            if function.cache_info().misses == before.misses:
+                return
+            if before.currsize and before.maxsize is None:
+                logger.warning("the trace has added to the cache of %s; call its cache_clear()", function.__wrapped__)
+            else:
+                function.cache_clear()
+
+        if _is_of_user(function.__module__):
+            self._restores.append(restore)
+
     def _array(self, array: np.ndarray[Any, Any]) -> None:
         self._entries += array.nbytes // 8
         if self._entries <= MOST_ENTRIES and not array.dtype.hasobject and array.flags.writeable:
@@ -323,6 +348,10 @@ class UserObjects:
             self._restores.append(lambda: np.copyto(array, before))
 
     def _object(self, item: Any) -> None:
+        self._entries += ENTRIES_OF_OBJECT
+        if isinstance(item, _CACHED):
+            self._cached(item)
+            return
         for generator, read, write in _GENERATORS:
             if isinstance(item, generator):
                 self._restores.append(functools.partial(write, item, read(item)))
@@ -372,6 +401,14 @@ class UserObjects:
         self.push(before)
 
 
+def _width_of(item: Any) -> int:
+    """Entries of a container, and words of an array; 1 for all others. The item is not asked: a proxy may raise."""
+    kind = type(item)
+    if issubclass(kind, np.ndarray):
+        return int(item.nbytes // 8)
+    return next((held.__len__(item) for held in _WIDE if issubclass(kind, held)), 1)
+
+
 def _has(item: Any, weight: torch.Tensor) -> bool:
     return isinstance(item, nn.Module) and any(parameter is weight for parameter in item.parameters())
 
@@ -390,9 +427,9 @@ def _same(kind: Any, held: Any, before: Any) -> bool:
     if kind is set:
         return {id(item) for item in held} == {id(item) for item in before}
     if isinstance(before, dict):
-        keys = all(one is other for one, other in zip(kind.keys(held), before, strict=True))
-        return keys and all(one is other for one, other in zip(kind.values(held), before.values(), strict=True))
-    return all(one is other for one, other in zip(held, before, strict=True))
+        keys = all(map(operator.is_, kind.keys(held), before))
+        return keys and all(map(operator.is_, kind.values(held), before.values()))
+    return all(map(operator.is_, held, before))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,7 +19,7 @@ from torch import nn
 import elixir
 from elixir.errors import TraceError
 from elixir.tracer import user_objects
-from tests.common.tracing import CPU, H200, cpu_trace
+from tests.common.tracing import CPU, H200, cpu_trace, sum_step
 
 INP = {"x": torch.ones(2, 4)}
 LOSSES: list[Any] = []
@@ -216,6 +216,42 @@ def test_a_counter_is_put_back_although_data_are_too_many_to_be_looked_into(
         assert [record.levelname for record in caplog.records] == [level]
         assert "torch.utils.data.Dataset" in caplog.text
         caplog.clear()
+
+
+@pytest.mark.parametrize("make", [lambda: list(range(100)), lambda: np.zeros(100), lambda: [(1,)] * 100, dict])
+def test_wide_data_next_to_a_list_do_not_keep_it_from_being_put_back(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_objects, "MOST_ENTRIES", 90)
+    data, losses = make(), list[Any]()
+
+    def step(model: nn.Module, inp: dict[str, Any]) -> None:
+        losses.append(len(data))
+        model(inp["x"]).sum().backward()
+
+    cpu_trace(nn.Linear(4, 4), INP, step)
+    assert losses == []
+
+
+@functools.cache
+def positions(count: int, device: Any) -> torch.Tensor:
+    return torch.arange(count, device=device).float()
+
+
+class Adding(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + positions(4, None if x.device.type == "cpu" else x.device)
+
+
+@pytest.mark.parametrize("hardware", [CPU, H200])
+def test_what_a_trace_makes_is_not_in_a_cache_afterwards(hardware: Any, caplog: pytest.LogCaptureFixture) -> None:
+    positions.cache_clear()
+    cpu_trace(Adding(4, 4), INP, sum_step, hardware=hardware)
+    assert positions.cache_info().currsize == 0
+    kept = positions(3, None)
+    cpu_trace(Adding(4, 4), INP, sum_step, hardware=hardware)
+    assert positions(3, None) is kept
+    assert "positions" in caplog.text
 
 
 class Proxy:
