@@ -81,7 +81,7 @@ def refusals(
     optimizers = check_given(model, optimizer)
     batch = _on_cpu(default_input(model) if inp is None else dict(inp))
     run = _Check(model, optimizers, batch, step_fn or default_step)
-    with user_objects_restored(model, nn.Module(), run.step, batch, writes_unseen=True), _gradients_kept(model):
+    with _gradients_kept(model):
         run.look_at_optimizers(moments)
         expected = run.plain()
         plan = run.plan(dtype, use_fused_kernels, None if moments is None else str(moments))
@@ -228,7 +228,12 @@ class _Check:
             )
 
     def _steps(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        with generators_untouched():
+        # Each run begins with what the first one found, such as a generator that the step draws from.
+        reached = (self.step, self.batch, *self.optimizers)  # these have hooks
+        with (
+            generators_untouched(),
+            user_objects_restored(self.model, nn.Module(), *reached, writes_unseen=True),
+        ):
             for _ in range(STEPS):
                 self.step(model, tree_map(_cloned, self.batch))
                 for optimizer in optimizers:

@@ -326,7 +326,7 @@ class UserObjects:
         self._all(unwrapped, len(before) + 1)
 
     def _cached(self, function: Any) -> None:
-        """What a trace makes has no values, and must not be found in a cache afterwards."""
+        """Results of a trace have no values, and must not be found in a cache afterwards."""
         self.push(function.__wrapped__)
         before = function.cache_info()
 

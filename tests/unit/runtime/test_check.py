@@ -142,6 +142,21 @@ def test_model_optimizer_generators_and_what_the_step_reaches_stay_as_they_are()
     assert state() == before
 
 
+def test_a_step_that_draws_its_own_numbers_is_not_refused_and_hooks_leave_nothing() -> None:
+    torch.manual_seed(0)
+    model, generator, calls = Net(), torch.Generator().manual_seed(1), list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+
+    def noisy(model: nn.Module, inp: dict[str, Any]) -> None:
+        model(inp["x"] + torch.randn(4, 8, generator=generator)).square().mean().backward()
+
+    before = generator.get_state()
+    assert refusals(model, optimizer, INP, noisy) == ()
+    assert torch.equal(generator.get_state(), before)
+    assert calls == []
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_library_model_on_meta_is_checked_with_made_up_weights(dtype: torch.dtype | None) -> None:
     model = tiny("llama").to("meta")
