@@ -42,7 +42,7 @@ _ROUNDING = 2e-6
 
 
 class Rehearsal:
-    """Finds out what a step does to the options of groups, with one number in each group and without states.
+    """Finds out what a first step does to the options of groups, each of which has one number as its weight.
 
     Args:
         make: makes an optimizer of the class.
@@ -52,6 +52,8 @@ class Rehearsal:
     def __init__(self, make: MakeOver, groups: int) -> None:
         self._weights = [nn.Parameter(torch.zeros(1, device="cpu")) for _ in range(groups)]
         self._optimizer = make([[weight] for weight in self._weights])
+        # Some classes make states when they are built.
+        self._first = {weight: options_of(state) for weight, state in self._optimizer.state.items()}
 
     def after(self, groups: Sequence[Options], stepped: Collection[int], method: str = "step") -> list[Options]:
         """The options of the groups after a step, or after another method.
@@ -62,6 +64,7 @@ class Rehearsal:
             method: a method of the class.
         """
         self._optimizer.state.clear()
+        self._optimizer.state.update({weight: options_of(state) for weight, state in self._first.items()})
         for index, options in enumerate(groups):
             weight = self._weights[index]
             weight.data.zero_()
@@ -221,8 +224,10 @@ class _Trial:
 
 
 def _counts(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Numbers that an optimizer keeps as its attributes."""
-    return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+    """Numbers that an optimizer keeps as its attributes, in tensors too."""
+    kept = vars(optimizer).items()
+    tensors = {name: value.item() for name, value in kept if isinstance(value, torch.Tensor) and value.numel() == 1}
+    return tensors | {name: value for name, value in kept if type(value) in (int, float)}
 
 
 def _cut(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -254,7 +259,7 @@ def _across(weight: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
 
 
 def options_of(group: Mapping[str, Any]) -> Options:
-    """The options of a group, as of now."""
+    """Copies of the options of a group, or of the states of a weight, as of now."""
     return {key: _copied(value) for key, value in group.items() if key != "params"}
 
 
