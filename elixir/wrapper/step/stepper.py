@@ -317,10 +317,14 @@ class Stepper:
         engine.settle_together(f"{method}() of an optimizer")
         engine.refuse_mixed()
         self.user.refuse_other_parameters()
-        updates = []
-        for part in self.parts.values():
-            part.rewrite(method, options)
-            updates += [ticket for ticket in [publish(engine, part.chunk)] if ticket is not None]
+        try:
+            with engine.group.together(f"call {method}() of its optimizer"):
+                for part in self.parts.values():
+                    part.rewrite(method, options)
+        except BaseException:  # called again, it would rewrite some weights twice
+            engine.half_loaded = f"{method}() of an optimizer has failed"
+            raise
+        updates = [ticket for part in self.parts.values() if (ticket := publish(engine, part.chunk)) is not None]
         self.user.move(moved)
         engine.window.flush()
         engine.weights_changed(updates)

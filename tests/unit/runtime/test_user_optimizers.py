@@ -20,7 +20,7 @@ from tests.common import gpu
 from tests.common import user_optimizers as own
 from tests.common.early import chain, early_plan, speculating
 from tests.common.on_disk import on_disk
-from tests.common.parity import MODES, Pair, make_plan, mixed
+from tests.common.parity import MODES, Pair, case, make_plan, mixed
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -286,3 +286,24 @@ def test_modes_are_for_between_steps() -> None:
     with pytest.raises(RuntimeError, match=r"call train\(\) first"):
         optimizer.step()
     module.close()
+
+
+def test_weights_that_an_evaluation_mode_has_rewritten_in_part_are_refused() -> None:
+    class Failing(own.Averaging):
+        left = 10**9
+
+        def eval(self) -> None:
+            Failing.left -= 1
+            if not Failing.left:
+                raise MemoryError("no room")
+            super().eval()
+
+    it = case("gpt2")
+    with Pair(it, make_plan(it, "mixed"), optimizer=lambda model: Failing(model.parameters())) as pair:
+        pair.train(1)
+        Failing.left = 4  # the first call finds out what changes
+        with pytest.raises(MemoryError, match="no room"):
+            pair.optimizer.eval()
+        for use in (pair.optimizer.eval, pair.optimizer.step, pair.module.state_dict, pair.backward):
+            with pytest.raises(InputError, match="eval\\(\\) of an optimizer has failed"):
+                use()
