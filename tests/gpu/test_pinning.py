@@ -11,7 +11,7 @@ import torch
 
 from elixir.chunk.buffers import Arena
 from elixir.chunk.pinned import pinned_zeros
-from elixir.errors import StateError
+from elixir.errors import NoMemoryError
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.engine import engine_of
 from tests.common.gpu import needs_gpu, needs_pretended_gpu
@@ -119,7 +119,7 @@ def test_nothing_stays_pinned_of_a_module_that_is_let_go_of() -> None:
 @needs_pretended_gpu
 def test_says_what_to_look_at_where_pinning_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *args: 2)
-    with pytest.raises(StateError, match=r"pinning 400 bytes of host memory failed with CUDA error 2: .*ulimit -l"):
+    with pytest.raises(NoMemoryError, match=r"pinning 400 bytes of host memory failed with CUDA error 2: .*ulimit -l"):
         Arena(torch.device("cuda", 0)).make(100, torch.float32, "host", "weights")
 
 
