@@ -9,8 +9,7 @@ after round:
 * ``out of place``: `elixir.kernels.adam.adam_step_out_of_place`, with its kernel;
 * ``copied``: the states are copied and the copy is stepped in place, as without a kernel.
 
-Both with torch's fused step and with the compiled one, if a kernel has its
-bits. ``busy`` are seconds of processors, which a busy machine disturbs less than the clock's.
+Both with the eager step in place and with the kernel in place. ``busy`` are seconds of processors, which a busy machine disturbs less than the clock's.
 
 Appends to ``results/adam_out_of_place.csv``; fails if float32 moments miss `BAR`.
 """
@@ -36,9 +35,8 @@ from elixir.kernels.adam import (  # noqa: E402
     Combination,
     States,
     adam_step_out_of_place,
-    build_step,
-    out_of_place,
 )
+from elixir.kernels.adam.when_compiled import Kernel, kernel_for  # noqa: E402
 
 BAR = 1.25
 """Most seconds out of place over in place, float32 moments."""
@@ -68,10 +66,9 @@ def in_turn(runs: dict[str, Run], rounds: int) -> dict[str, list[tuple[float, fl
 
 def measure(numel: int, kind: Any, rounds: int, *, compiled: bool) -> list[Row]:
     """One kind of moments with one form of the step in place."""
-    combination = Combination("cpu", torch.bfloat16, torch.bfloat16, kind)
-    step = build_step(combination) if compiled else None
-    for module in (out_of_place, sys.modules["elixir.kernels.adam.step"]):
-        module.compiled_step = lambda combination, numel: step  # type: ignore[attr-defined]
+    os.environ["ELIXIR_COMPILE"] = "wait"
+    kernel = kernel_for(Combination("cpu", torch.bfloat16, torch.bfloat16, kind))
+    os.environ["ELIXIR_COMPILE"] = "wait" if compiled else "0"
     gradient, old, new = torch.randn(numel).bfloat16(), states(numel, kind), states(numel, kind)
     weights = torch.zeros(numel, dtype=torch.bfloat16)
 
@@ -81,12 +78,9 @@ def measure(numel: int, kind: Any, rounds: int, *, compiled: bool) -> list[Row]:
     def apart() -> None:
         adam_step_out_of_place(gradient, old, new, weights, OPTIONS, 5)
 
-    os.environ["ELIXIR_COMPILE"] = "wait"
-    kernel = out_of_place.kernel_for(gradient, old, weights)
-
-    def with_kernel(found: out_of_place.Kernel | None) -> Run:
+    def with_kernel(found: Kernel | None) -> Run:
         def inside() -> None:
-            out_of_place.kernel_for = lambda *_: found  # type: ignore[assignment, misc]
+            sys.modules[adam_step_out_of_place.__module__].kernel_for = lambda _: found  # type: ignore[attr-defined]
             apart()
 
         return inside
@@ -125,13 +119,12 @@ def main() -> int:
     parser.add_argument("--numel", type=int, default=100_000_000)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--eager-only", action="store_true", help="leave out what has to be compiled for minutes")
     parser.add_argument("--no-record", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     before, rows = conditions(), []
     for kind in ("float32", "bfloat16", "8bit"):
-        for compiled in (False,) if args.eager_only else (False, True):
+        for compiled in (False, True):
             if kind == "float32" or compiled:  # nobody runs the eager ones for long
                 rows += measure(args.numel, kind, args.rounds, compiled=compiled)
     print_table(

@@ -1,12 +1,11 @@
-"""Compiling a function with torch.compile without standing in anyone's way.
+"""Compiling a step in the background: the host's kernel by a C++ compiler, a device's by torch.compile.
 
-A cold compile takes some 15 s of a core. Done in a thread it would hold the interpreter's lock for half of that, and
-the training loop would wait for the lock at every operator. So a child process at the lowest priority compiles first,
-which fills inductor's cache on disk; then a thread of this process compiles again, mostly reading that cache. Until it
-is done, and for good where anything fails, the caller keeps running its eager form.
+A thread of this process compiles. Until it is done, and for good if anything fails, the caller keeps running its eager
+form. A C++ compiler runs in a child process, which ends with this one.
 
-``ELIXIR_COMPILE`` chooses: ``1`` (default) compiles in the background once it pays, ``now`` in the background at the
-first step, ``wait`` before the first step (so that no step differs by when the compiler was done), ``0`` never.
+``ELIXIR_COMPILE`` chooses when steps in place are compiled: ``1`` (default) once it pays, ``now`` at the first step,
+``wait`` before the first step, ``0`` never. On the host no bit depends on it. Steps that leave the old states as they
+are always use the kernel once it is there, and wait for it only with ``wait``.
 """
 
 from __future__ import annotations
@@ -24,18 +23,17 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from elixir.errors import unknown_name
+from elixir.optimizer_states import MomentKind
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "ELIXIR_COMPILE"
 _MODES = {"0": "never", "1": "background", "now": "now", "wait": "wait"}
-_PRIORITY = 19
-"""Niceness of the compiling child: it gets what nobody else wants."""
 _LOOKED_AFTER_S = 0.5
 """How often the compiling child looks whether its parent still runs."""
 _EXIT_WAIT_S = 20.0
@@ -44,9 +42,7 @@ _EXIT_WAIT_S = 20.0
 _ADVICE = "TORCHDYNAMO_VERBOSE"
 
 _CHILD = """\
-import os, threading, time
-if hasattr(os, "nice"):
-    os.nice({priority})
+import os, subprocess, sys, threading, time
 if hasattr(os, "killpg"):
     os.setpgid(0, 0)
     def watch():
@@ -54,12 +50,34 @@ if hasattr(os, "killpg"):
             time.sleep({seconds})
         os.killpg(0, 9)
     threading.Thread(target=watch, daemon=True).start()
-{source}
+sys.exit(subprocess.run({command}).returncode)
 """
-"""A child of low priority that leads a process group, with the compilers that it starts. The group ends when the parent
-has ended, also by a signal after which no code of the parent runs."""
+"""A child that leads a process group, with the compiler that it starts. The group ends when the parent has ended, also
+by a signal after which no code of the parent runs."""
 
 Step = Callable[..., Any]
+Run = Callable[[Sequence[str]], None]
+"""Runs a compiler's command; `RuntimeError` with its output if it fails."""
+
+
+class Combination(NamedTuple):
+    """The device, dtypes and moments on which a compiled step depends."""
+
+    device: str
+    """With its index: compiled code launches on the device that its example was on."""
+    gradient: torch.dtype
+    weight: torch.dtype | None
+    """Dtype of the weights that are written next to the float32 master; None without such weights."""
+    moments: MomentKind
+
+    @property
+    def device_type(self) -> str:
+        """``cpu``, ``cuda`` or another."""
+        return torch.device(self.device).type
+
+    def __str__(self) -> str:
+        parts = [str(self.gradient), str(self.weight or "no weights"), self.moments]
+        return f"Adam ({self.device}, {', '.join(part.removeprefix('torch.') for part in parts)} moments)"
 
 
 def mode() -> str:
@@ -85,30 +103,15 @@ def missing_compiler(device_type: str) -> str | None:
     return None if shutil.which(compiler) else f"there is no C++ compiler ({compiler!r}; set CXX)"
 
 
-def compile_step(function: Step, example: Sequence[Any], *, narrow: bool = False) -> tuple[Step, Any]:
-    """`function` compiled for any length, and what it gave for `example`.
-
-    With `narrow`, a CPU that has vectors of 512 bits uses those of 256. For a step that waits for memory: inductor
-    takes as many elements at once as float32 has in a vector, so bfloat16 fills half of one, and AVX512's code for
-    halves cost 9 to 15 % of a step over 100 M elements (2 cores of an EPYC 9005). Steps that compute more take twice as
-    long with it.
+def compile_step(function: Step, example: Sequence[Any]) -> tuple[Step, Any]:
+    """`function` compiled by torch for any length, and what it gave for `example`.
 
     Guards are left out: the caller passes flat tensors of the same kinds as in `example` and of at least two elements.
     They would recompile, in the middle of a step, when a thread count or autocast changes, which do not matter here.
     """
     options: dict[str, str | int | bool | Callable[..., Any]] = {
-        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-        # Threads are counted when the code runs, as everywhere in torch, not written into it.
-        "cpp.dynamic_threads": True,
-        # ... but a process with one thread, such as the child, would get code without any.
-        "cpp.threads": 64,
+        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe
     }
-    if all(value.device.type == "cpu" for value in example if isinstance(value, torch.Tensor)):
-        # Called from Python, inductor's C++ holds the interpreter's lock for as long as the step takes, and the
-        # training thread waits for it; its C++ wrapper releases the lock.
-        options["cpp_wrapper"] = True
-    if narrow and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        options["cpp.simdlen"] = 256
     compiled: Step = torch.compile(_twin(function), dynamic=True, fullgraph=True, options=options)
     with torch.no_grad():
         return compiled, compiled(*example)
@@ -144,14 +147,12 @@ class Background:
 
     Args:
         name: for log lines.
-        build: compiles and returns the step; what `compile_step` gives.
-        child: Python source for a child process that does the same, to fill the cache; None to do without.
+        build: compiles and returns the step; it is given what runs a command in a child process.
     """
 
-    def __init__(self, name: str, build: Callable[[], Step], child: str | None) -> None:
+    def __init__(self, name: str, build: Callable[[Run], Step]) -> None:
         self.name = name
         self._build = build
-        self._child_source = child
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -187,40 +188,30 @@ class Background:
     def _run(self) -> None:
         try:
             began = time.monotonic()
-            if self._child_source is not None:
-                self._run_child(self._child_source)
-            child_s = time.monotonic() - began
-            if not self._stopping:
-                self._step = self._build()
-                rest_s = time.monotonic() - began - child_s
-                logger.info("%s is compiled: %.1f s in a child process, %.1f s in this", self.name, child_s, rest_s)
+            self._step = self._build(self._run_child)
+            logger.info("%s is compiled, in %.1f s", self.name, time.monotonic() - began)
         except Exception as error:
             if not self._stopping:
                 reason = _last_word(str(error)) or type(error).__name__
                 logger.warning("%s could not be compiled and stays as it is: %s", self.name, reason)
                 logger.debug("compiling %s failed", self.name, exc_info=True)
 
-    def _run_child(self, source: str) -> None:
-        """Compile in a child process; raises `RuntimeError` with its last output if it fails."""
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        environment = {**os.environ, "PYTHONPATH": paths, VARIABLE: "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        # One thread: OpenMP would keep cores busy, and the example is small.
-        environment["OMP_NUM_THREADS"] = "1"
-        code = _CHILD.format(priority=_PRIORITY, parent=os.getpid(), seconds=_LOOKED_AFTER_S, source=source)
+    def _run_child(self, command: Sequence[str]) -> None:
+        """Runs a command in a child process; raises `RuntimeError` with its output if it fails."""
+        code = _CHILD.format(parent=os.getpid(), seconds=_LOOKED_AFTER_S, command=list(command))
         with self._lock:
             if self._stopping:
-                return
+                raise RuntimeError("this process ends")
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                env=environment,
+                [sys.executable, "-I", "-S", "-c", code],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
             )
         _, written = self._process.communicate()
-        if self._process.returncode and not self._stopping:
-            lines = written.decode(errors="replace").strip().splitlines()
-            raise RuntimeError("\n".join(lines) or f"the compiling process ended with {self._process.returncode}")
+        if self._process.returncode:
+            ended = f"{command[0]} ended with {self._process.returncode}"
+            raise RuntimeError(written.decode(errors="replace").strip() or ended)
 
     def _stop(self) -> None:
         """At exit: end the child and its compiler at once, and let the thread leave C++ code."""

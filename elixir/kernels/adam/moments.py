@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -59,6 +60,22 @@ class Moments:
         if self.exp_avg_scale is None or self.exp_avg_sq_scale is None:
             return self.exp_avg, self.exp_avg_sq
         return self.exp_avg, self.exp_avg_scale, self.exp_avg_sq, self.exp_avg_sq_scale
+
+    def cut(self, start: int, stop: int) -> Moments:
+        """Views of the moments of elements `start` to `stop`; with 8 bits, of the blocks that hold them."""
+        if self.exp_avg_scale is None or self.exp_avg_sq_scale is None:
+            return Moments(self.kind, self.exp_avg[start:stop], self.exp_avg_sq[start:stop])
+        blocks = slice(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
+        part = slice(blocks.start * BLOCK_NUMEL, blocks.stop * BLOCK_NUMEL)
+        scales = self.exp_avg_scale[blocks], self.exp_avg_sq_scale[blocks]
+        return Moments(self.kind, self.exp_avg[part], self.exp_avg_sq[part], *scales)
+
+
+class States(NamedTuple):
+    """Master weights and their moments, all flat."""
+
+    master: torch.Tensor
+    moments: Moments
 
 
 def moment_numel(numel: int, kind: MomentKind) -> int:
@@ -263,42 +280,39 @@ STEPS: dict[MomentKind, Callable[..., None]] = {"float32": adam_, "bfloat16": ad
 """The step function of each kind."""
 
 
-def step_arguments(  # noqa: PLR0913 - compiled code takes its tensors one by one
+def step_arguments(
     gradient: torch.Tensor,
-    master: torch.Tensor,
+    states: States,
     weight_out: torch.Tensor | None,
-    moments: Moments,
     scalars: torch.Tensor,
     step: int,
-    start: int,
-    stop: int,
+    part: slice,
     first: int = 0,
 ) -> list[torch.Tensor | None]:
-    """Arguments of the step function of the moments' kind, for elements `start` to `stop`; with 8 bits, whole blocks.
+    """Arguments of the step function of the moments' kind, for a part of all elements; with 8 bits, whole blocks.
 
-    `first` is the place of element 0 in what `moments` are of.
+    `first` is the position of element 0 in the tensor by whose positions moments are rounded.
     """
-    parts = [None if tensor is None else tensor[start:stop] for tensor in (gradient, master, weight_out)]
-    parts += [tensor[first + start : first + stop] for tensor in (moments.exp_avg, moments.exp_avg_sq)]
-    if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
-        arguments = parts
+    moments = states.moments.cut(part.start, part.stop)
+    weights = [None if tensor is None else tensor[part] for tensor in (gradient, states.master, weight_out)]
+    if moments.kind == "8bit":
+        rows = [None if tensor is None else tensor.view(-1, BLOCK_NUMEL) for tensor in weights]
+        arguments: list[torch.Tensor | None] = [*rows, *_rows(moments, 0, moments.exp_avg.numel())]
     else:
-        rows = [None if tensor is None else tensor.view(-1, BLOCK_NUMEL) for tensor in parts]
-        blocks = slice((first + start) // BLOCK_NUMEL, (first + stop) // BLOCK_NUMEL)
-        arguments = [*rows[:4], moments.exp_avg_scale[blocks], rows[4], moments.exp_avg_sq_scale[blocks]]
+        arguments = [*weights, *moments.tensors()]
     arguments.append(scalars)
     if moments.kind != "float32":
-        arguments.append(noise_seed(step, first + start, master.device))
+        arguments.append(noise_seed(step, first + part.start, states.master.device))
     return arguments
 
 
 def _rows(moments: Moments, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of the blocks that hold elements `start` to `stop`: codes as ``[blocks, BLOCK_NUMEL]``, and scales."""
-    if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
+    part = moments.cut(start, stop)
+    if part.exp_avg_scale is None or part.exp_avg_sq_scale is None:
         raise InputError(f"moments in {moments.kind} have no blocks")
-    blocks = slice(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
-    codes, codes_sq = moments.exp_avg.view(-1, BLOCK_NUMEL), moments.exp_avg_sq.view(-1, BLOCK_NUMEL)
-    return codes[blocks], moments.exp_avg_scale[blocks], codes_sq[blocks], moments.exp_avg_sq_scale[blocks]
+    codes, codes_sq = part.exp_avg.view(-1, BLOCK_NUMEL), part.exp_avg_sq.view(-1, BLOCK_NUMEL)
+    return codes, part.exp_avg_scale, codes_sq, part.exp_avg_sq_scale
 
 
 def _merge(

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 
 from elixir.errors import InputError
-from elixir.kernels.adam.hybrid import BATCHED_NUMEL, HybridAdam, flat
-from elixir.kernels.adam.moments import Moments
-from elixir.kernels.adam.out_of_place import States, kernel_for
+from elixir.kernels.adam.eager import IN_PIECES
+from elixir.kernels.adam.hybrid import HybridAdam, flat
+from elixir.kernels.adam.moments import Moments, States
 from elixir.kernels.adam.rule import group_options
-from elixir.kernels.adam.step import IN_PIECES, adam_step, fused_pieces
+from elixir.kernels.adam.step import adam_step
+from elixir.kernels.adam.when_compiled import combination_of, kernel_for
 
 
 class Kept(NamedTuple):
@@ -47,7 +48,7 @@ def step_out_of_place_like(
     """
     numel = old.weights.numel()
     before, after = (States(flat(kept.weights), _moments(kept)) for kept in (old, new))
-    kernel = kernel_for(gradient, before, weight_out, torchs=not _by_itself(optimizer, numel))
+    kernel = kernel_for(combination_of(gradient, before.master, weight_out, before.moments))
     if kernel is None:
         return False
     options = group_options(group, decoupled=isinstance(optimizer, torch.optim.AdamW))
@@ -83,11 +84,9 @@ def step_like(
     options = group_options(group, decoupled=isinstance(optimizer, torch.optim.AdamW))
     kept.state["step"] += 1
     number, numel = int(kept.state["step"]), gradient.numel()
-    step = adam_step if _by_itself(optimizer, numel) else fused_pieces
     if not numel:
         return IN_PIECES
-    with torch.no_grad():
-        return step(gradient.view(-1), flat(kept.weights), weight_out, _moments(kept), options, number, factor)
+    return adam_step(gradient.view(-1), flat(kept.weights), weight_out, _moments(kept), options, number, factor)
 
 
 def can_step_like(optimizer: torch.optim.Optimizer, every: Iterable[Kept]) -> bool:
@@ -118,11 +117,6 @@ def can_step_like(optimizer: torch.optim.Optimizer, every: Iterable[Kept]) -> bo
         for kept in every
         for moment in (kept.state.get("exp_avg"), kept.state.get("exp_avg_sq"))
     )
-
-
-def _by_itself(optimizer: torch.optim.Optimizer, numel: int) -> bool:
-    """Whether a parameter of so many elements is not stepped by torch's fused kernel, but by `adam_step`."""
-    return isinstance(optimizer, HybridAdam) and numel > BATCHED_NUMEL
 
 
 def _moments(kept: Kept) -> Moments:

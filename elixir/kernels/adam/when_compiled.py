@@ -5,21 +5,25 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from elixir.kernels.adam.compiled import Background, Step, compile_step, missing_compiler, mode
+from elixir.kernels.adam.compiled import Background, Combination, Run, Step, compile_step, missing_compiler, mode
+from elixir.kernels.adam.eager import step_pieces
 from elixir.kernels.adam.moments import (
     STEPS,
+    Moments,
+    States,
     adam_8bit_,
     encode_8bit_,
     find_8bit_scales,
     make_moments,
     step_arguments,
 )
+from elixir.kernels.adam.native import Kernel, build_kernel
 from elixir.kernels.adam.rule import AdamOptions, adam_scalars
-from elixir.optimizer_states import MomentKind
+from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +31,9 @@ SMALL_NUMEL: dict[MomentKind, int] = {"float32": 2**20, "bfloat16": 2**17, "8bit
 """By kind of moments: what has fewer elements neither counts towards compiling nor runs compiled, since it takes about
 a millisecond anyway. With other than float32 moments parameters are stepped one by one, so most are small."""
 
-COMPILE_COST_S = 15.0
-"""Seconds of a core for a cold compile, measured on 2 cores of an EPYC 9005."""
+COMPILE_COST_S = {"cpu": 1.5, "cuda": 15.0}
+"""Seconds of a core for compiling the kernel, measured on 2 cores of an EPYC 9005; for torch.compile, not measured on
+CUDA, what it takes there for the host."""
 
 GAIN_S_PER_NUMEL = {
     # Measured there on two threads. With float32 moments torch's fused kernel on pieces is about as fast on an idle
@@ -43,52 +48,52 @@ GAIN_S_PER_NUMEL = {
 }
 """Seconds that a compiled step saves per element over the eager one."""
 
+_WHOLE_NUMEL = 2**30
+"""Longest piece of what torch.compile makes, whose positions are 32-bit; it makes no temporaries of any length."""
 _EXAMPLE_NUMEL = 2**18
-"""Long enough for the compiler to think of threads."""
-
-
-class Combination(NamedTuple):
-    """The device, dtypes and moments on which a compiled step depends."""
-
-    device: str
-    """With its index: compiled code launches on the device that its example was on."""
-    gradient: torch.dtype
-    weight: torch.dtype | None
-    """Dtype of the weights that are written next to the float32 master; None without such weights."""
-    moments: MomentKind
-
-    @property
-    def device_type(self) -> str:
-        """``cpu``, ``cuda`` or another."""
-        return torch.device(self.device).type
-
-    def __str__(self) -> str:
-        parts = [str(self.gradient), str(self.weight or "no weights"), self.moments]
-        return f"Adam ({self.device}, {', '.join(part.removeprefix('torch.') for part in parts)} moments)"
 
 
 class _Progress:
     """How far one combination has come in this process."""
 
     def __init__(self, combination: Combination) -> None:
-        self.after_numel = COMPILE_COST_S / GAIN_S_PER_NUMEL[combination.device_type, combination.moments]
+        device = combination.device_type
+        self.after_numel = COMPILE_COST_S[device] / GAIN_S_PER_NUMEL[device, combination.moments]
         self.stepped_numel = 0
         self.background: Background | None = None
-        lacking = missing_compiler(combination.device_type)
+        lacking = missing_compiler(device)
         if lacking is not None:
             logger.info("%s runs uncompiled: %s", combination, lacking)
             return
-        # A child on CUDA would need another context, some 500 MB of a device that the plan may have filled.
-        child = _child_source(combination) if combination.device_type == "cpu" else None
-        self.background = Background(str(combination), functools.partial(build_step, combination), child)
+        build = build_kernel if device == "cpu" else build_step
+        self.background = Background(str(combination), functools.partial(build, combination))
+
+    def ready(self, *, begin: bool) -> Kernel | None:
+        """The compiled step if it is there; without it, compiling begins if it may."""
+        if self.background is None:
+            return None
+        if self.background.step is None:
+            if mode() == "wait":
+                return self.background.wait()
+            if begin:
+                self.background.start()
+        return self.background.step
 
 
 _progress: dict[Combination, _Progress] = {}
 _lock = threading.Lock()
 
 
-def compiled_step(combination: Combination, numel: int) -> Step | None:
-    """The compiled step where it is ready, for a shard of `numel` elements that is about to be stepped.
+def combination_of(
+    gradient: torch.Tensor, master: torch.Tensor, weight_out: torch.Tensor | None, moments: Moments
+) -> Combination:
+    """The combination of a step of such tensors."""
+    weight = None if weight_out is None else weight_out.dtype
+    return Combination(str(master.device), gradient.dtype, weight, moments.kind)
+
+
+def compiled_step(combination: Combination, numel: int) -> Kernel | None:
+    """The compiled step where it is ready, for a shard of `numel` elements that is about to be stepped in place.
 
     Compiling begins once eager steps have cost as much more as compiling takes: never worse than twice the better of
     the two, however long the job turns out to be.
@@ -98,40 +103,67 @@ def compiled_step(combination: Combination, numel: int) -> Step | None:
     chosen = mode()
     if chosen == "never":
         return None
+    progress = _asked(combination, numel)
+    return progress.ready(begin=chosen == "now" or progress.stepped_numel >= progress.after_numel)
+
+
+def kernel_for(combination: Combination) -> Kernel | None:
+    """The kernel that can leave the old states as they are, if it is compiled by now; it begins to be compiled."""
+    return _asked(combination).ready(begin=True) if _steps_out_of_place(combination) else None
+
+
+def begin_kernel(gradient: torch.dtype, weight: torch.dtype | None, moments: MomentKind) -> None:
+    """Begins to compile the host's kernel, so that the first step out of place finds it.
+
+    Args:
+        gradient, weight: dtypes of the gradients and of the weights that are written; None without such weights.
+        moments: how they are kept; 8-bit ones are never stepped out of place.
+    """
+    combination = Combination("cpu", gradient, weight, moments)
+    if _steps_out_of_place(combination) and (background := _asked(combination).background) is not None:
+        background.start()
+
+
+def absent_kernels() -> list[str]:
+    """Waits for all of the host's kernels that have begun; the names of those that are not there all the same."""
+    with _lock:
+        asked = [(name, each.background) for name, each in _progress.items() if name.device_type == "cpu"]
+    return [str(name) for name, each in asked if each is None or (each.started and each.wait() is None)]
+
+
+def _steps_out_of_place(combination: Combination) -> bool:
+    return combination.device_type == "cpu" and combination.moments != "8bit"
+
+
+def _asked(combination: Combination, numel: int = 0) -> _Progress:
     with _lock:
         if combination not in _progress:
             _progress[combination] = _Progress(combination)
-        progress = _progress[combination]
-        progress.stepped_numel += numel
-    background = progress.background
-    if background is None:
-        return None
-    if background.step is None:
-        if chosen == "wait":
-            return background.wait()
-        if chosen == "now" or progress.stepped_numel >= progress.after_numel:
-            background.start()
-    elif combination.device_type == "cpu":
-        torch.get_num_threads()  # a new thread takes over torch's number of threads, on which compiled code relies
-    return background.step
+        _progress[combination].stepped_numel += numel
+        return _progress[combination]
 
 
-def build_step(combination: Combination) -> Step:
-    """Compile the step of a combination now, on a small example.
+def build_step(combination: Combination, run: Run | None = None) -> Kernel:
+    """Compiles the step in place of a combination now, by torch.compile, on a small example.
 
     Raises:
         RuntimeError: the compiled step does not give what the plain one gives.
     """
+    plain = STEPS[combination.moments]
     if combination.moments == "8bit":
         example = _example(combination)
         find_scales, scales = compile_step(find_8bit_scales, (*example[:2], *example[3:-1]))
         encode, _ = compile_step(encode_8bit_, (*example, *scales))
         step: Step = functools.partial(adam_8bit_, find_scales=find_scales, encode=encode)
     else:
-        narrow = combination.moments == "float32"
-        step, _ = compile_step(STEPS[combination.moments], _example(combination), narrow=narrow)
+        step, _ = compile_step(plain, _example(combination))
     _check_against_plain(combination, step)
-    return step
+
+    def kernel(gradient: torch.Tensor, old: States, new: States, *rest: Any) -> None:
+        # One element or one row would be compiled anew, as a special length.
+        step_pieces(lambda numel: plain if numel <= BLOCK_NUMEL else step, _WHOLE_NUMEL, gradient, old, *rest)
+
+    return kernel
 
 
 def _example(combination: Combination) -> list[torch.Tensor | None]:
@@ -142,7 +174,7 @@ def _example(combination: Combination) -> list[torch.Tensor | None]:
     weight = None if combination.weight is None else torch.zeros_like(master, dtype=combination.weight)
     moments = make_moments(_EXAMPLE_NUMEL, combination.moments, device)
     scalars = adam_scalars(AdamOptions(weight_decay=0.1), 1, 1.0, device)
-    return step_arguments(gradient, master, weight, moments, scalars, 1, 0, _EXAMPLE_NUMEL)
+    return step_arguments(gradient, States(master, moments), weight, scalars, 1, slice(0, _EXAMPLE_NUMEL))
 
 
 def _check_against_plain(combination: Combination, compiled: Step) -> None:
@@ -157,11 +189,3 @@ def _check_against_plain(combination: Combination, compiled: Step) -> None:
         limit = 1e-5 if expected.dtype == torch.float32 else 4 * torch.finfo(expected.dtype).eps
         if not torch.allclose(found.float(), expected.float(), rtol=limit, atol=limit * 1e-3):
             raise RuntimeError("the compiled step does not give what the plain one gives")
-
-
-def _child_source(combination: Combination) -> str:
-    dtypes = f"{combination.gradient}, {combination.weight}"  # as Python writes them: torch.bfloat16, None
-    return (
-        "import torch\nfrom elixir.kernels.adam.when_compiled import Combination, build_step\n"
-        f"build_step(Combination({combination.device!r}, {dtypes}, {combination.moments!r}))"
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,13 +35,13 @@ from elixir.hardware import (
 from elixir.kernels.adam import (
     AdamOptions,
     Combination,
+    States,
     adam_step,
-    build_step,
     fused_step,
     make_moments,
     missing_compiler,
 )
-from elixir.kernels.adam.when_compiled import _example
+from elixir.kernels.adam.native import build_kernel
 from elixir.search import plan_from_trace
 from elixir.search.simulator import Rates
 from elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -207,7 +208,10 @@ def _compiled() -> Callable[[], object]:
     if lacking is not None:
         pytest.skip(lacking)
     combination = Combination("cpu", torch.bfloat16, torch.bfloat16, "float32")
-    return partial(build_step(combination), *_example(combination))
+    kernel = build_kernel(combination, partial(subprocess.run, check=True))
+    states = States(torch.zeros(2**20), make_moments(2**20, "float32", "cpu"))
+    gradient = torch.ones_like(states.master, dtype=torch.bfloat16)
+    return partial(kernel, gradient, states, states, torch.zeros_like(gradient), AdamOptions(), 1, 1.0, 0)
 
 
 def _threads() -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,27 @@ import torch
 
 from elixir.errors import InputError
 from elixir.kernels import AdamOptions, HybridAdam, adam_step, make_moments
-from elixir.kernels.adam import Kept, can_step_like, out_of_place, step_out_of_place_like
-from elixir.kernels.adam.out_of_place import Form, States, adam_step_out_of_place
-from elixir.kernels.adam.when_compiled import Combination, build_step
+from elixir.kernels.adam import (
+    COPIED,
+    ONE_PASS,
+    Combination,
+    Kept,
+    States,
+    absent_kernels,
+    adam_step_out_of_place,
+    begin_kernel,
+    can_step_like,
+    native,
+    step_out_of_place_like,
+    when_compiled,
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS = (
     AdamOptions(lr=1e-3, weight_decay=0.1),
     AdamOptions(lr=1e-2, beta1=0.3, decoupled=False, weight_decay=0.01, maximize=True),
 )
+run = functools.partial(subprocess.run, check=True)
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 _ALL = [(gradient, weight) for gradient in FLOATS for weight in (None, *FLOATS[1:])]
 _QUICK = {(torch.bfloat16, torch.bfloat16), (torch.float32, None)}
@@ -30,7 +43,7 @@ DTYPES = [pytest.param(*pair, marks=() if pair in _QUICK else pytest.mark.slow) 
 
 @pytest.fixture(autouse=True)
 def _nothing_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_of_place, "_backgrounds", {})
+    monkeypatch.setattr(when_compiled, "_progress", {})
     monkeypatch.setenv("ELIXIR_COMPILE", "0")
 
 
@@ -84,14 +97,14 @@ def gradient_of(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @needs_compiler
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("gradient", "weight"), DTYPES)
 def test_the_kernel_has_the_bits_of_the_step_in_place(
-    gradient: torch.dtype, weight: torch.dtype | None, compiles: None
+    gradient: torch.dtype, weight: torch.dtype | None, kind: Any, compiles: None
 ) -> None:
     for numel in (1, 15, 16, 31, 32, 33, 1000, 4096, 10_007):
-        both_ways(gradient_of(numel, gradient), "float32", weight)
-    form = Form(Combination("cpu", gradient, weight, "float32"), torchs=True)
-    assert (background := out_of_place._backgrounds[form]) is not None
+        both_ways(gradient_of(numel, gradient), kind, weight)
+    assert (background := when_compiled._progress[Combination("cpu", gradient, weight, kind)].background) is not None
     assert background.step is not None  # it was the kernel, and no copy
 
 
@@ -101,7 +114,8 @@ def test_the_kernel_takes_any_place_and_any_number_of_threads(compiles: None) ->
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            both_ways(gradient_of(1000, torch.bfloat16)[3:], "float32", torch.bfloat16, at=5)
+            for kind in ("float32", "bfloat16"):
+                both_ways(gradient_of(1000, torch.bfloat16)[3:], kind, torch.bfloat16, at=5)
     finally:
         torch.set_num_threads(threads)
 
@@ -132,8 +146,8 @@ def test_a_copy_that_is_stepped_has_the_bits_too(kind: str, at: int, without_com
 
 def test_without_a_compiler_states_are_copied(without_compiler: None, compiles: None) -> None:
     both_ways(gradient_of(1000, torch.float32), "float32", None)
-    assert list(out_of_place._backgrounds.values()) == [None]
-    assert out_of_place.absent_kernels() == ["Adam (cpu, float32, no weights, float32 moments)"]
+    assert [each.background for each in when_compiled._progress.values()] == [None]
+    assert absent_kernels() == ["Adam (cpu, float32, no weights, float32 moments)"]
 
 
 def form_of_step(numel: int = 1000) -> str:
@@ -147,45 +161,44 @@ def test_the_kernel_depends_on_no_switch_of_torch_compile(
     mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ELIXIR_COMPILE", mode)
-    monkeypatch.setenv(out_of_place.CACHE_VARIABLE, str(tmp_path))  # one that is kept may be there at once
-    assert form_of_step() == out_of_place.COPIED  # nobody waits for it
-    assert out_of_place.absent_kernels() == []
-    assert form_of_step() == out_of_place.ONE_PASS
+    monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path))  # one that is kept may be there at once
+    assert form_of_step() == COPIED  # nobody waits for it
+    assert absent_kernels() == []
+    assert form_of_step() == ONE_PASS
 
 
 @needs_compiler
 def test_a_kernel_that_was_begun_is_there_for_the_first_step() -> None:
-    out_of_place.begin_kernel(torch.float32, None, "float32")
-    out_of_place.begin_kernel(torch.float32, None, "8bit")  # for which there is none
-    assert out_of_place.absent_kernels() == []
-    assert form_of_step() == out_of_place.ONE_PASS
+    begin_kernel(torch.float32, None, "float32")
+    begin_kernel(torch.float32, None, "8bit")  # for which there is none
+    assert absent_kernels() == []
+    assert form_of_step() == ONE_PASS
 
 
 @needs_compiler
 def test_a_kernel_with_other_bits_is_not_used(
     monkeypatch: pytest.MonkeyPatch, compiles: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = out_of_place._torchs_numbers
+    right = native._torchs_numbers
 
     def wrong(options: AdamOptions, step: int, factor: float) -> Any:
         found = right(options, step, factor)
         found.eps *= 1.01
         return found
 
-    monkeypatch.setattr(out_of_place, "_torchs_numbers", wrong)
+    monkeypatch.setattr(native, "_torchs_numbers", wrong)
     both_ways(gradient_of(1000, torch.float32), "float32", None)
-    assert "does not give the bits of the step in place" in caplog.text
+    assert "does not give the bits of the eager step" in caplog.text
 
 
 @needs_compiler
 def test_a_library_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiles: None) -> None:
-    monkeypatch.setenv(out_of_place.CACHE_VARIABLE, str(tmp_path))
-    form = Form(Combination("cpu", torch.float32, None, "float32"), torchs=True)
-    out_of_place._library(form, contracted=True)
+    monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path))
+    combination = Combination("cpu", torch.float32, None, "float32")
+    native._library(combination, ("CONTRACTED", "1"), run)
     made = list((tmp_path / "elixir").iterdir())
     assert len(made) == 1
-    monkeypatch.setattr(out_of_place.subprocess, "run", functools.partial(pytest.fail, "compiled again"))
-    out_of_place._library(form, contracted=True)
+    native._library(combination, ("CONTRACTED", "1"), lambda command: pytest.fail("compiled again"))
 
 
 @needs_compiler
@@ -193,16 +206,16 @@ def test_a_library_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 def test_a_library_that_others_could_have_written_is_never_loaded(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(out_of_place.CACHE_VARIABLE, str(tmp_path))
-    form = Form(Combination("cpu", torch.float32, None, "float32"), torchs=True)
-    out_of_place._library(form, contracted=True)
+    monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path))
+    combination = Combination("cpu", torch.float32, None, "float32")
+    native._library(combination, ("CONTRACTED", "1"), run)
     (made,) = (tmp_path / "elixir").iterdir()
     assert [path.stat().st_mode & 0o077 for path in (made, made.parent)] == [0, 0]
     (made if what == "library" else made.parent).chmod(0o777)
     made.write_bytes(b"planted")
     loaded = []
-    monkeypatch.setattr(out_of_place.ctypes, "CDLL", lambda path: loaded.append(Path(path).read_bytes()))
-    out_of_place._library(form, contracted=True)
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: loaded.append(Path(path).read_bytes()))
+    native._library(combination, ("CONTRACTED", "1"), run)
     assert [content[:4] for content in loaded] == [b"\x7fELF"]
     assert ("chmod go-w" in caplog.text) == (what == "folder")
     assert [path.name for path in made.parent.iterdir()] == [made.name]
@@ -212,15 +225,7 @@ def test_a_library_that_others_could_have_written_is_never_loaded(
 @needs_compiler
 def test_a_form_without_a_kernel_is_refused() -> None:
     with pytest.raises(RuntimeError, match="there is no kernel"):
-        out_of_place._library(Form(Combination("cpu", torch.float64, None, "float32"), torchs=True), contracted=True)
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_the_kernel_has_the_bits_of_the_compiled_step(kind: Any) -> None:
-    combination = Combination("cpu", torch.bfloat16, torch.bfloat16, kind)
-    assert out_of_place._build(Form(combination, torchs=False), build_step(combination))
+        native._library(Combination("cpu", torch.float64, None, "float32"), ("CONTRACTED", "1"), run)
 
 
 def test_other_memory_of_another_size_is_refused() -> None:

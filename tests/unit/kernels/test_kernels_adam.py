@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,8 +21,9 @@ import torch
 
 from elixir.errors import InputError, InputTypeError
 from elixir.kernels import AdamOptions, Moments, adam_, adam_scalars, adam_step, make_moments, read_moments, state_bytes
-from elixir.kernels.adam import Background, when_compiled
+from elixir.kernels.adam import Background, States, when_compiled
 from elixir.kernels.adam import compiled as compiling
+from elixir.kernels.adam.eager import eager_step
 
 ROOT = Path(__file__).parents[3]
 KINDS = ("float32", "bfloat16", "8bit")
@@ -202,7 +202,7 @@ def test_pieces_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -
     weights, gradients = recorded(3000, 3, torch.bfloat16)
     results = []
     for piece_numel in (2**20, 512):
-        monkeypatch.setattr("elixir.kernels.adam.step._piece_numel", lambda *_, n=piece_numel, **__: n)
+        monkeypatch.setattr("elixir.kernels.adam.eager._piece_numel", lambda *_, n=piece_numel, **__: n)
         master, moments = weights.clone(), make_moments(3000, kind)
         for step, gradient in enumerate(gradients, 1):
             adam_step(gradient, master, None, moments, AdamOptions(), step)
@@ -277,11 +277,8 @@ def test_compiling_begins_when_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELIXIR_COMPILE", "1")
     monkeypatch.setattr(Background, "start", lambda self: started.append(self.name))
     monkeypatch.setattr(when_compiled, "missing_compiler", lambda device_type: None)
-    monkeypatch.setattr(
-        when_compiled,
-        "COMPILE_COST_S",
-        when_compiled.GAIN_S_PER_NUMEL["cpu", "float32"] * 3 * when_compiled.SMALL_NUMEL["float32"],
-    )
+    cost_s = when_compiled.GAIN_S_PER_NUMEL["cpu", "float32"] * 3 * when_compiled.SMALL_NUMEL["float32"]
+    monkeypatch.setitem(when_compiled.COMPILE_COST_S, "cpu", cost_s)
     moments = make_moments(when_compiled.SMALL_NUMEL["float32"])
     step_once(when_compiled.SMALL_NUMEL["float32"] - 1)
     assert not when_compiled._progress  # small shards do not count
@@ -302,10 +299,10 @@ def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_a_compiler_that_fails_is_said_once_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    def build() -> compiling.Step:
+    def build(run: compiling.Run) -> compiling.Step:
         raise RuntimeError("it is broken")
 
-    background = Background("test", build, child=None)
+    background = Background("test", build)
     with caplog.at_level(logging.INFO, logger="elixir.kernels"):
         assert background.wait() is None
         assert background.wait() is None
@@ -313,14 +310,13 @@ def test_a_compiler_that_fails_is_said_once_and_changes_nothing(caplog: pytest.L
     assert "it is broken" in caplog.text
 
 
-def test_a_child_that_fails_keeps_this_process_from_trying(caplog: pytest.LogCaptureFixture) -> None:
-    background = Background("test", lambda: pytest.fail("compiled all the same"), child="raise SystemExit('no luck')")
+def test_a_child_that_fails_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    background = Background("test", lambda run: run(["sh", "-c", "echo no luck >&2; exit 1"]))
     with caplog.at_level(logging.WARNING, logger="elixir.kernels"):
         assert background.wait(60) is None
     assert "no luck" in caplog.text
 
 
-@pytest.mark.slow
 def test_a_broken_compiler_is_named_and_eager_steps_go_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -330,7 +326,6 @@ def test_a_broken_compiler_is_named_and_eager_steps_go_on(
     for variable, value in {
         "CXX": str(broken),
         "ELIXIR_COMPILE": "wait",
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
     }.items():
         monkeypatch.setenv(variable, value)
     numel = when_compiled.SMALL_NUMEL["float32"]
@@ -338,7 +333,7 @@ def test_a_broken_compiler_is_named_and_eager_steps_go_on(
     with caplog.at_level(logging.WARNING, logger="elixir.kernels"):
         adam_step(torch.ones(numel), master, None, make_moments(numel), AdamOptions(lr=0.5), 1)
     assert len(caplog.records) == 1
-    assert "broken-compiler" in caplog.text  # and not the advice with which torch ends
+    assert "broken-compiler" in caplog.text
     torch.testing.assert_close(master, torch.full((numel,), 0.5))
 
 
@@ -355,7 +350,7 @@ def test_a_process_ends_at_once_while_a_child_compiles() -> None:
     """The child would sleep for ten minutes; ending the process ends it."""
     source = (
         "import time\nfrom elixir.kernels.adam.compiled import Background\n"
-        "b = Background('test', lambda: None, child='import time; time.sleep(600)')\n"
+        "b = Background('test', lambda run: run(['sleep', '600']))\n"
         "b.start()\nwhile b._process is None: time.sleep(0.01)\nprint(b._process.pid)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -372,9 +367,9 @@ def test_a_process_that_is_killed_leaves_neither_the_child_nor_its_compiler(numb
     """Both hold the writing end of a pipe open, so the pipe ends when both have ended."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    child = f"import subprocess; subprocess.run('echo; sleep 100', shell=True, stdout=open({str(pipe)!r}, 'wb'))"
+    command = ["sh", "-c", f"exec > {pipe}; echo; sleep 100"]
     source = (
-        f"from elixir.kernels.adam.compiled import Background\nBackground('test', lambda: None, child={child!r}).wait()"
+        f"from elixir.kernels.adam.compiled import Background\nBackground('test', lambda run: run({command})).wait()"
     )
     reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -404,40 +399,59 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.slow
-def test_compiled_steps_give_eager_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All combinations in one process, where one must not run the code of another."""
+def test_the_kernel_in_place_has_the_bits_of_the_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever gradients are: sparse, absent for a while, no numbers; and however many threads step."""
     if compiling.missing_compiler("cpu"):
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(when_compiled, "SMALL_NUMEL", dict.fromkeys(when_compiled.SMALL_NUMEL, 2))
-    # Not in a child: what is tested is the code, and another process would import torch once more.
-    monkeypatch.setattr(when_compiled, "_child_source", lambda combination: None)
     for kind, gradient_dtype, weight_dtype in COMBINATIONS:
-        for numel in (3, 1000, 5000):  # one compilation for all
+        for numel, at in ((3, None), (1000, 300), (5000, None), (5003, 256)):
             results = []
             for mode in ("0", "wait"):
                 monkeypatch.setenv("ELIXIR_COMPILE", mode)
-                weights, gradients = recorded(numel, 20, gradient_dtype)
-                master, moments = weights.clone(), make_moments(numel, kind)
+                weights, gradients = recorded(numel, 6, gradient_dtype)
+                gradients[2].zero_()
+                gradients[3][::3] = 0.0
+                gradients[5][::999] = math.nan
+                master, moments = weights.clone(), make_moments(numel + (at or 0), kind)
                 out = None if weight_dtype is None else weights.to(weight_dtype)
                 for step, gradient in enumerate(gradients, 1):
-                    adam_step(gradient, master, out, moments, AdamOptions(lr=1e-2, weight_decay=0.1), step, factor=0.5)
-                results.append(master)
-                assert out is None or torch.equal(out, master.to(out.dtype))
-            assert distance(*results) < (1e-6 if kind == "float32" else 1e-3)
+                    options = AdamOptions(lr=1e-2, weight_decay=0.1, decoupled=step % 2 == 0)
+                    form = adam_step(gradient, master, out, moments, options, step, factor=0.5, at=at)
+                assert (form == "compiled") is (mode == "wait")
+                results.append([master, *moments.tensors(), *([] if out is None else [out])])
+            for mine, theirs in zip(*results, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0.0, atol=0.0, equal_nan=True)
     assert len(when_compiled._progress) == len(COMBINATIONS)
-    for progress in when_compiled._progress.values():
-        assert progress.background is not None
-        assert progress.background.step is not None
+
+
+@pytest.mark.slow
+def test_what_torch_compiles_gives_eager_numbers() -> None:
+    """All kinds in one process, where one must not run the code of another."""
+    if compiling.missing_compiler("cpu"):
+        pytest.skip("no C++ compiler")
+    for kind in KINDS:
+        step = when_compiled.build_step(compiling.Combination("cpu", torch.bfloat16, torch.bfloat16, kind))
+        for numel in (256, 5120):  # one compilation for all
+            weights, gradients = recorded(numel, 20, torch.bfloat16)
+            results = []
+            for each in (step, lambda gradient, states, _, *rest: eager_step(gradient, states, *rest)):
+                states, out = States(weights.clone(), make_moments(numel, kind)), weights.bfloat16()
+                with torch.no_grad():
+                    for number, gradient in enumerate(gradients, 1):
+                        each(gradient, states, states, out, AdamOptions(lr=1e-2, weight_decay=0.1), number, 0.5, 0)
+                results.append(states.master)
+                assert torch.equal(out, states.master.bfloat16())
+            assert distance(*results) < (1e-6 if kind == "float32" else 1e-3)
 
 
 def test_compiled_code_that_gives_other_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(gradient: torch.Tensor, master: torch.Tensor, *_: object) -> None:
         master.zero_()
 
-    monkeypatch.setattr(when_compiled, "compile_step", lambda function, example, narrow: (wrong, None))
+    monkeypatch.setattr(when_compiled, "compile_step", lambda function, example: (wrong, None))
     with pytest.raises(RuntimeError, match="does not give what the plain one gives"):
-        when_compiled.build_step(when_compiled.Combination("cpu", torch.bfloat16, None, "float32"))
+        when_compiled.build_step(compiling.Combination("cpu", torch.bfloat16, None, "float32"))
 
 
 def test_each_device_has_compiled_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,11 +459,11 @@ def test_each_device_has_compiled_code_of_its_own(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ELIXIR_COMPILE", "wait")
     monkeypatch.setattr(when_compiled, "missing_compiler", lambda device_type: None)
     monkeypatch.setattr(when_compiled, "_progress", {})
-    monkeypatch.setattr(when_compiled, "build_step", lambda combination: combination.device)
+    monkeypatch.setattr(when_compiled, "build_step", lambda combination, run: combination.device)
     for device in ("cuda:0", "cuda:1", "cuda:0"):
-        combination = when_compiled.Combination(device, torch.bfloat16, torch.bfloat16, "bfloat16")
+        combination = compiling.Combination(device, torch.bfloat16, torch.bfloat16, "bfloat16")
         assert when_compiled.compiled_step(combination, 2**20) == device
-    example = when_compiled._example(when_compiled.Combination("meta", torch.bfloat16, torch.bfloat16, "bfloat16"))
+    example = when_compiled._example(compiling.Combination("meta", torch.bfloat16, torch.bfloat16, "bfloat16"))
     assert {tensor.device.type for tensor in example if tensor is not None} == {"meta"}
 
 
@@ -459,32 +473,11 @@ def test_each_combination_has_a_code_object_of_its_own() -> None:
     assert len({id(twin.__code__) for twin in (*twins, adam_)}) == 3
 
 
-@pytest.mark.parametrize(
-    ("capability", "narrow", "length"), [("AVX512", True, 256), ("AVX512", False, None), ("AVX2", True, None)]
-)
-def test_half_vectors_are_asked_for_where_there_are_wider_ones(
-    monkeypatch: pytest.MonkeyPatch, capability: str, narrow: bool, length: int | None
-) -> None:
-    """A processor that lacks vectors of 256 bits would get no vectors at all if they were asked for."""
-    asked: dict[str, object] = {}
-
-    def compiler(function: object, *, options: dict[str, object], **_: object) -> Callable[[], None]:
-        asked.update(options)
-        return lambda: None
-
-    monkeypatch.setattr(torch, "compile", compiler)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    compiling.compile_step(adam_, (), narrow=narrow)
-    assert asked.get("cpp.simdlen") == length
-
-
 @pytest.mark.slow
 def test_a_compiled_step_does_not_keep_other_threads_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs while the training thread submits compute, which must not wait for the interpreter's lock."""
     if compiling.missing_compiler("cpu"):
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(when_compiled, "_progress", {})
-    monkeypatch.setattr(when_compiled, "_child_source", lambda combination: None)
     monkeypatch.setenv("ELIXIR_COMPILE", "wait")
     numel = 1 << 24
     master, gradient, moments = torch.ones(numel), torch.ones(numel, dtype=torch.bfloat16), make_moments(numel)

@@ -17,7 +17,7 @@ from torch import nn
 from elixir.chunk.lanes import Emulation
 from elixir.hardware import preset
 from elixir.kernels import HybridAdam
-from elixir.kernels.adam import absent_kernels, out_of_place
+from elixir.kernels.adam import ONE_PASS, absent_kernels, when_compiled
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
@@ -458,7 +458,7 @@ _OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_same_bits_as_without(name: str, homes: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELIXIR_COMPILE", "wait")
     if not kernel:
-        monkeypatch.setattr(out_of_place, "_backgrounds", {})
+        monkeypatch.setattr(when_compiled, "_progress", {})
         monkeypatch.setenv("CXX", "no-such-compiler")
     planning, running = _OTHERS[name]
     norms = [1e9, 1e9, 1e-3, 1e9, 1e9]
@@ -482,11 +482,11 @@ def test_wrapping_begins_the_kernel_and_reports_say_what_stepped(
     options: dict[str, Any], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELIXIR_COMPILE", mode)
-    monkeypatch.setattr(out_of_place, "_backgrounds", {})
+    monkeypatch.setattr(when_compiled, "_progress", {})
     it = chain()
     module = ElixirModule(it.model, chain_plan(it, unified_dtype="bfloat16"), device=gpu.DEVICE, **options)
     optimizer = ElixirOptimizer(module, _fused(module.module), max_norm=1e9)
-    assert out_of_place._backgrounds, "a plan that speculates counts on the kernel"
+    assert when_compiled._progress, "a plan that speculates counts on the kernel"
     assert absent_kernels() == []
     found = []
     for _ in range(3):
@@ -499,7 +499,7 @@ def test_wrapping_begins_the_kernel_and_reports_say_what_stepped(
         optimizer.zero_grad()
     speculated = found[-1][0]
     assert found[1:] == [(speculated, speculated)] * 2 != [(0, 0)] * 2
-    assert set(report.host_forms) == {out_of_place.ONE_PASS}
+    assert set(report.host_forms) == {ONE_PASS}
     module.close()
 
 

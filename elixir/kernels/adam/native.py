@@ -1,0 +1,249 @@
+"""The host's Adam kernel: a C++ file that the machine's compiler compiles for one combination of dtypes.
+
+It steps in place, or writes new states elsewhere and leaves the old ones as they are, in one pass over memory. It is
+kept in the user's cache folder. Before it is used, its results are compared with those of the eager step; if one bit
+differs, or if there is no compiler, the eager step runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import math
+import os
+import platform
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from elixir.kernels.adam.compiled import Combination, Run
+from elixir.kernels.adam.eager import eager_step
+from elixir.kernels.adam.moments import States, make_moments, noise_seed, write_moments
+from elixir.kernels.adam.rule import AdamOptions, adam_scalars
+from elixir.optimizer_states import BLOCK_NUMEL
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
+    "-fPIC", "-shared",
+)  # fmt: skip
+"""Nothing that rounds otherwise than the source says."""
+CACHE_VARIABLE = "XDG_CACHE_HOME"
+
+_KINDS = {None: "NONE", torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+_MOMENTS = {"float32": "FLOAT32", "bfloat16": "BFLOAT16", "8bit": "EIGHT"}
+_CONTRACTED = (("CONTRACTED", "1"), ("CONTRACTED", "0"))
+_ROOTS = tuple(("ROOTS", how) for how in ("FROM_12_BITS", "FROM_14_BITS", "FROM_12_BITS_FUSED", "EXACT"))
+"""Variants of the kernel, with float32 moments and with others: the first with the bits of the eager step is used."""
+_VECTOR_NUMEL = 16
+"""Elements of the longest vector of torch's kernels; what is left after the last whole one is stepped by other code."""
+_CHECKED_NUMEL = 4096 + 5
+_SEED_MODULUS = 2**32
+
+
+class _Numbers(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_float)
+        for name in (
+            "factor", "sign", "l2", "decay", "avg_weight", "beta2", "sq_weight", "root", "eps", "step_size",
+        )
+    ]  # fmt: skip
+
+
+class _States(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in (
+            "gradient", "master", "avg", "sq", "new_master", "new_avg", "new_sq", "weights",
+            "avg_scale", "sq_scale", "new_avg_scale", "new_sq_scale",
+        )
+    ]  # fmt: skip
+
+
+Kernel = Callable[[torch.Tensor, States, States, torch.Tensor | None, AdamOptions, int, float, int], None]
+"""A function of (gradient, old, new, weight_out, options, step, factor, position of the first element), all of these
+elements only; `new` may be `old`. 8-bit moments are of whole blocks."""
+
+
+def build_kernel(combination: Combination, run: Run) -> Kernel:
+    """Compiles the kernel now.
+
+    Raises:
+        RuntimeError: there is no such kernel for this processor, or none with the bits of the eager step.
+    """
+    for variant in _CONTRACTED if combination.moments == "float32" else _ROOTS:
+        kernel = functools.partial(_call, _library(combination, variant, run))
+        if _has_same_bits(combination, kernel):
+            return kernel
+    raise RuntimeError("it does not give the bits of the eager step")
+
+
+def _library(combination: Combination, variant: tuple[str, str], run: Run) -> ctypes.CDLL:
+    """The kernel's library, compiled unless the cache folder has it."""
+    macros = {
+        **dict((("CONTRACTED", "0"), ("ROOTS", "EXACT"), variant)),
+        "GRADIENT": _KINDS.get(combination.gradient),
+        "MOMENTS": _MOMENTS[combination.moments],
+        "WEIGHTS": _KINDS.get(combination.weight),
+    }
+    if None in macros.values():
+        raise RuntimeError(f"there is no kernel for {combination}")
+    compiler = os.environ.get("CXX", "g++")
+    command = [compiler, *FLAGS, *(f"-D{name}={value}" for name, value in macros.items()), str(SOURCE)]
+    made_of = "\n".join((SOURCE.read_text(encoding="utf-8"), *command, _processor()))
+    folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache") / "elixir"
+    library = folder / f"adam_{hashlib.sha256(made_of.encode()).hexdigest()[:24]}.so"
+    kept = _may_keep_code_in(folder)
+    if kept and _is_private(library):
+        return ctypes.CDLL(str(library))
+    with tempfile.TemporaryDirectory(dir=folder if kept else None) as scratch:
+        made = Path(scratch) / library.name
+        run([*command, "-o", str(made)])
+        loaded = ctypes.CDLL(str(made))
+        if kept:
+            made.chmod(0o700)  # whatever the user's umask: `_is_private` refuses others
+            made.replace(library)  # another process may make the same at the same time
+    return loaded
+
+
+def _may_keep_code_in(folder: Path) -> bool:
+    """Whether nobody else can put a library there, which this process would run."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_private(folder):
+            return True
+        problem = "others may write to it, or it belongs to another user"
+    except OSError as error:
+        problem = str(error)
+    logger.warning(
+        "the kernel is compiled for this process alone, because %s cannot keep it: %s; set %s to a folder of this "
+        "user alone, or take the rights to write from others (chmod go-w)",
+        folder,
+        problem,
+        CACHE_VARIABLE,
+    )
+    return False
+
+
+def _is_private(path: Path) -> bool:
+    """Whether a file or folder is there, belongs to this user, and nobody else may write to it."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    owned = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
+    return owned and not stat.S_ISLNK(found.st_mode) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _processor() -> str:
+    """The properties that ``-march=native`` depends on: a cache folder may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.platform()
+    told = [line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part")]
+    return "\n".join(dict.fromkeys(told)) or platform.platform()
+
+
+def _call(  # noqa: PLR0913 - as a step takes them
+    library: ctypes.CDLL,
+    gradient: torch.Tensor,
+    old: States,
+    new: States,
+    weight_out: torch.Tensor | None,
+    options: AdamOptions,
+    step: int,
+    factor: float,
+    first: int,
+) -> None:
+    numel, torchs = old.master.numel(), old.moments.kind == "float32"
+    whole = numel - numel % _VECTOR_NUMEL if torchs else numel
+    seed, position = (0, 0) if torchs else noise_seed(step, first).tolist()
+    before, after = old.moments, new.moments
+    tensors = (
+        gradient, old.master, before.exp_avg, before.exp_avg_sq, new.master, after.exp_avg, after.exp_avg_sq,
+        weight_out, before.exp_avg_scale, before.exp_avg_sq_scale, after.exp_avg_scale, after.exp_avg_sq_scale,
+    )  # fmt: skip
+    states = _States(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
+    made = _torchs_numbers(options, step, factor) if torchs else _rules_numbers(options, step, factor)
+    # ctypes lets go of the interpreter's lock.
+    library.elixir_adam(
+        ctypes.byref(states),
+        ctypes.byref(made),
+        ctypes.c_int64(whole),
+        ctypes.c_uint32(position % _SEED_MODULUS),
+        ctypes.c_uint32(seed % _SEED_MODULUS),
+        ctypes.c_int(torch.get_num_threads()),
+    )
+    if whole < numel:
+        rest = slice(whole, numel)
+        tail = States(new.master[rest], after.cut(whole, numel))
+        tail.master.copy_(old.master[rest])
+        for mine, theirs in zip(tail.moments.tensors(), before.cut(whole, numel).tensors(), strict=True):
+            mine.copy_(theirs)
+        eager_step(gradient[rest], tail, None if weight_out is None else weight_out[rest], options, step, factor)
+
+
+def _torchs_numbers(options: AdamOptions, step: int, factor: float) -> _Numbers:
+    """In double precision, each rounded once, as torch's kernel does."""
+    l2 = 0.0 if options.decoupled else options.weight_decay
+    decay = 1.0 - options.lr * options.weight_decay if options.decoupled else 1.0
+    root = math.sqrt(1.0 - options.beta2**step)
+    sign = -1.0 if options.maximize else 1.0
+    step_size = options.lr / (1.0 - options.beta1**step)
+    keep1, keep2 = 1.0 - options.beta1, 1.0 - options.beta2
+    return _Numbers(factor, sign, l2, decay, keep1, options.beta2, keep2, root, options.eps, step_size)
+
+
+def _rules_numbers(options: AdamOptions, step: int, factor: float) -> _Numbers:
+    factor, *rest = adam_scalars(options, step, factor).tolist()
+    return _Numbers(factor, 1.0, *rest)
+
+
+def _examples() -> Iterator[tuple[AdamOptions, int, float]]:
+    """Options, numbers of steps and factors that take every branch."""
+    for decoupled in (True, False):
+        for beta1, decay, maximize in ((0.9, 0.1, False), (0.3, 0.0, False), (0.5, 0.01, True)):
+            options = AdamOptions(1e-2, beta1, 0.99, 1e-8, decay, decoupled, maximize)
+            yield options, 1, 1.0
+            yield options, 40, 0.37
+
+
+def _has_same_bits(combination: Combination, kernel: Kernel) -> bool:
+    """Whether the kernel gives what the eager step gives, in every bit of everything that it writes."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(4, _CHECKED_NUMEL, generator=generator, device="cpu")
+    start[3] = start[3].abs() * torch.logspace(-12, 4, _CHECKED_NUMEL, device="cpu")
+    start[1] *= torch.logspace(-6, 0, _CHECKED_NUMEL, device="cpu")  # next to small weights every bit of a step shows
+    for row in start:
+        row[::97] = 0.0
+    blocks = combination.moments == "8bit"
+    start = start[:, : _CHECKED_NUMEL // BLOCK_NUMEL * BLOCK_NUMEL] if blocks else start
+    gradient, weight = start[0].to(combination.gradient), combination.weight
+    for options, step, factor in _examples():
+        old, new, place, again = (_made(values, combination) for values in (start, start * 0, start, start))
+        outs = [None if weight is None else torch.zeros_like(start[0], dtype=weight) for _ in range(3)]
+        if not blocks:
+            kernel(gradient, old, new, outs[0], options, step, factor, 0)
+        with torch.no_grad():
+            eager_step(gradient, place, outs[1], options, step, factor)
+        kernel(gradient, again, again, outs[2], options, step, factor, 0)
+        expected = (place.master, *place.moments.tensors(), outs[1])
+        for states, out in ((again, outs[2]),) if blocks else ((again, outs[2]), (new, outs[0])):
+            for mine, theirs in zip((states.master, *states.moments.tensors(), out), expected, strict=True):
+                if mine is not None and theirs is not None and not torch.equal(mine, theirs):
+                    return False
+    return True
+
+
+def _made(start: torch.Tensor, combination: Combination) -> States:
+    moments = make_moments(start.shape[1], combination.moments)
+    write_moments(moments, 0, start[2], start[3])
+    return States(start[1].clone(), moments)
