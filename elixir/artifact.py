@@ -182,7 +182,8 @@ def _writing(path: str | os.PathLike[str]) -> Iterator[Path]:
             os.lstat(target)  # the name itself may be impossible, such as too long
         yield target
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
+        missing = f"; make the folder {Path(path).parent} first" if error.errno == errno.ENOENT else ""
+        raise InputError(f"cannot write {path}: {error.strerror}{missing}") from None
     except ValueError as error:
         if isinstance(error, InputError):
             raise

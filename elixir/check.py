@@ -1,8 +1,8 @@
-"""Refusals that a program would meet where its weights are streamed: `elixir check` and ``wrap(strict=True)``.
+"""Finds what would be refused where weights are streamed: `elixir check` and ``wrap(strict=True)``.
 
-Where all weights stay on the device, a step is plain PyTorch, and much passes that a smaller machine refuses: a weight
-that is read outside of its module, or written through `.data`. So two steps of a copy run on the CPU, with every weight
-evicted after each use and blocks that are given back filled with NaN, next to the same two steps in plain PyTorch.
+If all weights stay on the device, a step is plain PyTorch. A program may then read a weight outside of its module, or
+write to it through `.data`, which a smaller machine refuses. So the check runs two steps of a copy on the CPU. It
+evicts every weight after each use, fills freed blocks with NaN, and compares the weights with those of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from elixir.wrapper.step import check_optimizer
 STEPS = 2
 """The second one reads weights that the first one has written."""
 CHUNKS = 32
-"""Fewer where the largest parameter needs larger ones."""
+"""Chunks of the plan; there are fewer if the largest parameter needs larger chunks."""
 MADE_UP_STD = 0.02
 """Standard deviation of weights that are on meta."""
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
@@ -46,10 +46,10 @@ class Refusal:
     """Something that would be refused, or would go wrong."""
 
     part: Literal["optimizer", "trace", "step", "numbers"]
-    """When: the optimizer is looked at, the step is traced, the step runs; or after it, by its weights."""
+    """The check that found it: of the optimizer, of the trace, of the step, or of the weights after it."""
     sentence: str
     place: str = ""
-    """``file:line`` of the innermost code that is neither ours nor PyTorch's; empty where the sentence says it."""
+    """``file:line`` of the innermost code that is neither Elixir's nor PyTorch's; empty if the sentence has it."""
 
     def __str__(self) -> str:
         return f"{self.part}: {self.place + ': ' if self.place else ''}{self.sentence}"
@@ -65,20 +65,24 @@ def refusals(
     moments: str | None = None,
     use_fused_kernels: bool | Mapping[str, str] = False,
 ) -> tuple[Refusal, ...]:
-    """The first refusal of each part of a step, on any machine; empty if there is none.
+    """Finds the first refusal of each part of a step; an empty tuple means that no machine refuses it.
 
-    Model, optimizer and whatever else the step reaches are left as they are. It takes memory on the host for two copies
-    of the weights, for gradients and for states. Weights on meta are made up.
+    Model, optimizer and whatever else the step reaches stay as they are. The check needs host memory for two copies of
+    the weights, for gradients and for states. Weights on meta get random values.
 
     Args:
-        model, optimizer, inp, step_fn: as of `elixir.wrap`.
-        dtype, moments, use_fused_kernels: likewise.
+        model, optimizer, inp, step_fn: as in `elixir.wrap`.
+        dtype, moments, use_fused_kernels: as in `elixir.wrap`.
 
     Raises:
         InputError: the step fails in plain PyTorch on the CPU.
-        InputError, InputTypeError: model and optimizer do not go together.
+        InputError, InputTypeError: an argument is of the wrong type, or the optimizer steps another model.
     """
     optimizers = check_given(model, optimizer)
+    if inp is not None and not isinstance(inp, Mapping):
+        raise InputTypeError(f"inp must be a dict of the model's inputs, got {type(inp).__name__}")
+    if step_fn is not None and not callable(step_fn):
+        raise InputTypeError(f"step_fn must be callable as step_fn(model, inp), got {type(step_fn).__name__}")
     batch = _on_cpu(default_input(model) if inp is None else dict(inp))
     run = _Check(model, optimizers, batch, step_fn or default_step)
     with _gradients_kept(model):
@@ -93,18 +97,17 @@ def refusals(
 
 
 def raise_refusals(found: Sequence[Refusal]) -> None:
-    """Raise `InputError` if there is any."""
+    """Raises `InputError` if anything was found."""
     if found:
         raise InputError(
-            f"strict=True: {len(found)} found that would be refused where weights are streamed: "
-            + "; ".join(map(str, found))
+            "strict=True: a machine that streams weights would refuse this program: " + "; ".join(map(str, found))
         )
 
 
 def check_given(
     model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers, once they and the model can be wrapped."""
+    """Returns the optimizers as a list, or raises if they and the model cannot be wrapped."""
     if not isinstance(model, nn.Module) or isinstance(model, ElixirModule):
         raise InputTypeError(f"model must be a plain nn.Module, got {type(model).__name__}")
     refuse_wrapped(model)
@@ -137,14 +140,15 @@ class _Check:
         try:
             self._steps(model, optimizers)
         except Exception as error:
+            place = _place(error)
             raise InputError(
-                f"{_place(error)}: the step fails in plain PyTorch on the CPU ({type(error).__name__}: "
+                f"{place}{': ' if place else ''}the step fails in plain PyTorch on the CPU ({type(error).__name__}: "
                 f"{shortened(str(error), 300)}); it has to run there to be checked"
             ) from error
         return model.state_dict()
 
     def look_at_optimizers(self, moments: str | None) -> None:
-        """Refusals of the optimizers, of which those that are refused are replaced by SGD."""
+        """Finds optimizers that would be refused, and replaces them by SGD so that the check can go on."""
         for index, each in enumerate(self.optimizers):
             try:
                 check_optimizer(each, moments_of(each, moments))  # type: ignore[arg-type]
@@ -155,7 +159,7 @@ class _Check:
                 self.optimizers[index] = torch.optim.SGD(groups, lr=1e-3)
 
     def plan(self, dtype: torch.dtype | None, use_fused_kernels: Any, moments: str | None) -> Plan | None:
-        """A plan that streams everything; if the step cannot be traced, for a step that uses each weight once."""
+        """Makes a plan that streams everything; for a step that cannot be traced, as if it used each weight once."""
         kept = {moments_of(each, moments) for each in self.optimizers}
         families = {family_of(each) for each in self.optimizers}
         if len(kept) > 1 or len(families) > 1:
@@ -185,7 +189,7 @@ class _Check:
                 )
             except ElixirError as error:
                 if step is _uses_all:
-                    return None  # refused above, for what the model is
+                    return None  # the model cannot be planned at all; the first round has said why
                 self.found.append(Refusal(part="trace", sentence=str(error)))
                 share = 1.0
         return None
@@ -205,7 +209,7 @@ class _Check:
                     self._steps(module, [ElixirOptimizer(module, each) for each in optimizers])
                     return module.state_dict()
                 finally:
-                    with contextlib.suppress(ElixirError):  # of a step that was refused in the middle
+                    with contextlib.suppress(ElixirError):  # a step that was refused midway may leave open work
                         module.close()
         except Exception as error:
             sentence = str(error)
@@ -216,7 +220,7 @@ class _Check:
             return None
 
     def compare(self, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-        """Whether weights and buffers are what they are in plain PyTorch."""
+        """Adds a refusal if weights or buffers differ from those of plain PyTorch."""
         differing = [name for name, value in expected.items() if not _same(value, found.get(name))]
         if differing:
             self.found.append(
@@ -241,7 +245,7 @@ class _Check:
                     optimizer.zero_grad()
 
     def _copies(self) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-        """Model and optimizers anew on the CPU, with the same values."""
+        """Copies model and optimizers to the CPU, with the same values."""
         memo: dict[int, Any] = {}
         generator = torch.Generator().manual_seed(0)
         for tensor in (*self.model.parameters(), *self.model.buffers()):
@@ -271,7 +275,7 @@ def _uses_all(model: nn.Module, inp: Any) -> None:
 
 
 def _unreported(skipped: bool) -> None:
-    """Replaces the comparison of a step with its plan, which is for a machine that nobody has."""
+    """Replaces the comparison of a step with its plan, whose machine does not exist."""
 
 
 def _made_up(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -299,7 +303,7 @@ def _same(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[dist.ProcessGroup | None]:
-    """A group of this rank alone; None for a single rank."""
+    """Gives a process group that has only this rank, or None without process groups."""
     if not (dist.is_available() and dist.is_initialized()):
         yield None
         return
@@ -312,7 +316,7 @@ def _alone() -> Iterator[dist.ProcessGroup | None]:
 
 @contextlib.contextmanager
 def _gradients_kept(model: nn.Module) -> Iterator[None]:
-    """A step that runs the model itself, and not the one that it is given, leaves no gradient on it."""
+    """Puts gradients of the model back, since a step may run the user's model instead of the copy that it is given."""
     before = [(each, each.grad, None if each.grad is None else each.grad.clone()) for each in model.parameters()]
     try:
         yield

@@ -14,7 +14,7 @@ from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format import INDEX_NAME, newest_checkpoints, sequences
 from elixir.checkpoint_format.run_folders import STEP_FOLDER, step_folder, unfinished
-from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError, InputError
+from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError, InputError, InputTypeError
 from elixir.files import FILES, Files, PathLike
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ class Checkpoints:
     def __init__(
         self, folder: PathLike, *, keep: int | None = 2, wait: bool = False, frozen: bool = True, files: Files = FILES
     ) -> None:
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool)):
+            raise InputTypeError(f"keep must be a whole number, or None for all, found {keep!r}")
         if keep is not None and keep < 1:
             raise InputError(f"keep must be 1 or more, or None for all, found {keep}")
         self.folder = Path(os.fspath(folder))

@@ -57,8 +57,12 @@ class UserState:
         modules = {name: value for name, value in state.items() if isinstance(value, ElixirModule)}
         if len(modules) != 1:
             raise InputError(
-                f"state must have one ElixirModule, found {len(modules)} {sorted(modules)}; save each model in a "
-                "separate folder"
+                "state must have exactly one ElixirModule, found "
+                + (
+                    f"{len(modules)} ({', '.join(sorted(modules))}); save each model in a separate folder"
+                    if modules
+                    else "none; give the module that elixir.wrap or ElixirModule returned"
+                )
             )
         ((name, module),) = modules.items()
         optimizers = {name: value for name, value in state.items() if isinstance(value, ElixirOptimizer)}

@@ -225,7 +225,8 @@ class HardwareProfile(Artifact):
         if found is None:
             raise InputError(
                 f"hardware {self.name!r} does not say how fast its disk is; measure it with `elixir hardware --measure "
-                f"--disk-folder DIR --out hw.json`, or add '{name}' to a JSON profile"
+                f"--disk-folder DIR --out hw.json`, add '{name}' to a JSON profile, or "
+                "pass disk_folder= to elixir.wrap, which measures that disk"
             )
         return found
 

@@ -63,9 +63,8 @@ def check_folder(folder: PathLike, *, quick: bool = False) -> Path:
         raise InputError(f"disk folder {os.fspath(folder)!r} cannot be written: {error.strerror}") from None
     if free < 2 * needed:
         raise InputError(
-            f"disk folder {os.fspath(folder)!r} has {format_bytes(free)} free; {format_bytes(2 * needed)} are wanted "
-            "to "
-            "measure it: name another, or measure quickly"
+            f"disk folder {os.fspath(folder)!r} has {format_bytes(free)} free, and measuring it needs "
+            f"{format_bytes(2 * needed)}; free some, name another folder, or measure quickly (--quick)"
         )
     warn_if_in_memory(path)
     return path

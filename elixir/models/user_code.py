@@ -74,7 +74,12 @@ def imported(text: str) -> Callable[..., Any]:
     """
     module_name, colon, function_name = text.partition(":")
     if not (module_name and colon and function_name):
-        raise InputError(f"expected module:function, found {shortened(text)!r}")
+        raise InputError(f"expected module:function, such as my_training:program, found {shortened(text)!r}")
+    if module_name.endswith(".py") or "/" in module_name:
+        raise InputError(
+            f"{shortened(text)!r} names a file; expected module:function as in an import, such as my_training:program "
+            "for the file my_training.py in the working folder"
+        )
     folder = os.getcwd()
     with contained(f"{text}: the import of {module_name}"):
         sys.path.insert(0, folder)  # a console script does not look there of itself

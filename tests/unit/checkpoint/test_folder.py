@@ -22,7 +22,14 @@ from elixir.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format import INDEX_NAME, open_checkpoint, verify
-from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointNotFound, InputError
+from elixir.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    InputError,
+    InputTypeError,
+)
 from elixir.plan import Plan
 from elixir.wrapper.engine import engine_of
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
@@ -453,6 +460,8 @@ def test_the_public_names() -> None:
     assert elixir.Checkpoints is Checkpoints
     with pytest.raises(InputError, match="keep"):
         Checkpoints("x", keep=0)
+    with pytest.raises(InputTypeError, match="keep must be a whole number"):
+        Checkpoints("x", keep=1.5)  # type: ignore[arg-type]
 
 
 def test_the_package_unpickles_nothing() -> None:

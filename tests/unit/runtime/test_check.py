@@ -167,7 +167,9 @@ def test_a_library_model_on_meta_is_checked_with_made_up_weights(dtype: torch.dt
 
 def test_wrap_refuses_what_passes_on_a_large_machine_only_if_it_is_strict() -> None:
     model, optimizer = made()
-    with pytest.raises(InputError, match=r"strict=True: 1 found.*step: .*head\.weight outside of the model's forward"):
+    with pytest.raises(
+        InputError, match=r"strict=True: .*would refuse.*: step: .*head\.weight outside of the model's forward"
+    ):
         elixir.wrap(model, optimizer, inp=INP, step_fn=outside, strict=True, **ROOMY)
     with pytest.raises(InputError, match="strict=True"):
         elixir.api.dry_run(model, optimizer, inp=INP, step_fn=outside, strict=True, **ROOMY)
@@ -188,6 +190,12 @@ def test_a_step_that_fails_by_itself_is_no_refusal() -> None:
 
     with pytest.raises(InputError, match=r"test_check\.py:\d+: the step fails in plain PyTorch on the CPU \(KeyError"):
         refusals(*made(), INP, broken)
+
+
+@pytest.mark.parametrize(("inp", "step_fn", "name"), [(INP["x"], step, "inp"), (step, INP, "inp"), (INP, 5, "step_fn")])
+def test_arguments_of_a_wrong_type_are_named(inp: Any, step_fn: Any, name: str) -> None:
+    with pytest.raises(InputTypeError, match=f"^{name} must be"):
+        refusals(*made(), inp, step_fn)
 
 
 def test_strict_is_a_question_of_yes_or_no(tmp_path: Path) -> None:
@@ -242,3 +250,6 @@ def test_the_command_prints_what_is_refused_and_ends_with_status_1(
     status, out, err = run(capsys, "check", f"{name}:three")
     assert (status, out) == (2, "")
     assert "must return (model, optimizer, batch, step_fn), got tuple of 3" in err
+    status, _, err = run(capsys, "check", f"{name}.py:passes")
+    assert status == 2
+    assert "names a file; expected module:function" in err
