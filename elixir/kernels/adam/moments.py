@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from elixir.errors import InputError
-from elixir.kernels.adam.rule import adam_, adam_rule, numbers_on, write_weights_
+from elixir.kernels.adam.rule import adam_, adam_rule, numbers_on, rounded_root, write_weights_
 from elixir.optimizer_states import (
     BLOCK_NUMEL,
     SIGNED_MAX,
@@ -338,7 +338,7 @@ def _merge(
 def _encode_signed(values: torch.Tensor, scale: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Codes as floats; up or down so that the mean of what is read back is the value."""
     share = values.abs() * (1.0 / scale.clamp_min(_TINY))[:, None]
-    below = (share.sqrt().sqrt() * SIGNED_MAX).floor().clamp(max=SIGNED_MAX - 1.0)
+    below = (rounded_root(rounded_root(share)) * SIGNED_MAX).floor().clamp(max=SIGNED_MAX - 1.0)
     lower = fourth_power(below * (1.0 / SIGNED_MAX))
     upper = fourth_power((below + 1.0) * (1.0 / SIGNED_MAX))
     code = below + (noise * (upper - lower) < share - lower).float()
@@ -348,7 +348,7 @@ def _encode_signed(values: torch.Tensor, scale: torch.Tensor, noise: torch.Tenso
 def _encode_unsigned(values: torch.Tensor, scale: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """As `_encode_signed`, but what is not zero stays above zero."""
     share = values * (1.0 / scale.clamp_min(_TINY))[:, None]
-    below = (share.sqrt().sqrt().sqrt() * UNSIGNED_MAX).floor().clamp(max=UNSIGNED_MAX - 1.0)
+    below = (rounded_root(rounded_root(rounded_root(share))) * UNSIGNED_MAX).floor().clamp(max=UNSIGNED_MAX - 1.0)
     lower = fourth_power(below * (1.0 / UNSIGNED_MAX))
     upper = fourth_power((below + 1.0) * (1.0 / UNSIGNED_MAX))
     lower, upper = lower * lower, upper * upper

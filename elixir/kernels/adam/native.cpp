@@ -5,8 +5,7 @@
 //
 // One combination is compiled at a time: GRADIENT, MOMENTS and WEIGHTS, each one of the kinds below. With float32 moments
 // the arithmetic is that of torch's fused kernel, where CONTRACTED says that torch was compiled so that a product and a
-// sum may round once. With others it is that of `adam_rule`, and ROOTS says how the library rounds from which torch has
-// the roots of its eager operators.
+// sum may round once. With others it is that of `adam_rule`.
 
 #include <cmath>
 #include <cstdint>
@@ -21,15 +20,10 @@ namespace {
 
 enum Kind { NONE = 0, EIGHT = 1, BFLOAT16 = 2, FLOAT16 = 3, FLOAT32 = 4 };
 
-// Rounded correctly, or by Newton's method from the processor's estimate: of 12 bits, without or with operators that
-// round once, or of 14 bits.
-enum HowRooted { EXACT, FROM_12_BITS, FROM_12_BITS_FUSED, FROM_14_BITS };
-
 constexpr bool TORCHS = MOMENTS == FLOAT32;
 constexpr int64_t BLOCK = 256;                // of 8-bit moments
 constexpr int64_t ROW = TORCHS ? 32 : BLOCK;  // elements of a round: whole cache lines of every kind
 constexpr float TINY = 1e-30f;                // a scale below it counts as zero
-constexpr float NORMAL_FROM = 0x1p-126f, NORMAL_BELOW = 0x1.fff0p127f;  // others have correctly rounded roots
 
 struct Numbers {
     float factor;         // of the gradient
@@ -53,17 +47,7 @@ using Floats = __m512;
 using Ints = __m512i;
 constexpr int WIDTH = 16;
 inline Floats all(float value) { return _mm512_set1_ps(value); }
-inline Floats exact_root(Floats x) { return _mm512_sqrt_ps(x); }
-inline Floats inverse_root(Floats x) {
-    if (ROOTS == FROM_14_BITS) return _mm512_rsqrt14_ps(x);
-    const __m256 low = _mm256_rsqrt_ps(_mm512_castps512_ps256(x));
-    return _mm512_insertf32x8(_mm512_castps256_ps512(low), _mm256_rsqrt_ps(_mm512_extractf32x8_ps(x, 1)), 1);
-}
-inline Floats where_normal(Floats x, Floats root) {
-    const __mmask16 from = _mm512_cmp_ps_mask(x, all(NORMAL_FROM), _CMP_GE_OQ);
-    const __mmask16 normal = _mm512_mask_cmp_ps_mask(from, x, all(NORMAL_BELOW), _CMP_LT_OQ);
-    return normal == 0xffff ? root : _mm512_mask_mov_ps(exact_root(x), normal, root);
-}
+inline Floats root_of(Floats x) { return _mm512_sqrt_ps(x); }
 inline Floats magnitude(Floats x) { return _mm512_abs_ps(x); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
@@ -107,13 +91,7 @@ using Floats = __m256;
 using Ints = __m256i;
 constexpr int WIDTH = 8;
 inline Floats all(float value) { return _mm256_set1_ps(value); }
-inline Floats exact_root(Floats x) { return _mm256_sqrt_ps(x); }
-inline Floats inverse_root(Floats x) { return _mm256_rsqrt_ps(x); }
-inline Floats where_normal(Floats x, Floats root) {
-    const __m256 from = _mm256_cmp_ps(x, all(NORMAL_FROM), _CMP_GE_OQ);
-    const __m256 normal = _mm256_and_ps(from, _mm256_cmp_ps(x, all(NORMAL_BELOW), _CMP_LT_OQ));
-    return _mm256_movemask_ps(normal) == 0xff ? root : _mm256_blendv_ps(exact_root(x), root, normal);
-}
+inline Floats root_of(Floats x) { return _mm256_sqrt_ps(x); }
 inline Floats magnitude(Floats x) { return _mm256_andnot_ps(all(-0.0f), x); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline Floats load(const float* from) { return _mm256_loadu_ps(from); }
@@ -217,24 +195,6 @@ inline Floats move(Floats master, Floats avg, Floats root, const Numbers& n) {
     }
     const Floats denominator = root * all(n.root) + all(n.eps);
     return master * all(n.decay) - (avg * all(n.step_size)) / denominator;
-}
-
-inline Floats root_of(Floats x) {
-    if (TORCHS || ROOTS == EXACT) return exact_root(x);
-    const Floats inverse = inverse_root(x), half = all(0.5f);
-    Floats root = x * inverse, halved = inverse * half;
-    if (ROOTS == FROM_14_BITS) {
-        root = fma(fma(all(0) - root, root, x), halved, root);
-    } else if (ROOTS == FROM_12_BITS_FUSED) {
-        const Floats off = fma(all(0) - root, halved, half);
-        root = fma(root, off, root);
-        root = fma(fma(all(0) - root, root, x), fma(halved, off, halved), root);
-    } else {
-        const Floats off = half - root * halved;
-        root = root * off + root;
-        root = (x - root * root) * (halved * off + halved) + root;
-    }
-    return where_normal(x, root);
 }
 
 template <bool has_sign> constexpr float LARGEST = has_sign ? 127 : 255;

@@ -39,9 +39,8 @@ CACHE_VARIABLE = "XDG_CACHE_HOME"
 
 _KINDS = {None: "NONE", torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 _MOMENTS = {"float32": "FLOAT32", "bfloat16": "BFLOAT16", "8bit": "EIGHT"}
-_CONTRACTED = (("CONTRACTED", "1"), ("CONTRACTED", "0"))
-_ROOTS = tuple(("ROOTS", how) for how in ("FROM_12_BITS", "FROM_14_BITS", "FROM_12_BITS_FUSED", "EXACT"))
-"""Variants of the kernel, with float32 moments and with others: the first with the bits of the eager step is used."""
+_CONTRACTED = ("1", "0")
+"""Variants of the kernel with float32 moments: the first with the bits of the eager step is used."""
 _VECTOR_NUMEL = 16
 """Elements of the longest vector of torch's kernels; what is left after the last whole one is stepped by other code."""
 _CHECKED_NUMEL = 4096 + 5
@@ -78,17 +77,17 @@ def build_kernel(combination: Combination, run: Run) -> Kernel:
     Raises:
         RuntimeError: there is no such kernel for this processor, or none with the bits of the eager step.
     """
-    for variant in _CONTRACTED if combination.moments == "float32" else _ROOTS:
-        kernel = functools.partial(_call, _library(combination, variant, run))
+    for contracted in _CONTRACTED if combination.moments == "float32" else ("0",):
+        kernel = functools.partial(_call, _library(combination, contracted, run))
         if _has_same_bits(combination, kernel):
             return kernel
     raise RuntimeError("it does not give the bits of the eager step")
 
 
-def _library(combination: Combination, variant: tuple[str, str], run: Run) -> ctypes.CDLL:
+def _library(combination: Combination, contracted: str, run: Run) -> ctypes.CDLL:
     """The kernel's library, compiled unless the cache folder has it."""
     macros = {
-        **dict((("CONTRACTED", "0"), ("ROOTS", "EXACT"), variant)),
+        "CONTRACTED": contracted,
         "GRADIENT": _KINDS.get(combination.gradient),
         "MOMENTS": _MOMENTS[combination.moments],
         "WEIGHTS": _KINDS.get(combination.weight),

@@ -121,6 +121,15 @@ def check_step(step: int, factor: float) -> None:
         raise InputError(f"a gradient cannot be multiplied by {factor}; skip steps whose gradients overflow")
 
 
+def rounded_root(values: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded square roots of float32 values, on every processor.
+
+    On a CPU torch takes those of float32 from a library that rounds some in another way. Roots in double precision are
+    close enough to round right.
+    """
+    return values.double().sqrt().float() if values.device.type == "cpu" else values.sqrt()
+
+
 def adam_rule(
     gradient: torch.Tensor, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, scalars: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -133,7 +142,7 @@ def adam_rule(
     gradient = gradient.float() * factor + master * l2
     exp_avg = exp_avg + (gradient - exp_avg) * keep1
     exp_avg_sq = exp_avg_sq * beta2 + gradient * (gradient * keep2)
-    root = exp_avg_sq.sqrt() * inverse_root2 + eps
+    root = rounded_root(exp_avg_sq) * inverse_root2 + eps
     return master * decay - (exp_avg * step_size) / root, exp_avg, exp_avg_sq
 
 
