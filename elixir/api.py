@@ -103,7 +103,7 @@ def wrap(  # noqa: PLR0913 - a public entry point
     **options: Any,
 ) -> tuple[ElixirModule, Any]:
     """Trace, search and wrap; the numbers are those of plain PyTorch, whatever is planned: on one rank in float32 to
-    the bit, where the same kind of device steps.
+    the bit, if the optimizer step runs on the same kind of device.
 
     >>> model, optimizer = elixir.wrap(model, optimizer, inp=batch)  # doctest: +SKIP
 

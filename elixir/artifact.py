@@ -29,8 +29,8 @@ T = TypeVar("T", bound="Artifact")
 
 _MIB = 2**20
 LARGEST_FILE_BYTES = 128 * _MIB
-"""A larger file is no plan, profile or trace: the trace of OPT-175B has 1 MB, and parsing takes many times the bytes of
-a file."""
+"""Limit on the size of a plan, profile or trace. The trace of OPT-175B has 1 MB, and parsing takes many times the bytes
+of a file."""
 _LONGEST_NAME, _LONGEST_PROBLEM = 200, 600
 """Characters of a key, and of what is wrong with fields, that an error repeats."""
 _TOO_LARGE, _TOO_LONG = 2**60, 2**64

@@ -83,7 +83,7 @@ class DiskError(FileError):
 
 
 class NoMemoryError(ElixirError, MemoryError):
-    """A buffer that a plan asks for cannot be made: this machine has not so much memory free."""
+    """A buffer that a plan needs cannot be allocated: this machine has too little free memory."""
 
 
 class CheckpointError(ElixirError, RuntimeError):

@@ -34,7 +34,7 @@ _TRANSFORMS = (
 
 
 def hooks_were_refused(error: BaseException) -> InputError | None:
-    """An error in our words for one of PyTorch's, by which a transform says that it cannot run inside of hooks."""
+    """Replaces PyTorch's error about a transform that cannot run inside of hooks by one that says what to do."""
     if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
         return InputError(
             f"a transform begins in a module that is running and would switch off saved-tensor hooks, {_TRANSFORMS}"
@@ -64,7 +64,7 @@ def hooks_over(listener: AccessListener, outer: Hooks | None, track: Callable[[A
 
     def unpack(packed: Any) -> Any:
         if type(packed) is _Claimed:
-            # On a device's thread autograd calls this from C++, and no Python has called that.
+            # On a device's thread autograd calls this from C++, so there is no Python frame above.
             caller = sys._getframe().f_back
             if caller is not None and caller.f_code.co_filename == _CHECKPOINT_FILE:
                 _track_arguments(caller, lambda items: track(items, listener))
@@ -78,7 +78,7 @@ def hooks_over(listener: AccessListener, outer: Hooks | None, track: Callable[[A
 
 
 def _track_arguments(caller: FrameType, track: Callable[[Any], Any]) -> None:
-    """Have the function of a checkpoint, which is about to run again, announce the weights among its arguments.
+    """Makes the function of a checkpoint, which is about to run again, announce the weights among its arguments.
 
     A checkpoint saves them as autograd saves tensors, so they come back without the class that announces their uses.
     Where a version of PyTorch names the function otherwise, the checkpoint runs as it always does.

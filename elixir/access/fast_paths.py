@@ -24,7 +24,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class FastPath:
-    """The forward of a module that has a fast path, put over its own until `remove`.
+    """Replaces the forward of a module that has a fast path, until `remove`.
 
     Args:
         module: one of `HAVE_FAST_PATHS`.
@@ -66,8 +66,8 @@ class FastPath:
 
 @contextmanager
 def _without_hooks(module: nn.Module, ours: set[int]) -> Iterator[None]:
-    """Hide our hooks from an encoder layer, which looks for any; not if there are others, which would not be called
-    on the fast path."""
+    """Hides our hooks from an encoder layer, which looks for any. If there are other hooks, it hides none, since the
+    fast path would not call them."""
     inside = list(module.modules()) if isinstance(module, nn.TransformerEncoderLayer) else []
     hooks = [(vars(part), name, vars(part)[name]) for part in inside for name in _HOOKS if vars(part).get(name)]
     if not all(ours.issuperset(held) for _, _, held in hooks):

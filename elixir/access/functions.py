@@ -19,7 +19,7 @@ _IN_PLACE_OPERATORS = frozenset(
     "__ixor__".split()
 )
 RENORMALISE = frozenset(("embedding", "embedding_bag"))
-"""Functions that with ``max_norm`` first write to the rows of the weight, their second argument, that are asked for."""
+"""Functions that with ``max_norm`` first write to the requested rows of the weight, their second argument."""
 REPLACES_MEMORY = "set_"
 """The operator that gives a tensor other memory, as setting ``data`` does. PyTorch announces no torch function."""
 

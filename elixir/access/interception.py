@@ -86,9 +86,9 @@ class TrackedParameter(nn.Parameter):
 
 
 class CountedParameter(nn.Parameter):
-    """A parameter whose ``data`` comes from a function, which can count what is written through it.
+    """A parameter whose ``data`` comes from a function, so that writes through it can be counted.
 
-    Torch functions do not see it: it costs nothing but where ``data`` is asked for.
+    It has no torch function, so it costs nothing except where ``data`` is read.
     """
 
     elixir_lends: Callable[[torch.Tensor], torch.Tensor] | None = None

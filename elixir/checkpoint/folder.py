@@ -126,7 +126,7 @@ class Checkpoints:
         return None if found is None else found.folder
 
     def steps(self) -> list[int]:
-        """Steps of which there is a checkpoint, by how their indexes begin alone, in order."""
+        """Lists the saved steps in order; reads only the beginning of each index."""
         known, _ = sequences(self.folder, files=self._files)
         return sorted(int(match[1]) for name in known if (match := STEP_FOLDER.fullmatch(name)))
 

@@ -80,7 +80,7 @@ def load_checkpoint(
         try:
             load.check()
             values = load.decode()
-        except Exception as error:  # all ranks must hear of it, whatever it is
+        except Exception as error:  # all ranks must raise, whatever it is
             problem = error
         seen = saves.together("load", load.files_here, problem)
         load.refuse_missing(set().union(*seen))
@@ -158,8 +158,8 @@ class _Load:
         """Name of an optimizer in the state -> in the checkpoint."""
         self.notes: set[str] = set()
         self.files_here: set[str] = set()
-        """Files of the checkpoint that this rank sees. With node-local disks others are seen by others; one that this
-        rank needs all the same fails when it is read."""
+        """Finds the files that this rank sees. With node-local disks other ranks see other files. A file that this rank
+        needs and does not see fails when it is read."""
 
     def check(self) -> None:
         """Raise `CheckpointMismatch` where the checkpoint is of something else, before anything is written."""
@@ -172,7 +172,7 @@ class _Load:
             self._saved.check_file(name)
 
     def refuse_missing(self, seen: Collection[str]) -> None:
-        """Raise `CheckpointCorrupt` for a file that no rank sees, before anything is written."""
+        """Raises `CheckpointCorrupt` for a file that no rank sees, before anything is written."""
         for name, nbytes in self._index.files.items():
             if name not in seen:
                 raise CheckpointCorrupt(f"missing; the index says it has {nbytes} bytes", path=self._folder / name)
@@ -309,7 +309,7 @@ class _Load:
             logger.info("%s also has %s, which the state does not ask for", self._folder, _few(left))
 
     def decode(self) -> dict[str, Any]:
-        """Everything small, read and tried before anything is written.
+        """Reads and checks everything small before anything is written.
 
         Raises:
             CheckpointMismatch: a tensor or a group of the state cannot take what was saved.
@@ -365,7 +365,7 @@ class _Load:
 
     @contextlib.contextmanager
     def _as_corrupt(self, key: str) -> Iterator[None]:
-        """Raises `CheckpointCorrupt` about `key` of the index for whatever is raised but other `CheckpointError`."""
+        """Turns any exception except a `CheckpointError` into a `CheckpointCorrupt` about `key` of the index."""
         try:
             yield
         except CheckpointError:
@@ -390,7 +390,7 @@ class _Load:
 
     @torch.no_grad()
     def finish(self, values: dict[str, Any]) -> None:
-        """Finish once all ranks have their weights; the user's objects, which may raise anything, come last."""
+        """Finishes once all ranks have their weights. Objects of the user come last, since they may raise anything."""
         states = self.states
         for name, buffer in states.buffers().items():
             if name in values["buffers"]:

@@ -39,8 +39,8 @@ class SnapshotPool:
         self._free = [(0, self.limit_bytes)] if self.limit_bytes else []
         self._lock = threading.Lock()
         self.piece: torch.Tensor | None = None
-        """Pinned memory through which the writer of a save reads a device. It stays for the next save: to pin memory,
-        or to give it up, the driver waits for the device."""
+        """Pinned memory through which the writer of a save reads a device. The next save uses it again, because pinning
+        and freeing make the driver wait for the device."""
         self.largest_use_bytes = 0
         """The most that was taken at once."""
 

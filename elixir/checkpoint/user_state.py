@@ -95,7 +95,7 @@ def encoded(values: Mapping[str, Any], suffix: str = "") -> tuple[dict[str, Any]
 
 
 def check_tensor(name: str, mine: Any, saved: Any, folder: Path) -> set[str]:
-    """Whether a tensor of the user's state can take a saved one, and a note where it is cast.
+    """Checks that a tensor of the user's state can take a saved one; returns a note if it is cast.
 
     Raises:
         CheckpointMismatch: the shapes differ, or the dtype of `mine` cannot hold such numbers.
@@ -119,8 +119,8 @@ def check_tensor(name: str, mine: Any, saved: Any, folder: Path) -> set[str]:
 
 
 def restore(state: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Have saved values be those of the user's state: loaded by an object that can, after all others, else in its
-    place.
+    """Puts saved values into the user's state: other values are replaced first, then
+    objects load theirs.
 
     Raises:
         CheckpointError: an object raised something; the message names it.

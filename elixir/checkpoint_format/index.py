@@ -20,7 +20,7 @@ from elixir.units import MIB
 INDEX_NAME = "index.json"
 PREVIOUS_NAME = "index.previous.json"
 LARGEST_INDEX_BYTES = 128 * MIB
-"""A larger file is no index of ours: that of OPT-175B with fp32 states, each tensor cut in eight, has 10 MB. Parsing
+"""Limit on the size of an index: that of OPT-175B with fp32 states, each tensor cut in eight, has 10 MB. Parsing
 takes many times the bytes of the file."""
 
 _ID = re.compile(r"[0-9a-f]{8,32}")

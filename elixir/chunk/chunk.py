@@ -312,7 +312,7 @@ class Chunk:
                 self.masters[begin - start : end - start].copy_(own)
 
     def follow(self, weights: torch.Tensor) -> None:
-        """Masters, which are at hand, take a shard of weights wherever they do not round to it."""
+        """Copies a shard of weights into the masters where they do not round to it; the masters must be in memory."""
         if self.masters is not None:
             _follow(self.masters, weights)
 
@@ -384,7 +384,7 @@ class Chunk:
         if self.whole is None or data.dtype != self.dtype or storage_of(data) != storage_of(self.whole):
             return data
         if self._lent is None:
-            with torch.inference_mode(False):  # else it would have no count
+            with torch.inference_mode(False):  # otherwise it would have no count
                 self._lent = self.whole.data
         return self._lent.as_strided(data.shape, data.stride(), data.storage_offset())
 
@@ -406,7 +406,7 @@ class Chunk:
         return alike and (parameter.data_ptr() == address or not slot.numel)
 
     def refuse_other(self, slot: Slot) -> None:
-        """Raise `InputError` where a parameter was given values of another shape or dtype."""
+        """Raises `InputError` if a parameter was given values of another shape or dtype."""
         parameter = slot.parameter
         if parameter.shape != slot.shape or parameter.dtype != self.dtype:
             raise InputError(
@@ -433,13 +433,13 @@ class Chunk:
             slot.parameter.data = slot.placeholder if self.whole is None else slot.part_of(self.whole)
 
     def shows(self, slot: Slot) -> bool:
-        """Whether the parameter points there, so that nothing but the chunk has its weights."""
+        """Whether the parameter points into the chunk, so that only the chunk has its weights."""
         with DisableTorchFunctionSubclass():
             memory = slot.placeholder if self.whole is None else self.whole
             return storage_of(slot.parameter) == storage_of(memory)
 
     def attach(self) -> None:
-        """Have all parameters point there, and be resident if the plan says so; nothing is done twice."""
+        """Points all parameters into the chunk, and makes it resident if the plan says so. It repeats no work."""
         for slot in self.slots:
             if slot.parameter.is_meta:
                 become_real(slot.parameter, slot.placeholder)
@@ -449,7 +449,7 @@ class Chunk:
             self.to(ChunkState.RESIDENT, self.whole)
 
     def let_go(self) -> None:
-        """Others have the weights: give up all memory."""
+        """Gives up all memory, because others have the weights now."""
         self.shard = self.whole = self.masters = None
 
     def failures(self) -> list[Exception]:

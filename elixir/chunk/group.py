@@ -172,7 +172,7 @@ class Group:
 
     @property
     def is_broken(self) -> bool:
-        """Whether another rank is gone, or does something else, so that no rank can be asked any more."""
+        """Whether another rank is gone or has left the common sequence, so that collectives would hang."""
         return self._broken is not None
 
     def note(self, what: str) -> None:

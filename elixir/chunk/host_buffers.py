@@ -127,7 +127,7 @@ class HostBuffers:
         self.add(kind)
 
     def drop(self, name: str) -> None:
-        """Give up a kind, if it is there, once nothing reads or writes its buffers any more."""
+        """Gives up a kind, if it exists, after the last read or write of its buffers."""
         kind = self._kinds.pop(name, None)
         if kind is None:
             return
@@ -138,7 +138,7 @@ class HostBuffers:
             self._give_up(kind, buffer)
 
     def clear(self) -> None:
-        """Give up all kinds."""
+        """Gives up all kinds."""
         for name in list(self._kinds):
             self.drop(name)
 

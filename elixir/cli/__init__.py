@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status.
 
     0: done. 2: the caller's mistake, a plan that cannot fit, or results that cannot be written, explained on standard
-    error. 1: a defect of ours, or something that ``elixir check`` has found. 130: interrupted. With ``--debug`` an
+    error. 1: a defect of Elixir, or something that ``elixir check`` found. 130: interrupted. With ``--debug`` an
     error is raised instead of explained.
 
     Args:

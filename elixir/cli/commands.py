@@ -128,7 +128,8 @@ def _with_allowed(
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Take two steps of the user's where everything is streamed, and say what would be refused; status 1 if any."""
+    """Takes two steps of the user's program with everything streamed, and prints what would be refused; status 1 if
+    anything is."""
     from elixir.check import refusals
     from elixir.models import user_code
 

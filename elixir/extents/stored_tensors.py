@@ -51,7 +51,7 @@ class TensorFile:
         return extent
 
     def give_back(self, extent: Extent) -> None:
-        """Nobody needs an extent any more."""
+        """Gives an extent up."""
         if self._file is not None:
             self._file.give_back(extent)
         if self._count is not None:
@@ -230,7 +230,7 @@ class StoredTensors:
         return [view.tensor for view in self._views]
 
     def forget(self, owner: object) -> None:
-        """The tensors of an owner lie here no more."""
+        """Forgets the tensors of an owner."""
         self._views = [view for view in self._views if view.owner is not owner]
 
     def _memory_of(self, region: _Region) -> torch.Tensor:
@@ -285,7 +285,7 @@ class StoredTensors:
 
     def _bring_together(self, part: torch.Tensor, first: int) -> None:
         """Have a part of the extent, from the byte `first` on, in memory that holds its beginning: what is there
-        already, or lies in tensors that are apart, and else zeros."""
+        already, or lies in separate tensors; otherwise zeros."""
         if first:
             part.zero_()
         for view in self._views:
@@ -311,12 +311,12 @@ class StoredTensors:
         return memory[begin - aligned : end - aligned].view(region.dtype)
 
     def give_back(self) -> None:
-        """Nobody needs the extent any more."""
+        """Gives the extent up."""
         self._views.clear()
         self._file.give_back(self._extent)
 
     def _refuse_begun(self) -> None:
-        """Raise where a write of the extent has failed, so that nobody reads a part of it for the whole."""
+        """Raises if a write of the extent has failed, so that nobody takes a part of it for the whole."""
         if self._begun and self._file.lost is not None:
             raise self._file.lost
 

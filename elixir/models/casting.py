@@ -1,4 +1,4 @@
-"""Which tensors of a model take another dtype when the whole model does."""
+"""Decides which tensors of a model take another dtype when the whole model does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models can be planned, and what is said of those that cannot."""
+"""Refuses models that cannot be planned, and says why."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def refuse_unplannable(model: nn.Module, dtype: torch.dtype | None = None) -> No
         dtype: what floating tensors will be cast to; None leaves them.
 
     Raises:
-        InputError: a parameter or buffer is something else, or `dtype` would unpack it, or two share memory; says its
-            name and the way out.
+        InputError: a parameter or buffer is something else, or `dtype` would unpack it, or two share memory; the
+            error says its name and what to do.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     with DisableTorchFunctionSubclass():  # what a parameter is made of is asked, not its values, which may be elsewhere

@@ -33,14 +33,14 @@ from elixir.tracer.values import is_user_code
 logger = logging.getLogger(__name__)
 
 MOST_ENTRIES = 1_000_000
-"""Entries of containers that are remembered, about 8 bytes and 50 ns each. The narrowest containers come first, so that
+"""Limit on remembered entries of containers, about 8 bytes and 50 ns each. The narrowest containers come first, so that
 a list of samples, each with its tokens, does not keep a counter from being remembered."""
 
 ENTRIES_OF_OBJECT = 20
-"""An object counts as so many: to look at one takes 8 us."""
+"""Entries as which one object counts: looking at it takes 8 us."""
 
 MANY_ENTRIES = 1_000
-"""A container of so many is taken for data: nobody has to be warned if it is not looked into."""
+"""Entries from which a container counts as data, so that no warning is needed if it is not looked into."""
 
 _MISSING: Any = object()
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
@@ -48,12 +48,12 @@ _VALUES = frozenset(
     (int, float, complex, str, bytes, bool, type(None), torch.Tensor, nn.Parameter, torch.dtype, torch.device,
      torch.Size, types.ModuleType, types.CodeType, range, slice)
 )  # fmt: skip
-"""Nothing can be changed in these, or it is seen elsewhere."""
+"""Types whose values cannot change, or whose changes are seen elsewhere."""
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pandas", "pyarrow", "datasets"}
 _DATA = (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.Tensor)
 _OF_THREADS = (type(threading.Lock()), type(threading.RLock()), threading.Thread, threading.Condition, threading.Event)
 _PLAIN_MODULES = ("argparse", "collections", "types", "torch.optim")
-"""Among those, modules whose objects hold what they are given, and counts, such as schedulers."""
+"""Modules of `_LIBRARIES` whose objects hold what the user gives them, and counts, such as schedulers."""
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training", "_buffers", "_modules"}
 _CONTAINERS: dict[Any, Callable[[Any, Any], None]] = {
     collections.OrderedDict: collections.OrderedDict.update,
@@ -108,7 +108,7 @@ class _WrittenTensors:
         self._copies: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.UntypedStorage]] = {}
 
     def before(self, *tensors: torch.Tensor | None) -> None:
-        """Something is about to write to `tensors`."""
+        """Copies `tensors`, to which something is about to write."""
         for tensor in tensors:
             if tensor is not None and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
@@ -121,7 +121,7 @@ class _WrittenTensors:
         self._copies.pop(key, None)
 
     def restore(self) -> None:
-        """Give those that are still there their values back."""
+        """Gives tensors that still exist their values back."""
         for storage, copy in [(ref(), copy) for ref, copy in self._copies.values()]:
             if storage is not None and storage.nbytes() == copy.nbytes():
                 storage.copy_(copy)
@@ -158,7 +158,7 @@ class UserObjects:
                     self.push(hook)
 
     def push(self, item: Any, entries: int = 1) -> None:
-        """Look at `item`, which is one of so many, later."""
+        """Queues `item`, which is one of so many, to be looked at."""
         if self._writes_unseen and type(item) is torch.Tensor:
             self.before_write(item)
         elif type(item) not in _VALUES and id(item) not in self._seen:
@@ -167,7 +167,7 @@ class UserObjects:
             heapq.heappush(self._ahead, (width, next(self._numbers), item))
 
     def remember(self) -> None:
-        """Look at all that can be reached."""
+        """Looks at all that can be reached."""
         while self._ahead:
             self._width, _, item = heapq.heappop(self._ahead)
             if self._entries > MOST_ENTRIES:
@@ -183,7 +183,7 @@ class UserObjects:
                 self._look_at(item)
 
     def restore(self) -> None:
-        """Put back what has changed."""
+        """Puts back what has changed."""
         self._written.restore()
         for restore in self._restores:
             try:

@@ -53,7 +53,7 @@ from elixir.wrapper.state_reader import StateReader
 logger = logging.getLogger(__name__)
 
 _FORMS_KEPT = 4096
-"""Steps of shards whose forms are kept where nobody makes a report."""
+"""Forms of steps that are kept at most if no report is made."""
 
 Build = Callable[[nn.Module, Plan, Arena, Group, StateWindow], Iterator[Chunk]]
 """Chunks of a model under a plan, filled, one after the other. A chunk that was given is the only one that has its
@@ -86,10 +86,10 @@ class AnyStepper(Protocol):
         arrived."""
 
     def give_up_states(self) -> None:
-        """Take the states off the chunks; none is stepped until `take_states`."""
+        """Takes the states off the chunks; none is stepped until `take_states`."""
 
     def take_states(self) -> None:
-        """Go on from the states that were given up, under the engine's plan of now."""
+        """Continues from the states that were given up, under the engine's present plan."""
 
     def gradients_scaled(self, by: float) -> None:
         """The gradients that come now are multiplied by a loss scale, and are added to those there are."""
@@ -205,7 +205,7 @@ class Engine:
             parameter.elixir_lends = chunk.lend  # type: ignore[attr-defined]
 
     def _make_memory(self, plan: Plan) -> None:
-        """Make all that a plan needs next to the chunks."""
+        """Makes all that a plan needs next to the chunks."""
         debug = self.options.debug
         pool = BlockPool(self.arena, plan.block_count, plan.block_bytes, poison=debug.poison)
         self.schedule = (plan if self.options.prefetch else replace(plan, prefetch_depth=0)).schedule()
@@ -259,7 +259,7 @@ class Engine:
             vars(self).pop(name, None)
 
     def change_plan(self, plan: Plan, build: Build) -> None:
-        """Put another plan instead of this one."""
+        """Replaces this plan by another."""
         self.leaving |= {chunk.index: chunk.stored for chunk in self.chunks if chunk.stored is not None}
         self.give_up_memory()  # before there is new
         self.take_up(plan, build)
@@ -297,7 +297,7 @@ class Engine:
                 chunk.follow_writes()
                 found = self.gathered(chunk, chunk.masters)
         except (DiskError, NoMemoryError) as error:
-            if found is None:  # else all ranks have gathered already, and masters could not be written back
+            if found is None:  # otherwise all ranks have gathered already, and masters could not be written back
                 logger.error("weights are given as they are in memory, in %s: %s", chunk.plan.dtype, error)
                 return self.gathered(chunk, chunk.shard_weights.to(torch.float32)), error
         return found, None

@@ -61,7 +61,7 @@ PUBLIC = (
 
 class ElixirModule(nn.Module):
     """A model whose weights live where a plan says, with the same numbers as the model itself: on one rank in float32
-    with the same bits, where the same kind of device steps.
+    with the same bits, if the optimizer step runs on the same kind of device.
 
     Chunks that the plan streams come into a few blocks on the device just before they are used; resident chunks stay.
     Parameters keep their identity, so an optimizer may be built before or after. Attributes that this class lacks, such
@@ -295,7 +295,7 @@ class ElixirModule(nn.Module):
             raise
 
     def _move(self, plan: Plan) -> None:
-        """Have chunks and states at the homes of a plan, also where that was tried before and has failed."""
+        """Moves chunks and states to the homes of a plan, also after an earlier attempt has failed."""
         engine = self._engine
         self._state.remove()
         with engine.window.file.attempting("the chunks are where they were, and the training can go on"):
@@ -480,7 +480,7 @@ class ElixirModule(nn.Module):
 
 
 def _undo(origins: Origins, engine: Engine, kind: Any, error: BaseException | None, trace: Any) -> None:
-    """Wrapping has failed, on all ranks unless another one is gone or this one was interrupted."""
+    """Gives the model back after a failed wrapping, on all ranks unless one is gone or this one was interrupted."""
     try:
         origins.undo(engine, alone=engine.group.is_broken or not isinstance(error, Exception))
     finally:

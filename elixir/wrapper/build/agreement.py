@@ -33,11 +33,11 @@ _FOUND = frozenset(
         "predicted", "start_up_s",
     }
 )  # fmt: skip
-"""Fields of a plan that a search finds for given budgets; the others say what it was asked, and of which machine."""
+"""Fields of a plan that follow from budgets; the other fields repeat the request and the machine."""
 
 
 def plan_for_all(group: Group, plan: Plan) -> Plan:
-    """The plan of the lowest rank whose plan fits the memory that every rank has read.
+    """Chooses the plan of the lowest rank whose plan fits the free memory of every rank.
 
     Ranks that each search read their free memory at different moments, so their plans differ.
 
@@ -64,7 +64,7 @@ def plan_for_all(group: Group, plan: Plan) -> Plan:
 
 
 def _refuse_other_cause(rank: int, name: str, asked: dict[str, Any], first: tuple[str, dict[str, Any], Any]) -> None:
-    """Raise if a plan differs from rank 0's by more than budgets that were read."""
+    """Raises if a plan differs from rank 0's by more than budgets that were read."""
     differing = [field for field, value in first[1].items() if asked[field] != value]
     read = {f"{kind}_{of}_bytes" for kind in first[1]["read_budgets"] for of in ("budget", "reserve")}
     if differing and read.issuperset(differing):

@@ -132,7 +132,7 @@ def move_chunks(
 
 @contextlib.contextmanager
 def _letting_go(chunk: Chunk) -> Iterator[None]:
-    """Give up the memory of a chunk that cannot be filled: what holds the error holds the chunk."""
+    """Gives up the memory of a chunk that cannot be filled, since the error keeps the chunk alive."""
     stored = chunk.stored
     try:
         yield
@@ -146,7 +146,7 @@ def _letting_go(chunk: Chunk) -> Iterator[None]:
 
 
 def _copy_weights(old: Chunk, chunk: Chunk, *, has_masters: bool) -> None:
-    """Have a chunk hold what it held before, but for weights that others have a part of."""
+    """Gives a chunk back what it held before, except weights of which other ranks have a part."""
     shard = old.shard_weights
     if chunk.masters is not None and not has_masters:
         with old.at_hand(), chunk.at_hand(write=True):
@@ -179,7 +179,7 @@ def _make_memory(chunk: Chunk, whole_plan: Plan, arena: Arena, window: StateWind
 
 
 def _count_memory(chunk: Chunk, arena: Arena) -> None:
-    """Have what `_make_memory` has made counted by another arena."""
+    """Moves the count of what `_make_memory` has made to another arena."""
     plan = chunk.plan
     if chunk.masters is not None and chunk.stored is None:
         arena.count(chunk.masters.nbytes, plan.update_home, "optimizer_states")
@@ -201,7 +201,7 @@ def _load_weights(chunk: Chunk, source: WeightSource) -> None:
 
 
 def _has_all_bits(chunk: Chunk, slot: Slot) -> bool:
-    """Whether memory has the very values of a parameter, all ranks together."""
+    """Whether the memory has exactly the values of a parameter, on all ranks together."""
     own = slot.parameter
     held = chunk.masters if chunk.masters is not None and chunk.stored is None else chunk.shard_weights
     wide_enough = own.is_floating_point() and torch.promote_types(own.dtype, held.dtype) == held.dtype

@@ -18,7 +18,7 @@ from elixir.wrapper.engine import Engine
 logger = logging.getLogger(__name__)
 
 _SHORTAGES = (ElixirError, RuntimeError, MemoryError, OSError)
-"""Errors where a disk fails, memory or threads are short, or another rank is gone."""
+"""Errors of a failing disk, of too little memory or too few threads, and of a lost rank."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Origins:
 
     @torch.no_grad()
     def undo(self, engine: Engine, *, alone: bool) -> None:
-        """Wrapping has failed: give the model back as it came, its values included. Chunks give up their memory.
+        """Gives the model back unchanged, values included, after wrapping has failed. Chunks give up their memory.
 
         Args:
             engine: in whatever state it is; its chunks have the weights of which `Chunk.shows` says so.
@@ -80,7 +80,7 @@ class Origins:
 
     @torch.no_grad()
     def give_back(self, engine: Engine, *, alone: bool) -> ElixirError | None:
-        """Give every parameter memory with its weights, and every buffer its device.
+        """Gives every parameter memory with its weights, and every buffer its device.
 
         Args:
             engine: has the weights; nothing of it may be in use.
@@ -100,7 +100,7 @@ class Origins:
         return unread
 
     def _give_together(self, engine: Engine, *, alone: bool) -> ElixirError | None:
-        """Give parameters their weights on all ranks, of which each has a part."""
+        """Gives parameters their weights, gathered from all ranks."""
         missing: list[str] = []
         problem: Exception | None = None
         unread: ElixirError | None = None
@@ -174,7 +174,7 @@ class Origins:
             part = slot.part_of(memory)
             try:
                 parameter.data = part.to(origin.device, origin.dtype, copy=True)
-            except (RuntimeError, MemoryError) as error:  # there is no room: it goes on lying where it is
+            except (RuntimeError, MemoryError) as error:  # there is no room, so it stays where it is
                 logger.warning("%s stays in the memory of its chunk: %s", slot.name, error)
                 parameter.data = part
             if gradient is not None:
@@ -194,7 +194,7 @@ class Origins:
 
 
 def _as_rounded(error: Exception | None) -> ElixirError | None:
-    """The error of `close` where masters could not be read."""
+    """Makes the error of `close` for masters that could not be read."""
     if isinstance(error, DiskError):
         return DiskError(
             error.error, error.what, "the model is given back with these weights in the dtype in which it ran"
