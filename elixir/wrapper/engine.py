@@ -272,7 +272,10 @@ class Engine:
                 states.give_back()
         if not self.plan.uses_disk:
             self.host_buffers.drop(WINDOW)
-            self.window.close()
+            try:
+                self.window.close()
+            except ElixirError as error:  # chunks have moved; to go back would part this rank from the others
+                logger.warning("a file that nothing uses any more could not be closed: %s", error)
 
     def is_ordinary(self, chunk: Chunk) -> bool:
         """Whether its parameters are plain ones: weights, gradients and states all on the device of one rank."""
