@@ -134,7 +134,7 @@ class Checkpoints:
         """Wait until the last save is over.
 
         Raises:
-            CheckpointError: it could not be saved, and nobody has been told.
+            CheckpointError: it could not be saved, which was not reported yet.
         """
         error = None if self._saving is None else self._saving.end()
         if error is not None:

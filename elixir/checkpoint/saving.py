@@ -91,7 +91,7 @@ def save_checkpoint(
     Raises:
         InputError: this is not the moment (between backward and ``step``, inside of ``gathered``), or a value in
             `state` cannot be saved; on all ranks.
-        CheckpointError: the checkpoint before could not be saved, and nobody has been told; or, with `wait`, this one.
+        CheckpointError: the checkpoint before could not be saved, which was not reported; or, with `wait`, this one.
 
     Example:
         >>> saving = save_checkpoint("run/step-500", {"model": model, "optimizer": optimizer, "epoch": 3})
@@ -228,7 +228,7 @@ class Saves:
         return self._values.rank
 
     def finish(self) -> None:
-        """Wait for the save before; raises what went wrong with it, if nobody has been told."""
+        """Wait for the save before; raises its error, if that was not reported yet."""
         error = self._ended()
         if error is not None:
             raise error
@@ -237,7 +237,7 @@ class Saves:
         return None if self.current is None else self.current.end()
 
     def settle(self) -> None:
-        """Wait for the save before; what went wrong, if nobody has been told, is logged."""
+        """Wait for the save before; its error, if that was not reported yet, is logged."""
         error = self._ended()
         if error is not None:
             logger.error("going on after a save that failed: %s", error)
@@ -267,7 +267,7 @@ class Saves:
     def together(self, what: str, value: Any, problem: Exception | None) -> list[Any]:
         """`exchange`, after which all ranks raise if one has a problem: the same error, of the first rank that has
         one."""
-        answers = self.exchange(what, (value, problem if problem is None else _told(problem)))
+        answers = self.exchange(what, (value, problem if problem is None else _report_of(problem)))
         for rank, (_, theirs) in enumerate(answers):
             if theirs is not None:
                 kind, text, more = theirs
@@ -321,7 +321,7 @@ class Saving:
         self._ended = threading.Event()
         self._result: Loaded | None = None
         self._error: CheckpointError | None = None
-        self._told = False
+        self._reported = False
         for index, states in enumerate(self._hooked()):
             states.chunk.before_write = partial(self.snapshot.release, index)
         # No daemon: the interpreter ends after the checkpoint is whole.
@@ -349,7 +349,7 @@ class Saving:
         """
         if not self._ended.wait(timeout):
             raise CheckpointError(f"{self._options.folder} is still being written after {timeout} s")
-        self._told = True
+        self._reported = True
         if self._error is not None:
             raise self._error
         if self._result is None:
@@ -357,9 +357,9 @@ class Saving:
         return self._result
 
     def end(self) -> CheckpointError | None:
-        """Wait until it is over; what went wrong, if nobody has been told."""
+        """Wait until it is over; its error, if that was not reported yet."""
         self._ended.wait()  # the caller saves again, loads or closes: one save at a time reads the chunks
-        error, self._told = None if self._told else self._error, True
+        error, self._reported = None if self._reported else self._error, True
         return error
 
     def _hooked(self) -> list[ChunkStates]:
@@ -538,7 +538,7 @@ def _key(kind: str, name: str) -> str:
     return f"{kind}/{name}"
 
 
-def _told(error: Exception) -> tuple[type[Exception], str, dict[str, Any]]:
+def _report_of(error: Exception) -> tuple[type[Exception], str, dict[str, Any]]:
     """An error for other ranks: its class, or one that it is a kind of, the message, and what else it takes."""
     text = str(error) or type(error).__name__
     if isinstance(error, CheckpointMismatch):

@@ -460,6 +460,8 @@ class Chunk:
             if error is not None:
                 setattr(self, name, None)
                 found.append(error)
+        if self.stored is not None:
+            self.stored.forget_failure()  # `StateWindow.lost` reports it, or the step that has failed
         if found and self.whole is not None and self.gathered is None:
             self.point_into(self.whole)  # its parameters were to show it once it is updated, which is over
         return found

@@ -68,7 +68,7 @@ class StoredStates(StoredTensors):
 
     def step(self, buffer: HostBuffer, read: Ticket, work: Work) -> None:
         """Run `work` while the tensors are views of a buffer into which they were `read`; `store` or `put_away` comes
-        next. Nothing happens where the reading has failed, of which `StateWindow.lost` tells."""
+        next. Nothing happens where the reading has failed, which `StateWindow.lost` reports."""
         if not over(read).failed:
             self.brought(buffer)
             work()
@@ -80,7 +80,8 @@ class StoredStates(StoredTensors):
             work()
 
     def forget_failure(self) -> None:
-        """Somebody has been told why the last step was not written; who reads the extent gets the step before."""
+        """The error for which the last step was not written is reported elsewhere; who reads the extent gets the step
+        before."""
         if failure(self.written) is not None:
             self.written = None
 
@@ -219,7 +220,7 @@ class StateWindow:
         self._let_go()
         self.flush()
         buffer = self._take_alone(states) if alone else self._buffers.take(WINDOW, states.nbytes)
-        # Nothing may write the buffer or the extent any more; what failed there has been told.
+        # Nothing may write the buffer or the extent any more; what failed there is reported elsewhere.
         after = [over(ticket) for ticket in known(buffer.busy, states.written)]
         # The caller reads the buffer next.
         self._lane.submit(lambda: states.fill(buffer.memory), after=after, nbytes=states.used_bytes).synchronize()

@@ -134,7 +134,7 @@ class HostBuffers:
         for buffer in (buffer for turns in self._turns.pop(name) for buffer in turns):
             failure(
                 buffer.busy
-            )  # a lane may still read or write the memory that is given up; its error is told elsewhere
+            )  # a lane may still read or write the memory that is given up; its error is reported elsewhere
             self._give_up(kind, buffer)
 
     def clear(self) -> None:

@@ -60,21 +60,21 @@ def _quietly() -> Iterator[None]:
         _THREAD.is_quiet = before
 
 
-def _tell(error: BaseException) -> BaseException:
+def _reported(error: BaseException) -> BaseException:
     """The error of work, which the caller raises."""
     if not (_THREAD.is_lane or _THREAD.is_quiet):
-        error.elixir_told = True  # type: ignore[attr-defined]
+        error.elixir_reported = True  # type: ignore[attr-defined]
     return error
 
 
-def is_told(error: BaseException) -> bool:
+def is_reported(error: BaseException) -> bool:
     """Whether the error of some work has been raised by a ticket to another thread than a lane's, which passes it
     on."""
-    return hasattr(error, "elixir_told")
+    return hasattr(error, "elixir_reported")
 
 
 def failure(ticket: Ticket | None) -> Exception | None:
-    """The error of the work, if there was one, once it is over; it is not told by this."""
+    """The error of the work, if there was one, once it is over; this does not report it."""
     try:
         if ticket is not None:
             with _quietly():
@@ -182,7 +182,7 @@ class _ThreadTicket:
             if not _THREAD.is_lane:
                 self._lane.waited_s += time.perf_counter() - started
         if self._error is not None:
-            raise _tell(self._error)
+            raise _reported(self._error)
 
     wait = synchronize  # compute on the CPU is the calling thread
 
@@ -289,7 +289,7 @@ class _CudaTicket:
 
     def raise_error(self) -> None:
         if self._error is not None:
-            raise _tell(self._error)
+            raise _reported(self._error)
 
     def done(self) -> bool:
         return self._issued.is_set() and (self._event is None or bool(self._event.query()))
@@ -312,7 +312,7 @@ class _CudaTicket:
             if not _THREAD.is_lane:
                 self._lane.waited_s += time.perf_counter() - started
         if self._event is None:
-            raise _tell(self._error or StateError("work of a lane was issued without an event"))
+            raise _reported(self._error or StateError("work of a lane was issued without an event"))
         return self._event
 
 

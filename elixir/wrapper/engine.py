@@ -36,9 +36,9 @@ from elixir.chunk.host_buffers import (
     summands_kind,
     window_kind,
 )
-from elixir.chunk.lanes import Lanes, Ticket, failure, is_told, make_lanes
+from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes
 from elixir.chunk.rcache import RCache
-from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, NoMemoryError, RankError
+from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, NoMemoryError
 from elixir.extents import open_extents
 from elixir.hardware import host_share, host_view
 from elixir.plan import Plan
@@ -48,6 +48,7 @@ from elixir.wrapper.fetch_on_use import WeightUses
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.options import RunOptions
 from elixir.wrapper.phase import STEP_OR_ACCUMULATE, Phase, StepPhase
+from elixir.wrapper.run_errors import Call, ErrorKind, RunErrors
 from elixir.wrapper.state_reader import StateReader
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,8 @@ class Engine:
         """Through which masters and states on a disk come and go."""
         # Also where nobody calls `close`: the interpreter must not end with threads inside of torch.
         self._stop_lanes = weakref.finalize(self, _stop, self.lanes, self.window)
+        self.errors = RunErrors(self.window, group.size)
+        """Errors that no call has reported yet, and those that stop the run."""
         self.phase = StepPhase(group.rank)
         self.steppers: list[AnyStepper] = []
         """The optimizers that step this model."""
@@ -155,15 +158,10 @@ class Engine:
         """Optimizers that have not stepped since the last backward."""
         self.state_reader: StateReader | None = None
         """The reader of checkpoints; None before the first."""
-        self.half_loaded = ""
-        """Why weights are neither the old ones nor those of a checkpoint; empty where they are."""
         self._pending_updates: list[Ticket] = []
         self._is_after_step = False  # no forward has ended since
-        self._untold: Exception | None = None  # of a lane, which was logged and not raised yet
         self.leaving: dict[int, StoredStates] = {}
         """By chunk, the states on a disk under the plan before, until the optimizers have taken theirs over."""
-        self.lost: ElixirError | None = None
-        """Why no step can be made any more: states on a disk of this rank, or of another, are lost."""
         self.chunks: list[Chunk] = []
         self._access: ParameterAccess | None = None
         self._handles: list[RemovableHandle] = []
@@ -346,9 +344,7 @@ class Engine:
     def forward_failed(self) -> None:
         """The model's forward has raised."""
         self.phase.leave_forward()
-        self.uses.reset()
-        self.cache.disturbed()
-        self._keep_untold("a forward")
+        self._failed("a forward")
 
     def watch_output(self, output: Any) -> None:
         """Notice the beginning of backward at what it begins with, before any of the model's nodes run."""
@@ -371,26 +367,18 @@ class Engine:
         """If a backward has raised: it left its pins, and gradients that count as they do in plain PyTorch."""
         if self.phase.in_backward and not backward_is_running():
             try:
-                self.uses.reset()
-                self.cache.disturbed()
-                self._keep_untold("a backward")
+                self._failed("a backward")
                 if self.group.size == 1:
                     self.gradients.flush()
             finally:
                 self.phase.leave_backward()
 
-    def _keep_untold(self, what: str) -> None:
-        """Have the next forward, step or `settle` raise what lanes have met apart from the error that `what` raised.
-
-        Of several of one kind, as of the chunks of a step, one tells of all.
-        """
-        failed = self._failures()
-        told = {type(error) for error in failed if is_told(error)}
-        for error in failed:
-            if not is_told(error):
-                logger.error("%s has raised, and so has a lane, which nobody has been told of yet: %s", what, error)
-            if type(error) not in told:
-                self._untold = self._untold or error
+    def _failed(self, what: str) -> None:
+        """A forward or backward has raised: its pins go, and errors of lanes are raised by the next forward, step or
+        `settle`."""
+        self.uses.reset()
+        self.cache.disturbed()
+        self.errors.record_next_to(what, self._failures())
 
     def _backward_over(self) -> None:
         try:
@@ -405,10 +393,7 @@ class Engine:
     def refuse_unusable(self) -> None:
         """Raise `InputError` after `close`, and where a checkpoint was loaded in part."""
         self.phase.refuse_closed()
-        if self.half_loaded:
-            raise InputError(
-                f"{self.half_loaded}, so weights and states are old in part; load a checkpoint that is whole"
-            )
+        self.errors.report(Call.USE)
 
     def refuse_step(self) -> None:
         """An optimizer is about to step.
@@ -417,60 +402,22 @@ class Engine:
             InputError: inside `gathered`, which would go on showing the weights before the step.
         """
         self.refuse_unusable()
-        self.refuse_lost()
+        self.errors.report(Call.STEP)
         self.forget_failed_backward()
+        self.errors.report(Call.GRADIENTS)
         if any(chunk.updated is not None and chunk.updated.done() and failure(chunk.updated) for chunk in self.chunks):
-            self._untold = self._untold or self._failures()[0]
-        self.raise_untold()
+            raise self._failures()[0]
         if self.uses.gathered:
             raise InputError("an optimizer cannot step inside gathered(); leave it first")
-
-    def raise_untold(self) -> None:
-        """Raise an error of a lane that was only logged until now."""
-        untold, self._untold = self._untold, None
-        if untold is not None:
-            raise untold
-
-    def refuse_mixed(self) -> None:
-        """Raise where the states are not all of one step: one has failed, which the next forward or step raises, or a
-        disk has lost some. Other ranks are told by who calls this."""
-        error = self._untold or self.lost or self.window.lost
-        if error is not None:
-            raise error
-
-    def refuse_lost(self) -> None:
-        """Raise where states on a disk are lost. Several ranks agree on that in each step: one that stopped alone would
-        leave the others without a word, and nobody could save."""
-        lost = self.lost or (self.window.lost if self.group.size == 1 else None)
-        if lost is not None:
-            raise lost
 
     def refuse_stale(self) -> None:
         """Raise, on all ranks, where a forward has read weights of the step before the last, since the disk of one of
         them has failed in the last."""
         after_step, self._is_after_step = self._is_after_step, False
         if self.group.size == 1:
-            self.refuse_lost()
+            self.errors.report(Call.STEP)
         elif after_step and self.plan.uses_disk:
-            self.hear_of_disks(self.exchange("states on disks", self.said_of_disk()))
-
-    def said_of_disk(self) -> str | None:
-        """The message to other ranks where states on a disk of this one are lost."""
-        return None if self.window.lost is None else str(self.window.lost)
-
-    def hear_of_disks(self, said: Sequence[str | None]) -> None:
-        """Stop on all ranks where one of them has lost states on a disk.
-
-        Args:
-            said: every rank's `said_of_disk`.
-
-        Raises:
-            DiskError: this rank has. RankError: another has.
-        """
-        lost = next((each for each in said if each is not None), None)
-        if lost is not None:
-            self.lost = self.window.lost or RankError(lost)
-        self.refuse_lost()
+            self.errors.agree(self.exchange("states on disks", self.errors.of_disk))
 
     def settle_together(self, what: str) -> None:
         """`settle`, where all ranks have called `what`: one that is alone would get answers to other questions.
@@ -488,8 +435,7 @@ class Engine:
             StepError: an optimizer has failed there; it is raised once.
         """
         self.settle_quietly()
-        self.raise_untold()
-        self.refuse_lost()
+        self.errors.report(Call.RUN)
 
     def settle_quietly(self) -> None:
         """`settle` for who needs weights in whatever state they are."""
@@ -498,8 +444,8 @@ class Engine:
         self.forget_failed_backward()
         failed = self._failures()  # shards may be written to after this
         if failed:
-            self._untold = self._untold or failed[0]
-            logger.error("weights are looked at after an error that nobody has been told of yet: %s", failed[0])
+            self.errors.record(ErrorKind.LANE, failed[0])
+            logger.error("weights are looked at after an error that is not reported yet: %s", failed[0])
         self.gradients.settle()
         self.cache.invalidate()
         self.emptied = True
@@ -524,20 +470,14 @@ class Engine:
 
     def _failures(self) -> list[Exception]:
         """Wait for all that lanes do; what has failed, which nothing waits for afterwards."""
+        self.window.settle()
         found = self.cache.failures()
         for chunk in self.chunks:
             found += chunk.failures()
-        self.window.settle()
-        for chunk in self.chunks:
-            if chunk.stored is not None:
-                chunk.stored.forget_failure()  # `window.lost` tells of it, or the step that has failed
         found += [*self.gradients.failures(), *self.host_buffers.failures()]
-        for ticket in self._pending_updates:
-            error = failure(ticket)
-            if error is not None and error not in found:
-                found.append(error)
+        found += filter(None, map(failure, self._pending_updates))
         self._pending_updates.clear()
-        return found
+        return list(dict.fromkeys(found))  # several tickets may have met one error
 
     def end(self) -> bool:
         """Nothing may run from here on; weights can still be had. Whether the other ranks can be asked for theirs."""
@@ -547,7 +487,7 @@ class Engine:
         together = not (self.phase.in_backward or self.cache.is_disturbed)
         self.phase.close()
         self.uses.reset()
-        for error in [*self._failures(), *([] if self._untold is None else [self._untold])]:
+        for error in [*self._failures(), *self.errors.end(ErrorKind.LANE)]:
             logger.error("the model is given back after an error: %s", error)
         return together
 

@@ -38,6 +38,7 @@ from elixir.wrapper.build import (
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.options import Debug, RunOptions
 from elixir.wrapper.phase import STEP_OR_ACCUMULATE, STEP_OR_LEAVE_OUT
+from elixir.wrapper.run_errors import Call
 from elixir.wrapper.step import cast_inputs
 from elixir.wrapper.weights_io import ModelState, SharedWeights, in_use, shown
 
@@ -193,8 +194,7 @@ class ElixirModule(nn.Module):
                 "weights move; run an ElixirModule without capturing it"
             )
         engine.forget_failed_backward()
-        engine.raise_untold()
-        engine.refuse_lost()
+        engine.errors.report(Call.RUN)
         engine.phase.refuse_begun("a forward", STEP_OR_ACCUMULATE)
         if engine.before_forward is not None:
             engine.before_forward()
@@ -454,7 +454,8 @@ class ElixirModule(nn.Module):
 
         Raises:
             InputError: inside `gathered`, or in a forward or backward.
-            CheckpointError: the last checkpoint could not be saved, and nobody has been told; the model is given back.
+            CheckpointError: the last checkpoint could not be saved, which was not reported yet; the model is given
+                back.
             DiskError, NoMemoryError, RankError: master weights of this rank, or of another, could not be read; the
                 model is given back, and has these weights in the dtype in which it ran.
         """

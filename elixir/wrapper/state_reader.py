@@ -12,4 +12,4 @@ class StateReader(Protocol):
         """Wait until no live memory is read: chunks are about to be replaced."""
 
     def close(self) -> Exception | None:
-        """Wait until all is written; what went wrong, if nobody has been told of it."""
+        """Wait until all is written; the error, if it was not reported yet."""

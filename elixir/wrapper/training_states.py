@@ -23,6 +23,7 @@ from elixir.plan import CHECKPOINT_PART, Plan
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of
+from elixir.wrapper.run_errors import Call, ErrorKind, changed_in_part
 from elixir.wrapper.state_reader import StateReader
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.segment_states import (
@@ -172,7 +173,7 @@ class TrainingStates:
         """From here on the module refuses to run because of `why`, until `show`."""
         self._engine.settle_quietly()
         self._engine.take_back()
-        self._engine.half_loaded = why
+        self._engine.errors.record(ErrorKind.CHANGE, changed_in_part(why))
 
     def refuse(self, what: str, *, loading: bool = False) -> None:
         """Raise where weights and states are not those between two steps.
@@ -188,7 +189,7 @@ class TrainingStates:
         if not loading:
             engine.refuse_unusable()
             if self.optimizers:  # weights can be had whatever has failed
-                engine.refuse_mixed()
+                engine.errors.report(Call.ONE_STEP)
         engine.uses.refuse_inside(what)
         if engine.uses.gathered:
             raise InputError(f"{what} is for outside of gathered(); leave it first")
@@ -329,7 +330,7 @@ class TrainingStates:
                 # Who reads the resident weights next, on this thread or in compute, must find those of all ranks.
                 lanes.network.submit(partial(group.gather, whole, mine, "loaded weights")).synchronize()
         self._engine.cache.invalidate()
-        self._engine.half_loaded = ""
+        self._engine.errors.end(ErrorKind.CHANGE)
 
     @property
     def pool_bytes(self) -> int:

@@ -20,6 +20,7 @@ from elixir.errors import InputError
 from elixir.plan import Plan
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
+from elixir.wrapper.run_errors import Call, ErrorKind, changed_in_part
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.clipping import KnownNorms, clip_factor, each_norm, norm_of_norms
 from elixir.wrapper.step.elementwise import same_options
@@ -219,7 +220,7 @@ class Stepper:
         engine.phase.refuse_begun("clip_grad_norm_()", "leave clipping out")
         self._refuse_unreduced("clip_grad_norm_()")
         engine.forget_failed_backward()
-        engine.raise_untold()
+        engine.errors.report(Call.GRADIENTS)
         engine.gradients.send_late()
         limit = float(max_norm)  # ranks compare it, and a tensor would say on which device it is
         self._clip_once = limit if self._clip_once is None else min(limit, self._clip_once)
@@ -315,14 +316,14 @@ class Stepper:
         if engine.uses.gathered:
             raise InputError(f"{method}() of an optimizer is for outside of gathered(); leave it first")
         engine.settle_together(f"{method}() of an optimizer")
-        engine.refuse_mixed()
+        engine.errors.report(Call.ONE_STEP)
         self.user.refuse_other_parameters()
         try:
             with engine.group.together(f"call {method}() of its optimizer"):
                 for part in self.parts.values():
                     part.rewrite(method, options)
         except BaseException:  # called again, it would rewrite some weights twice
-            engine.half_loaded = f"{method}() of an optimizer has failed"
+            engine.errors.record(ErrorKind.CHANGE, changed_in_part(f"{method}() of an optimizer has failed"))
             raise
         updates = [ticket for part in self.parts.values() if (ticket := publish(engine, part.chunk)) is not None]
         self.user.move(moved)
@@ -476,8 +477,8 @@ class Stepper:
                 data_writes = sum(part.chunk.data_writes for part in self.parts.values())
                 said |= {"the number of writes through .data of weights": str(data_writes)}
             digest = zlib.crc32(repr(said).encode())
-            answers = self._engine.exchange("gradients used", (mine, self._engine.said_of_disk(), digest))
-            self._engine.hear_of_disks([lost for _, lost, _ in answers])
+            answers = self._engine.exchange("gradients used", (mine, self._engine.errors.of_disk, digest))
+            self._engine.errors.agree([lost for _, lost, _ in answers])
             if len({theirs for *_, theirs in answers}) > 1:
                 refuse_differing(self._engine.exchange("options", said))
             *found, unscaled, self._mixed = (

@@ -48,8 +48,8 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
         for name, kind, dtype in _kinds(part):
             mine.setdefault(index, {})[kind] = dtype_name(dtype)
             names.setdefault(name, set()).add(kind)
-    answers = engine.exchange("optimizer states", (mine, names, small, engine.said_of_disk()))
-    engine.hear_of_disks([said for *_, said in answers])
+    answers = engine.exchange("optimizer states", (mine, names, small, engine.errors.of_disk))
+    engine.errors.agree([lost for *_, lost in answers])
     state: dict[int, dict[str, Any]] = {}
     for *_, theirs, _ in answers:
         for name, each in theirs.items():

@@ -45,7 +45,7 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"batches", "replan", "searches", "whatif"}),
     ),
     "wrapper": (
-        frozenset({"fetch_on_use", "loss_scale", "options", "phase", "state_reader"}),
+        frozenset({"fetch_on_use", "loss_scale", "options", "phase", "run_errors", "state_reader"}),
         frozenset({"engine"}),
         frozenset({"account", "address_errors", "build", "step", "weights_io"}),
         frozenset({"module", "optimizer"}),

@@ -87,7 +87,7 @@ def fails_at(lane: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def failed_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """A run whose third step has failed for one chunk, of which nobody has been told."""
+    """A run whose third step has failed for one chunk, which has not been reported."""
     it = case("gpt2")
     plan = rehomed(make_plan(it, "streamed", unified_dtype="bfloat16"), "states")
     with Run(it, plan, two_groups()) as run:
@@ -266,13 +266,13 @@ def test_a_gradient_that_did_not_come_home_is_told_though_backward_raises_someth
                     tmp_path / "run", {"model": pair.module, "optimizer": pair.optimizer}, files=UnsyncedFiles()
                 ),
             }[tells]()
-        assert "nobody has been told of yet: no memory on the way" in caplog.text
+        assert "is not reported yet: no memory on the way" in caplog.text
         if tells == "save":  # as it does after every step that has failed
             with pytest.raises(MemoryError):
                 pair.module.settle()
         pair.module.zero_grad()
         pair.optimizer.zero_grad()
-        pair.train(2)  # told once, and all goes on
+        pair.train(2)  # raised once, and all goes on
         pair.assert_same_weights()
 
 

@@ -92,7 +92,7 @@ def test_weights_come_first_and_the_error_with_the_next_forward(caplog: pytest.L
         before = fail_a_step(pair)
         with caplog.at_level(logging.ERROR):
             state = pair.module.state_dict()
-        assert "nobody has been told of yet" in caplog.text
+        assert "is not reported yet" in caplog.text
         assert "failed on the host" in caplog.text
         assert same_weights(state, before)
         with pair.module.gathered():
