@@ -34,7 +34,8 @@ from elixir.step_trace import StepTrace
 from elixir.units import parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account import StepReport
-from elixir.wrapper.build import agree_on_plan, check_weights, compute_device
+from elixir.wrapper.build.chunks import agree_on_plan, compute_device
+from elixir.wrapper.build.weights import check_weights
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import folders_of

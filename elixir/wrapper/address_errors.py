@@ -6,7 +6,7 @@ from torch import nn
 
 from elixir.access import is_absent
 from elixir.errors import InputError
-from elixir.wrapper.build import few
+from elixir.wrapper.build.weights import few
 
 _NOT_ALLOCATED = "its data is not allocated yet"
 """PyTorch's message when a kernel asks a tensor without memory for its elements."""

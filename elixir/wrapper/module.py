@@ -24,17 +24,16 @@ from elixir.torch_private import DisableTorchFunctionSubclass, tree_map
 from elixir.units import parse_dtype
 from elixir.wrapper.account import StepAccount, StepReport
 from elixir.wrapper.address_errors import refuse_addresses
-from elixir.wrapper.build import (
-    Origins,
-    SharedBuffers,
-    Weights,
+from elixir.wrapper.build.chunks import (
     agree_on_plan,
     build_chunks,
     compute_device,
-    few,
     move_chunks,
     warn_if_made_elsewhere,
 )
+from elixir.wrapper.build.origins import Origins
+from elixir.wrapper.build.shared_buffers import SharedBuffers
+from elixir.wrapper.build.weights import Weights, few
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.options import Debug, RunOptions
 from elixir.wrapper.phase import STEP_OR_ACCUMULATE, STEP_OR_LEAVE_OUT

@@ -12,7 +12,7 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.host_buffers import STAGING, HostBuffer
 from elixir.chunk.lanes import Ticket, Work, known, over
 from elixir.errors import StepError
-from elixir.wrapper.build import few
+from elixir.wrapper.build.weights import few
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.segments import Arrived
