@@ -27,15 +27,7 @@ from elixir.chunk.chunk import Chunk, Slot, take_back
 from elixir.chunk.disk import StateWindow, StoredStates
 from elixir.chunk.gradients import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
-from elixir.chunk.host_buffers import (
-    STAGING,
-    SUMMANDS,
-    WINDOW,
-    HostBuffers,
-    staging_kind,
-    summands_kind,
-    window_kind,
-)
+from elixir.chunk.host_buffers import STAGING, SUMMANDS, WINDOW, HostBuffers, staging_kind, summands_kind, window_kind
 from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes
 from elixir.chunk.rcache import RCache
 from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, NoMemoryError

@@ -23,6 +23,8 @@ TOLERANCE = 0.05
 _LINKS = ("host_to_device", "device_to_host", "network", *DISK_LINKS)
 MUCH_SLOWER = 2.0
 """A step that takes so many times the upper end of its predicted range is remarked upon: more than rates explain."""
+SHORT_S = 0.02
+"""Below it Python's work for some hundred operators is a noticeable part of a step: about 20 us each."""
 _PEAKS = ("device_peak", "device_buffers", "host_peak", "disk_peak")
 _COME_LATER = ("device_peak", "host_peak", "disk_peak", *DISK_LINKS)
 """Less than predicted is no surprise here: states come with the first step."""
@@ -200,6 +202,8 @@ class StepReport:
         causes, cores = [], os.cpu_count() or 1
         if self.first:
             causes.append("a first step also makes states, compiles kernels and touches memory")
+        if (self.slowest_s or 0.0) < SHORT_S:
+            causes.append("Python's own work, which is not predicted, is most of so short a step")
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
         if load > cores:
             causes.append(f"the machine is busy (load {load:.0f} on {cores} cores)")
