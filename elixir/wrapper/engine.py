@@ -443,8 +443,7 @@ class Engine:
         self.emptied = True
 
     def take_back(self, wanted: Iterable[tuple[Chunk, Sequence[Slot]]] | None = None) -> None:
-        """Have values that plain parameters, all by default, were given by setting their ``data`` in the memory of the
-        plan."""
+        """Copies to the memory of the plan the values that plain parameters were given by setting ``data``."""
         if wanted is None:
             wanted = [(chunk, chunk.slots) for chunk in self.chunks]
         take_back(

@@ -215,7 +215,7 @@ class TrainingStates:
         return found
 
     def follow_writes(self) -> None:
-        """Have masters be what was written to resident weights since the last step, as the next step would."""
+        """Copies to the masters what was written to resident weights since the last step, as the next step would."""
         self._engine.take_back()
         for stepper in self._steppers.values():
             stepper.follow_writes()

@@ -132,7 +132,7 @@ class GradientBlocks:
 
 
 def _record(memory: torch.Tensor) -> None:
-    """Have adopted memory, once it is freed, be nobody's before the stream that has waited for its lane has come here.
+    """Keeps adopted memory, once it is freed, from reuse until the stream that has waited for its lane has come here.
 
     It returns to the stream that made it. That is another one where a node of an older graph took the gradient on its
     stream; on the same one this does nothing.

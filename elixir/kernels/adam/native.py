@@ -147,8 +147,10 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.platform()
-    told = [line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part")]
-    return "\n".join(dict.fromkeys(told)) or platform.platform()
+    properties = [
+        line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part")
+    ]
+    return "\n".join(dict.fromkeys(properties)) or platform.platform()
 
 
 def _call(  # noqa: PLR0913 - as a step takes them

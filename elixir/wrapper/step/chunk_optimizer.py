@@ -392,7 +392,7 @@ class ChunkOptimizer:
         self._count_states()
 
     def rewrite(self, method: str, hyperparameters: list[dict[str, Any]]) -> None:
-        """Have a method of the user's class rewrite the weights, such as schedule-free's ``eval``, and show them.
+        """Rewrites the weights by a method of the user's class, such as schedule-free's ``eval``, and shows them.
 
         Nothing else may read or step the chunk meanwhile.
 

@@ -21,7 +21,7 @@ from elixir.errors import InputError
 from elixir.torch_private import tree_flatten, tree_map
 
 Options = dict[str, Any]
-"""Those of one group, without its parameters."""
+"""The options of one group, without its parameters."""
 MakeOver = Callable[[list[list[nn.Parameter]]], torch.optim.Optimizer]
 """Makes an optimizer over the parameters of each group."""
 

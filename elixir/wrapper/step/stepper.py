@@ -154,7 +154,7 @@ class Stepper:
             )
 
     def follow_writes(self) -> None:
-        """Have masters take what was written to resident weights since the last step, as the next step would."""
+        """Copies to the masters what was written to resident weights since the last step, as the next step would."""
         for part in self.parts.values():
             part.follow_writes()
 
@@ -298,7 +298,7 @@ class Stepper:
         return True
 
     def rewrite(self, method: str) -> None:
-        """Have a method of the user's class rewrite all weights, such as schedule-free's ``train`` and ``eval``.
+        """Rewrites all weights by a method of the user's class, such as schedule-free's ``train`` and ``eval``.
 
         All ranks call this. Nothing happens where the method changes no option: then the weights are as it wants them.
 

@@ -151,7 +151,7 @@ class UserOptimizer:
         return [{key: group[key] for key in self._moving if key in group} for group in after]
 
     def move(self, changes: Sequence[Mapping[str, Any]]) -> None:
-        """Have the groups be as `moved` says."""
+        """Sets the groups to what `moved` says."""
         for group, changed in zip(self._groups(), changes, strict=True):
             take_options(group, changed)
 

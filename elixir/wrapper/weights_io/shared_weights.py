@@ -95,7 +95,7 @@ class SharedWeights:
             self._refuse_written(copy)
 
     def give_back(self) -> None:
-        """Have everything lie in the memory of its weight again, where that is there."""
+        """Puts everything back into the memory of its weight, if that is there."""
         tensors = self._tensors() if self._found else {}
         with DisableTorchFunctionSubclass():
             for shared in self._found:
