@@ -185,8 +185,8 @@ class StoredTensors:
         return name in self._regions
 
     def keep(self, owner: object, tensor: torch.Tensor, name: str, first: int = 0, *, in_order: bool = False) -> None:
-        """Have a tensor lie in a region whenever the extent is in memory, with the values that it has now; call this
-        while it is.
+        """Places a tensor in a region, with the values that it has now, whenever the extent is in memory; the extent
+        must be in memory when this is called.
 
         Args:
             owner: for `forget`.
@@ -209,7 +209,7 @@ class StoredTensors:
         self._views.append(view)
 
     def show(self, owner: object, tensor: torch.Tensor, name: str, first: int = 0) -> None:
-        """Have a contiguous tensor show a part of a region whenever the extent is in memory; arguments as of `keep`."""
+        """Lets a contiguous tensor show a part of a region whenever the extent is in memory; arguments as of `keep`."""
         self._views.append(_View(tensor, name, first, owner))
         if self._memory is None:
             tensor.data = _nowhere(tensor.shape, tensor.dtype)
@@ -226,7 +226,7 @@ class StoredTensors:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those that lie here, in the order in which they came."""
+        """The tensors that lie here, in the order in which they came."""
         return [view.tensor for view in self._views]
 
     def forget(self, owner: object) -> None:
@@ -284,8 +284,8 @@ class StoredTensors:
         self._written_bytes = max(self._written_bytes, used)
 
     def _bring_together(self, part: torch.Tensor, first: int) -> None:
-        """Have a part of the extent, from the byte `first` on, in memory that holds its beginning: what is there
-        already, or lies in separate tensors; otherwise zeros."""
+        """Fills a part of the extent, from the byte `first` on, with what separate tensors hold, and with zeros
+        elsewhere; the beginning keeps what is in memory already."""
         if first:
             part.zero_()
         for view in self._views:

@@ -88,7 +88,7 @@ class DiskStates:
             self._stored[parameter].fill(self._room(slot, self._stored[parameter].nbytes))
 
     def _keep(self, parameter: nn.Parameter, slot: int) -> None:
-        """Have the tensors of a state lie in the buffer, where they do not yet, to be written with it."""
+        """Moves the tensors of a state into the buffer, if they are not there yet, to be written with it."""
         values = self._states[parameter].items()
         tensors = {name: value for name, value in values if isinstance(value, torch.Tensor) and value.dim()}
         before = self._stored.get(parameter)

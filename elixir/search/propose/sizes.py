@@ -45,7 +45,7 @@ class Budgets:
     host_reserve_bytes: int = 0
     """Bytes of one machine, likewise."""
     read: tuple[Literal["device", "host"], ...] = ()
-    """Those that nobody gave: what is free here."""
+    """The budgets that nobody gave; they are what is free on this machine."""
 
 
 class SearchSpace:

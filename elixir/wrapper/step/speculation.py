@@ -128,8 +128,8 @@ class Speculation:
         """Chunks that had new states in the last step, and those whose new states were right."""
 
     def make_spares(self) -> None:
-        """Have the second set of states now, as far as the optimizer has states, so that no step makes memory; and
-        begin to compile the kernel that fills them, as plans expect it to."""
+        """Makes the second set of states now, as far as the optimizer has states, so that no step makes memory, and
+        begins to compile the kernel that fills them, on which plans count."""
         given, plan = self._user.given, self._engine.plan
         copies = copies_states(given, fused_kernels=self._user.fuses, moments=plan.moments)
         for index, part in self._parts.items():

@@ -277,7 +277,7 @@ def _like(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.o
 
 
 def take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Have the options of a group be others, such as those of `UserOptimizer.loaded_options`."""
+    """Sets the options of a group to others, such as those of `UserOptimizer.loaded_options`."""
     for key, value in options.items():
         mine = group.get(key)
         if isinstance(mine, torch.Tensor) and isinstance(value, (torch.Tensor, float, int)):
