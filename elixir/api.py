@@ -39,7 +39,7 @@ from elixir.wrapper.build.weights import check_weights
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import folders_of
-from elixir.wrapper.step import check_early, check_optimizer, clips_in_backward, copies_states
+from elixir.wrapper.step import check_optimizer, copies_states
 
 logger = logging.getLogger(__name__)
 
@@ -226,8 +226,6 @@ class _Question:
         clipping = asked.pop("clipping", None)
         max_norm = options.get("max_norm")
         clips = bool(max_norm) if clipping is None else clipping
-        if asked.get("step_in_backward") and (clips or max_norm):
-            raise clips_in_backward()
         needless = [name for name, value in asked.items() if value != _OPTIONS[name].default]
         needless += [name for name in ("inp", "step_fn") if how[name] is not None]
         if plan is not None and needless:
@@ -281,7 +279,6 @@ class _Question:
         if self.plan is not None:  # it may be for something else
             for each in self.optimizers:
                 check_optimizer(each, made.moments)
-        check_early(made, clips=self.clipping or bool(self.max_norm), optimizers=len(self.optimizers))
         return made, trace
 
     def _make_plan(self, world_size: int) -> tuple[Plan, StepTrace | None]:

@@ -156,8 +156,6 @@ class Chunk:
         """The last transfer of the shard into a block."""
         self.updated: Ticket | None = None
         """The optimizer step that last wrote the shard."""
-        self.stepping = False
-        """Its step has begun while backward runs: until the optimizer's own step nobody may read its weights anew."""
         self.speculated: Ticket | None = None
         """The last work that reads its gradients and states to make new states elsewhere, if those are not its own."""
         self.writes = 0
@@ -356,10 +354,9 @@ class Chunk:
 
     @property
     def may_be_written_inside(self) -> bool:
-        """Whether a forward may write to its weights, see `take_written`: no step may be writing to them meanwhile, and
-        masters have to be in memory, or to follow in the next step."""
-        follow = self.stored is None or (self.whole is not None and self.alone)
-        return follow and not self.plan.steps_in_backward
+        """Whether a forward may write to its weights, see `take_written`: masters have to be in memory, or to follow in
+        the next step."""
+        return self.stored is None or (self.whole is not None and self.alone)
 
     def take_written(self, parameter: nn.Parameter) -> None:
         """Have what was written to a parameter, while the gathered weights are there, be its weights."""
@@ -465,27 +462,6 @@ class Chunk:
         if found and self.whole is not None and self.gathered is None:
             self.point_into(self.whole)  # its parameters were to show it once it is updated, which is over
         return found
-
-    def refuse_stepping(self, what: str) -> None:
-        """Raise where its step has begun in this backward.
-
-        Args:
-            what: comes too late.
-
-        Raises:
-            InputError: it has.
-        """
-        if self.stepping:
-            raise self.stepped_without(what)
-
-    def stepped_without(self, what: str) -> InputError:
-        """For `what`, which comes after its step has begun."""
-        return InputError(
-            f"rank {self.rank}: {what} after the step of chunk {self.index} ({self.slots[0].name}, ...) had begun, "
-            "which this "
-            "plan lets begin in backward; in the traced step that was not so. Plan again with this step, or with "
-            "step_in_backward=False. What has begun is finished by step()"
-        )
 
     def parameter_at(self, offset: int) -> nn.Parameter:
         """The parameter that lies at this element of the chunk."""

@@ -323,10 +323,7 @@ class RCache:
     def _load_window(self, window: Sequence[int]) -> None:
         for index in window:
             chunk = self._chunks[index]
-            # What is being stepped has been used for the last time, though the walk may be an entry late; should it be
-            # used all the same, `_ready` refuses. Several ranks load alike whatever their gradients do.
-            over = chunk.stepping and not self._together
-            if chunk.state is ChunkState.HOME and not over and self._make_room(optional=True):
+            if chunk.state is ChunkState.HOME and self._make_room(optional=True):
                 self._load(chunk)
 
     def _ready(self, chunk: Chunk) -> None:
@@ -380,7 +377,6 @@ class RCache:
 
     def _load(self, chunk: Chunk) -> None:
         """Start filling a free block while compute goes on."""
-        chunk.refuse_stepping("weights are read")
         chunk.block = self._pool.take()
         # `data`: a separate count of writes, or what is fetched into other blocks would count as writes to this one.
         chunk.memory = self._pool.view(chunk.block, chunk.plan.numel, chunk.dtype).data

@@ -39,7 +39,7 @@ from elixir.torch_private import DisableTorchFunctionSubclass, call_after_backwa
 from elixir.wrapper.fetch_on_use import WeightUses
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.options import RunOptions
-from elixir.wrapper.phase import STEP_OR_ACCUMULATE, Phase, StepPhase
+from elixir.wrapper.phase import Phase, StepPhase
 from elixir.wrapper.run_errors import Call, ErrorKind, RunErrors
 from elixir.wrapper.state_reader import StateReader
 
@@ -70,9 +70,6 @@ class AnyStepper(Protocol):
 
     def check_plan(self, plan: Plan) -> None:
         """Refuse a plan that this cannot step by."""
-
-    def begin_early(self, chunk: Chunk, home: Ticket) -> None:
-        """Step a chunk in backward, once `home` says that its gradients have arrived."""
 
     def speculate(self, chunk: Chunk, home: Ticket) -> None:
         """Make new states of a chunk in backward next to the old ones, once `home` says that its gradients have
@@ -346,7 +343,6 @@ class Engine:
     def backward_runs(self) -> None:
         """Backward is running; the first time, have autograd call when it is over."""
         if not (self.phase.in_backward or self.phase.closed):
-            self.phase.refuse_begun("another backward", STEP_OR_ACCUMULATE)
             self.phase.to(Phase.BACKWARD)
             self.unstepped = list(self.steppers)
             if self.group.size > 1:
@@ -376,7 +372,7 @@ class Engine:
         try:
             self.uses.backward_done()
             self.cache.end_backward()
-            self.gradients.flush()  # steps of chunks may begin here, too
+            self.gradients.flush()
         finally:
             self.phase.leave_backward()
 
@@ -432,7 +428,6 @@ class Engine:
     def settle_quietly(self) -> None:
         """`settle` for who needs weights in whatever state they are."""
         self.phase.refuse_closed()
-        self.phase.refuse_begun("looking at weights")
         self.forget_failed_backward()
         failed = self._failures()  # shards may be written to after this
         if failed:
@@ -511,16 +506,14 @@ class Engine:
                 places=_places(gathering, self.schedule),
                 accumulation=self.plan.accumulation,
             ),
-            _weakly(self._complete) if self.plan.steps_in_backward or self.plan.speculates else None,
+            _weakly(self._complete) if self.plan.speculates else None,
             _weakly(self._wants_norms),
         )
 
     def _complete(self, chunk: Chunk, home: Ticket) -> None:
         """All gradients of a chunk are on their way home."""
-        for stepper in self.steppers:
-            if chunk.plan.steps_in_backward:  # then there is one at most, or the plan would have been refused
-                stepper.begin_early(chunk, home)
-            elif chunk.plan.speculates:
+        if chunk.plan.speculates:
+            for stepper in self.steppers:
                 stepper.speculate(chunk, home)
 
     def _wants_norms(self) -> bool:

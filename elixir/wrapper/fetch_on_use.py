@@ -17,7 +17,6 @@ from elixir.access import (
     TrackedView,
     backward_is_running,
     current_node_number,
-    storage_of,
 )
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.gradients import GradientFlow
@@ -42,10 +41,7 @@ _FRAMES_TO_APPLY = 8
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor that lies in a block: what it takes to make it again from wherever its chunk is then.
-
-    Or in a resident chunk that is stepped in backward: what it takes to refuse it once its weights are being replaced.
-    """
+    """A tensor that lies in a block: what it takes to make it again from wherever its chunk is then."""
 
     chunk: int
     offset: int
@@ -118,14 +114,7 @@ class WeightUses:
         self._slot_of: dict[torch.Tensor, Slot] = {
             slot.parameter: slot for chunk in tracked if not chunk.plan.resident for slot in chunk.slots
         }
-        # Code that keeps a view of these must be told from code that asks anew. What is made with `data`, or by a node
-        # for which a weight is a constant, has no part in the count of writes, or in what autograd waits for.
-        self._written_early = {
-            storage_of(chunk.whole): chunk
-            for chunk in tracked
-            if chunk.whole is not None and chunk.plan.steps_in_backward
-        }
-        self.claims_saved = bool(self._written_early) or not all(chunk.plan.resident for chunk in tracked)
+        self.claims_saved = not all(chunk.plan.resident for chunk in tracked)
         """Weights of a resident chunk stay where they are until the optimizer's step, of which autograd is told."""
         self._threads: dict[int, _ThreadState] = {}
         self.gathered: dict[int, frozenset[nn.Parameter]] = {}
@@ -150,7 +139,6 @@ class WeightUses:
             if index in self.gathered:
                 continue
             if chunk.plan.resident:
-                chunk.refuse_stepping("weights are read")
                 self._wait_for_update(chunk)
                 continue
             if not inside:
@@ -216,8 +204,6 @@ class WeightUses:
     def renew(self, view: TrackedView) -> None:
         """Point a view to where its chunk lies now, which has been brought in."""
         part: _Part = view.elixir_place
-        if self._chunks[part.chunk].plan.resident:
-            return  # it lies where it did, and `used` has seen to it that it may be read
         self._refuse_changed(part, "a view of it was made")
         memory = self.gathered_memory.get(part.chunk)
         if memory is None:
@@ -284,8 +270,6 @@ class WeightUses:
     def drops_gradient(self, parameter: nn.Parameter) -> None:
         """The gradient is dropped where it lies."""
         chunk = self._chunks[self._chunk_of[parameter]]
-        if chunk.stepping and parameter.grad is not None:
-            return  # one that was set by hand, for which `step` waits to be taken back
         for slot in chunk.slots:
             if slot.parameter is parameter:
                 self._gradients.drop(chunk, slot.name)
@@ -320,10 +304,6 @@ class WeightUses:
         """The weight from wherever it is now, for the node that runs."""
         part: _Part = handle
         self.order_compute()
-        if (whole := self._chunks[part.chunk].whole) is not None:
-            self._chunks[part.chunk].refuse_stepping("weights are read")
-            self._refuse_changed(part, "it was saved")
-            return part.of(whole)
         if torch.is_grad_enabled() and backward_is_running():
             raise InputError(
                 "create_graph=True over streamed weights would keep views of memory that other weights take next; "
@@ -389,22 +369,13 @@ class WeightUses:
         return state
 
     def _part(self, tensor: torch.Tensor) -> _Part | None:
-        found = self._cache.chunk_at(tensor) or self._in_resident(tensor)
+        found = self._cache.chunk_at(tensor)
         if found is None:
             return None
         index, offset = found
         chunk = self._chunks[index]
         parameter = chunk.parameter_at(offset * tensor.itemsize // chunk.dtype.itemsize)
         return _Part(index, offset, tensor.dtype, tensor.size(), tensor.stride(), parameter, parameter._version)
-
-    def _in_resident(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """(chunk, offset in elements inside it) of a tensor that lies in a resident chunk stepped in backward, else
-        None."""
-        chunk = self._written_early.get(storage_of(tensor)) if self._written_early else None
-        if chunk is None or chunk.whole is None:
-            return None
-        first = chunk.whole.storage_offset() * chunk.dtype.itemsize
-        return chunk.index, (int(tensor.storage_offset()) * tensor.itemsize - first) // tensor.itemsize
 
     @staticmethod
     def _refuse_changed(part: _Part, when: str) -> None:
@@ -417,8 +388,6 @@ class WeightUses:
 
     def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is TrackedView:
-            if self._chunks[tensor.elixir_place.chunk].plan.resident:
-                return tensor  # its memory stays
             return _copied(tensor)  # a use, since it may have been made in a module that has returned long ago
         if type(tensor) in TRACKED_PARAMETERS and tensor in self._chunk_of:
             # A module around this one announces when it reads it; outside of all modules it is a copy, and a use.

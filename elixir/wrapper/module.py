@@ -36,7 +36,6 @@ from elixir.wrapper.build.shared_buffers import SharedBuffers
 from elixir.wrapper.build.weights import Weights, few
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.options import Debug, RunOptions
-from elixir.wrapper.phase import STEP_OR_ACCUMULATE, STEP_OR_LEAVE_OUT
 from elixir.wrapper.run_errors import Call
 from elixir.wrapper.step import cast_inputs
 from elixir.wrapper.weights_io import ModelState, SharedWeights, in_use, shown
@@ -194,7 +193,6 @@ class ElixirModule(nn.Module):
             )
         engine.forget_failed_backward()
         engine.errors.report(Call.RUN)
-        engine.phase.refuse_begun("a forward", STEP_OR_ACCUMULATE)
         if engine.before_forward is not None:
             engine.before_forward()
         begins = self._account.forward(args, kwargs)
@@ -334,7 +332,6 @@ class ElixirModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, those that have left for their home too; or have zeros in their place."""
         engine = self._engine
-        engine.phase.refuse_begun("zero_grad()", STEP_OR_LEAVE_OUT)
         engine.forget_failed_backward()
         engine.unstepped.clear()
         engine.gradients.clear(to_none=set_to_none)

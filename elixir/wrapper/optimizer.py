@@ -15,13 +15,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from elixir.errors import InputError, InputTypeError, StepError
+from elixir.errors import InputError, InputTypeError
 from elixir.hardware import check_host_threads
 from elixir.torch_private import hooks_of, not_compiled, share_hooks
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import ElixirModule
-from elixir.wrapper.phase import STEP_OR_LEAVE_OUT
 from elixir.wrapper.step import MODES, Stepper, check_optimizer, load_whole_states, options_of, whole_states
 
 
@@ -232,7 +231,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: zeros are asked for where the module has another optimizer, whose gradients share the chunks.
         """
-        self._engine.phase.refuse_begun("zero_grad()", STEP_OR_LEAVE_OUT)
         self._has_used_gradients()
         if len(self._engine.steppers) == 1:
             self.module.zero_grad(set_to_none)
@@ -273,15 +271,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        try:
-            self._skipped = not self._stepper.step()
-            if not self._skipped:
-                # A scheduler that was built over the optimizer given reads there whether it is called after a step.
-                self._given._opt_called = True  # type: ignore[attr-defined]
-            self._has_used_gradients()
-        except StepError:
-            self._stepper.early.abandon()  # an update that began in backward has failed: weights can be had as they are
-            raise
+        self._skipped = not self._stepper.step()
+        if not self._skipped:
+            # A scheduler that was built over the optimizer given reads there whether it is called after a step.
+            self._given._opt_called = True  # type: ignore[attr-defined]
+        self._has_used_gradients()
         return result
 
 

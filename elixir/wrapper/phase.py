@@ -11,13 +11,6 @@ from elixir.access import backward_is_running
 from elixir.chunk.lanes import closed
 from elixir.errors import InputError, StateError
 
-STEP_OR_ACCUMULATE = (
-    "call step() first (where batches are accumulated, run all backwards but the last inside no_sync())"
-)
-"""Advice to code that goes on to the next batch too early."""
-STEP_OR_LEAVE_OUT = "call step() first (a step that must be left out must be left out before its backward)"
-"""Advice to code that gives up a step too late."""
-
 
 class Phase(enum.Enum):
     """The part of a step in which a rank is, and who holds which memory meanwhile."""
@@ -29,11 +22,6 @@ class Phase(enum.Enum):
     """Modules that run pin blocks. What autograd saves of a weight is a handle without memory."""
     BACKWARD = "in backward"
     """The autograd node that runs pins blocks. Gradient blocks hold what arrives, until a lane has taken it home."""
-    BACKWARD_STEPS = "in backward, with updates begun"
-    """As `BACKWARD`. The CPU-Adam lane also writes weights, masters and states of the chunks whose step has begun, so
-    nobody may read those weights anew."""
-    PART_STEPPED = "between backward and step(), with updates begun"
-    """As `IDLE`, but some weights are new and others old, and the CPU-Adam lane may still be writing them."""
     CLOSED = "closed"
     """The model's parameters own their memory again; the lanes have ended."""
 
@@ -41,9 +29,7 @@ class Phase(enum.Enum):
 _NEXT = {
     Phase.IDLE: (Phase.FORWARD, Phase.BACKWARD, Phase.CLOSED),
     Phase.FORWARD: (Phase.IDLE, Phase.BACKWARD),  # a forward may run a backward, as for a penalty on gradients
-    Phase.BACKWARD: (Phase.IDLE, Phase.BACKWARD_STEPS),
-    Phase.BACKWARD_STEPS: (Phase.BACKWARD, Phase.PART_STEPPED),
-    Phase.PART_STEPPED: (Phase.IDLE, Phase.CLOSED),
+    Phase.BACKWARD: (Phase.IDLE,),
     Phase.CLOSED: (),
 }
 
@@ -71,7 +57,7 @@ class StepPhase:
         if phase not in _NEXT[self.now]:
             raise StateError(f"rank {self._rank}: a step cannot go from '{self.now.value}' to '{phase.value}'")
         self.now = phase
-        self.in_backward = phase in (Phase.BACKWARD, Phase.BACKWARD_STEPS)
+        self.in_backward = phase is Phase.BACKWARD
 
     @property
     def closed(self) -> bool:
@@ -111,18 +97,6 @@ class StepPhase:
     def leave_backward(self) -> None:
         """A backward is over, or has raised."""
         if self.in_backward:
-            self.to(Phase.IDLE if self.now is Phase.BACKWARD else Phase.PART_STEPPED)
-
-    def begin_early(self) -> None:
-        """The step of a chunk begins in backward."""
-        if self.now is not Phase.BACKWARD_STEPS:
-            self.to(Phase.BACKWARD_STEPS)
-
-    def end_early(self) -> None:
-        """Steps that began in backward are part of the optimizer's step now, or have failed."""
-        if self.now is Phase.BACKWARD_STEPS:
-            self.to(Phase.BACKWARD)  # one that has raised; `Engine.forget_failed_backward` does the rest
-        elif self.now is Phase.PART_STEPPED:
             self.to(Phase.IDLE)
 
     def close(self) -> None:
@@ -135,17 +109,3 @@ class StepPhase:
         """Raise `InputError` after `close`."""
         if self.closed:
             raise closed()
-
-    def refuse_begun(self, what: str, instead: str = "call step() first") -> None:
-        """Raise `InputError` while weights are stepped in part.
-
-        Args:
-            what: is not possible then.
-            instead: what to do under the same plan.
-        """
-        if self.now in (Phase.BACKWARD_STEPS, Phase.PART_STEPPED):
-            raise InputError(
-                f"{what} between backward and step() would meet weights that are stepped in part, since this plan "
-                "steps "
-                f"during backward: {instead}, or plan with step_in_backward=False"
-            )

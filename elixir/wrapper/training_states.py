@@ -193,7 +193,6 @@ class TrainingStates:
         engine.uses.refuse_inside(what)
         if engine.uses.gathered:
             raise InputError(f"{what} is for outside of gathered(); leave it first")
-        engine.phase.refuse_begun(what)
         if engine.unstepped:
             raise InputError(
                 f"{what} between backward and step() would lose the gradients that have come since the last step: call "

@@ -1,4 +1,4 @@
-"""Plans that let the host step chunks during backward, and what a run of one shows of it."""
+"""Plans under which the host makes new states during backward, and what a run of one shows of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.plan import ChunkPlan, Plan
+from elixir.plan import Plan
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.engine import engine_of
 from tests.common.parity import Case, Pair, make_plan, mixed, square_loss
@@ -50,54 +50,15 @@ def backward_watched(pair: Pair, look: Callable[[torch.Tensor], None]) -> None:
     pair.optimizer.backward(loss)
 
 
-def early_plan(case: Case, homes: str = "streamed", **options: Any) -> Plan:
-    """A plan of one rank that steps in backward what the planner would, with other homes."""
-    return rehomed(make_plan(case, "streamed", step_in_backward=True, **options), homes)
-
-
 def rehomed(plan: Plan, homes: str) -> Plan:
-    """The packing of a streamed plan with other homes; what can step in backward does where its states stay on the
-    host."""
-    early = [chunk.steps_in_backward for chunk in plan.chunks]
-    plan = without(plan)
+    """The packing of a streamed plan with other homes."""
     if homes == "states":
-        resident: dict[str, Any] = {"resident": True, "weight_home": "device"}
-        states = [{"state_home": "host" if chunk.trainable else "device"} for chunk in plan.chunks]
-        plan = replace(
-            plan, chunks=tuple(replace(c, **resident, **s) for c, s in zip(plan.chunks, states, strict=True))
-        )
-    elif homes == "mixed":
-        plan = mixed(plan)
-    return with_steps(plan, early)
-
-
-def with_steps(plan: Plan, early: list[bool]) -> Plan:
-    """The plan with the chunks in `early` stepped in backward, of those with states on the host."""
-    chunks: list[ChunkPlan] = [
-        replace(chunk, steps_in_backward=flag and chunk.state_home == "host")
-        for chunk, flag in zip(plan.chunks, early, strict=True)
-    ]
-    return replace(plan, chunks=tuple(chunks), may_step_in_backward=any(chunk.steps_in_backward for chunk in chunks))
-
-
-def all_early(plan: Plan) -> Plan:
-    """The plan by the hand of someone who thinks that every chunk with a gradient may step in backward."""
-    return with_steps(plan, [chunk.trainable and chunk.grad_entry is not None for chunk in plan.chunks])
-
-
-def without(plan: Plan) -> Plan:
-    """The same plan with all steps after backward."""
-    return with_steps(plan, [False] * len(plan.chunks))
-
-
-def begun(module: ElixirModule) -> list[int]:
-    """Chunks whose step has begun and that no `step` has finished."""
-    return [chunk.index for chunk in engine_of(module).chunks if chunk.stepping]
-
-
-def planned(plan: Plan) -> list[int]:
-    """Chunks that the plan steps in backward."""
-    return [index for index, chunk in enumerate(plan.chunks) if chunk.steps_in_backward]
+        chunks = [
+            replace(chunk, resident=True, weight_home="device", state_home="host" if chunk.trainable else "device")
+            for chunk in plan.chunks
+        ]
+        return replace(plan, chunks=tuple(chunks))
+    return mixed(plan) if homes == "mixed" else plan
 
 
 def speculating(case: Case, homes: str = "streamed", **options: Any) -> Plan:

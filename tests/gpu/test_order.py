@@ -19,7 +19,7 @@ from elixir.chunk.lanes import StreamLane, Ticket
 from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from tests.common.early import HOMES, early_plan, speculating
+from tests.common.early import HOMES, speculating
 from tests.common.gpu import needs_pretended_gpu
 from tests.common.parity import MODES, Case, case, make_plan, mixed
 from tests.cuda_emulator import install
@@ -99,14 +99,6 @@ def test_models(name: str, checkpoint: str, mode: str, monkeypatch: pytest.Monke
     it = on_cuda(name, checkpoint)
     with watching(monkeypatch) as races:
         train(it, plan_of(it, mode), steps=2)
-    assert not races.found
-
-
-@pytest.mark.parametrize("homes", HOMES)
-def test_steps_in_backward(homes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = on_cuda("opt")
-    with watching(monkeypatch) as races:
-        train(it, early_plan(it, homes, unified_dtype="bfloat16"), max_norm=0.0)
     assert not races.found
 
 

@@ -117,7 +117,6 @@ class GradientFlow:
     def take(self, chunk: Chunk, slot: Slot, gradient: torch.Tensor) -> None:
         """A gradient of one parameter has arrived; the caller lets go of `gradient`, which nobody else holds."""
         with self._lock:
-            chunk.refuse_stepping(f"another gradient of {slot.name} comes")
             mine = self.by_chunk[chunk.index]
             opened = mine.opened
             # With several ranks a chunk is reduced in memory that is padded, so it is copied.
@@ -248,7 +247,6 @@ class GradientFlow:
     def drop(self, chunk: Chunk, name: str) -> None:
         """Forget the gradient of one parameter, as ``parameter.grad = None`` does; all ranks must do the same."""
         with self._lock:
-            chunk.refuse_stepping(f"the gradient of {name} is dropped")
             gradient = self.by_chunk.get(chunk.index)
             if gradient is None:
                 return
@@ -281,30 +279,14 @@ class GradientFlow:
             self._blocks.reclaim_all()
 
     def _send_late(self) -> None:
-        """Send what arrived after its chunk had been sent, on any rank, and what a backward has left that raised.
-
-        Raises:
-            InputError: a chunk has been stepped without it, on any rank; then on all, and what came late is left out.
-        """
-        own = self.by_chunk.items()
-        late_here = [index for index, own_gradient in own if own_gradient.opened or own_gradient.kept]
-        stepping = [index for index, own_gradient in own if own_gradient.chunk.stepping]
-        mine = late_here, stepping
-        answers: list[tuple[list[int], list[int]]] = self._lanes.network.ask(
-            lambda: self._group.exchange("late gradients", mine)
-        )
-        late = [index for index in self.by_chunk if any(index in theirs for theirs, _ in answers)]
-        missed = [index for index in late if any(index in theirs for _, theirs in answers)]
+        """Send what arrived after its chunk had been sent, on any rank, and what a backward has left that raised."""
+        mine = [index for index, own in self.by_chunk.items() if own.opened or own.kept]
+        answers: list[list[int]] = self._lanes.network.ask(lambda: self._group.exchange("late gradients", mine))
+        late = [index for index in self.by_chunk if any(index in theirs for theirs in answers)]
         with self._lock:
             self._awaited |= set(late)
             for index in late:
-                if index not in missed:
-                    self._send(self.by_chunk[index].chunk, late=True)
-                else:
-                    self._given_up(self.by_chunk[index])
-                    self.by_chunk[index].forget_kept()
-        if missed:
-            raise self.by_chunk[missed[0]].chunk.stepped_without("on some rank gradients came")
+                self._send(self.by_chunk[index].chunk, late=True)
 
     def _send_in_order(self) -> None:
         while self._unsent:
@@ -329,7 +311,7 @@ class GradientFlow:
         """Let a chunk's gradients leave its block.
 
         Args:
-            late: backward is over, so that its step no longer begins in there.
+            late: backward is over, so that no new states are made in there.
         """
         gradient = self.by_chunk[chunk.index]
         if self._group.size > 1 and not self.reducing:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from elixir.wrapper.step.clipping import total_norm
 from elixir.wrapper.step.elementwise import MODES, check_elementwise, options_of
 from elixir.wrapper.step.fused_adam import FusedAdam
-from elixir.wrapper.step.in_backward import check_early, clips_in_backward
 from elixir.wrapper.step.inputs import cast_inputs
 from elixir.wrapper.step.stepper import Stepper
 from elixir.wrapper.step.user_class import check_optimizer, copies_states, take_options
@@ -16,10 +15,8 @@ __all__ = [
     "FusedAdam",
     "Stepper",
     "cast_inputs",
-    "check_early",
     "check_elementwise",
     "check_optimizer",
-    "clips_in_backward",
     "copies_states",
     "load_whole_states",
     "options_of",

@@ -26,7 +26,6 @@ from elixir.wrapper.step.clipping import KnownNorms, clip_factor, each_norm, nor
 from elixir.wrapper.step.elementwise import same_options
 from elixir.wrapper.step.fused_adam import check_moments
 from elixir.wrapper.step.host_threads import set_host_threads
-from elixir.wrapper.step.in_backward import EarlySteps, check_early
 from elixir.wrapper.step.speculation import Speculation
 from elixir.wrapper.step.updates import publish, update
 from elixir.wrapper.step.user_class import UserOptimizer, refuse_differing
@@ -79,7 +78,6 @@ class Stepper:
         self._position = {parameter: index for index, parameter in enumerate(engine.model.parameters())}
         self.parts: dict[int, ChunkOptimizer] = {}
         """The optimizer of each chunk, in the order in which the next forward asks for them."""
-        self.early = EarlySteps(engine, self.user, self.parts)
         self.speculation = Speculation(engine, self.user, self.parts)
         self.host_threads = set_host_threads(engine, host_threads)
         """Threads of CPU Adam."""
@@ -161,8 +159,11 @@ class Stepper:
     def check_plan(self, plan: Plan) -> None:
         """Refuse a plan that this cannot step by; `InputError` says what to do."""
         check_moments(self.user.given, self.user.fusible, plan.moments)
-        others = [other for other in self._engine.steppers if other is not self]
-        check_early(plan, clips=bool(self.max_norm), optimizers=1 + len(others))
+        if plan.steps_in_backward:
+            raise InputError(
+                "this plan steps in place during backward, which new states made during backward have replaced "
+                "(speculate); make the plan anew"
+            )
 
     def give_up_states(self) -> None:
         """Take the states of this rank's part of each parameter off the chunks; none is stepped until `take_states`."""
@@ -197,12 +198,6 @@ class Stepper:
             with torch.no_grad():
                 self.speculation.begin(chunk, home, self._gradient_scale())
 
-    def begin_early(self, chunk: Chunk, home: Ticket) -> None:
-        """Step a chunk in backward, once `home` says that its gradients have arrived."""
-        if self.clip_limit is not None or self._engine.uses.gathered:
-            return  # the norm must be known, or weights must stay until gathered() is left: `step` does it
-        self.early.begin(chunk, home)
-
     def gradients_scaled(self, by: float) -> None:
         """The gradients that come now are multiplied by a loss scale, and are added to those there are."""
         if self._mixed or self._made_by not in (None, by):
@@ -217,7 +212,6 @@ class Stepper:
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
         """See `ElixirOptimizer.clip_grad_norm_`."""
         engine = self._engine
-        engine.phase.refuse_begun("clip_grad_norm_()", "leave clipping out")
         self._refuse_unreduced("clip_grad_norm_()")
         engine.forget_failed_backward()
         engine.errors.report(Call.GRADIENTS)
@@ -254,8 +248,6 @@ class Stepper:
         factor: float | torch.Tensor = 1.0 / made_by
         clipped = False
         limit = self.clip_limit
-        if limit is not None:
-            engine.phase.refuse_begun("clipping", "leave it out")  # of what was asked for after backward
         self._clip_once = None
         self._grad_norm = None
         if limit is not None or loss_scale.used:
@@ -275,19 +267,17 @@ class Stepper:
         hyperparameters = self.user.hyperparameters()
         moved = self.user.moved(self._stepped_groups)
         engine.cache.invalidate()  # before weights count as changed, which inside a block they must not
-        begun = self.early.finish(hyperparameters)
         self.user.move(moved)
         updates = []
         engine.take_back((part.chunk, part.copied) for part in self.parts.values())
-        for index, part in self.parts.items():
-            if index not in begun:
-                part.follow_writes()
-                arrived = part.gradients(self._used)  # now: when it runs, other parameters may have gradients
-                if not self.speculation.keep(part, arrived, factor, hyperparameters):
-                    update(engine, part, arrived, factor, hyperparameters, behind=part.arrival, in_place=clipped)
-                if clipped:
-                    part.forget_norms()
-                part.mark_changed(arrived, self._used)
+        for part in self.parts.values():
+            part.follow_writes()
+            arrived = part.gradients(self._used)  # now: when it runs, other parameters may have gradients
+            if not self.speculation.keep(part, arrived, factor, hyperparameters):
+                update(engine, part, arrived, factor, hyperparameters, in_place=clipped)
+            if clipped:
+                part.forget_norms()
+            part.mark_changed(arrived, self._used)
             updates += [ticket for ticket in [publish(engine, part.chunk)] if ticket is not None]
         engine.window.flush()
         scales = not isinstance(factor, torch.Tensor) and factor != 1.0 / made_by

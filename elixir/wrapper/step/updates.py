@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,15 +24,14 @@ def update(
     arrived: Arrived,
     factor: float | torch.Tensor,
     hyperparameters: list[dict[str, Any]],
-    behind: Sequence[Ticket] = (),
     *,
     in_place: bool = False,
 ) -> None:
-    """Step one chunk once `behind` is done: on the host while what comes next runs, on the device in the order of
-    compute."""
+    """Steps one chunk once its gradients have arrived: on the host while what comes next runs, on the device in the
+    order of compute."""
     chunk, lanes = part.chunk, engine.lanes
     if chunk.plan.update_home != "host":
-        for ticket in behind:
+        for ticket in part.arrival:
             ticket.wait()  # compute reads the gradients that it brings
         chunk.about_to_write()  # a checkpoint may still have to copy what this step replaces
         part.step(arrived, factor, hyperparameters, in_place=in_place)
@@ -40,9 +39,9 @@ def update(
         return
     if chunk.stored is not None and not arrived and part.rests_without_gradients:
         return  # nothing to step, and so nothing to move
-    # `behind` brings the gradients. The step before writes masters and states, and if it failed, so must this. The
+    # `arrival` brings the gradients. The step before writes masters and states, and if it failed, so must this. The
     # fetch before reads the shard of weights: a block would get some of them new.
-    before = [*behind, *known(chunk.updated, chunk.fetched)]
+    before = [*part.arrival, *known(chunk.updated, chunk.fetched)]
     stage = staged = None
     if chunk.plan.returns_rounded and arrived:
         stage = engine.host_buffers.take(STAGING, chunk.shard_numel * chunk.dtype.itemsize)

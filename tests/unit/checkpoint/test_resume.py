@@ -128,13 +128,6 @@ def test_other_optimizers(make: Make, tmp_path: Path) -> None:
     check(it, make_plan(it, "mixed", optimizer_type="AdamW"), make, tmp_path / "run")
 
 
-def test_steps_in_backward(tmp_path: Path) -> None:
-    it = case("opt")
-    plan = make_plan(it, "streamed", step_in_backward=True)
-    assert plan.steps_in_backward
-    check(it, plan, two_groups(), tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     ("homes", "max_norm"),
     [

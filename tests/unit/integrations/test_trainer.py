@@ -20,7 +20,6 @@ from elixir.errors import InputError, InputTypeError, PlanError, TraceError
 from elixir.integrations.run import Run
 from elixir.integrations.transformers import ElixirTrainer, ElixirTrainingArguments, with_elixir
 from elixir.plan import Plan
-from tests.common.early import all_early
 from tests.common.trainers import PLAIN, Trained, arguments, llama, logged, make, rows, train
 
 ROOMY = {"device_memory": "64MiB", "host_memory": "64MiB"}
@@ -208,18 +207,6 @@ def test_a_step_that_overflows_moves_no_schedule(tmp_path: Path) -> None:
     rates = [entry["learning_rate"] for entry in ours.history if "learning_rate" in entry]
     assert ours.trainer.elixir.optimizers[0].loss_scale < 2.0**40
     assert len(set(rates)) == 1
-
-
-@pytest.mark.slow
-def test_steps_in_backward_without_a_norm(tmp_path: Path) -> None:
-    more = {**SHORT, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1}
-    plain = train(PLAIN, tmp_path / "plain", **more)
-    plan = make(ElixirTrainer, tmp_path, elixir={**ON_HOST, "step_in_backward": True}, **more).plan()
-    all_early(plan).save(tmp_path / "early.json")  # of a tiny model the planner steps no chunk in backward
-    ours = train(ElixirTrainer, tmp_path / "ours", elixir={"plan": str(tmp_path / "early.json")}, **more)
-    assert ours.trainer.elixir.module.plan.steps_in_backward
-    assert [entry.get("loss") for entry in ours.history] == [entry.get("loss") for entry in plain.history]
-    assert same(tmp_path / "plain" / "final", tmp_path / "ours" / "final")
 
 
 @pytest.mark.slow

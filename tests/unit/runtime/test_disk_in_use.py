@@ -22,6 +22,7 @@ from elixir.files import DIRECT_BYTES, Files
 from elixir.hardware import preset
 from elixir.units import MIB
 from elixir.wrapper.options import Debug
+from tests.common.early import all_speculating
 from tests.common.on_disk import BrokenDisk, in_memory, on_disk
 from tests.common.parity import Pair, case, hf_loss, make_plan
 from tests.common.tiny_models import FAMILIES
@@ -175,10 +176,11 @@ def test_whatever_a_disk_fails_with_is_one_typed_error(code: int | None, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAMILIES, "cnn", "encoder", "attention", "recurrent", "albert"])
-@pytest.mark.parametrize("way", ["clipped", "stepped in backward", "accumulated"])
+@pytest.mark.parametrize("way", ["clipped", "new states in backward", "accumulated"])
 def test_every_family_has_the_bits_of_plain_pytorch(name: str, way: str, tmp_path: Path) -> None:
     it = case(name)
-    plan = on_disk(make_plan(it, "streamed", step_in_backward=way == "stepped in backward"))
+    plan = on_disk(make_plan(it, "streamed"))
+    plan = all_speculating(plan) if way == "new states in backward" else plan
     with Pair(it, plan, disk_folder=tmp_path, max_norm=0.5 if way == "clipped" else None) as pair:
         for _ in range(3):
             for _ in range(2 if way == "accumulated" else 1):

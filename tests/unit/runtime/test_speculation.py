@@ -24,7 +24,7 @@ from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step import shard_states, speculation
 from tests.common import gpu
 from tests.common.debug import debugged
-from tests.common.early import HOMES, all_speculating, attempts, backward_watched, chain, rehomed, speculating, without
+from tests.common.early import HOMES, all_speculating, attempts, backward_watched, chain, rehomed, speculating
 from tests.common.parity import Case, Pair, case
 from tests.common.tiny_models import FAMILIES
 
@@ -355,7 +355,7 @@ def test_moving_to_and_from_such_a_plan() -> None:
         for homes in ("states", "mixed", "streamed"):
             for early in (False, True):
                 pair.train(1)
-                there = rehomed(without(make_ordinary(plan)), homes)
+                there = rehomed(make_ordinary(plan), homes)
                 pair.module.rehome(all_speculating(there) if early else there)
                 pair.backward()
                 assert bool(attempts(pair.module)) == early

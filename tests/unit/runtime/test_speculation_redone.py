@@ -24,7 +24,7 @@ from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.shard_states import ShardStates
 from tests.common import gpu
 from tests.common.debug import debugged
-from tests.common.early import HOMES, attempts, chain, rehomed, speculating, without
+from tests.common.early import HOMES, attempts, chain, rehomed, speculating
 from tests.common.parity import ALL, Case, Pair, case, hf_loss
 from tests.unit.runtime.test_speculation import chain_plan, make_ordinary, settled, spec, steps
 
@@ -210,7 +210,7 @@ def test_another_plan_comes_only_once_new_states_are_given_up(homes: str, early:
         if early:
             settled(pair)
         assert attempts(pair.module)
-        other = rehomed(without(make_ordinary(plan)), homes)
+        other = rehomed(make_ordinary(plan), homes)
         with pytest.raises(InputError, match="between zero_grad"):
             pair.module.rehome(other)
         pair.optimizer.zero_grad()

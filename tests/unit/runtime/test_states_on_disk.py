@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from elixir.errors import DiskError, InputError
 from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.options import Debug
+from tests.common.early import all_speculating
 from tests.common.on_disk import BrokenDisk, CountedDisk, in_memory, on_disk
 from tests.common.parity import Case, Pair, case, make_plan
 from tests.common.spawn import child
@@ -43,11 +43,9 @@ def test_same_bits_as_plain_pytorch(name: str, every: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["AdamW", "momentum"])
-def test_same_bits_where_states_on_a_disk_are_stepped_in_backward(name: str, tmp_path: Path) -> None:
+def test_same_bits_where_new_states_on_a_disk_are_made_in_backward(name: str, tmp_path: Path) -> None:
     it = case("gpt2")
-    plan = on_disk(make_plan(it, "streamed", step_in_backward=True), 2)
-    early = tuple(replace(c, steps_in_backward=c.trainable and c.grad_entry is not None) for c in plan.chunks)
-    plan = replace(plan, chunks=early, may_step_in_backward=True)
+    plan = all_speculating(on_disk(make_plan(it, "streamed"), 2))
     delays = Emulation(delay_s=0.003, seed=1)
     with Pair(it, plan, optimizer=OPTIMIZERS[name], disk_folder=tmp_path, emulation=delays) as pair:
         for _ in range(2):

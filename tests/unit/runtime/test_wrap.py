@@ -19,7 +19,6 @@ from elixir.plan import Plan
 from elixir.search.replan import Correction, Observation, calibrated, correct
 from elixir.search.simulator import simulate_step
 from elixir.wrapper.engine import engine_of
-from tests.common.early import all_early
 from tests.common.failing import Fault
 from tests.common.observed import steady
 from tests.common.on_disk import on_disk
@@ -132,25 +131,19 @@ def test_waits_for_the_end_of_an_accumulation(monkeypatch: pytest.MonkeyPatch) -
 def test_a_second_plan_that_the_optimizer_cannot_step_by_is_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Permitted to step in backward, the first plan did not, and clipping was switched on since."""
     it = case("opt")
 
-    def now_in_backward(trace: Any, hardware: Any, plan: Plan, seen: Any, optimizer: str) -> Correction:
-        assert plan.may_step_in_backward
-        host = tuple(replace(c, resident=True, weight_home="device", state_home="host") for c in plan.chunks)
-        return Correction(all_early(replace(plan, chunks=host)), "")
+    def with_other_moments(trace: Any, hardware: Any, plan: Plan, seen: Any, optimizer: str) -> Correction:
+        return Correction(replace(plan, moments="8bit"), "")
 
-    monkeypatch.setattr(api, "correct", now_in_backward)
-    model, optimizer = elixir.wrap(
-        it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB", step_in_backward=True
-    )
+    monkeypatch.setattr(api, "correct", with_other_moments)
+    given = torch.optim.SGD(it.model.parameters(), lr=1e-3)
+    model, optimizer = elixir.wrap(it.model, given, inp=it.inp, hardware="cpu", host_memory="1GiB")
     before = model.plan
-    assert not before.steps_in_backward
-    optimizer.max_norm = 1.0
     trained(model, optimizer, it.inp, api.WARM_UP_STEPS + api.MEASURED_STEPS + 1)
     assert model.plan is before
     assert engine_of(model).before_forward is None
-    assert "clipping needs the norm of all gradients" in caplog.text
+    assert "8bit" in caplog.text
     model.close()
 
 
@@ -324,21 +317,10 @@ def test_options_at_their_defaults_may_stand_next_to_a_plan() -> None:
         api.dry_run(model, adamw(model), plan=plan, device_memory="1GiB", accumulation=2, host_memory=None)
 
 
-def test_a_dry_run_refuses_a_plan_that_steps_too_early_as_the_run_does() -> None:
-    """With clipping, and with several optimizers; the model can be wrapped afterwards."""
-    plan = make_plan(case("opt"), "streamed", step_in_backward=True)
-    model = tiny("opt")
-    halves = [list(model.parameters())[::2], list(model.parameters())[1::2]]
-    several = [torch.optim.AdamW(half) for half in halves]
-    for call in (api.dry_run, elixir.wrap):
-        with pytest.raises(InputError, match="clipping needs the norm"):
-            call(model, adamw(model), plan=plan, max_norm=1.0)
-        with pytest.raises(InputError, match="one optimizer"):
-            call(model, several, plan=plan)
-        with pytest.raises(InputError, match="clipping needs the norm"):
-            call(model, adamw(model), step_in_backward=True, clipping=False, max_norm=1.0, hardware="cpu")
-    assert api.dry_run(model, adamw(model), plan=plan) == plan
-    elixir.wrap(model, adamw(model), plan=plan)[0].close()
+def test_a_plan_that_steps_in_place_during_backward_is_made_anew() -> None:
+    it = case("opt")
+    with pytest.raises(InputError, match="make the plan anew"):
+        elixir.wrap(it.model, adamw(it.model), plan=make_plan(it, "streamed", step_in_backward=True))
 
 
 def test_a_dry_run_refuses_a_plan_without_a_folder_for_its_disk_as_the_run_does(
