@@ -6,11 +6,9 @@ A plan is made for each situation with the rates of the preset, and again for th
 users report it. Both are simulated there. Known are these two, everything gathered on the device, and plans for
 ever smaller parts of the host's memory, which the planner made for the slow machine too. Regret is the seconds of the
 first plan, over those of the fastest, less 1. Shown with it are the seconds of the chosen plan over those of the
-fastest plan at the preset's rates, `nominal_over_fastest`. Where `elixir plan` advises a hedge, the plan with it has a
-row as well.
+fastest plan at the preset's rates, `nominal_over_fastest`.
 
-Appends the rows to ``results/slow_host.csv``. Fails if a bar is missed: of regret with the hedge that is advised, and
-of seconds over the fastest without one.
+Appends the rows to ``results/slow_host.csv``. Fails if a bar is missed.
 """
 
 from __future__ import annotations
@@ -82,20 +80,13 @@ def slow_steps(it: Situation, step: StepTrace, slow: HardwareProfile) -> dict[st
     return found
 
 
-def rows_of(name: str) -> list[Row]:
-    """One situation: the plan by default, and that with the hedge which it advises, if it does."""
+def row_of(name: str) -> Row:
+    """One situation."""
     it, began_s = CHOSEN[name], time.process_time()
     step, hardware = trace(it), it.hardware
     slow = with_host_speed(hardware, host_adam=SLOW_HOST_ADAM)
-    asked = request(it, it.host_memory)
-    plans = {name: plan_from_trace(step, hardware, asked)}
-    advice = plans[name].better_hedge()
-    if advice is not None:
-        plans[f"{name}, hedge {advice.hedge:g}"] = plan_from_trace(step, hardware, asked, hedge=advice.hedge)
-    others = slow_steps(it, step, slow)
-    slow_s = {each: simulate_step(plan, step, slow).step_s for each, plan in plans.items()}
-    others |= {each: seconds for each, seconds in slow_s.items() if each != name}
-    return [row(each, it, plan, slow_s[each], others, began_s) for each, plan in plans.items()]
+    plan = plan_from_trace(step, hardware, request(it, it.host_memory))
+    return row(name, it, plan, simulate_step(plan, step, slow).step_s, slow_steps(it, step, slow), began_s)
 
 
 def row(name: str, it: Situation, plan: Plan, slow_s: float, others: dict[str, float], began_s: float) -> Row:
@@ -127,14 +118,13 @@ def main() -> int:
     args = parser.parse_args()
     before, rows = conditions(), []
     for name in (each for each in CHOSEN if args.only in each):
-        rows += rows_of(name)
+        rows.append(row_of(name))
         print(rows[-1], file=sys.stderr, flush=True)
     print_table(f"CPU Adam x {SLOW_HOST_ADAM:g}", list(rows[0]), [list(each.values()) for each in rows])
     if not args.no_record:
         print(append_rows("slow_host", [{**before, **each} for each in rows]))
-    with_hedge = {str(each["situation"]).partition(", hedge ")[0]: each["regret_percent"] for each in rows}
-    worst = max(with_hedge.values())
-    nominal = max(each["nominal_over_fastest"] for each in rows if ", hedge " not in each["situation"])
+    worst = max(each["regret_percent"] for each in rows)
+    nominal = max(each["nominal_over_fastest"] for each in rows)
     print(f"regret: worst {worst:.2f} % (bar {100 * REGRET_BAR:g} %); chosen over fastest: worst {nominal:.4f}")
     return int(worst > 100 * REGRET_BAR or nominal > 1 + NOMINAL_BAR)
 

@@ -48,6 +48,8 @@ class Artifact:
     """How a user replaces a file of another schema version."""
     earlier: ClassVar[dict[int, dict[str, Any]]] = {}
     """Earlier schema versions that are read -> the fields that their files lack, with what leaving them out means."""
+    dropped: ClassVar[tuple[str, ...]] = ()
+    """Fields that files of earlier versions have, and that mean nothing any more."""
 
     def to_dict(self) -> dict[str, Any]:
         """The artifact as plain lists, dicts, strings and numbers."""
@@ -73,7 +75,8 @@ class Artifact:
         version = data.get("schema_version")
         lacking = cls.earlier.get(version) if type(version) is int else None
         if lacking is not None:
-            data = lacking | data | {"schema_version": cls.schema_version}
+            kept = {key: value for key, value in data.items() if key not in cls.dropped}
+            data = lacking | kept | {"schema_version": cls.schema_version}
         for key, expected in (("artifact", cls.artifact), ("schema_version", cls.schema_version)):
             if key not in data:
                 raise ArtifactError(f"{source}: field '{key}' is missing; this is no {cls.artifact} file", field=key)

@@ -106,9 +106,6 @@ def _say_plan(args: argparse.Namespace, plan: Plan, choice: BatchChoice | None) 
         output.say(tables.wear(plan, args.disk_endurance))
     if plan.knows_levers and not (args.brief or args.no_levers):
         output.say_tables(tables.plan_levers_table(plan, plan.levers()))
-        hedge = plan.better_hedge()
-        if hedge is not None:
-            output.say(tables.hedge_line(plan, hedge))
     output.say_written(written)
     return 0
 

@@ -71,14 +71,10 @@ def _count(text: str, most: int = LARGEST_COUNT) -> int:
     return value
 
 
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number, found {shortened(repr(text))}") from None
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 1, such as 0.15 for 15 %, found {shortened(text)}")
-    return value
+def _no_hedge(_: str) -> object:
+    from elixir.search.request import NO_HEDGE  # as `parse_bytes` below
+
+    raise argparse.ArgumentTypeError(NO_HEDGE)
 
 
 def _size(text: str) -> int:
@@ -210,13 +206,7 @@ FLAGS: dict[str, Flag] = {
         "const": False,
         "help": "for a run that does not clip gradients by their norm (default: it does, unless it steps in backward)",
     },
-    "--hedge": _flag(
-        "how much longer than the fastest step, as a share of it, a step may take if that makes it shorter on a host "
-        "0.3 times as fast (default: 0.01)",
-        "SHARE",
-        _share,
-        default=0.01,
-    ),
+    "--hedge": _flag(argparse.SUPPRESS, "SHARE", _no_hedge, default=argparse.SUPPRESS),
     "--placement": _flag(
         "force every chunk's home (default: auto)", choices=("auto", "cuda", "cpu"), default="auto"
     ),

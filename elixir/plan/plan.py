@@ -131,8 +131,9 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 15
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {14: {"read_budgets": []}}
+    schema_version: ClassVar[int] = 16
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {14: {"read_budgets": []}, 15: {}}
+    dropped: ClassVar[tuple[str, ...]] = ("hedge",)
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
     model_name: str
@@ -182,8 +183,6 @@ class Plan(Artifact):
     clipping: bool = False
     """Whether its seconds have the norm of all gradients in them, which clipping needs, and loss scaling in float16. It
     runs with clipping and without, whatever this says."""
-    hedge: float = 0.01
-    """Share of the fastest step by which it might be longer for a better worst case."""
     device_reserve_bytes: int = 0
     """Memory of one device, kept back of its budget for what no plan counts; 0 where the budget was given."""
     host_reserve_bytes: int = 0
@@ -239,8 +238,7 @@ class Plan(Artifact):
     def __post_init__(self) -> None:
         check_at_least(1, "world_size", self.world_size)
         check_at_least(1, "accumulation", self.accumulation)
-        for name in ("start_up_s", "hedge"):
-            check_at_least(0, name, getattr(self, name))
+        check_at_least(0, "start_up_s", self.start_up_s)
         if self.host_threads is not None:
             check_at_least(1, "host_threads", self.host_threads)
         for name in _COUNTS:
@@ -413,14 +411,14 @@ class Plan(Artifact):
             parts.append("a typical host is supposed, so measure yours")
         return "".join(f"; {part}" for part in parts)
 
-    def asks(self, *, levers: Callable[[Plan], tuple[Any, ...]], hedge: Callable[[Plan], Any]) -> None:
-        """Have `levers` and `better_hedge` ask these, which a search knows and a file does not."""
+    def asks(self, *, levers: Callable[[Plan], tuple[Any, ...]]) -> None:
+        """Have `levers` ask these, which a search knows and a file does not."""
         known = id(self)
-        _FINDERS[known] = _Finders(weakref.ref(self, lambda _: _FINDERS.pop(known, None)), levers, hedge)
+        _FINDERS[known] = _Finders(weakref.ref(self, lambda _: _FINDERS.pop(known, None)), levers)
 
     @property
     def knows_levers(self) -> bool:
-        """Whether it comes from a search, so that `levers` and `better_hedge` can plan again."""
+        """Whether it comes from a search, so that `levers` can plan again."""
         known = _FINDERS.get(id(self))
         return known is not None and known.plan() is self
 
@@ -434,15 +432,6 @@ class Plan(Artifact):
             InputError: the plan was read from a file, or changed, so that its step and machine are not known.
         """
         return self._finders("levers()").levers(self)
-
-    def better_hedge(self) -> Any:
-        """`SearchRequest.hedge` with which a slow host would hurt the plan much less (`elixir.search.advice.Hedge`);
-        None if no small one would do.
-
-        Raises:
-            InputError: as `levers`.
-        """
-        return self._finders("better_hedge()").hedge(self)
 
     def _finders(self, asked: str) -> _Finders:
         if not self.knows_levers:
@@ -523,7 +512,6 @@ class _Finders(NamedTuple):
 
     plan: weakref.ref[Plan]
     levers: Callable[[Plan], tuple[Any, ...]]
-    hedge: Callable[[Plan], Any]
 
 
 _FINDERS: dict[int, _Finders] = {}

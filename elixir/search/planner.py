@@ -18,7 +18,6 @@ from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPredict
 from elixir.search.advice import (
     Case,
     Tries,
-    better_hedge,
     lacks_device,
     lacks_room,
     moments_instead,
@@ -79,11 +78,10 @@ def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRe
 def with_levers(
     plan: Plan, trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, tries: Tries | None = None
 ) -> Plan:
-    """`plan`, made from `trace` for `request`, which can now say what would help (`Plan.levers`, `better_hedge`)."""
+    """`plan`, made from `trace` for `request`, which can now say what would help (`Plan.levers`)."""
     known = tries or PlannerTries(hardware)
     plan.asks(
         levers=partial(plan_levers, trace=trace, hardware=hardware, request=request, tries=known),
-        hedge=partial(better_hedge, trace=trace, hardware=hardware, request=request, tries=known),
     )
     return plan
 
@@ -166,8 +164,7 @@ def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: Sear
     if outcome.best is None:
         raise ValueError("a search that found something has a best")
     optimizer = optimizer_name(request.optimizer_type)
-    plan = to_plan(space, outcome.best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
-    return replace(plan, hedge=float(request.hedge))
+    return to_plan(space, outcome.best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
 
 
 def simple_plan(
@@ -252,9 +249,7 @@ def _search(
         for tier, sizes in enumerate(here.tiers(placement, all_sizes=optimal)):
             if placement == "auto":
                 classic = optimal and tier == 0 and not briefly
-                outcome = find_best(
-                    here, budgets, sizes(), depth, classic=classic, briefly=briefly, hedge=request.hedge
-                )
+                outcome = find_best(here, budgets, sizes(), depth, classic=classic, briefly=briefly)
                 logger.debug("overlap %s, tier %d: %d candidates", setting.overlap, tier, outcome.candidates)
             else:
                 outcome = _forced(here, budgets, placement, sizes(), depth)

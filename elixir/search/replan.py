@@ -175,12 +175,12 @@ def _best_with_packing(space: SearchSpace, budgets: Budgets, plan: Plan, optimiz
     capacity = plan.block_bytes or max(chunk.weight_bytes for chunk in plan.chunks)
     depth = PREFETCH_DEPTH if plan.overlap else 0
     try:
-        found = find_best(space, budgets, (capacity,), depth, hedge=plan.hedge).best
+        found = find_best(space, budgets, (capacity,), depth).best
     except PlanError:
         return None
     if found is None:
         return None
-    made = replace(to_plan(space, found, budgets, optimizer, plan.placement), hedge=plan.hedge)
+    made = to_plan(space, found, budgets, optimizer, plan.placement)
     return made if same_packing(made, plan) else None
 
 

@@ -75,9 +75,6 @@ class SearchRequest:
     count."""
     host_reserve: Size = None
     """Likewise of one machine, where `host_memory` is None."""
-    hedge: float = 0.01
-    """How much longer than the fastest step, as a share of it, a step may take if that makes its worst case shorter:
-    on a host whose Adam is 0.3 and whose links are 0.6 times as fast as `HardwareProfile` says. From 0 to 1."""
     search: SearchName = "optimal"
     """``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least."""
 
@@ -89,7 +86,6 @@ class SearchRequest:
         for name, known in (("placement", get_args(HomeChoice)), ("search", get_args(SearchName))):
             if getattr(self, name) not in known:
                 raise InputError(f"{name} must be one of {list(known)}, got {getattr(self, name)!r}")
-        _check_share("hedge", self.hedge)
         state_size(self.optimizer_type, self.moments)
         for name in ("device_memory", "host_memory", "disk_memory", "device_reserve", "host_reserve"):
             size = getattr(self, name)
@@ -131,6 +127,10 @@ class SearchRequest:
         return replace(asked, **options) if isinstance(asked, SearchRequest) else cls(world_size=asked, **options)
 
 
+NO_HEDGE = (
+    "plans need no hedge any more: each bounds what it may lose in the scenarios that the profile thinks possible; "
+    "leave hedge= (--hedge) out, or give assume='nominal' (--assume nominal) for the fastest at the profile's rates"
+)
 OPTIONS = tuple(field.name for field in fields(SearchRequest))
 
 
@@ -142,16 +142,10 @@ def check_count(name: str, value: object) -> None:
         raise InputError(f"{name} must be 1 or larger, got {value}")
 
 
-def _check_share(name: str, value: object) -> None:
-    """Refuse what is no number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputTypeError(f"{name} must be a number, got {value!r}")
-    if not 0 <= value <= 1:
-        raise InputError(f"{name} must be a share of a step from 0 to 1, such as 0.15 for 15 %, got {value}")
-
-
 def check_options(kind: str, given: Collection[str], known: Collection[str]) -> None:
-    """Refuse a keyword that is not known: an `InputTypeError` that names the nearest."""
+    """Refuse a keyword that is not known: an `InputTypeError` that names the nearest, or what took its place."""
+    if "hedge" in given:
+        raise InputError(NO_HEDGE)
     for name in given:
         if name not in known:
             raise InputTypeError(str(unknown_name(kind, name, known)))

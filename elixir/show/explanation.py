@@ -32,10 +32,6 @@ class Option:
     most_change_s: float
     fitting_change_s: float | None
     """The change that shortens the step most among those that fit; None where none does."""
-    worst_change_s: float | None
-    """The same chunk on a slow host: `Change.worst_change_s`."""
-    better_change_s: float | None
-    """As `fitting_change_s`, but among those that no search would pass over."""
     device_change_bytes: int
     """Largest change of any of the chunks; so are the next two."""
     host_change_bytes: int
@@ -227,8 +223,6 @@ def _options(members: Sequence[ChunkReasons]) -> tuple[Option, ...]:
                 least_change_s=min(changes_s),
                 most_change_s=max(changes_s),
                 fitting_change_s=fitting[0].change_s if fitting else None,
-                worst_change_s=fitting[0].worst_change_s if fitting else None,
-                better_change_s=next((change.change_s for change in fitting if not change.passed_over), None),
                 device_change_bytes=max((change.device_change_bytes for change in changes), key=abs),
                 host_change_bytes=max((change.host_change_bytes for change in changes), key=abs),
                 moved_change_bytes=max((change.moved_change_bytes for change in changes), key=abs),
@@ -245,17 +239,10 @@ def _summary(group: Group, count: int, step_s: float) -> str:
     slight_s, one = NEGLIGIBLE_SHARE * step_s, "one of them as " if count > 1 else ""
     if not group.options:
         return f"{here}; larger than a block, so there is no other place."
-    better = [(option.better_change_s, option) for option in group.options if option.better_change_s is not None]
-    change_s, option = min(better, key=lambda pair: pair[0], default=(0.0, group.options[0]))
-    if change_s < -slight_s:
-        return f"{here}; {one}{option.spot} would fit and change the step by {_seconds(change_s)}: plan again."
     fitting = [(option.fitting_change_s, option) for option in group.options if option.fitting_change_s is not None]
     change_s, option = min(fitting, key=lambda pair: pair[0], default=(0.0, group.options[0]))
-    if change_s < -slight_s and option.worst_change_s is not None:
-        return (
-            f"{here}; {one}{option.spot} would fit and change the step by {_seconds(change_s)}, but on a host as slow "
-            f"as it may be by {_seconds(option.worst_change_s)}."
-        )
+    if change_s < -slight_s:
+        return f"{here}; {one}{option.spot} would fit and change the step by {_seconds(change_s)}: plan again."
     best = group.options[0]
     if best.median_change_s < -slight_s and not best.fitting:
         return f"{here}; {one}{best.spot} would change the step by {_range(best)}, but {best.lacks}."

@@ -17,7 +17,7 @@ from elixir.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from elixir.search.advice import Hedge, PlanLever
+    from elixir.search.advice import PlanLever
     from elixir.search.batches import BatchChoice
 
 Record = dict[str, Any]
@@ -85,7 +85,6 @@ def plan_record(plan: Plan) -> Record:
         "clipping": plan.clipping,
         "overlap": plan.overlap,
         "placement": plan.placement,
-        "hedge": plan.hedge,
         "device_budget_bytes": plan.device_budget_bytes,
         "host_budget_bytes": plan.host_budget_bytes,
         "disk_budget_bytes": plan.disk_budget_bytes,
@@ -147,21 +146,6 @@ def plan_levers_table(plan: Plan, levers: Sequence[PlanLever]) -> Table:
         body.append([f"{lever.action}:\n{flags}", *cells])
     columns = ("change, and what to add", "step", "peaks", "speed")
     return list_table("what would help, one change at a time", columns, body)
-
-
-def hedge_line(plan: Plan, hedge: Hedge) -> str:
-    """The step on a slow host, and what would shorten it there."""
-    from elixir.search.simulator import SLOW_HOST_ADAM, SLOW_LINK
-
-    here_s, now_s, unhedged_s, worst_s = (
-        format_seconds(seconds)
-        for seconds in (hedge.step_s, plan.predicted.step_s, hedge.unhedged_worst_s, hedge.worst_s)
-    )
-    return (
-        f"with Adam of the host at {SLOW_HOST_ADAM:g} and its links at {SLOW_LINK:g} of the profile's rates this step "
-        f"takes {unhedged_s}; --hedge {hedge.hedge:g} makes that {worst_s}, for {here_s} instead of {now_s} at the "
-        "profile's"
-    )
 
 
 def flag_of(argument: str) -> str:

@@ -141,7 +141,7 @@ def test_the_first_plan_that_fits_all_is_taken() -> None:
 
 
 DIFFERENT = {
-    r"hedge \(0.02, on rank 0 0.01\)": ({"hedge": 0.01}, {"hedge": 0.02}),
+    r"clipping \(False, on rank 0 True\)": ({"clipping": True}, {"clipping": False}),
     "host_budget_bytes": ({"host_memory": "64MiB"}, {"host_memory": "128MiB"}),
     "read_budgets": ({"host_memory": "64MiB"}, {}),
 }

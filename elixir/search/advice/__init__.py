@@ -1,26 +1,22 @@
 """Advice: what a plan that does not fit lacks, what would be enough, and what would make one that fits faster.
 
 `changes` lists what may be changed. `infeasible` turns a search without an outcome into a `PlanError` with levers,
-`what_suffices` finds the changes with which a plan fits, `levers` plans each change of a step that fits already, and
-`hedging` one that a slow host would hurt less.
+`what_suffices` finds the changes with which a plan fits, and `levers` plans each change of a step that fits already.
 """
 
 from __future__ import annotations
 
 from elixir.search.advice.changes import StepByName, trace_by_name
-from elixir.search.advice.hedging import Hedge, better_hedge
 from elixir.search.advice.infeasible import Case, moments_instead, shortage
 from elixir.search.advice.levers import PlanLever, best_allowed, plan_levers, samples_per_s
 from elixir.search.advice.what_suffices import Tries, lacks_device, lacks_room, settled_arguments, with_what_suffices
 
 __all__ = [
     "Case",
-    "Hedge",
     "PlanLever",
     "StepByName",
     "Tries",
     "best_allowed",
-    "better_hedge",
     "lacks_device",
     "lacks_room",
     "moments_instead",

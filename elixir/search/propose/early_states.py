@@ -175,12 +175,12 @@ class EarlyStates:
         """All that were simulated."""
         return [candidate for candidate in self._known.values() if candidate is not None]
 
-    def fewest(self, most_s: float) -> Iterable[Candidate]:
-        """Down from the best, fewer chunks for the host, for as long as no more than `most_s` is taken."""
-        if self.best is None or self.best_s > most_s:
+    def fewest(self) -> Iterable[Candidate]:
+        """Down from the best, fewer chunks for the host, for as long as they take no longer."""
+        if self.best is None:
             return
-        (hosted, blocks, depth), _ = self.best
-        low, high = self._least - 1, hosted
+        (hosted, blocks, depth), best = self.best
+        low, high, most_s = self._least - 1, hosted, best.seconds["total"]
         while high - low > 1:
             middle = (low + high) // 2
             found = self.at((middle, blocks, depth), most_s)

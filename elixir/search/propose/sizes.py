@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from elixir.search.problem import (
     minimum_waste_size,
     round_up,
 )
-from elixir.search.simulator import SimulatedCost, worst_case
+from elixir.search.simulator import SimulatedCost
 from elixir.step_trace import StepTrace
 
 FEWEST_CHUNKS = 16
@@ -81,19 +80,6 @@ class SearchSpace:
                 found = self._by_chunks[key] = self.cost.known(Workload(self.facts, packing)).model
             self._models[capacity_bytes] = found
         return found
-
-    @cached_property
-    def worst_cost(self) -> SimulatedCost:
-        """The time model where CPU Adam and the links are as slow as they may be (`worst_case`)."""
-        return self.on(worst_case(self.hardware)).cost
-
-    def on(self, hardware: HardwareProfile) -> SearchSpace:
-        """The same on another machine; packings and their memory are shared."""
-        other = copy.copy(self)
-        vars(other).pop("worst_cost", None)
-        other.hardware = hardware
-        other.cost = SimulatedCost(self.trace, hardware, self.setting, like=self.cost)
-        return other
 
     @cached_property
     def waste_size(self) -> int:

@@ -125,7 +125,6 @@ def request_of(plan: Plan, hardware: HardwareProfile) -> SearchRequest:
         step_in_backward=plan.may_step_in_backward,
         speculate=plan.may_speculate,
         clipping=plan.clipping,
-        hedge=plan.hedge,
     )
 
 

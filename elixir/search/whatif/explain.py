@@ -3,16 +3,12 @@
 One chunk is moved at a time, all else staying as it is, and the changed plan is simulated by the same model as the
 search's. So a number here answers "what if only this were different", not "what if the search had begun elsewhere"; for
 that there are the levers, which plan again.
-
-A search passes over a shorter step if a slow host makes it a longer one (`SearchRequest.hedge`). So seconds on such a
-host are said of whatever would fit and be faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 from elixir.errors import InputError
@@ -22,7 +18,7 @@ from elixir.search.advice import PlanLever, plan_levers
 from elixir.search.planner import PREFETCH_DEPTH, PlannerTries
 from elixir.search.problem import HOMES, MemoryModel, Placement, placement_of, setting_of, workload_of
 from elixir.search.propose import Candidate, possible_homes, weigh
-from elixir.search.simulator import SimulatedCost, simulate_step, worst_case
+from elixir.search.simulator import SimulatedCost, simulate_step
 from elixir.search.whatif.bottlenecks import LeverEffect, lever_effects, request_of
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes
@@ -79,12 +75,6 @@ class Change:
     lacks_host_bytes: int
     lacks_disk_bytes: int
     block_count: int
-    worst_change_s: float | None = None
-    """`change_s` on a host whose Adam and links are as slow as in `worst_case`; None unless it fits and the step gets
-    shorter by more than `NEGLIGIBLE_SHARE`."""
-    passed_over: bool = False
-    """Whether a search would leave it for that: the step gets longer there, and is not so much shorter here that the
-    plan as it is would be out of the question."""
 
     @property
     def fits(self) -> bool:
@@ -203,7 +193,6 @@ class _Variants:
         setting = setting_of(plan, ranks_per_host)
         self._model = MemoryModel(workload_of(plan, trace), setting)
         self._cost = SimulatedCost(trace, hardware, setting)
-        self._worst_cost = SimulatedCost(trace, worst_case(hardware), setting, like=self._cost)
         self._gathered = setting.world_size > 1 and all(chunk.resident for chunk in plan.chunks)
         self._placement = placement_of(plan)
         self._depth = plan.prefetch_depth if plan.block_count else PREFETCH_DEPTH * plan.overlap
@@ -259,7 +248,7 @@ class _Variants:
 
     def _against(self, other: Candidate) -> Change:
         base, plan = self._base, self._plan
-        change = Change(
+        return Change(
             step_s=other.seconds["total"],
             change_s=other.seconds["total"] - base.seconds["total"],
             moved_change_bytes=_moved_bytes(other) - _moved_bytes(base),
@@ -270,16 +259,6 @@ class _Variants:
             lacks_disk_bytes=max(other.need.disk_bytes - plan.disk_budget_bytes, 0),
             block_count=other.schedule.blocks,
         )
-        base_s = base.seconds["total"]
-        if not change.fits or change.change_s >= -NEGLIGIBLE_SHARE * base_s:
-            return change
-        worst_s = other.seconds_by(self._worst_cost)["total"] - self._base_worst_s
-        near = base_s <= (1 + plan.hedge) * change.step_s
-        return replace(change, worst_change_s=worst_s, passed_over=near and worst_s > 0)
-
-    @cached_property
-    def _base_worst_s(self) -> float:
-        return self._base.seconds_by(self._worst_cost)["total"]
 
     def _check(self, trace: StepTrace) -> None:
         """The order of use does not depend on the batch, but memory and time do; so they must agree."""

@@ -136,7 +136,6 @@ def plans(draw: st.DrawFn) -> Plan:
         may_step_in_backward=draw(st.booleans()),
         may_speculate=draw(st.sampled_from((True, False, None))),
         clipping=draw(st.booleans()),
-        hedge=draw(st.floats(0, 1)),
         block_numel=draw(counts),
         grad_block_count=draw(counts),
         device_budget_bytes=draw(counts),

@@ -262,7 +262,7 @@ def test_show_takes_every_artifact(artifact: Artifact, capsys: pytest.CaptureFix
 
 def test_compare_marks_what_differs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     a = str(make_plan(4).save(tmp_path / "a.json"))
-    b = str(dataclasses.replace(make_plan(4, resident=0.6), hedge=0.05).save(tmp_path / "b.json"))
+    b = str(dataclasses.replace(make_plan(4, resident=0.6), start_up_s=5.0).save(tmp_path / "b.json"))
     status, out, _ = run(capsys, "compare", a, b)
     assert status == 0
     marked = [line for line in out.splitlines() if line.lstrip().startswith("*")]
@@ -270,7 +270,7 @@ def test_compare_marks_what_differs(capsys: pytest.CaptureFixture[str], tmp_path
     assert not any("world size" in line for line in marked)
     record = json.loads(run(capsys, "compare", a, b, "--json")[1])
     assert record["fields"]["resident_chunks"] == {"a": 2, "b": 3, "differs": True}
-    assert record["fields"]["hedge"] == {"a": 0.01, "b": 0.05, "differs": True}
+    assert record["fields"]["start_up_s"] == {"a": 0.0, "b": 5.0, "differs": True}
     assert record["fields"]["world_size"]["differs"] is False
     # Chunks 0 and 1 are resident in one, 0 to 2 in the other, and their states follow half as far.
     assert record["placed_differently"] == ["layers.1.weight", "layers.2.weight"]
@@ -450,6 +450,12 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     root = Path(__file__).parents[3]
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], cwd=root, capture_output=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_hedge_ends_with_what_took_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "plan", "opt-125m", "--hedge", "0.05")
+    assert status == 2
+    assert "--assume nominal" in err
 
 
 def test_version_and_bare_call(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,12 @@ def test_an_unknown_option_names_the_nearest(function: Any) -> None:
         function(stack_trace(SMALL), 1, device_memry="1GiB")
 
 
+@pytest.mark.parametrize("function", [optimal_search, elixir.wrap])
+def test_a_hedge_is_refused_with_what_took_its_place(function: Any) -> None:
+    with pytest.raises(InputError, match=r"assume='nominal' \(--assume nominal\)"):
+        function(stack_trace(SMALL), 1, hedge=0.05)
+
+
 def test_a_missing_or_doubled_argument_is_refused() -> None:
     with pytest.raises(InputTypeError, match="world_size"):
         optimal_search(stack_trace(SMALL))
