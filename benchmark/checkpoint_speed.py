@@ -90,7 +90,7 @@ class Training:
         plan = optimal_search(
             build_shape(shape, device="meta"), world_size, inp=inp, step_fn=default_step, hardware="cpu",
             device_memory="64GiB", host_memory="64GiB", placement="cpu", **options,
-        )  # fmt: skip
+        ).plan  # fmt: skip
         self.module, self.inp = ElixirModule(build_shape(shape), plan, device="cpu"), inp
         self.optimizer = ElixirOptimizer(self.module, torch.optim.AdamW(self.module.parameters(), lr=1e-4))
         self.state = {"model": self.module, "optimizer": self.optimizer}

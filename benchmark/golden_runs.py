@@ -190,7 +190,7 @@ def plan_of(run: Run, homes: str) -> Any:
         moments=run.moments,
         clipping=run.max_norm is not None,
         speculate=False,
-    )
+    ).plan
     chunks = []
     for index, chunk in enumerate(plan.chunks):
         resident, weights, states = HOMES[homes][index % len(HOMES[homes])]

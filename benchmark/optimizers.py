@@ -163,7 +163,7 @@ def _plans() -> dict[str, Plan]:
     streamed = simple_search(
         _model(), 1, inp=_batch(0), step_fn=lambda model, batch: _loss(model, batch).backward(),
         shard_device="cpu", split_number=8, allocate_factor=0.01, hardware="cpu",
-    )  # fmt: skip
+    ).plan  # fmt: skip
     kinds: tuple[tuple[bool, Any, Any], ...] = (
         (True, "device", "device"), (False, "host", "host"), (True, "device", "host"), (False, "device", "host"),
     )  # fmt: skip

@@ -73,7 +73,7 @@ def work(parts: list[str]) -> dict[str, list[float]]:
             found[f"plan opt-175b on {ranks}"] = seconds
     if "levers" in parts:
         small = step("opt-1.3b", 4, 1024, "a100", checkpoint="non-reentrant")()
-        plan = plan_from_trace(small, preset("a100"), 1, device_memory="12GiB", host_memory="64GiB")
+        plan = plan_from_trace(small, preset("a100"), 1, device_memory="12GiB", host_memory="64GiB").plan
         found["levers opt-1.3b"] = [timed(plan.levers)]
     if "no" in parts:
         large = step("llama-3-8b", 2, 2048, "rtx4090", checkpoint="non-reentrant")()

@@ -56,7 +56,8 @@ from benchmark.emulated_runs import (
 from elixir.hardware import HardwareProfile
 from elixir.models import build_shape, default_input, default_step
 from elixir.plan import Plan
-from elixir.search.planner import PREFETCH_DEPTH, plan_from_trace, to_plan
+from elixir.search import plan_from_trace
+from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.propose import Budgets, SearchSpace
 from elixir.search.simulator import simulate_step
 from elixir.tracer import trace_step
@@ -162,10 +163,13 @@ def work(rounds: int) -> list[dict[str, Any]]:
     for share in BUDGET_SHARES:
         budget = int(share * resident.predicted.device_peak_bytes)
         budgets: dict[str, Any] = {"device_memory": budget, "host_memory": HOST_MEMORY, "speculate": False}
-        others = {"constants": plan_from_trace(trace, constants, 1, **budgets), "rule": rules_plan(space, rule, budget)}
+        others = {
+            "constants": plan_from_trace(trace, constants, 1, **budgets).plan,
+            "rule": rules_plan(space, rule, budget),
+        }
         for slow, (link, adam) in SLOWER.items():
             machine = emulated.machine(link, adam)
-            plans = {"ours": plan_from_trace(trace, machine, 1, **budgets), **others}
+            plans = {"ours": plan_from_trace(trace, machine, 1, **budgets).plan, **others}
             said_s = {
                 name: simulate_step(plan, emulated.known.trace_for(plan), machine).step_s
                 for name, plan in plans.items()

@@ -139,7 +139,7 @@ def planned(point: dict[str, Any], trace: StepTrace, hardware: HardwareProfile) 
         moments=point["moments"],
         device_reserve=0,
         speculate=False,
-    )
+    ).plan
 
 
 def traced(point: dict[str, Any], hardware: HardwareProfile) -> StepTrace:

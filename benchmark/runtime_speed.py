@@ -120,7 +120,7 @@ def _plan(model: Any, inp: Any, world_size: int, **memory: Any) -> Any:
     from elixir.search import optimal_search
 
     common = {"inp": inp, "step_fn": default_step, "hardware": "cpu", "host_memory": "64GiB"}
-    return optimal_search(model, world_size, **common, **memory)
+    return optimal_search(model, world_size, **common, **memory).plan
 
 
 def _streamed_plan(model: Any, inp: Any) -> Any:
@@ -129,7 +129,7 @@ def _streamed_plan(model: Any, inp: Any) -> Any:
     from elixir.search import simple_search
 
     common = {"inp": inp, "step_fn": default_step, "hardware": "cpu"}
-    return simple_search(model, 1, 24, 0.25, shard_device="cpu", **common)
+    return simple_search(model, 1, 24, 0.25, shard_device="cpu", **common).plan
 
 
 def _take_turns(steps: Sequence[Step], rounds: int) -> list[list[float]]:
@@ -208,7 +208,7 @@ def work_access(rounds: int) -> Result:
     def run(model: Any, inp: Any) -> None:
         model(inp["input"]).sum().backward()
 
-    plan = simple_search(model, 1, 20, 1.0, shard_device="cpu", inp={"input": x}, step_fn=run, hardware="cpu")
+    plan = simple_search(model, 1, 20, 1.0, shard_device="cpu", inp={"input": x}, step_fn=run, hardware="cpu").plan
     plain = copy.deepcopy(model)
     module = ElixirModule(model, plan, device="cpu")
     uses = [0]
@@ -298,7 +298,7 @@ def _sharded_plan(model: Any, inp: Any, once: bool) -> Any:
     from elixir.search import simple_search
 
     common = {"inp": inp, "step_fn": default_step, "hardware": "cpu"}
-    return simple_search(model, 2, 16, 1.0 if once else 0.2, shard_device="cuda", **common)
+    return simple_search(model, 2, 16, 1.0 if once else 0.2, shard_device="cuda", **common).plan
 
 
 WORKERS: dict[str, Callable[[int], Result]] = {

@@ -270,7 +270,7 @@ def trained_under_a_plan(model: nn.Module, inp: dict[str, Any]) -> tuple[list[fl
     plan = simple_search(
         model, 1, split_number=6, allocate_factor=0.6, shard_device="cpu", inp=inp, step_fn=step, optimizer_type="AdamW",
         hardware="cpu",
-    )  # fmt: skip
+    ).plan  # fmt: skip
     module, losses = ElixirModule(model, plan, device="cpu"), []
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(model.parameters(), lr=1e-3))
     for index in range(STEPS):

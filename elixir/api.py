@@ -26,7 +26,7 @@ from elixir.hardware import HardwareProfile, check_host_threads
 from elixir.microbench import with_disk
 from elixir.models import refuse_compiled
 from elixir.optimizer_states import LOOPS, check_kind, family_of, moments_of
-from elixir.plan import Plan
+from elixir.plan import HasPlan, Plan, plan_of
 from elixir.search.replan import Observation, correct
 from elixir.search.request import Function, SearchRequest, bound, check_options, options_of, takes
 from elixir.search.searches import Traced, profile_for
@@ -91,7 +91,7 @@ def wrap(  # noqa: PLR0913 - a public entry point
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
-    plan: Plan | str | os.PathLike[str] | None = None,
+    plan: Plan | HasPlan | str | os.PathLike[str] | None = None,
     inp: Mapping[str, Any] | None = None,
     step_fn: Callable[[nn.Module, Any], Any] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -111,8 +111,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
     Args:
         model: what is trained; real, or on meta, to be filled chunk by chunk.
         optimizer: over the model's parameters, not stepped yet; or several, of one family, which share them.
-        plan: one that was made before, or its file; nothing is traced and searched then, and options of a search are
-            refused.
+        plan: one that was made before, alone or in a search's answer, or its file; nothing is traced and searched then,
+            and options of a search are refused.
         inp: one rank's batch, as a dict; None takes a documented default (Hugging Face models only).
         step_fn: ``step_fn(model, inp)`` runs forward, loss and backward; None takes ``model(**inp).loss``.
         group: process group; None means the default one, or a single rank without one.
@@ -197,7 +197,7 @@ class _Question:
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
-    plan: Plan | str | os.PathLike[str] | None
+    plan: Plan | HasPlan | str | os.PathLike[str] | None
     profile: HardwareProfile
     how: Traced
     asked: dict[str, Any]
@@ -215,7 +215,7 @@ class _Question:
         cls,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        plan: Plan | str | os.PathLike[str] | None,
+        plan: Plan | HasPlan | str | os.PathLike[str] | None,
         how: dict[str, Any],
         options: Mapping[str, Any],
     ) -> _Question:
@@ -297,7 +297,7 @@ class _Question:
                 )
             )
         if self.plan is not None:
-            return (self.plan if isinstance(self.plan, Plan) else Plan.load(self.plan)), None
+            return (Plan.load(self.plan) if isinstance(self.plan, (str, os.PathLike)) else plan_of(self.plan)), None
         families = {family_of(each) for each in self.optimizers}
         kinds = {moments_of(each, self.asked.get("moments")) for each in self.optimizers}
         if len(families) > 1 or len(kinds) > 1:
@@ -310,9 +310,9 @@ class _Question:
             "moments": kinds.pop(),
             "clipping": self.clipping,
         }
-        return self.how.plan(
-            self.model, self.machine, SearchRequest(**{**self.asked, **settled, "world_size": world_size})
-        )
+        request = SearchRequest(**{**self.asked, **settled, "world_size": world_size})
+        answer = self.how.answer(self.model, self.machine, request)
+        return answer.plan, answer.trace
 
     def _loop(self, moments: str) -> str:
         """The part of `elixir.optimizer_states.optimizer_name` that says how states are stepped that stay in place."""

@@ -186,7 +186,7 @@ class _Check:
                     optimizer_type=family,
                     moments=moments,
                     hardware="cpu",
-                )
+                ).plan
             except ElixirError as error:
                 if step is _uses_all:
                     return None  # the model cannot be planned at all; the first round has said why

@@ -121,7 +121,7 @@ def choose(options: dict[str, Any], hardware: HardwareProfile, device_bytes: int
                     host_memory=host_bytes,
                     step_in_backward=in_backward(options, micro),
                     clipping=bool(max_norm(options)),
-                )
+                ).plan
             except PlanError as error:
                 tried[called], problem = "does not fit", error
                 continue

@@ -18,6 +18,7 @@ from elixir.show import tables
 if TYPE_CHECKING:
     from elixir.hardware import HardwareProfile
     from elixir.plan import Plan
+    from elixir.search.answer import Answer
     from elixir.search.batches import BatchChoice
     from elixir.search.request import SearchRequest
     from elixir.step_trace import StepTrace
@@ -72,14 +73,14 @@ def run_plan(args: argparse.Namespace) -> int:
     choice = None
     if trace is None:
         choice = _search_batch(args, hardware, request)
-        plan = choice.plan
+        answer = choice.answer
     else:
         from elixir.search import plan_from_trace
 
         if args.allow:
             trace, request = _with_allowed(args, trace, hardware, request)
-        plan = plan_from_trace(trace, hardware, request)
-    return _say_plan(args, plan, choice)
+        answer = plan_from_trace(trace, hardware, request)
+    return _say_plan(args, answer, choice)
 
 
 def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str:
@@ -88,8 +89,9 @@ def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str:
     return f"{name} ({args.optimizer_kernel})" if args.optimizer_kernel in LOOPS and not args.fused_kernels else name
 
 
-def _say_plan(args: argparse.Namespace, plan: Plan, choice: BatchChoice | None) -> int:
+def _say_plan(args: argparse.Namespace, answer: Answer, choice: BatchChoice | None) -> int:
     """Save, draw and print a plan, and what would make it better."""
+    plan = answer.plan
     written = [plan.save(args.out)] if args.out else []
     if args.plot:
         from elixir.show import plot_plan
@@ -104,8 +106,8 @@ def _say_plan(args: argparse.Namespace, plan: Plan, choice: BatchChoice | None) 
     _print_plan(plan, brief=args.brief)
     if plan.uses_disk:
         output.say(tables.wear(plan, args.disk_endurance))
-    if plan.knows_levers and not (args.brief or args.no_levers):
-        output.say_tables(tables.plan_levers_table(plan, plan.levers()))
+    if not (args.brief or args.no_levers):
+        output.say_tables(tables.plan_levers_table(plan, answer.levers()))
     output.say_written(written)
     return 0
 

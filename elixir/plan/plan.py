@@ -8,13 +8,11 @@ Every class here checks its values: what exists can be run. An `InputError` name
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, Protocol
 
 from elixir.artifact import Artifact, digest
-from elixir.errors import ArtifactError, InputError
+from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.hardware import preset_names
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, check_adam, extent_bytes, moments_size
 from elixir.plan.chunk_plan import (
@@ -411,36 +409,6 @@ class Plan(Artifact):
             parts.append("a typical host is supposed, so measure yours")
         return "".join(f"; {part}" for part in parts)
 
-    def asks(self, *, levers: Callable[[Plan], tuple[Any, ...]]) -> None:
-        """Have `levers` ask these, which a search knows and a file does not."""
-        known = id(self)
-        _FINDERS[known] = _Finders(weakref.ref(self, lambda _: _FINDERS.pop(known, None)), levers)
-
-    @property
-    def knows_levers(self) -> bool:
-        """Whether it comes from a search, so that `levers` can plan again."""
-        known = _FINDERS.get(id(self))
-        return known is not None and known.plan() is self
-
-    def levers(self) -> tuple[Any, ...]:
-        """The step with one thing changed, planned again (`elixir.search.PlanLever`): moments in fewer bits, fused
-        kernels, accumulation, other activation checkpointing, steps in backward; the most samples a second first.
-
-        What takes another trace is there for models that are known by name.
-
-        Raises:
-            InputError: the plan was read from a file, or changed, so that its step and machine are not known.
-        """
-        return self._finders("levers()").levers(self)
-
-    def _finders(self, asked: str) -> _Finders:
-        if not self.knows_levers:
-            raise InputError(
-                f"{asked} needs the step and the machine, which a plan from a file does not have; plan again with "
-                "optimal_search or plan_from_trace, or ask `elixir plan`"
-            )
-        return _FINDERS[id(self)]
-
     @property
     def fingerprint(self) -> str:
         """Identifies the plan: same digits, same plan."""
@@ -501,21 +469,35 @@ class Plan(Artifact):
         return "\n".join((head, *(f"  {label:14}{text}" for label, text in lines.items() if text)))
 
 
+class HasPlan(Protocol):
+    """Has a plan, such as the answer of a search."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+
+
+def plan_of(given: Plan | HasPlan) -> Plan:
+    """The plan that is given, alone or in the answer of a search (`elixir.search.Answer`).
+
+    Raises:
+        InputTypeError: it is neither.
+    """
+    plan = getattr(given, "plan", given)
+    if not isinstance(plan, Plan):
+        raise InputTypeError(
+            f"plan must be a Plan, got {type(given).__name__}; Plan.load(path) reads a file, and what one rank has "
+            "planned has to be sent to the others"
+        )
+    return plan
+
+
 def range_text(seconds: float, between: tuple[float, float] | None) -> str:
     """Seconds with the range in which they may be, such as ``1.60 s (1.28 to 2.05)``."""
     text = format_seconds(seconds)
     return text if between is None else f"{text} ({format_seconds(between[0])} to {format_seconds(between[1])})"
 
 
-class _Finders(NamedTuple):
-    """Functions that plan again."""
-
-    plan: weakref.ref[Plan]
-    levers: Callable[[Plan], tuple[Any, ...]]
-
-
-_FINDERS: dict[int, _Finders] = {}
-"""By a plan's id. Not a field: it holds a trace, and a plan is data."""
 NOTICEABLE_SHARE = 0.001
 """Share of a step by which another plan must be faster to be named."""
 NOTICEABLE_S = 1.0

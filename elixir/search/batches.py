@@ -11,8 +11,9 @@ from typing import Any
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
-from elixir.search.planner import plan_or_shortage, with_levers
-from elixir.search.request import Progress, SearchRequest, check_count
+from elixir.search.answer import Answer
+from elixir.search.planner import plan_or_shortage
+from elixir.search.request import Progress, Question, SearchRequest, check_count
 from elixir.search.simulator import Rates, main_dtype
 from elixir.step_trace import StepTrace
 
@@ -45,12 +46,17 @@ class BatchOption:
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """The fastest way, its plan, and what else there was."""
+    """The fastest way, its plan with what can be asked of it, and what else there was."""
 
-    plan: Plan
+    answer: Answer
     option: BatchOption
     options: tuple[BatchOption, ...]
     """All of them, in the order in which they were tried."""
+
+    @property
+    def plan(self) -> Plan:
+        """Its plan."""
+        return self.answer.plan
 
 
 def search_batches(
@@ -137,7 +143,7 @@ class _Trials:
         self._trace_of, self._hardware, self._request, self._samples = trace_of, hardware, request, samples
         self._before = before
         self._tried: dict[tuple[int, str], BatchOption] = {}
-        self._best: tuple[float, Plan, BatchOption] | None = None
+        self._best: tuple[float, Answer, BatchOption] | None = None
         self._nearest: PlanError | None = None
 
     def step_s(self, batch: int, checkpoint: str) -> float:
@@ -187,7 +193,7 @@ class _Trials:
             return replace(option, reason=f"compute alone takes {least_s:.4g} s, longer than another way's step")
         request = replace(self._request, accumulation=option.accumulation)
         try:
-            plan = with_levers(plan_or_shortage(trace, self._hardware, request), trace, self._hardware, request)
+            plan = plan_or_shortage(trace, self._hardware, request)
         except PlanError as error:
             self._nearest = min((known for known in (self._nearest, error) if known is not None), key=_lacking)
             return replace(option, reason=str(error).splitlines()[0])
@@ -200,7 +206,7 @@ class _Trials:
         )
         logger.debug("%d x %d, checkpointing %s: %.4g s", option.accumulation, option.batch, option.checkpoint, step_s)
         if self._best is None or round(step_s, 9) < round(self._best[0], 9):
-            self._best = (step_s, plan, option)
+            self._best = (step_s, Answer(plan, Question(trace, self._hardware, request)), option)
         return option
 
 

@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError
@@ -21,10 +20,8 @@ from elixir.search.advice import (
     lacks_device,
     lacks_room,
     moments_instead,
-    plan_levers,
     settled_arguments,
     shortage,
-    with_what_suffices,
 )
 from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.problem import MemoryModel, Setting, Spill
@@ -51,41 +48,6 @@ PREFETCH_DEPTH = 1
 """Chunks fetched ahead with overlap: one lets a transfer run during the use before it, and each takes a block."""
 
 
-def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRequest | int, **options: Any) -> Plan:
-    """The fastest plan within the budgets, by the time model; the same plan in every process.
-
-    Args:
-        trace: what one step of one rank needs.
-        hardware: the machine, by whose rates candidates are compared.
-        asked: a request, or the number of ranks.
-        options: fields of `SearchRequest`, such as ``device_memory="80GiB"``.
-
-    Raises:
-        InputError, InputTypeError: an argument makes no sense, or the machine's
-            disk is unknown and `disk_memory` is given.
-        PlanError: nothing fits; carries what would, and what to change.
-    """
-    request = SearchRequest.of(asked, **options)
-    tries = PlannerTries(hardware)
-    try:
-        plan = plan_or_shortage(trace, hardware, request, others_tried=True)
-    except PlanError as error:
-        budgets = _budgets(hardware, request)
-        raise with_what_suffices(error, trace, hardware, request, budgets, tries) from None
-    return with_levers(plan, trace, hardware, request, tries)
-
-
-def with_levers(
-    plan: Plan, trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, tries: Tries | None = None
-) -> Plan:
-    """`plan`, made from `trace` for `request`, which can now say what would help (`Plan.levers`)."""
-    known = tries or PlannerTries(hardware)
-    plan.asks(
-        levers=partial(plan_levers, trace=trace, hardware=hardware, request=request, tries=known),
-    )
-    return plan
-
-
 class PlannerTries(Tries):
     """Plans of one machine."""
 
@@ -94,19 +56,19 @@ class PlannerTries(Tries):
 
     def lacking_bytes(self, trace: StepTrace, request: SearchRequest) -> int:
         setting = setting_for(trace, self._hardware, request)
-        return lacks_room(trace, setting, _budgets(self._hardware, request))
+        return lacks_room(trace, setting, budgets_of(self._hardware, request))
 
     def least_host_bytes(self, trace: StepTrace, request: SearchRequest) -> int | None:
         if request.placement != "auto" or request.search != "optimal" or not request.overlap:
             return None
         space = SearchSpace(trace, self._hardware, setting_for(trace, self._hardware, request))
-        none = replace(_budgets(self._hardware, request), host_bytes=0)
+        none = replace(budgets_of(self._hardware, request), host_bytes=0)
         found = find_best(space, none, space.sizes(outsized=True), PREFETCH_DEPTH, briefly=True)
         nearest = found.best or found.least_host
         return None if nearest is None else nearest.need.host_bytes
 
     def plan(self, trace: StepTrace, request: SearchRequest, *, briefly: bool) -> Plan | None:
-        setting, budgets = setting_for(trace, self._hardware, request), _budgets(self._hardware, request)
+        setting, budgets = setting_for(trace, self._hardware, request), budgets_of(self._hardware, request)
         if lacks_room(trace, setting, budgets) or lacks_device(trace, budgets):
             return None
         found, _ = _search(SearchSpace(trace, self._hardware, setting), budgets, request, briefly=briefly)
@@ -116,11 +78,11 @@ class PlannerTries(Tries):
 def plan_or_shortage(
     trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, *, others_tried: bool = False
 ) -> Plan:
-    """As `plan_from_trace`, but the error says only what is missing: nothing else is planned for it.
+    """As `elixir.search.plan_from_trace`, but the error says only what is missing: nothing else is planned for it.
 
     With `others_tried` it leaves out what changes would save that `with_what_suffices` tries.
     """
-    setting, budgets = setting_for(trace, hardware, request), _budgets(hardware, request)
+    setting, budgets = setting_for(trace, hardware, request), budgets_of(hardware, request)
     say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
     if budgets.device_reserve_bytes or budgets.host_reserve_bytes:
         logger.info(
@@ -155,7 +117,8 @@ def plan_or_shortage(
     return _plan_of(found, budgets, request)
 
 
-def _budgets(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
+def budgets_of(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
+    """The budgets of a request, that of the disk included."""
     return replace(resolve_budgets(hardware, request), disk_bytes=disk_budget(hardware, request.disk_memory))
 
 

@@ -12,8 +12,10 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from elixir.errors import InputError, InputTypeError, unknown_name
+from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import state_size
 from elixir.plan import check_step_in_backward
+from elixir.step_trace import StepTrace
 from elixir.units import parse_bytes
 
 HomeChoice = Literal["auto", "cuda", "cpu"]
@@ -131,6 +133,17 @@ NO_HEDGE = (
     "plans need no hedge any more: each bounds what it may lose in the scenarios that the profile thinks possible; "
     "leave hedge= (--hedge) out, or give assume='nominal' (--assume nominal) for the fastest at the profile's rates"
 )
+
+
+@dataclass(frozen=True)
+class Question:
+    """A step, a machine, and what is asked of its plan."""
+
+    trace: StepTrace
+    hardware: HardwareProfile
+    request: SearchRequest
+
+
 OPTIONS = tuple(field.name for field in fields(SearchRequest))
 
 

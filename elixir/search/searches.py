@@ -1,4 +1,5 @@
-"""The three searches as users call them: a model (traced here) or a `StepTrace`, in; a `Plan`, out."""
+"""The three searches as users call them: a model (traced here) or a `StepTrace`, in; an `Answer`, with the plan,
+out."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names, warn_if_doubtful, warn_if_other_device
-from elixir.plan import Plan
+from elixir.search.answer import Answer, plan_from_trace
 from elixir.search.budgets import host_memory_here, on_rank_0, warn_if_disk_full
-from elixir.search.planner import plan_from_trace, simple_plan
-from elixir.search.request import OPTIONS, SearchRequest, bound, options_of, takes
+from elixir.search.planner import simple_plan
+from elixir.search.request import OPTIONS, Question, SearchRequest, bound, options_of, takes
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_name, parse_dtype
 
@@ -73,26 +74,23 @@ class Traced:
             use_fused_kernels=self.use_fused_kernels,
         )
 
-    def plan(
-        self, model: nn.Module | StepTrace, profile: HardwareProfile, request: SearchRequest
-    ) -> tuple[Plan, StepTrace]:
-        """The plan for `request`, and the trace it was made from; doubts about the machine are logged."""
+    def answer(self, model: nn.Module | StepTrace, profile: HardwareProfile, request: SearchRequest) -> Answer:
+        """The answer to `request`; doubts about the machine are logged."""
         warn_if_other_device(profile)
         warn_if_doubtful(profile)
         warn_if_disk_full(profile, request.disk_memory)
         if self.hardware is None and request.host_memory is None:
             request = dataclasses.replace(request, host_memory=host_memory_here(profile))
-        trace = self.trace(model, profile)
-        return self.checked(plan_from_trace(trace, profile, request), model), trace
+        return self.checked(plan_from_trace(self.trace(model, profile), profile, request), model)
 
     @staticmethod
-    def checked(plan: Plan, model: nn.Module | StepTrace) -> Plan:
-        """The plan, if the model can run under it."""
+    def checked(answer: Answer, model: nn.Module | StepTrace) -> Answer:
+        """The answer, if the model can run under its plan."""
         if isinstance(model, nn.Module):
             from elixir.models import refuse_compiled
 
-            refuse_compiled(model, plan)
-        return plan
+            refuse_compiled(model, answer.plan)
+        return answer
 
 
 _ORDER = (
@@ -136,7 +134,7 @@ def _bound(function: Callable[..., Any], given: tuple[Any, ...], options: dict[s
 
 
 @takes(_parameters())
-def optimal_search(*given: Any, **options: Any) -> Plan:
+def optimal_search(*given: Any, **options: Any) -> Answer:
     """Find chunk size, packing, rCache blocks and homes: the fastest plan that fits both budgets.
 
     Args:
@@ -157,7 +155,7 @@ def optimal_search(*given: Any, **options: Any) -> Plan:
 
 
 @takes(_parameters(without=("accumulation",)))
-def minimum_waste_search(*given: Any, **options: Any) -> Plan:
+def minimum_waste_search(*given: Any, **options: Any) -> Answer:
     """As `optimal_search`, but with the one chunk size that pads least; blocks and homes are searched for it alone."""
     return _searched(search="minimum_waste", **_bound(minimum_waste_search, given, options))
 
@@ -170,7 +168,7 @@ def minimum_waste_search(*given: Any, **options: Any) -> Plan:
         without=("accumulation", "disk_memory", "device_reserve", "host_reserve"),
     )
 )
-def simple_search(*given: Any, **options: Any) -> Plan:
+def simple_search(*given: Any, **options: Any) -> Answer:
     """A plan by hand, without a search: for tests, and for people who know what they want.
 
     Args:
@@ -185,14 +183,14 @@ def simple_search(*given: Any, **options: Any) -> Plan:
     by_hand = {name: asked.pop(name) for name in ("split_number", "allocate_factor", "shard_device")}
     model, request, how = _asked(asked)
     profile = profile_for(how.hardware, model)
-    plan = simple_plan(how.trace(model, profile), profile, request, **by_hand)
-    return _told(how.checked(plan, model), how)
+    trace = how.trace(model, profile)
+    answer = Answer(simple_plan(trace, profile, request, **by_hand), Question(trace, profile, request))
+    return _told(how.checked(answer, model), how)
 
 
-def _searched(**asked: Any) -> Plan:
+def _searched(**asked: Any) -> Answer:
     model, request, how = _asked(asked)
-    plan, _ = how.plan(model, profile_for(how.hardware, model), request)
-    return _told(plan, how)
+    return _told(how.answer(model, profile_for(how.hardware, model), request), how)
 
 
 def _asked(asked: dict[str, Any]) -> tuple[Any, SearchRequest, Traced]:
@@ -201,11 +199,11 @@ def _asked(asked: dict[str, Any]) -> tuple[Any, SearchRequest, Traced]:
     return asked["model"], request, how
 
 
-def _told(plan: Plan, how: Traced) -> Plan:
-    logger.debug("%s", plan)
+def _told(answer: Answer, how: Traced) -> Answer:
+    logger.debug("%s", answer)
     if how.verbose and on_rank_0():
-        print(plan)  # noqa: T201 - verbose=True asks for it
-    return plan
+        print(answer)  # noqa: T201 - verbose=True asks for it
+    return answer
 
 
 def profile_for(hardware: HardwareProfile | str | None, model: nn.Module | StepTrace | None = None) -> HardwareProfile:

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from elixir.errors import InputError
-from elixir.plan import ChunkPlan, Plan
+from elixir.plan import ChunkPlan, HasPlan, Plan, plan_of
 from elixir.show.style import (
     BLUE,
     DARK,
@@ -56,13 +56,14 @@ _PART_COLOURS = (
 _LEGEND_COLUMNS = 3
 
 
-def plot_plan(plan: Plan, path: str | os.PathLike[str] | None = None) -> Figure:
+def plot_plan(plan: Plan | HasPlan, path: str | os.PathLike[str] | None = None) -> Figure:
     """A plan as a map: budget bars of device, host and (where states are there) disk over its chunks in order of use,
     width by size, home by colour.
 
     Raises:
         InputError: the plan has no chunks, or `path` names no picture format.
     """
+    plan = plan_of(plan)
     if not plan.chunks:
         raise InputError(f"the plan for {plan.model_name} holds no chunks to draw")
     predicted = plan.predicted

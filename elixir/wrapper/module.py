@@ -19,7 +19,7 @@ from elixir.errors import InputError, InputTypeError
 from elixir.files import PathLike
 from elixir.kernels.model import FusedKernels
 from elixir.models import casts_buffers, find_shared_memory
-from elixir.plan import Plan, same_packing
+from elixir.plan import HasPlan, Plan, same_packing
 from elixir.torch_private import DisableTorchFunctionSubclass, tree_map
 from elixir.units import parse_dtype
 from elixir.wrapper.account import StepAccount, StepReport
@@ -68,7 +68,7 @@ class ElixirModule(nn.Module):
 
     Args:
         module: the model; it is taken over, and must not be used except through this.
-        plan: made for this model and this number of ranks.
+        plan: made for this model and this number of ranks; alone, or in the answer of a search.
         group: process group; None means the default one, or a single rank without one.
         prefetch: fetch chunks before they are used, as the plan says; False fetches on demand.
         dtype: parameters and floating inputs are cast to it; None takes the plan's. Buffers follow where the
@@ -101,7 +101,7 @@ class ElixirModule(nn.Module):
     def __init__(  # noqa: PLR0913 - the first eight are the original Elixir's
         self,
         module: nn.Module,
-        plan: Plan,
+        plan: Plan | HasPlan,
         group: dist.ProcessGroup | None = None,
         prefetch: bool = True,
         dtype: torch.dtype | str | None = None,
@@ -134,14 +134,14 @@ class ElixirModule(nn.Module):
         with contextlib.ExitStack() as undone:
             ranks = Group(group)
             undone.callback(ranks.close)
-            plan = agree_on_plan(ranks, module, plan, dtype, folders)
+            made = agree_on_plan(ranks, module, plan, dtype, folders)
             self._shared_weights = SharedWeights(module, find_shared_memory(module))
             undone.callback(self._shared_weights.give_back)
             if ranks.rank == 0:
                 if debug.emulation is None:
-                    warn_if_made_elsewhere(plan, where)
+                    warn_if_made_elsewhere(made, where)
                 _warn_if_hidden(module)
-            self._cast = dtype if plan.dtype == "as built" else parse_dtype(plan.dtype)
+            self._cast = dtype if made.dtype == "as built" else parse_dtype(made.dtype)
             follow = casts_buffers(module, self._cast)
             self._fused = FusedKernels(module, use_fused_kernels, where.type)
             undone.callback(self._fused.remove)
@@ -149,7 +149,7 @@ class ElixirModule(nn.Module):
             undone.push(partial(_undo, self._origins, engine))
             kept = self._cast if follow else None
             with engine.window.file.attempting("the model is as it came"):
-                engine.take_up(plan, partial(build_chunks, weights=weights, strict=strict, buffer_dtype=kept))
+                engine.take_up(made, partial(build_chunks, weights=weights, strict=strict, buffer_dtype=kept))
             if self._fused.counts:
                 logger.info("%s", self._fused)
             self._shared_buffers = SharedBuffers(module, ranks, engine.lanes)
@@ -242,7 +242,7 @@ class ElixirModule(nn.Module):
         with shown(self._engine, parameters, write):
             yield
 
-    def rehome(self, plan: Plan) -> None:
+    def rehome(self, plan: Plan | HasPlan) -> None:
         """Go on under another plan with the same chunks in other homes.
 
         Between a step and the next forward, with no gradients held. All ranks must call this with the same plan.
@@ -270,10 +270,10 @@ class ElixirModule(nn.Module):
         # After what the network is still doing, the same on all ranks; the thread goes on once all have answered.
         folders = engine.options.disk_folders
         agree = partial(agree_on_plan, engine.group, self.module, plan, None, folders)
-        plan = engine.lanes.network.ask(agree)
+        agreed = engine.lanes.network.ask(agree)
         for stepper in engine.steppers:
-            stepper.check_plan(plan)
-        if not same_packing(self.plan, plan):
+            stepper.check_plan(agreed)
+        if not same_packing(self.plan, agreed):
             raise InputError("rehome() moves chunks, it does not repack them; plan with the chunks of the present plan")
         engine.settle()
         engine.take_back()
@@ -281,7 +281,7 @@ class ElixirModule(nn.Module):
             engine.state_reader.let_go()  # a checkpoint may still be written from memory that goes now
         before = self.plan
         try:
-            self._move(plan)
+            self._move(agreed)
         except BaseException as error:
             logger.warning("chunks go back to their homes, since they cannot be moved: %s", error)
             try:

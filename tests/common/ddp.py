@@ -54,7 +54,7 @@ def plan_for(
         common = {"inp": inp, "step_fn": step, "hardware": "cpu"} | options
         if kind == "resident":
             memory = {"device_memory": "64GiB", "host_memory": "64GiB"}
-            plan = optimal_search(model, dist.get_world_size(), **memory, **common)
+            plan = optimal_search(model, dist.get_world_size(), **memory, **common).plan
         else:
             plan = simple_search(
                 model,
@@ -63,7 +63,7 @@ def plan_for(
                 allocate_factor=0.01,
                 shard_device="cuda" if kind == "device" else "cpu",
                 **common,
-            )
+            ).plan
         texts = [(mixed(plan) if kind == "mixed" else plan).to_json()]
     dist.broadcast_object_list(texts, src=0)
     return Plan.from_json(str(texts[0]))

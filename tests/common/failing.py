@@ -142,7 +142,7 @@ def plan_of(world_size: int, homes: str, dtype: str | None = None) -> Plan:
         _PLANS[key] = simple_search(
             net(), world_size, inp=BATCH, step_fn=step, split_number=6, allocate_factor=0.01, hardware="cpu",
             shard_device="cpu", unified_dtype=dtype,
-        )  # fmt: skip
+        ).plan  # fmt: skip
     plan = _PLANS[key]
     return with_states(plan, "host") if homes == "memory" else with_states(plan, "disk", 1 + (homes == "both"))
 

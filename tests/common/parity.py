@@ -87,7 +87,7 @@ def make_plan(case: Case, mode: str, **options: Any) -> Plan:
     key = contents((case, where, options))
     plan = _PLANS.get(key) if key else None
     if plan is None:
-        plan = simple_search(case.model, 1, inp=case.inp, step_fn=step, shard_device=where, **options)
+        plan = simple_search(case.model, 1, inp=case.inp, step_fn=step, shard_device=where, **options).plan
         if key:
             _PLANS[key] = plan
     return mixed(plan) if mode == "mixed" else plan

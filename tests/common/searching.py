@@ -25,7 +25,7 @@ PLENTY = 1 << 50
 
 def plan(trace: StepTrace, world_size: int = 1, *, device: int = PLENTY, host: int = PLENTY, **options: Any) -> Plan:
     """A plan on the sample machine."""
-    return plan_from_trace(trace, HARDWARE, world_size, device_memory=device, host_memory=host, **options)
+    return plan_from_trace(trace, HARDWARE, world_size, device_memory=device, host_memory=host, **options).plan
 
 
 def link_bytes(made: Plan) -> int:

@@ -34,7 +34,7 @@ def _in_a_smaller_group(rank: int, world_size: int) -> list[float]:
     pair = rank // 2
     model = tiny("opt", seed=pair)
     inp = batch_of(model, rank, world_size)
-    plan = simple_search(model, 2, 8, 0.01, shard_device="cpu", inp=inp, hardware="cpu")
+    plan = simple_search(model, 2, 8, 0.01, shard_device="cpu", inp=inp, hardware="cpu").plan
     plain = DistributedDataParallel(copy.deepcopy(model), process_group=group)
     module = ElixirModule(model, plan, group, device="cpu", debug=Debug(poison=True))
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=LR))

@@ -33,7 +33,7 @@ def steps(rank: int, world_size: int, overlap: bool) -> tuple[int, int, int]:
     plan = optimal_search(
         model, world_size, inp=inp, step_fn=lambda m, i: m(**i).backward(), hardware="cpu", overlap=overlap,
         device_memory="1GiB", host_memory="1GiB", placement="cuda",
-    )  # fmt: skip
+    ).plan  # fmt: skip
     assert all(chunk.resident for chunk in plan.chunks)
     module = ElixirModule(model, plan, device="cpu")
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))

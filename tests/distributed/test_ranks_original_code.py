@@ -118,7 +118,7 @@ def wrapped_with(rank: int, world_size: int, free: list[int], options: list[dict
     model = tiny("opt")
     machine = replace(preset("cpu"), host_memory_bytes=None)
     batch = batch_of(model, rank, world_size)
-    plan = optimal_search(model, world_size, inp=batch, hardware=machine, **options[rank])
+    plan = optimal_search(model, world_size, inp=batch, hardware=machine, **options[rank]).plan
     wrapped = ElixirModule(model, plan)
     losses = trained(wrapped, ElixirOptimizer(wrapped, torch.optim.AdamW(wrapped.parameters())), batch)
     assert losses[-1] < losses[0]
@@ -163,7 +163,7 @@ def without_a_plan_for_all(rank: int, world_size: int) -> None:
     read_as_free(GIB)
     model = tiny("opt", layers=1)
     machine = replace(preset("cpu"), host_memory_bytes=None)
-    plan = optimal_search(model, world_size, inp=batch_of(model, rank, world_size), hardware=machine)
+    plan = optimal_search(model, world_size, inp=batch_of(model, rank, world_size), hardware=machine).plan
     peaks = {"device": plan.predicted.device_peak_bytes, "host": plan.predicted.host_peak_bytes}
     short = replace(plan, **{f"{('device', 'host')[rank]}_budget_bytes": peaks[("device", "host")[rank]] - 1})
     with pytest.raises(InputError, match=r"no rank's plan fits .* device_memory=\d+ \(.*\) and host_memory=\d+ \("):

@@ -42,7 +42,7 @@ def test_wrap_takes_the_device_that_is_here() -> None:
 
 @needs_pretended_gpu
 def test_a_device_that_no_preset_knows_is_planned_for_with_the_memory_it_has(caplog: pytest.LogCaptureFixture) -> None:
-    plan = elixir.search.optimal_search(tiny("opt"), 1)
+    plan = elixir.search.optimal_search(tiny("opt"), 1).plan
     assert 0.9 * TOTAL_BYTES < plan.device_budget_bytes <= TOTAL_BYTES
     assert "no preset" in caplog.text
 

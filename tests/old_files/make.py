@@ -58,7 +58,7 @@ def plan_of(ranks: int = 1, dtype: str = "float32", moments: str = "float32", ho
     plan = simple_search(
         model(), ranks, split_number=4, unified_dtype=getattr(torch, dtype), shard_device="cpu", hardware="cpu",
         inp=batch(), step_fn=lambda module, inp: loss_of(module, inp).backward(), moments=moments, speculate=False,
-    )  # fmt: skip
+    ).plan  # fmt: skip
     chunks = []
     for index, chunk in enumerate(plan.chunks):
         resident, weights, states = homes[index % len(homes)]

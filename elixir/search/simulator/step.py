@@ -17,7 +17,7 @@ import numpy as np
 
 from elixir.errors import InputTypeError
 from elixir.hardware import HardwareProfile
-from elixir.plan import Plan
+from elixir.plan import HasPlan, Plan, plan_of
 from elixir.schedule import ScheduleResult
 from elixir.search.problem import (
     RESIDENT,
@@ -93,7 +93,7 @@ class Simulation:
 
 
 def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by one
-    plan: Plan,
+    plan: Plan | HasPlan,
     trace: StepTrace,
     hardware: HardwareProfile,
     *,
@@ -123,11 +123,8 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
     Raises:
         InputError, InputTypeError: the plan is not of this trace, or an argument makes no sense.
     """
-    for name, value, kind in (
-        ("plan", plan, Plan),
-        ("trace", trace, StepTrace),
-        ("hardware", hardware, HardwareProfile),
-    ):
+    plan = plan_of(plan)
+    for name, value, kind in (("trace", trace, StepTrace), ("hardware", hardware, HardwareProfile)):
         if not isinstance(value, kind):
             raise InputTypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
     if accumulation is None:

@@ -15,11 +15,11 @@ from elixir.chunk.buffers import Arena
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.disk import MASTERS, StateWindow, StoredStates
 from elixir.chunk.group import Group
-from elixir.errors import ArtifactError, InputError, InputTypeError
+from elixir.errors import ArtifactError, InputError
 from elixir.hardware import other_device, total_host_bytes
 from elixir.memory_order import is_dense
 from elixir.models import fingerprint, refuse_compiled, refuse_unplannable
-from elixir.plan import ChunkPlan, Plan
+from elixir.plan import ChunkPlan, HasPlan, Plan, plan_of
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.units import dtype_name, format_bytes, parse_dtype
 from elixir.wrapper.build.agreement import agree_on_values, plan_for_all
@@ -262,19 +262,20 @@ def _check_disk_folders(plan: Plan, folders: Sequence[str]) -> None:
 
 
 def agree_on_plan(
-    group: Group, module: nn.Module, plan: Plan, dtype: torch.dtype | None, disk_folders: Sequence[str] = ()
+    group: Group,
+    module: nn.Module,
+    given: Plan | HasPlan,
+    dtype: torch.dtype | None,
+    disk_folders: Sequence[str] = (),
 ) -> Plan:
     """The plan that all ranks run, if their plans differ only by free memory that each has read (`plan_for_all`).
 
     Plans that differ otherwise, and one that a rank cannot run, are refused on all ranks at once.
     """
-    error: Exception | None = None
+    mine, error = "", None
     try:
-        if not isinstance(plan, Plan):
-            raise InputTypeError(
-                f"plan must be a Plan, got {type(plan).__name__}; Plan.load(path) reads a file, and what one rank has "
-                "planned has to be sent to the others"
-            )
+        plan = plan_of(given)
+        mine = plan.fingerprint
         refuse_unplannable(module, None if plan.dtype == "as built" else parse_dtype(plan.dtype))
         _check_fits(plan, module, group.size)
         refuse_compiled(module, plan)
@@ -289,7 +290,6 @@ def agree_on_plan(
             )
     except (ValueError, TypeError) as refused:
         error = refused
-    mine = plan.fingerprint if isinstance(plan, Plan) else ""
     answers = group.exchange("plan", (mine, None if error is None else str(error)))
     if error is not None:
         raise error

@@ -86,7 +86,7 @@ def search(it: Case, accumulation: int, where: str) -> Plan:
     return optimal_search(
         it.model, 1, inp=it.inp, step_fn=step, hardware="cpu", host_memory="64GiB", device_memory=memory,
         placement=where, accumulation=accumulation,
-    )  # fmt: skip
+    ).plan  # fmt: skip
 
 
 @pytest.mark.parametrize(("accumulation", "where"), [(1, "cpu"), (2, "cpu"), (3, "auto"), (4, "cpu"), (4, "cuda")])

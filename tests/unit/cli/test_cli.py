@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ class Stub:
             "build": object(),
             "input_to_trace": {"input_ids": None},
             "trace_step": make_trace(),
-            "plan_from_trace": make_plan(5),
+            "plan_from_trace": SimpleNamespace(plan=make_plan(5), levers=tuple),
             "load_hardware": make_hardware(),
             "measure": make_hardware("here"),
         }
@@ -213,7 +214,7 @@ def test_plan_passes_moments_and_fused_kernels_on(
 def test_plan_json_is_a_plan_that_can_be_loaded(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     _, text, _ = run(capsys, "plan", "opt-13b", "--json", "--out", str(out), "--plot", str(tmp_path / "plan.pdf"))
-    assert Plan.from_json(text) == Plan.load(out) == stub.results["plan_from_trace"]
+    assert Plan.from_json(text) == Plan.load(out) == stub.results["plan_from_trace"].plan
     assert (tmp_path / "plan.pdf").read_bytes().startswith(b"%PDF")
 
 

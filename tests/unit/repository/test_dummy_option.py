@@ -17,7 +17,7 @@ from tests.common.synthetic_trace import stack_trace
 
 ROOT = Path(__file__).parents[3]
 PATCH = Path(__file__).with_name("dummy_option.patch")
-MOST_FILES = 5
+MOST_FILES = 3
 
 RUN = """
 import sys

@@ -42,7 +42,7 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"budgets"}),
         frozenset({"advice"}),
         frozenset({"planner"}),
-        frozenset({"batches", "replan", "searches", "whatif"}),
+        frozenset({"answer", "batches", "replan", "searches", "whatif"}),
     ),
     "wrapper": (
         frozenset({"fetch_on_use", "loss_scale", "options", "phase", "run_errors", "state_reader"}),

@@ -292,7 +292,7 @@ def test_buffers_of_a_model_that_is_cast_as_a_whole_are_cast_and_come_back() -> 
     plan = simple_search(
         model, 1, split_number=2, allocate_factor=0.5, shard_device="cpu", inp=inp,
         step_fn=lambda m, i: m(i["x"]).sum().backward(), hardware="cpu", unified_dtype=torch.bfloat16,
-    )  # fmt: skip
+    ).plan  # fmt: skip
     module = ElixirModule(model, plan, device="cpu")
     assert torch.equal(module(inp["x"]), plain(inp["x"].bfloat16()))
     module.close()
@@ -308,7 +308,7 @@ def test_a_model_with_nothing_to_train_is_evaluated_under_a_plan() -> None:
     plan = simple_search(
         model, 1, split_number=2, allocate_factor=0.5, shard_device="cpu", inp=inp,
         step_fn=lambda m, i: m(i["x"]), hardware="cpu",
-    )  # fmt: skip
+    ).plan  # fmt: skip
     module = ElixirModule(model, plan, device="cpu", debug=Debug(poison=True))
     for _ in range(2):
         assert torch.equal(module(inp["x"]), expected)

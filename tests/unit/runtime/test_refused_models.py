@@ -96,7 +96,7 @@ SUBCLASSES: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 def test_tensors_of_unknown_classes(name: str, place: str) -> None:
     make, said = SUBCLASSES[name]
     model = Net()
-    plan = simple_search(model, 1, split_number=2, inp=X, step_fn=step, hardware="cpu")
+    plan = simple_search(model, 1, split_number=2, inp=X, step_fn=step, hardware="cpu").plan
     tensor = make()
     if place == "parameter":
         frozen = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
@@ -149,7 +149,7 @@ COMPILED = [compiled_layer, replaced_layer, whole]
 
 
 def planned(model: nn.Module, where: Any) -> Any:
-    return simple_search(model, 1, split_number=3, shard_device=where, inp=X, step_fn=step, hardware="cpu")
+    return simple_search(model, 1, split_number=3, shard_device=where, inp=X, step_fn=step, hardware="cpu").plan
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know")

@@ -53,7 +53,7 @@ def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
     def search(**options: Any) -> Any:
         return optimal_search(
             it.model, 1, inp=it.inp, step_fn=step_of(it), hardware="cpu", host_memory="64GiB", **options
-        )
+        ).plan
 
     low, high = (
         search(placement=where, device_memory="64GiB").predicted.device_peak_bytes for where in ("cpu", "cuda")
@@ -93,7 +93,7 @@ def test_states_are_as_wide_as_those_that_torch_makes(dtype: torch.dtype, share:
             optimizer_type=family,
             host_memory="64GiB",
             **options,
-        )
+        ).plan
 
     low, high = (
         search(placement=where, device_memory="64GiB").predicted.device_peak_bytes for where in ("cpu", "cuda")
@@ -420,7 +420,7 @@ def test_a_chunk_without_a_gradient_takes_no_host_memory_for_one() -> None:
     plan = simple_search(
         model, 1, split_number=2, allocate_factor=0.01, shard_device="cpu",
         inp={"x": x}, step_fn=lambda m, inp: m(**inp).backward(), hardware="cpu",
-    )  # fmt: skip
+    ).plan  # fmt: skip
     assert any(chunk.reduce_order is None for chunk in plan.chunks)
     module = ElixirModule(model, plan, device=gpu.DEVICE)
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
@@ -471,7 +471,7 @@ def test_a_gradient_larger_than_a_block_and_one_that_never_comes_fit_the_predict
         return optimal_search(
             model, 1, inp={"ids": ids}, step_fn=lambda m, inp: m(**inp).backward(), hardware="cpu", overlap=overlap,
             device_memory=device_memory, host_memory="1GiB",
-        )  # fmt: skip
+        ).plan  # fmt: skip
 
     with pytest.raises(PlanError) as caught:
         search(0)

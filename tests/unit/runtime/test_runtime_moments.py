@@ -97,7 +97,7 @@ def test_accounted_bytes_are_the_plans(kind: str, dtype: str | None, share: floa
 
     def search(**options: Any) -> Plan:
         common: dict[str, Any] = {"inp": it.inp, "hardware": "cpu", "host_memory": "64GiB", "moments": kind}
-        return optimal_search(it.model, 1, dtype, **common, **options)
+        return optimal_search(it.model, 1, dtype, **common, **options).plan
 
     low, high = (search(placement=p, device_memory="64GiB").predicted.device_peak_bytes for p in ("cpu", "cuda"))
     plan = search(device_memory=int(low + share * (high - low)))

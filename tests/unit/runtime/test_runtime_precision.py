@@ -349,5 +349,5 @@ def test_float64_on_the_cpu_has_the_bits_of_plain_training(mode: str) -> None:
     plan = optimal_search(
         it.model, 1, inp=it.inp, step_fn=lambda m, i: it.loss(m, i).backward(), hardware="cpu", device_memory="1GiB",
         host_memory="1GiB",
-    )  # fmt: skip
+    ).plan  # fmt: skip
     assert plan.predicted.seconds["total"] > 0

@@ -541,7 +541,7 @@ def test_the_second_set_of_states_is_counted() -> None:
 def test_the_host_peak_that_was_predicted_is_never_passed() -> None:
     it = chain(6)
     step = {"step_fn": lambda model, inp: it.loss(model, inp).backward(), "inp": it.inp}
-    plan = simple_search(it.model, 1, 6, shard_device="cpu", hardware=SLOW_HOST, speculate=True, **step)
+    plan = simple_search(it.model, 1, 6, shard_device="cpu", hardware=SLOW_HOST, speculate=True, **step).plan
     undo_bytes = plan.predicted.host_parts["undo"]
     assert plan.predicted.host_peak_bytes <= plan.host_budget_bytes
     with Pair(it, plan, emulation=Emulation(delay_s=1e-3, seed=1)) as pair:

@@ -45,7 +45,7 @@ def test_the_short_form_works_where_there_is_no_gpu(
     """No machine is named: it is planned for this one's free host memory, and that is said."""
     monkeypatch.setattr("elixir.search.budgets.free_host_bytes", lambda: 20 * GIB)
     with caplog.at_level(logging.WARNING):
-        plan = optimal_search(small(), 1, inp=BATCH, step_fn=step)
+        plan = optimal_search(small(), 1, inp=BATCH, step_fn=step).plan
     assert plan.host_budget_bytes + plan.host_reserve_bytes == 20 * GIB
     assert plan.host_reserve_bytes == 4 * GIB
     assert "20.00 GiB" in caplog.text
@@ -203,7 +203,7 @@ def test_short_times_do_not_vanish(seconds: float, shown: str) -> None:
 
 
 def test_a_plan_without_streamed_chunks_does_not_speak_of_blocks() -> None:
-    plan = optimal_search(small(), 1, inp=BATCH, step_fn=step, **KNOWN)
+    plan = optimal_search(small(), 1, inp=BATCH, step_fn=step, **KNOWN).plan
     assert all(chunk.resident for chunk in plan.chunks)
     assert "rCache        none: every chunk is resident" in str(plan)
     assert "host to device 0 B" in str(plan)

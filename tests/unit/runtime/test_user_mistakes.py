@@ -35,7 +35,7 @@ def planned(model: nn.Module, home: Any = "cpu", **options: Any) -> Plan:
     options = {"inp": BATCH, "hardware": "cpu"} | options
     return simple_search(
         model, 1, split_number=2, shard_device=home, step_fn=lambda m, inp: loss(m, inp).backward(), **options
-    )
+    ).plan
 
 
 @pytest.fixture

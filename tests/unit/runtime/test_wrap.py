@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,16 +185,16 @@ def test_counts_the_batches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def planned() -> tuple[Any, Any, Plan]:
     """A trace, a machine, and a plan with some chunks on the host."""
-    from elixir.search.planner import plan_from_trace
+    from elixir.search import plan_from_trace
     from elixir.tracer import trace_step
 
     model = tiny("opt", layers=4, device="meta")
     it = case("opt")
     machine = preset("cpu")
     trace = trace_step(model, it.inp, lambda m, i: m(**i).loss.backward(), hardware=machine, optimizer=None)
-    free = plan_from_trace(trace, machine, 1, device_memory="1GiB", host_memory="1GiB")
+    free = plan_from_trace(trace, machine, 1, device_memory="1GiB", host_memory="1GiB").plan
     budget = int(0.6 * free.predicted.device_peak_bytes)
-    return trace, machine, plan_from_trace(trace, machine, 1, device_memory=budget, host_memory="1GiB")
+    return trace, machine, plan_from_trace(trace, machine, 1, device_memory=budget, host_memory="1GiB").plan
 
 
 def test_a_plan_that_was_right_stays(planned: tuple[Any, Any, Plan]) -> None:
@@ -292,7 +293,7 @@ def test_a_dry_run_refuses_what_the_run_does(
     def traced(*args: Any) -> None:
         raise AssertionError("this is refused before a step is traced")
 
-    monkeypatch.setattr(api.Traced, "plan", traced)
+    monkeypatch.setattr(api.Traced, "answer", traced)
     for call in (elixir.wrap, api.dry_run):
         with pytest.raises(InputError, match=says):
             call(model, optimizer, hardware="cpu", **more)
@@ -328,7 +329,7 @@ def test_a_dry_run_refuses_a_plan_without_a_folder_for_its_disk_as_the_run_does(
 ) -> None:
     it = case("gpt2")
     found = on_disk(make_plan(it, "streamed"))
-    monkeypatch.setattr(api.Traced, "plan", lambda *_: (found, None))
+    monkeypatch.setattr(api.Traced, "answer", lambda *_: SimpleNamespace(plan=found, trace=None))
     for call in (api.dry_run, elixir.wrap):
         with pytest.raises(InputError, match="say on which with disk_folder="):
             call(it.model, adamw(it.model), hardware="cpu")
@@ -355,7 +356,7 @@ def test_the_plan_is_that_of_the_search() -> None:
 
     memory = {"device_memory": "1MiB", "host_memory": "1GiB"}
     options = {"optimizer_type": "AdamW (for-loop)", "hardware": "cpu", "clipping": False}  # no max_norm was given
-    plan = optimal_search(other.model, 1, inp=other.inp, **options, **memory)
+    plan = optimal_search(other.model, 1, inp=other.inp, **options, **memory).plan
     assert model.plan == plan
     assert make_plan(other, "streamed") != plan
     model.close()

@@ -40,7 +40,7 @@ def trace_of(batch: int, checkpoint: str = "non-reentrant") -> StepTrace:
 def test_the_search_sees_what_simulate_step_gives(world_size: int, accumulation: int) -> None:
     plan = plan_from_trace(
         trace_of(2), HARDWARE, world_size, device_memory=900 * MIB, host_memory=PLENTY, accumulation=accumulation
-    )
+    ).plan
     assert plan.accumulation == accumulation
     assert Plan.from_json(plan.to_json()) == plan
     step = simulate_step(plan, trace_of(2), HARDWARE)
@@ -53,7 +53,7 @@ def test_the_search_sees_what_simulate_step_gives(world_size: int, accumulation:
 @pytest.mark.slow
 def test_more_batches_than_are_simulated_count_as_the_last_of_them() -> None:
     trace = trace_of(2)
-    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=900 * MIB, host_memory=PLENTY, accumulation=8)
+    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=900 * MIB, host_memory=PLENTY, accumulation=8).plan
     assert plan.predicted.seconds["total"] == pytest.approx(simulate_step(plan, trace, HARDWARE).step_s, rel=0.01)
     assert "per optimizer step of 8 micro-batches" in str(plan)
 
@@ -130,7 +130,7 @@ def test_the_fastest_way_is_chosen_and_all_are_told() -> None:
         try:
             plan = plan_from_trace(
                 trace_of(option.batch, option.checkpoint), HARDWARE, 1, accumulation=option.accumulation, **options
-            )
+            ).plan
         except PlanError:
             assert option.reason
         if plan is not None:
@@ -197,7 +197,7 @@ def test_accumulation_is_a_whole_number() -> None:
     for value in (0, 1.5, True):
         with pytest.raises((InputError, InputTypeError), match="accumulation"):
             optimal_search(trace_of(1), 1, hardware=HARDWARE, host_memory=PLENTY, accumulation=value)  # type: ignore[arg-type]
-    plan = optimal_search(trace_of(1), 1, hardware=HARDWARE, host_memory=PLENTY, accumulation=2)
+    plan = optimal_search(trace_of(1), 1, hardware=HARDWARE, host_memory=PLENTY, accumulation=2).plan
     with pytest.raises(InputError, match="accumulation"):
         replace(plan, accumulation=0)
 
@@ -272,7 +272,7 @@ def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
 def test_the_chosen_way_knows_what_would_help() -> None:
     """Levers of the way that was chosen: its trace, and as many batches."""
     choice = search_batches(trace_of, HARDWARE, 1, samples=2, device_memory=900 * MIB, host_memory=PLENTY)
-    by_action = {lever.action: lever.plan for lever in choice.plan.levers()}
+    by_action = {lever.action: lever.plan for lever in choice.answer.levers()}
     more = by_action[f"accumulate {4 * choice.option.accumulation} batches a step"]
     assert more is not None
     assert more.accumulation == 4 * choice.plan.accumulation

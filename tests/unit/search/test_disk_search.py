@@ -13,8 +13,8 @@ from benchmark.certificate.lower_bound import lower_bound
 from elixir.errors import InputError, PlanError
 from elixir.optimizer_states import StateSize
 from elixir.plan import Home, Plan
+from elixir.search import plan_from_trace
 from elixir.search.budgets import warn_if_disk_full
-from elixir.search.planner import plan_from_trace
 from elixir.search.problem import MemoryModel, Placement, Setting, Spill
 from elixir.search.propose import Budgets, SearchSpace, spilled
 from elixir.search.simulator import simulate_step
@@ -46,7 +46,7 @@ def limits(stack: StepTrace) -> tuple[int, int]:
 
 
 def planned(stack: StepTrace, device: int, host: int, **options: object) -> Plan:
-    return plan_from_trace(stack, FAST, 1, device_memory=device, host_memory=host, **options)  # type: ignore[arg-type]
+    return plan_from_trace(stack, FAST, 1, device_memory=device, host_memory=host, **options).plan  # type: ignore[arg-type]
 
 
 def test_states_go_to_the_disk_only_where_nothing_fits_without(stack: StepTrace, limits: tuple[int, int]) -> None:
@@ -95,7 +95,9 @@ def test_several_ranks_share_the_budgets_of_their_machine(stack: StepTrace) -> N
     with pytest.raises(PlanError) as caught:
         plan_from_trace(stack, FAST, 2, device_memory=1 << 40, host_memory=1, placement="cpu")
     host = int(0.7 * caught.value.needed_bytes)
-    plan = plan_from_trace(stack, FAST, 2, device_memory=1 << 40, host_memory=host, disk_memory="1GiB", placement="cpu")
+    plan = plan_from_trace(
+        stack, FAST, 2, device_memory=1 << 40, host_memory=host, disk_memory="1GiB", placement="cpu"
+    ).plan
     assert plan.uses_disk
     assert plan.predicted.host_peak_bytes <= host
     on_disk = [c.numel // 2 * 12 for c in plan.chunks if c.state_home == "disk"]
@@ -122,7 +124,7 @@ def test_the_bound_holds_for_plans_with_a_disk(stack: StepTrace, limits: tuple[i
 def test_a_faster_disk_is_a_lever(stack: StepTrace, limits: tuple[int, int]) -> None:
     device, host = limits
     slow = replace(FAST, disk_read_bytes_per_s=1e7, disk_write_bytes_per_s=1e7)
-    plan = plan_from_trace(stack, slow, 1, device_memory=device, host_memory=int(0.8 * host), disk_memory="1GiB")
+    plan = plan_from_trace(stack, slow, 1, device_memory=device, host_memory=int(0.8 * host), disk_memory="1GiB").plan
     (lever,) = (lever for lever in lever_effects(plan, stack, slow) if "the disk" in lever.action)
     assert lever.change_s < 0
 
@@ -199,7 +201,7 @@ def test_plans_with_a_disk_are_what_an_independent_count_says(
         plan_from_trace(trace, FAST, world_size, host_memory=1, **cpu)
     host = int(share * short.value.needed_bytes)
     try:
-        made = plan_from_trace(trace, FAST, world_size, host_memory=host, disk_memory=disk * MIB, **cpu)
+        made = plan_from_trace(trace, FAST, world_size, host_memory=host, disk_memory=disk * MIB, **cpu).plan
     except PlanError:
         return  # `needed_bytes` is held by another test
     check_consistent(made, trace)
@@ -248,6 +250,8 @@ def test_a_plan_says_how_long_a_drive_lasts(stack: StepTrace, limits: tuple[int,
     assert plan.disk_written_bytes == written > 0
     assert f"lasts {10**12 // written:,} steps" in tables.wear(plan, 10**12)
     assert "lasts" not in tables.wear(plan)
-    pair = plan_from_trace(stack, FAST, 2, device_memory=1 << 40, host_memory=host, disk_memory="1GiB", placement="cpu")
+    pair = plan_from_trace(
+        stack, FAST, 2, device_memory=1 << 40, host_memory=host, disk_memory="1GiB", placement="cpu"
+    ).plan
     assert pair.uses_disk
     assert pair.disk_written_bytes == 2 * pair.predicted.moved_bytes["disk_write"]

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from elixir.artifact import Artifact
 from elixir.errors import InputError, PlanError
 from elixir.hardware import preset
-from elixir.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.advice import StepByName, best_allowed, samples_per_s, trace_by_name
 from elixir.search.advice.changes import job_changes
@@ -109,12 +107,6 @@ def test_levers_of_a_plan_are_plans(trace: StepTrace) -> None:
     asked = plan_from_trace(trace, MACHINE, 1, device_memory=GIB, host_memory=8 * GIB, moments="8bit")
     assert eight is not None
     assert eight.predicted.step_s == pytest.approx(asked.predicted.step_s, rel=0.03)
-
-
-def test_a_plan_from_a_file_knows_no_levers(trace: StepTrace) -> None:
-    made: Artifact = plan_from_trace(trace, MACHINE, 1, device_memory=GIB, host_memory=8 * GIB)
-    with pytest.raises(InputError, match="plan again"):
-        Plan.from_json(made.to_json()).levers()
 
 
 def test_only_what_is_allowed_is_done(trace: StepTrace) -> None:

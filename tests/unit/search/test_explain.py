@@ -48,7 +48,7 @@ def trace() -> StepTrace:
 @pytest.fixture(scope="module")
 def plan(trace: StepTrace) -> Plan:
     """Too little device memory for all, so that chunks live in several places."""
-    return plan_from_trace(trace, HARDWARE, 1, device_memory=1400 * MIB, host_memory="4GiB")
+    return plan_from_trace(trace, HARDWARE, 1, device_memory=1400 * MIB, host_memory="4GiB").plan
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_the_step_is_that_of_the_simulator(plan: Plan, trace: StepTrace, found: 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_elsewhere_is_what_the_simulator_says_of_the_changed_plan(trace: StepTrace, world_size: int) -> None:
-    plan = plan_from_trace(trace, HARDWARE, world_size, device_memory=1200 * MIB, host_memory="4GiB")
+    plan = plan_from_trace(trace, HARDWARE, world_size, device_memory=1200 * MIB, host_memory="4GiB").plan
     found = explain(plan, trace, HARDWARE, levers=False)
     base_s, checked = simulate_step(plan, trace, HARDWARE).step_s, 0
     for chunk in found.chunks[::2]:
@@ -176,7 +176,7 @@ def test_one_block_fewer_and_one_more(plan: Plan, trace: StepTrace, found: Expla
 
 
 def test_a_plan_with_everything_resident_can_be_explained(trace: StepTrace) -> None:
-    plan = plan_from_trace(trace, HARDWARE, 1, device_memory="20GiB", host_memory="4GiB", placement="cuda")
+    plan = plan_from_trace(trace, HARDWARE, 1, device_memory="20GiB", host_memory="4GiB", placement="cuda").plan
     assert all(chunk.resident for chunk in plan.chunks)
     assert plan.block_bytes == 0
     found = explain(plan, trace, HARDWARE, levers=False)
@@ -193,7 +193,7 @@ def test_frozen_chunks_have_two_places(trace: StepTrace) -> None:
         for param in trace.parameters
     )
     trace = dataclasses.replace(trace, parameters=frozen)
-    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=1300 * MIB, host_memory="4GiB")
+    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=1300 * MIB, host_memory="4GiB").plan
     found = explain(plan, trace, HARDWARE, levers=False)
     chunks = [chunk for chunk in found.chunks if chunk.spot.states == "none"]
     assert chunks
@@ -211,7 +211,7 @@ def test_a_trace_of_another_batch_is_refused(plan: Plan) -> None:
 
 @pytest.mark.slow
 def test_levers_plan_for_as_many_batches_as_the_plan(trace: StepTrace) -> None:
-    several = plan_from_trace(trace, HARDWARE, 1, device_memory=1500 * MIB, host_memory="4GiB", accumulation=4)
+    several = plan_from_trace(trace, HARDWARE, 1, device_memory=1500 * MIB, host_memory="4GiB", accumulation=4).plan
     levers = {x.action: x for x in lever_effects(several, trace, HARDWARE)}
     # One batch would take a quarter; nothing is to be gained where nothing changes.
     assert levers["plan again, nothing changed"].step_s == pytest.approx(several.predicted.seconds["total"])
@@ -245,7 +245,7 @@ def test_nobody_is_told_to_plan_again_what_was_just_planned(
 ) -> None:
     plan = plan_from_trace(
         trace, HARDWARE, world_size, device_memory=budget * MIB, host_memory="4GiB", clipping=True, **options
-    )
+    ).plan
     assert "plan again" not in summary_text(explain(plan, trace, HARDWARE, levers=False))
 
 
@@ -253,7 +253,7 @@ def test_nobody_is_told_to_plan_again_what_was_just_planned(
 def test_a_badly_made_plan_is_beaten_by_planning_again(trace: StepTrace) -> None:
     plan = simple_search(
         trace, 1, split_number=12, allocate_factor=0.3, shard_device="cpu", hardware=HARDWARE, device_memory="20GiB"
-    )
+    ).plan
     again = [x for x in lever_effects(plan, trace, HARDWARE) if x.action == "plan again, nothing changed"]
     assert again[0].change_s < 0
     # One chunk moved into free room helps as well, and the summary says so.

@@ -218,7 +218,7 @@ def test_where_the_hosts_adam_is_slow_bytes_are_worth_less_than_states_on_the_de
     original = OriginalRule(trace, setting).choose(device)
     assert original is not None
     slow = replace(HARDWARE, host_adam_numel_per_s=1e8)
-    made = plan_from_trace(trace, slow, 1, device_memory=device, host_memory=PLENTY)
+    made = plan_from_trace(trace, slow, 1, device_memory=device, host_memory=PLENTY).plan
     theirs = originals_step_s(trace, setting, device, slow)
     assert theirs is not None
     assert link_bytes(made) > original.link_bytes
@@ -366,7 +366,7 @@ def test_seconds_are_bytes_over_bandwidth_and_work_over_rates() -> None:
     )
     world_size = 4
     budgets = {"device_memory": PLENTY, "host_memory": PLENTY}
-    made = plan_from_trace(trace, hardware, world_size, **budgets, placement="cpu", speculate=False)
+    made = plan_from_trace(trace, hardware, world_size, **budgets, placement="cpu", speculate=False).plan
     moved, seconds = made.predicted.moved_bytes, made.predicted.seconds
     # Large products are bound by FLOP/s, the others by memory; gradients are read and written on their way to blocks.
     copied = sum(2 * chunk.weight_bytes for chunk in made.chunks)

@@ -139,7 +139,7 @@ def test_a_missing_rate_names_its_dtype() -> None:
 
 def test_simple_search_does_as_told() -> None:
     trace = stack_trace(StackShape(hidden=512, layers=24, ffn=2048, vocab=4096, positions=512))
-    made = simple_search(trace, 2, split_number=8, allocate_factor=0.5, shard_device="cpu", hardware=HARDWARE)
+    made = simple_search(trace, 2, split_number=8, allocate_factor=0.5, shard_device="cpu", hardware=HARDWARE).plan
     assert 8 <= len(made.chunks) <= 10
     assert made.block_count == -(-len(made.chunks) // 2)
     assert {chunk.weight_home for chunk in made.chunks} == {"host"}
@@ -156,7 +156,7 @@ def test_minimum_waste_search_reports_its_own_need() -> None:
     with pytest.raises(PlanError) as caught:
         minimum_waste_search(trace, 1, hardware=HARDWARE, device_memory=0, host_memory=PLENTY)
     needed = caught.value.needed_bytes
-    made = minimum_waste_search(trace, 1, hardware=HARDWARE, device_memory=needed, host_memory=PLENTY)
+    made = minimum_waste_search(trace, 1, hardware=HARDWARE, device_memory=needed, host_memory=PLENTY).plan
     check_consistent(made, trace)
 
 
@@ -174,7 +174,7 @@ def test_a_module_is_traced_and_planned() -> None:
         step_fn=step,
         hardware="h200",
         host_memory="1GiB",
-    )
+    ).plan
     assert made.dtype == "bfloat16"
     assert sorted(slot.name for chunk in made.chunks for slot in chunk.parameters) == sorted(
         name for name, _ in model.named_parameters()
@@ -213,7 +213,7 @@ def test_what_is_free_here_is_planned_with_less_a_reserve(monkeypatch: pytest.Mo
     budgets = resolve_budgets(HARDWARE, SearchRequest(world_size=1))
     assert budgets.device_bytes == 138 * GIB - default_device_reserve(138 * GIB, 1) < 132 * GIB
     assert budgets.host_bytes == 114 * GIB - int(PAGE_CACHE_SHARE * 114 * GIB)
-    made = optimal_search(stack_trace(SMALL), 1, hardware=HARDWARE)
+    made = optimal_search(stack_trace(SMALL), 1, hardware=HARDWARE).plan
     assert made.device_reserve_bytes == budgets.device_reserve_bytes
     assert str(made).count("kept back") == 2
     assert "kept back" not in str(optimal_search(stack_trace(SMALL), 1, hardware=HARDWARE, **_GIVEN))
@@ -233,7 +233,7 @@ def test_a_plan_says_how_long_host_memory_takes_to_be_ready_where_that_was_measu
     trace = stack_trace(SMALL)
     assert optimal_search(trace, 1, hardware=HARDWARE, placement="cpu", **_GIVEN).start_up_s == 0
     slow = replace(HARDWARE, host_pin_bytes_per_s=1e6)
-    made = optimal_search(trace, 1, hardware=slow, placement="cpu", **_GIVEN)
+    made = optimal_search(trace, 1, hardware=slow, placement="cpu", **_GIVEN).plan
     assert made.start_up_s == pytest.approx(made.predicted.host_step_bytes / 1e6)
     assert "until host memory is ready" in str(made)
     assert "until host memory is ready" not in str(replace(made, start_up_s=0.5))

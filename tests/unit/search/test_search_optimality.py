@@ -194,7 +194,7 @@ def test_plans_of_known_models_are_near_the_lower_bound(
         device_memory=budgets.device_bytes,
         step_in_backward=in_backward,
         speculate=False,  # the bound knows of no update before the norm
-    )
+    ).plan
     setting = Setting(world_size, world_size, StateSize(8), True, step_in_backward=in_backward)
     bound = lower_bound(SearchSpace(trace, machine, setting), budgets)
     assert bound is not None

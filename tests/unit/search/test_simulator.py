@@ -242,7 +242,7 @@ def test_a_searched_plan_is_counted_as_it_was_predicted(stack: StepTrace, world_
     """Loads are those of the schedule, bytes those of the plan; every second of a step is accounted for."""
     least = plan_from_trace(stack, HARDWARE, world_size, device_memory=1 << 40, placement="cpu").predicted
     budget = int(least.device_peak_bytes * (0.8 + share))
-    plan = plan_from_trace(stack, HARDWARE, world_size, device_memory=budget)
+    plan = plan_from_trace(stack, HARDWARE, world_size, device_memory=budget).plan
     result = simulate_step(plan, stack, HARDWARE)
     assert result.loads == plan.predicted.loads == plan.schedule().simulate(plan.block_count).loads
     assert result.moved_bytes == plan.predicted.moved_bytes
@@ -260,7 +260,7 @@ def test_a_searched_plan_is_counted_as_it_was_predicted(stack: StepTrace, world_
 
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_from_the_second_step_on_all_are_the_same(stack: StepTrace, world_size: int) -> None:
-    plan = plan_from_trace(stack, HARDWARE, world_size, device_memory=1 << 40, placement="cpu", speculate=False)
+    plan = plan_from_trace(stack, HARDWARE, world_size, device_memory=1 << 40, placement="cpu", speculate=False).plan
     first, second, third, tenth = (simulate_step(plan, stack, HARDWARE, steps=steps) for steps in (1, 2, 3, 10))
     assert second == third == tenth
     assert first.step_s < second.step_s
@@ -345,5 +345,5 @@ def test_times_of_a_step_that_takes_next_to_nothing_are_not_below_zero(width: in
     def step(model: nn.Module, inp: dict[str, Any]) -> None:
         nn.functional.cross_entropy(model(inp["x"]), inp["y"]).backward()
 
-    plan = simple_search(nn.Linear(width, width), 2, inp=inp, step_fn=step, hardware="cpu", shard_device="cuda")
+    plan = simple_search(nn.Linear(width, width), 2, inp=inp, step_fn=step, hardware="cpu", shard_device="cuda").plan
     assert all(seconds >= 0 for seconds in plan.predicted.seconds.values())

@@ -110,7 +110,7 @@ def _stack(**options: Any) -> StepTrace:
 
 
 def _planned(trace: StepTrace, world_size: int = 1, **options: Any) -> Plan:
-    return plan_from_trace(trace, HARDWARE, world_size, device_memory=GIB, host_memory=GIB, **options)
+    return plan_from_trace(trace, HARDWARE, world_size, device_memory=GIB, host_memory=GIB, **options).plan
 
 
 def test_plans_count_clipping_unless_told_otherwise() -> None:

@@ -32,7 +32,7 @@ def test_several_machines_are_as_fast_as_their_network(
     stack: StepTrace, algorithm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The argument counts, else the profile's rate; where neither says, that within a machine, with a warning."""
-    plan = plan_from_trace(stack, HARDWARE, 1024, device_memory=1 << 40, placement="cpu", host_memory=1 << 45)
+    plan = plan_from_trace(stack, HARDWARE, 1024, device_memory=1 << 40, placement="cpu", host_memory=1 << 45).plan
     caplog.clear()
     unknown = simulate_step(plan, stack, HARDWARE, algorithm=algorithm).step_s
     assert [record.levelname for record in caplog.records if "network_bytes_per_s" in record.getMessage()] == [

@@ -12,7 +12,7 @@ import pytest
 from elixir.errors import InputError
 from elixir.hardware import HardwareProfile, preset
 from elixir.plan import CHECKPOINT_PART, Home, Plan
-from elixir.search import plan_from_trace
+from elixir.search import Answer, plan_from_trace
 from elixir.search.planner import setting_for, simple_plan
 from elixir.search.problem import Placement, setting_of
 from elixir.search.propose import Budgets, SearchSpace, find_best
@@ -41,6 +41,10 @@ def stack() -> StepTrace:
 
 
 def planned(trace: StepTrace, world_size: int = 1, machine: HardwareProfile = SLOW, **options: Any) -> Plan:
+    return answered(trace, world_size, machine, **options).plan
+
+
+def answered(trace: StepTrace, world_size: int = 1, machine: HardwareProfile = SLOW, **options: Any) -> Answer:
     given = {"device_memory": 1 << 40, "host_memory": 64 * GIB, "placement": "cpu"}
     return plan_from_trace(trace, machine, world_size, **(given | options))
 
@@ -80,7 +84,7 @@ def test_a_plan_has_the_seconds_that_its_simulation_has(
 def test_a_lever_promises_what_planning_with_it_gives(stack: StepTrace) -> None:
     device = planned(stack, placement="cuda").predicted.device_peak_bytes // 2
     given: dict[str, Any] = {"placement": "auto", "device_memory": device}
-    levers = {lever.options: lever.plan for lever in planned(stack, **given).levers()}
+    levers = {lever.options: lever.plan for lever in answered(stack, **given).levers()}
     for name, value in (("accumulation", 4), ("moments", "8bit")):
         (promised,) = (plan for options, plan in levers.items() if dict(options) == {name: str(value)})
         assert promised is not None

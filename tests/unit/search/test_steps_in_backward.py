@@ -45,7 +45,7 @@ def stack() -> StepTrace:
 def planned(trace: StepTrace, world_size: int = 1, machine: HardwareProfile = SLOW, **options: Any) -> Plan:
     """A plan with all states on the host."""
     given = {"device_memory": 1 << 40, "placement": "cpu", "step_in_backward": True} | options
-    return plan_from_trace(trace, machine, world_size, **given)
+    return plan_from_trace(trace, machine, world_size, **given).plan
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def test_a_permission_that_no_chunk_used_is_known_when_it_is_planned_again(stack
     """Where all is on the device nothing steps in backward; with the host's memory in its place much could."""
     roomy = plan_from_trace(
         stack, SLOW, 1, device_memory=1 << 40, host_memory=64 * GIB, placement="cuda", step_in_backward=True
-    )
+    ).plan
     assert roomy.may_step_in_backward
     assert not roomy.steps_in_backward
     assert setting_of(roomy, 1).step_in_backward
@@ -254,7 +254,7 @@ def test_planning_again_goes_on_stepping_in_backward_but_not_with_several_batche
     """A host ten times as fast as was thought has time for all; with three batches nothing can step in backward."""
     free = planned(stack, placement="auto", host_memory=64 * GIB)
     budget = int(0.5 * free.predicted.device_peak_bytes)
-    plan = plan_from_trace(stack, SLOW, 1, device_memory=budget, host_memory=64 * GIB, step_in_backward=True)
+    plan = plan_from_trace(stack, SLOW, 1, device_memory=budget, host_memory=64 * GIB, step_in_backward=True).plan
     stepped = sum(chunk.numel for chunk in plan.chunks if chunk.state_home == "host")
     busy = {"fetch": 0.0, "offload": 0.0, "host_adam": stepped / SLOW.host_adam_numel_per_s / 10, "refresh": 0.0}
     quicker = replace(SLOW, host_adam_numel_per_s=SLOW.host_adam_numel_per_s * 10)

@@ -62,7 +62,7 @@ def test_a_row_is_the_plan_and_its_simulation(rows: list[SweepRow], trace: StepT
     row, hardware = find(rows, "h200", world_size, 1), preset("h200")
     plan = plan_from_trace(
         trace, hardware, world_size, optimizer_type="AdamW", device_memory=3 * GIB, host_memory="16GiB"
-    )
+    ).plan
     step = simulate_step(plan, trace, hardware)
     assert row.fits
     assert (row.step_s, row.bound_by) == (step.step_s, step.bound_by)

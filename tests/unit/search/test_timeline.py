@@ -26,7 +26,7 @@ HARDWARE = replace(make_hardware(), host_memory_bytes=512 * GIB, disk_read_bytes
 def simulated() -> tuple[Simulation, Plan, StepTrace]:
     """A step of two ranks in which every resource works: the states of one chunk live on a disk."""
     trace = stack_trace(StackShape(hidden=256, layers=3, ffn=1024, vocab=2048, positions=256), batch=2, seq=256)
-    plan = plan_from_trace(trace, HARDWARE, 2, device_memory=1 << 40, placement="cpu", speculate=False)
+    plan = plan_from_trace(trace, HARDWARE, 2, device_memory=1 << 40, placement="cpu", speculate=False).plan
     refreshed = replace(plan.chunks[-1], resident=True, weight_home="device")
     on_disk = replace(plan.chunks[0], state_home="disk")
     plan = replace(plan, chunks=(on_disk, *plan.chunks[1:-1], refreshed))
@@ -121,7 +121,7 @@ def test_the_picture_has_a_lane_per_resource_and_says_its_units(simulation: Simu
 
 def test_sums_of_gradients_and_their_norm_are_drawn(tmp_path: Path) -> None:
     trace = stack_trace(StackShape(hidden=256, layers=3, ffn=1024, vocab=2048, positions=256), batch=2, seq=256)
-    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=1 << 40, placement="cpu", accumulation=2)
+    plan = plan_from_trace(trace, HARDWARE, 1, device_memory=1 << 40, placement="cpu", accumulation=2).plan
     step = simulate_step(plan, trace, replace(HARDWARE, device_kind="cuda", compute_capability=(9, 0)))
     step = replace(step, timeline=(Span("compute", "norm", 0.0, step.step_s / 100, None), *step.timeline))
     assert {"add", "norm", "update"} <= {span.name for span in step.timeline}

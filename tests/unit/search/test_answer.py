@@ -1,0 +1,73 @@
+"""The answer of a search: a plan that can be asked for more, and used wherever its plan can."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from elixir.errors import InputTypeError
+from elixir.plan import Plan, plan_of
+from elixir.search import Answer, optimal_search, planner
+from elixir.search.request import SearchRequest
+from elixir.units import GIB
+from elixir.wrapper import ElixirModule
+from tests.common.searching import HARDWARE, SMALL
+from tests.common.synthetic_trace import stack_trace
+
+
+@pytest.fixture(scope="module")
+def answer() -> Answer:
+    return optimal_search(stack_trace(SMALL), 1, hardware=HARDWARE, device_memory=GIB, host_memory=8 * GIB)
+
+
+def test_an_answer_has_its_plan_and_what_was_asked(answer: Answer) -> None:
+    assert type(answer.plan) is Plan
+    assert (answer.trace, answer.question.hardware) == (stack_trace(SMALL), HARDWARE)
+    assert answer.question.request == SearchRequest(world_size=1, device_memory=GIB, host_memory=8 * GIB)
+    assert answer.chunks == answer.plan.chunks
+    with pytest.raises(AttributeError, match="'Plan' object has no attribute 'chunk'"):
+        answer.chunk  # noqa: B018
+
+
+def test_the_file_of_an_answer_is_its_plan(answer: Answer, tmp_path: Path) -> None:
+    answer.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == answer == answer.plan
+    assert answer != Plan.from_dict(answer.to_dict() | {"model_name": "another"})
+
+
+def test_an_answer_can_be_sent_to_another_process(answer: Answer) -> None:
+    for other in (pickle.loads(pickle.dumps(answer)), copy.deepcopy(answer)):
+        assert (other, other.question) == (answer, answer.question)
+
+
+def test_printing_searches_nothing(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(*_: object, **__: object) -> None:
+        pytest.fail("searches again")
+
+    monkeypatch.setattr(planner, "_search", search)
+    assert str(answer) == str(answer.plan)
+    assert "device peak" in str(answer)
+
+
+def test_a_module_runs_an_answer_as_it_runs_its_plan() -> None:
+    def step(model: nn.Module, inp: dict[str, torch.Tensor]) -> None:
+        model(**inp).sum().backward()
+
+    model, inp = nn.Linear(8, 8), {"input": torch.ones(2, 8)}
+    answer = optimal_search(
+        model, 1, inp=inp, step_fn=step, hardware="cpu", device_memory="1GiB", host_memory="1GiB", moments="bfloat16"
+    )
+    module = ElixirModule(model, answer)
+    assert module.plan is answer.plan
+    module.rehome(answer)
+    module.close()
+
+
+def test_what_has_no_plan_is_refused() -> None:
+    with pytest.raises(InputTypeError, match="plan must be a Plan, got str"):
+        plan_of("plan.json")  # type: ignore[arg-type]
