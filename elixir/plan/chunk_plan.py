@@ -14,6 +14,8 @@ from elixir.units import dtype_bytes
 
 Memory = Literal["device", "host"]
 Phase = Literal["forward", "recompute", "backward"]
+Update = Literal["after_norm", "early"]
+"""When a chunk's states are updated: see `Home`."""
 
 PARAM_ALIGNMENT_BYTES = 512
 """Parameters start at multiples of this inside a chunk: other offsets change the bits some kernels give."""
@@ -34,12 +36,15 @@ def alignment_bytes(moments: MomentKind, trained: Iterable[str]) -> int:
 
 
 class Home(Enum):
-    """Where a chunk may live: all combinations that a plan can have, and no others.
+    """Where a chunk may live and how it is updated: all combinations that a plan can have, and no others.
 
     Weights are *resident* (gathered on the device for the whole step), or streamed through rCache blocks from their
     shards on the device or the host. The shard of gradients, master weights and states is updated on the device only
     next to weights that live there. With states on the disk the host updates them, and gradients wait on the host. A
     frozen chunk has no states; it counts as if they were where its weights are.
+
+    The host may update the states that it has *early*: it makes new ones during backward, and
+    `ElixirOptimizer.step` keeps those that are right. All others are updated after the norm of the gradients is known.
     """
 
     RESIDENT = ("resident", "device")
@@ -50,41 +55,53 @@ class Home(Enum):
     RESIDENT_DISK = ("resident", "disk")
     DEVICE_DISK = ("device", "disk")
     HOST_DISK = ("host", "disk")
+    RESIDENT_EARLY = ("resident", "host", "early")
+    DEVICE_EARLY = ("device", "host", "early")
+    HOST_EARLY = ("host", "host", "early")
 
     def __init__(
-        self, weights: Literal["resident", "device", "host"], states: Literal["device", "host", "disk"]
+        self,
+        weights: Literal["resident", "device", "host"],
+        states: Literal["device", "host", "disk"],
+        update: Update = "after_norm",
     ) -> None:
-        self.weights, self.states = weights, states
+        self.weights, self.states, self.update = weights, states, update
         self.resident = weights == "resident"
         self.weights_on_device = weights != "host"
         self.states_on_device = states == "device"
         self.states_on_disk = states == "disk"
-        self.without_states = self.states_on_device == self.weights_on_device and not self.states_on_disk
+        self.early = update == "early"
+        """Whether new states are made during backward next to the old ones: a second set."""
+        self.without_states = self.states_on_device == self.weights_on_device and states != "disk" and not self.early
         """Whether a frozen chunk may be there."""
         self.returns = self.weights_on_device and not self.states_on_device
         """Whether the host updates weights that live on the device, to which new ones return."""
 
-    @property
-    def on_disk(self) -> Home:
-        """The same with states on the disk."""
-        return _BY_FIELDS[self.resident, "device" if self.weights_on_device else "host", "disk"]
+    def having(self, states: str | None = None, update: Update = "after_norm") -> Home:
+        """The same weights with other states (None: where they are) and this update; `InputError` if there is none."""
+        memory = "device" if self.weights_on_device else "host"
+        return Home.find(self.resident, memory, states or self.states, update)
 
     @classmethod
-    def find(cls, resident: bool, weight_home: str, state_home: str) -> Home:
+    def find(cls, resident: bool, weight_home: str, state_home: str, update: Update = "after_norm") -> Home:
         """The home that the fields of a `ChunkPlan` say.
 
         Raises:
             InputError: there is none; names the field that is wrong.
         """
-        found = _BY_FIELDS.get((resident, weight_home, state_home))
-        if found is None:
-            why = "for a chunk that is resident there" if resident else "where the states are updated there"
-            raise InputError(f"field 'weight_home' must be 'device' {why}, found {weight_home!r}")
-        return found
+        found = _BY_FIELDS.get((resident, weight_home, state_home, update))
+        if found is not None:
+            return found
+        if (resident, weight_home, state_home, "after_norm") in _BY_FIELDS:
+            raise InputError(
+                f"field 'update' may be {update!r} for states on the host, found state_home {state_home!r}"
+            )
+        why = "for a chunk that is resident there" if resident else "where the states are updated there"
+        raise InputError(f"field 'weight_home' must be 'device' {why}, found {weight_home!r}")
 
 
-_BY_FIELDS: dict[tuple[bool, str, str], Home] = {
-    (home.resident, "device" if home.weights_on_device else "host", home.states): home for home in Home
+_BY_FIELDS: dict[tuple[bool, str, str, str], Home] = {
+    (home.resident, "device" if home.weights_on_device else "host", home.states, home.update): home for home in Home
 }
 
 
@@ -151,6 +168,14 @@ class ChunkPlan:
         self._check_homes()
 
     def _check_homes(self) -> None:
+        if self.speculates and (
+            self.steps_in_backward or not self.trainable or self.state_home != "host" or self.grad_entry is None
+        ):
+            raise InputError(
+                "field 'speculates' is for trainable chunks with gradients whose states live on the host and that do "
+                f"not step in backward, found state_home {self.state_home!r}, trainable {self.trainable}, grad_entry "
+                f"{self.grad_entry}, steps_in_backward {self.steps_in_backward}"
+            )
         home = self.home
         if not self.trainable and not home.without_states:
             raise InputError(
@@ -162,19 +187,11 @@ class ChunkPlan:
                 "field 'steps_in_backward' is for trainable chunks with gradients that the host updates, found "
                 f"state_home {self.state_home!r}, trainable {self.trainable}, grad_entry {self.grad_entry}"
             )
-        if self.speculates and (
-            self.steps_in_backward or not self.trainable or self.state_home != "host" or self.grad_entry is None
-        ):
-            raise InputError(
-                "field 'speculates' is for trainable chunks with gradients whose states live on the host and that do "
-                f"not step in backward, found state_home {self.state_home!r}, trainable {self.trainable}, grad_entry "
-                f"{self.grad_entry}, steps_in_backward {self.steps_in_backward}"
-            )
 
     @cached_property
     def home(self) -> Home:
         """Where its weights and its states live; `InputError` for what no plan can have."""
-        return Home.find(self.resident, self.weight_home, self.state_home)
+        return Home.find(self.resident, self.weight_home, self.state_home, "early" if self.speculates else "after_norm")
 
     @property
     def update_home(self) -> Memory:

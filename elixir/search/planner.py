@@ -166,7 +166,7 @@ def simple_plan(
     candidate = weigh(model, builder.placement(), blocks, depth, space.cost)
     if not _fits(candidate, budgets):
         raise _too_large(candidate, budgets)
-    candidate = as_it_runs(space, candidate, budgets)
+    candidate = as_it_runs(candidate, space.cost, budgets)
     made = to_plan(space, candidate, budgets, optimizer_name(request.optimizer_type), request.placement)
     taken = made.predicted
     return replace(
@@ -235,7 +235,7 @@ def _forced(space: SearchSpace, budgets: Budgets, placement: HomeChoice, sizes: 
         if whole is not None:
             found.append(whole)
     best = min((c for c in found if _fits(c, budgets)), key=lambda candidate: candidate.sort_key, default=None)
-    best = None if best is None else as_it_runs(space, best, budgets)
+    best = None if best is None else as_it_runs(best, space.cost, budgets)
     least_host = min(found, key=lambda candidate: candidate.need.host_bytes, default=None)
     return Outcome(best, len(found), least_host, None if best is None else best.seconds["total"])
 
@@ -442,7 +442,7 @@ def _chunk_plans(trace: StepTrace, best: Candidate, in_backward: Collection[int]
                 reduce_order=order.get(index),
                 grad_entry=best.work.grad_entry(index),
                 steps_in_backward=index in in_backward,
-                speculates=index in best.speculating,
+                speculates=home.early,
             )
         )
     return tuple(plans)

@@ -154,10 +154,6 @@ def _for_batches(plan: Plan, trace: StepTrace, ranks_per_host: int, batches: int
     )
     chunks = tuple(replace(chunk, steps_in_backward=chunk.steps_in_backward and batches == 1) for chunk in plan.chunks)
     may = plan.may_step_in_backward and batches == 1
-    undo = plan.predicted.host_parts.get("undo", 0)
-    if undo:
-        host_parts = {**predicted.host_parts, "undo": undo}
-        predicted = replace(predicted, host_parts=host_parts, host_peak_bytes=predicted.host_peak_bytes + undo)
     return replace(plan, accumulation=batches, may_step_in_backward=may, chunks=chunks, predicted=predicted)
 
 

@@ -47,7 +47,7 @@ _COLOURS = {
     "offload": RED,
     "deliver": PALE,
     "update": PURPLE,
-    "speculate": GREEN,
+    "early update": GREEN,
     "add": ORANGE,
     "refresh": SKY,
     "read": SKY,

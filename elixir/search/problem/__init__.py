@@ -18,6 +18,7 @@ from elixir.search.problem.packing import (
 )
 from elixir.search.problem.placement import (
     DISK,
+    EARLY,
     HOMES,
     RESIDENT,
     STATES,
@@ -32,6 +33,7 @@ from elixir.search.problem.placement import (
 
 __all__ = [
     "DISK",
+    "EARLY",
     "GRID_REACH",
     "HOMES",
     "MIN_CHUNK_BYTES",

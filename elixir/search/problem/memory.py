@@ -28,6 +28,7 @@ from elixir.search.problem.packed_step import Workload
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import (
     DISK,
+    EARLY,
     HOMES,
     RESIDENT,
     STATES,
@@ -39,6 +40,8 @@ from elixir.search.problem.placement import (
     Setting,
 )
 
+_ONLY_SOME = ("undo", "state_window", "staging")
+"""Parts of host memory that a plan names only if it needs them."""
 CHECKPOINT_CHUNKS = 2
 """Chunks whose states are copied for a checkpoint at most: one is written while the next is copied."""
 
@@ -128,11 +131,9 @@ class MemoryModel:
         masters = np.array([master_bytes(width) for width in widths], dtype=np.int64) * self.shard_numel
         self._states: Ints = np.array(states, dtype=np.int64) * self.trainable
         self._masters: Ints = masters * self.trainable
-        self.second_set_bytes = [
-            second_set_bytes(numel, width, setting.states) * setting.ranks_per_host
-            for numel, width in zip(counts, widths, strict=True)
-        ]
-        """By chunk, what a machine keeps of its new states next to the old ones, if it speculates."""
+        second = [second_set_bytes(numel, width, setting.states) for numel, width in zip(counts, widths, strict=True)]
+        self.second_set_bytes: Ints = np.array(second, dtype=np.int64)
+        """By chunk, what one rank keeps of its new states next to the old ones, if it is updated early."""
         saved = self._states + self._masters + self.shard_bytes * ~self.trainable
         self.copies_bytes = CHECKPOINT_CHUNKS * int(saved.max()) * setting.ranks_per_host
         """Bytes of one machine of as many copies of the largest chunk's states as a checkpoint takes at most."""
@@ -177,6 +178,7 @@ class MemoryModel:
             # Gradients that are added to those of the batch before pass through buffers.
             "passing": grads * (self.setting.accumulation > 1),
             "state_window": DISK * self.disk_shard_bytes[:, None],
+            "undo": EARLY * self.second_set_bytes[:, None],
             # New weights, rounded by the host, return to the device through buffers.
             "staging": (WEIGHTS & ~STATES) * rounded[:, None],
         }
@@ -224,12 +226,13 @@ class MemoryModel:
         parts["gradients"] = parts["gradients"] + _buffers(found["passing"], PASSAGE_BUFFERS)
         parts["state_window"] = _buffers(found["state_window"], WINDOW_CHUNKS)
         parts["staging"] = _buffers(found["staging"], STAGING_BUFFERS)
+        parts["undo"] = found["undo"].sum(axis=1)
         return {name: amount * self.setting.ranks_per_host for name, amount in parts.items()}
 
     def host_parts(self, placement: Placement) -> dict[str, int]:
         """Host bytes of one machine under one placement; buffers that it does not need are left out."""
         parts = {name: int(amounts[0]) for name, amounts in self.host(placement.codes[None]).items()}
-        return {name: amount for name, amount in parts.items() if amount or name not in ("state_window", "staging")}
+        return {name: amount for name, amount in parts.items() if amount or name not in _ONLY_SOME}
 
     # --- device
     # --------------------------------------------------------------------------------------------------------

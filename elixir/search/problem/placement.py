@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,11 +18,11 @@ Codes = npt.NDArray[np.int8]
 HOMES = tuple(Home)
 """The number of a home is its place in here."""
 _NUMBER = {home: number for number, home in enumerate(HOMES)}
-RESIDENT, WEIGHTS, STATES, DISK = (
+RESIDENT, WEIGHTS, STATES, DISK, EARLY = (
     np.array([getattr(home, name) for home in HOMES], dtype=bool)
-    for name in ("resident", "weights_on_device", "states_on_device", "states_on_disk")
+    for name in ("resident", "weights_on_device", "states_on_device", "states_on_disk", "early")
 )
-"""By number of a home: resident; weights on the device; states on the device; states on the disk."""
+"""By number of a home: resident; weights on the device; states on the device; states on the disk; updated early."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,18 @@ class Placement:
         return frozenset(np.flatnonzero(DISK[self.codes]).tolist())
 
     @cached_property
+    def early(self) -> frozenset[int]:
+        """Ids of chunks that the host updates early."""
+        return frozenset(np.flatnonzero(EARLY[self.codes]).tolist())
+
+    def updated_early(self, chunks: Collection[int]) -> Placement:
+        """The same with these chunks updated early, and all others after the norm."""
+        if not (chunks or self.early):
+            return self
+        plain = (home.having() if home.early else home for home in self.homes)
+        return Placement(tuple(home.having(update="early") if c in chunks else home for c, home in enumerate(plain)))
+
+    @cached_property
     def residents(self) -> frozenset[int]:
         """Ids of the resident chunks."""
         return frozenset(np.flatnonzero(RESIDENT[self.codes]).tolist())
@@ -112,8 +124,8 @@ class Setting:
     every_in_backward: bool = False
     """If so, whether it does so with all that can be, whatever that takes."""
     speculate: bool | None = False
-    """Whether the host may make new states of chunks in backward next to the old ones, with memory that is left; None:
-    where that clearly shortens the step."""
+    """Whether the host may update chunks early, with memory that is left; None: where that clearly shortens the step.
+    """
     copied: bool = False
     """Whether it copies the old ones first; see `elixir.optimizer_states.is_copied`."""
     clipping: bool = True

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from elixir.search.problem import MemoryModel, Placement
-from elixir.search.propose.candidate import NEAR, Candidate, everything_resident, speculating
+from elixir.search.propose.candidate import NEAR, Candidate, early_instead, everything_resident
 from elixir.search.propose.early_states import EarlyStates
 from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.last_look import moved_while_better
@@ -112,7 +112,7 @@ def find_best(
     if found.resident is not None and space.hardware.device_kind == "cpu":
         # The cores that would step a chunk meanwhile are those of compute, which no simulation knows.
         return Outcome(found.resident, found.count, found.least_host, found.resident.seconds["total"])
-    if found.best.speculating and _few_chunks(space, found.best):
+    if found.best.placement.early and _few_chunks(space, found.best):
         key = attrgetter("sort_key")
         found.take([moved_while_better(space, budgets, found.best, depth=prefetch_depth, key=key, cost=space.cost)])
     return Outcome(found.best, found.count, found.least_host, found.best_s)
@@ -141,7 +141,7 @@ def _speculating(
 ) -> list[_Trials]:
     """A first look at plans some of whose chunks speculate; packings worth a closer one, the best first."""
     best = [trial.best for trial in trials[:SIZES_POLISHED] if trial.best is not None]
-    found.take(early for plain in best if (early := speculating(space, plain, budgets)) is not None)
+    found.take(early for plain in best if (early := early_instead(plain, space.cost, budgets)) is not None)
     if space.setting.spill:
         return []  # what the host has more of would go to the disk
     floors_s = {trial: trial.early.look(trial.depth(depths[len(depths) > 1]), depths[0]) for trial in trials}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from elixir.plan import Home
@@ -11,28 +11,42 @@ from elixir.schedule import ScheduleResult
 from elixir.search.problem import MemoryModel, MemoryNeed, Placement, Traffic, Workload, traffic
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder
-from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.propose.sizes import Budgets
 from elixir.search.simulator import SimulatedCost
 
 NEAR = 1.01
 """A plan that takes this many times the fastest one's seconds is as good, as far as rates are known."""
-_UNDO = "undo"
-"""Part of host memory: new states next to the old ones, of chunks that speculate."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A proposal with its consequences."""
 
-    work: Workload
+    model: MemoryModel
     placement: Placement
     schedule: ScheduleResult
-    need: MemoryNeed
-    moved: Traffic
     seconds: Mapping[str, float]
-    overlap: bool
-    speculating: frozenset[int] = frozenset()
-    """Chunks whose new states the host makes in backward next to the old ones."""
+
+    @property
+    def work(self) -> Workload:
+        """Its packing of the step."""
+        return self.model.work
+
+    @property
+    def overlap(self) -> bool:
+        """Whether gradients may leave during backward."""
+        return self.model.setting.overlap
+
+    @cached_property
+    def need(self) -> MemoryNeed:
+        """Bytes of device, host and disk."""
+        return self.model.need(self.placement, self.schedule.blocks)
+
+    @cached_property
+    def moved(self) -> Traffic:
+        """Bytes that a step moves."""
+        schedule = self.work.schedule(self.placement.residents, self.schedule.prefetch_depth)
+        return traffic(self.model, self.placement, schedule, self.schedule.blocks)
 
     @cached_property
     def sort_key(self) -> tuple[float, int, int, int, int, int, int, int]:
@@ -55,9 +69,7 @@ class Candidate:
 
     def seconds_by(self, cost: SimulatedCost) -> Mapping[str, float]:
         """Seconds of the same step by another cost, as of a machine with other rates."""
-        return cost.estimate(
-            self.work, self.placement, self.schedule, overlap=self.overlap, speculating=self.speculating
-        )
+        return cost.estimate(self.work, self.placement, self.schedule, overlap=self.overlap)
 
 
 def settled(
@@ -72,84 +84,60 @@ def settled(
     return None if most < 0 or blocks < fewest else (placement, blocks)
 
 
-def weigh(
+def weigh(model: MemoryModel, placement: Placement, blocks: int, prefetch_depth: int, cost: SimulatedCost) -> Candidate:
+    """The candidate with exactly this placement and block count, which must be legal; but for states that `spilled`
+    puts on the disk, where the search may use it."""
+    placement = spilled(model, placement)
+    schedule = model.work.schedule(placement.residents, prefetch_depth).simulate(blocks)
+    seconds = cost.estimate(model.work, placement, schedule, overlap=model.setting.overlap)
+    return Candidate(model, placement, schedule, seconds)
+
+
+def early_host_bytes(model: MemoryModel, budgets: Budgets) -> int:
+    """Host bytes that a plan may take some of whose chunks are updated early.
+
+    Unless the user asked for early updates, memory for the copies of a checkpoint comes first.
+    """
+    return budgets.host_bytes - (model.copies_bytes if model.setting.speculate is None else 0)
+
+
+def updated_early(
     model: MemoryModel,
     placement: Placement,
     blocks: int,
     prefetch_depth: int,
     cost: SimulatedCost,
-    early: frozenset[int] = frozenset(),
-) -> Candidate:
-    """The candidate with exactly this placement and block count, which must be legal; but for states that `spilled`
-    puts on the disk, where the search may use it. The chunks `early`, with states on the host, speculate."""
-    drawn = draw(model, placement, blocks, prefetch_depth)
-    seconds = cost.estimate(
-        drawn.work, drawn.placement, drawn.schedule, overlap=model.setting.overlap, speculating=early
-    )
-    return _speculating(model, drawn, early, seconds)
+    budgets: Budgets,
+) -> Candidate | None:
+    """As `weigh`, with those chunks updated early with which the step is shortest; None if none can be, or the host has
+    no memory for that.
 
-
-def draw(model: MemoryModel, placement: Placement, blocks: int, prefetch_depth: int) -> Candidate:
-    """As `weigh`, with no chunk speculating, and without the seconds."""
-    work, placement = model.work, spilled(model, placement)
-    schedule = work.schedule(placement.residents, prefetch_depth)
-    moved = traffic(model, placement, schedule, blocks)
-    result, need = schedule.simulate(blocks), model.need(placement, blocks)
-    return Candidate(work, placement, result, need, moved, {}, model.setting.overlap)
-
-
-def speculating(space: SearchSpace, plain: Candidate, budgets: Budgets) -> Candidate | None:
-    """`plain`, of which no chunk speculates, with those speculating with which its step is shortest; None if none can,
-    or the host has no memory for that.
-
-    No chunk gets another home. Unless the user asked for it, memory for the copies of a checkpoint comes first.
+    No chunk lives elsewhere. `placement` updates all of them after the norm.
     """
-    if space.setting.speculate is False:
+    if model.setting.speculate is False:
         return None
-    model = space.model(plain.work.packing.capacity_bytes)
-    left = left_to_speculate(space, plain, budgets)
-    found = space.cost.speculating(
-        plain.work,
-        plain.placement,
-        plain.schedule,
-        overlap=plain.overlap,
-        left_bytes=left,
-        needed=model.second_set_bytes,
-    )
-    return None if found is None else _speculating(model, plain, *found)
+    placement = spilled(model, placement)
+    left_bytes = early_host_bytes(model, budgets) - sum(model.host_parts(placement).values())
+    schedule = model.work.schedule(placement.residents, prefetch_depth).simulate(blocks)
+    choices = cost.early_choices(model.work, placement, schedule, overlap=model.setting.overlap, left_bytes=left_bytes)
+    found = (weigh(model, choice, blocks, prefetch_depth, cost) for choice in choices)
+    return min(found, key=lambda candidate: candidate.seconds["total"], default=None)
 
 
-def left_to_speculate(space: SearchSpace, candidate: Candidate, budgets: Budgets) -> int:
-    """Host bytes of a machine for new states of all chunks that speculate."""
-    parts = candidate.need.host_parts
-    left_bytes = budgets.host_bytes - candidate.need.host_bytes + parts.get(_UNDO, 0)
-    if space.setting.speculate is None:
-        left_bytes -= space.model(candidate.work.packing.capacity_bytes).copies_bytes
-    return left_bytes
+def early_instead(plain: Candidate, cost: SimulatedCost, budgets: Budgets) -> Candidate | None:
+    """`plain` with chunks updated early: see `updated_early`."""
+    schedule = plain.schedule
+    return updated_early(plain.model, plain.placement, schedule.blocks, schedule.prefetch_depth, cost, budgets)
 
 
-def as_it_runs(space: SearchSpace, plain: Candidate, budgets: Budgets, enough_s: float = 0.0) -> Candidate:
-    """`plain`, or the same with chunks speculating if that makes the step shorter.
+def as_it_runs(plain: Candidate, cost: SimulatedCost, budgets: Budgets) -> Candidate:
+    """`plain`, or the same with chunks updated early if that makes the step shorter.
 
-    Without a wish of the user `plain` stays as it is if its step takes at most `enough_s`, or `NEAR` times as long:
-    rates are not known well enough to give memory for less.
+    Without a wish of the user, it must be shorter by `NEAR`: rates are not known well enough to give memory for less.
     """
-    asked = bool(space.setting.speculate)
-    if not asked and plain.seconds["total"] <= enough_s:
-        return plain
-    early = speculating(space, plain, budgets)
-    least_gain = 1.0 if asked else NEAR
+    early = early_instead(plain, cost, budgets)
+    least_gain = 1.0 if plain.model.setting.speculate else NEAR
     return plain if early is None or plain.seconds["total"] <= early.seconds["total"] * least_gain else early
-
-
-def _speculating(
-    model: MemoryModel, plain: Candidate, chunks: frozenset[int], seconds: Mapping[str, float]
-) -> Candidate:
-    if not chunks:
-        return replace(plain, seconds=seconds)
-    undo = sum(model.second_set_bytes[chunk] for chunk in chunks)
-    need = replace(plain.need, host_parts={**plain.need.host_parts, _UNDO: undo})
-    return replace(plain, need=need, seconds=seconds, speculating=chunks)
 
 
 def everything_resident(model: MemoryModel, budget_bytes: int, cost: SimulatedCost) -> Candidate | None:

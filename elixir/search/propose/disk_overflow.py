@@ -50,7 +50,7 @@ def spilled(model: MemoryModel, placement: Placement, *, host_bytes: int | None 
     best = min(found, key=lambda choice: (max(lacking - choice.saved_bytes, 0), choice.disk_bytes))
     if best.saved_bytes <= 0:
         return placement
-    return Placement(tuple(home.on_disk if c in best.chunks else home for c, home in enumerate(placement.homes)))
+    return Placement(tuple(home.having("disk") if c in best.chunks else home for c, home in enumerate(placement.homes)))
 
 
 def _filled(model: MemoryModel, placement: Placement, spill: Spill, lacking: int, order: Iterable[int]) -> _Choice:

@@ -15,14 +15,14 @@ import numpy as np
 
 from elixir.plan import Home
 from elixir.search.problem import HOMES, RESIDENT, STATES, WEIGHTS, MemoryModel, Placement
-from elixir.search.propose.candidate import Candidate, draw, speculating
+from elixir.search.propose.candidate import Candidate, updated_early
 from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.local_search import DECIMALS, EXACTLY
 from elixir.search.propose.sizes import Budgets, SearchSpace
 
 Key = tuple[int, int, int]
 """Chunks whose states the host has at least, least blocks, depth of prefetch."""
-_ON_DEVICE, _STATES_AWAY = HOMES.index(Home.RESIDENT), HOMES.index(Home.RESIDENT_HOST)
+_ON_DEVICE, _STATES_AWAY, _EARLY = map(HOMES.index, (Home.RESIDENT, Home.RESIDENT_HOST, Home.RESIDENT_EARLY))
 LESS_FULL = 0.75
 """Part of the device that is filled at last. New weights return to those that it holds, over the link that gradients
 need: a chunk that is fetched when it is used may be quicker."""
@@ -75,11 +75,11 @@ class EarlyStates:
         if not fit.any():
             return math.inf
         homes, none = (RESIDENT[codes], WEIGHTS[codes], STATES[codes]), np.zeros(len(counts), dtype=np.int64)
-        floors_s = self.space.cost.floor_s(work, np.arange(len(work.chunks)), *homes, none, speculating=True)
+        floors_s = self.space.cost.floor_s(work, np.arange(len(work.chunks)), *homes, none, early=True)
         least = int(np.argmin(np.where(fit, np.round(floors_s, DECIMALS), np.inf)))
         self._promising = int(counts[least])
-        sets = np.cumsum([0, *(self.model.second_set_bytes[chunk] for chunk in reversed(order))])[counts]
-        whole = np.flatnonzero(host_bytes + sets <= self._budgets.host_bytes - self.model.copies_bytes)
+        early_bytes = np.sum(list(self.model.host(np.where(STATES[codes], codes, _EARLY)).values()), axis=0)
+        whole = np.flatnonzero(early_bytes <= self._budgets.host_bytes - self.model.copies_bytes)
         starts = {least, min(least, int(whole[-1]) if len(whole) else 0)}
         blocks = self._fillings.block_range(depth).start
         self._starts = [(int(counts[start]), blocks, depth) for start in sorted(starts)]
@@ -169,7 +169,7 @@ class EarlyStates:
         choice = self._fillings.hosting(*key)
         if choice is None:
             return math.inf
-        return self.space.cost.floor_of(self.model.work, *choice, speculating=True)
+        return self.space.cost.floor_of(self.model.work, *choice, early=True)
 
     def found(self) -> list[Candidate]:
         """All that were simulated."""
@@ -191,7 +191,7 @@ class EarlyStates:
                 low = middle
 
     def at(self, key: Key, most_s: float, part: float = 1.0) -> Candidate | None:
-        """The candidate with `part` of the device filled; None if it does not fit, if none of its chunks speculates or
+        """The candidate with `part` of the device filled; None if it does not fit, if no chunk can be updated early, or
         maybe if it takes longer than `most_s`."""
         choice = self._fillings.hosting(*key, part)
         found = None if choice is None else self._weighed(*choice, key[2], most_s)
@@ -207,9 +207,7 @@ class EarlyStates:
     def _weighed(self, placement: Placement, blocks: int, depth: int, most_s: float) -> Candidate | None:
         key = placement, blocks, depth if placement.resident.count(False) else 0
         if key not in self._known:
-            if self.space.cost.floor_of(self.model.work, placement, blocks, speculating=True) > most_s * EXACTLY:
+            if self.space.cost.floor_of(self.model.work, placement, blocks, early=True) > most_s * EXACTLY:
                 return None
-            plain, self._known[key] = draw(self.model, placement, blocks, key[2]), None
-            if plain.need.host_bytes <= self._budgets.host_bytes:
-                self._known[key] = speculating(self.space, plain, self._budgets)
+            self._known[key] = updated_early(self.model, *key, self.space.cost, self._budgets)
         return self._known[key]

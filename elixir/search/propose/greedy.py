@@ -12,7 +12,9 @@ from elixir.search.problem import HOMES, Floats, MemoryModel, Placement
 
 _RESIDENT, _SHARDS = HOMES.index(Home.RESIDENT), HOMES.index(Home.DEVICE)
 _HOME_OF = {
-    (home.resident, home.weights_on_device, home.states_on_device): home for home in HOMES if not home.states_on_disk
+    (home.resident, home.weights_on_device, home.states_on_device): home
+    for home in HOMES
+    if not (home.states_on_disk or home.early)
 }
 
 

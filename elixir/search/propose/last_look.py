@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from elixir.search.problem import Placement
-from elixir.search.propose.candidate import Candidate, draw, left_to_speculate, speculating, weigh
+from elixir.search.propose.candidate import Candidate, early_host_bytes, updated_early, weigh
 from elixir.search.propose.local_search import DECIMALS
 from elixir.search.propose.placement_batch import Variants
 from elixir.search.propose.sizes import Budgets, SearchSpace
@@ -33,7 +33,7 @@ def moved_while_better(
     Args:
         space: what is searched.
         budgets: what a plan may use.
-        start: where to begin. If none of its chunks speculates, none will.
+        start: where to begin. If no chunk is updated early, none will be.
         depth: chunks fetched ahead where `start` streams none.
         key: seconds by `cost`, then what decides between equals; infinite seconds for what is out of the question.
         cost: that of `space`, or of the same machine with a slower host.
@@ -52,55 +52,55 @@ class _Neighbours:
         gathered = space.setting.world_size > 1 and all(start.placement.resident)
         self._variants = Variants(self._model, cost, gathered=gathered)
         self._depth = start.schedule.prefetch_depth if start.schedule.blocks else depth
-        self._speculates = bool(start.speculating)
-        self._seen: set[tuple[Placement, frozenset[int]]] = {(start.placement, start.speculating)}
+        self._early = bool(start.placement.early)
+        self._seen = {start.placement}
 
     def first_better(self, here: Candidate, key: Key) -> Candidate | None:
         """One that is better than `here`; None if there is none, or enough was looked at."""
         least = key(here)
-        found = itertools.chain(self._speculating_otherwise(here, least[0]), self._elsewhere(here, least[0]))
+        found = itertools.chain(self._updated_otherwise(here, least[0]), self._elsewhere(here, least[0]))
         return next((candidate for candidate in found if key(candidate) < least), None)
 
     def _elsewhere(self, here: Candidate, most_s: float) -> Iterator[Candidate]:
         """One chunk in another home, and as many blocks as fit; the most promising come first."""
-        codes = self._variants.codes(here.placement)
+        codes = self._variants.codes(here.placement.updated_early(()))
         if codes is None:
             return
         near = self._variants.neighbours(codes)
-        look = self._variants.look(near, self._budgets.device_bytes, speculating=self._speculates)
+        look = self._variants.look(near, self._budgets.device_bytes, early=self._early)
         fits = (look.blocks >= 0) & (look.host_bytes <= self._budgets.host_bytes)
         rows = np.flatnonzero(fits & (look.floor_s <= most_s * LITTLE_LESS))
         for row in rows[np.argsort(np.round(look.floor_s[rows], DECIMALS), kind="stable")].tolist():
             placement = Placement.numbered(near[row].tolist())
             fewest = self._model.work.schedule(placement.residents, self._depth).min_blocks
-            if fewest <= look.blocks[row] and self._is_new(placement, frozenset()):
+            if fewest <= look.blocks[row] and self._is_new(placement):
                 found = self._weighed(placement, int(look.blocks[row]) if fewest else 0)
                 if found is not None:
                     yield found
 
     def _weighed(self, placement: Placement, blocks: int) -> Candidate | None:
-        if self._speculates:
-            return speculating(self._space, draw(self._model, placement, blocks, self._depth), self._budgets)
+        if self._early:
+            return updated_early(self._model, placement, blocks, self._depth, self._space.cost, self._budgets)
         return weigh(self._model, placement, blocks, self._depth, self._space.cost)
 
-    def _speculating_otherwise(self, here: Candidate, most_s: float) -> Iterator[Candidate]:
-        """One chunk more that speculates, one fewer, or its neighbour instead."""
-        work, placement, now = here.work, here.placement, here.speculating
+    def _updated_otherwise(self, here: Candidate, most_s: float) -> Iterator[Candidate]:
+        """One chunk more that is updated early, one fewer, or its neighbour instead."""
+        work, placement, now = here.work, here.placement, here.placement.early
         blocks, depth = here.schedule.blocks, here.schedule.prefetch_depth
-        if not now or self._cost.floor_of(work, placement, blocks, speculating=True) >= most_s * LITTLE_LESS:
+        if not now or self._cost.floor_of(work, placement, blocks, early=True) >= most_s * LITTLE_LESS:
             return
         able = sorted(can_step(work, placement) - placement.state_on_disk)
-        left_bytes = left_to_speculate(self._space, here, self._budgets)
+        most_bytes = early_host_bytes(self._model, self._budgets)
         for change in [*((chunk,) for chunk in able), *itertools.pairwise(able)]:
             early = now.symmetric_difference(change)
-            fits = sum(self._model.second_set_bytes[chunk] for chunk in early) <= left_bytes
-            if early and fits and len(early) - len(now) in (-1, 0, 1) and self._is_new(placement, early):
-                yield weigh(self._model, placement, blocks, depth, self._space.cost, early)
+            changed = placement.updated_early(early)
+            fits = sum(self._model.host_parts(changed).values()) <= most_bytes
+            if early and fits and len(early) - len(now) in (-1, 0, 1) and self._is_new(changed):
+                yield weigh(self._model, changed, blocks, depth, self._space.cost)
 
-    def _is_new(self, placement: Placement, early: frozenset[int]) -> bool:
+    def _is_new(self, placement: Placement) -> bool:
         """Whether it is yet to be looked at, and may be."""
-        key = placement, early
-        if key in self._seen or len(self._seen) > MOST_LOOKS:
+        if placement in self._seen or len(self._seen) > MOST_LOOKS:
             return False
-        self._seen.add(key)
+        self._seen.add(placement)
         return True

@@ -76,7 +76,7 @@ class Variants:
             found[row, chunk] = code
         return found
 
-    def look(self, codes: Codes, device_bytes: int, chunks: Ints | None = None, *, speculating: bool = False) -> Look:
+    def look(self, codes: Codes, device_bytes: int, chunks: Ints | None = None, *, early: bool = False) -> Look:
         """Bytes and least seconds of the variants.
 
         Args:
@@ -84,7 +84,7 @@ class Variants:
             device_bytes: budget of the device.
             chunks: those that the columns of `codes` stand for; all by default. Of some chunks, the others being left
                 out: all with these homes need no less and are no faster.
-            speculating: the floor holds whatever chunks speculate.
+            early: the floor holds whatever chunks are updated early.
         """
         model = self.model
         some = np.arange(len(self.homes)) if chunks is None else chunks
@@ -106,6 +106,6 @@ class Variants:
                 WEIGHTS[codes],
                 STATES[codes],
                 np.maximum(blocks, 0),
-                speculating=speculating,
+                early=early,
             ),
         )

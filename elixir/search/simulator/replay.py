@@ -50,9 +50,7 @@ class Machine:
             the device.
         record: keep spans.
         in_backward: chunks whose update on the host follows their gradients, whatever backward still does.
-        speculating: chunks whose new states the host makes then, too. Only with the optimizer's step they come to be
-            those of the chunk, and weights return to where they live.
-        speculative_share: seconds of such a step over one in place.
+        early_share: seconds of an early update, which keeps the old states, over one in place.
         clipping: a step reads the norm of all gradients before it updates anything.
         accumulates: with several batches a step; then the pass that adds gradients sums what leaves for the host.
     """
@@ -67,15 +65,14 @@ class Machine:
         ahead: bool,
         record: bool,
         in_backward: Collection[int] = (),
-        speculating: Collection[int] = (),
-        speculative_share: float = 1.0,
+        early_share: float = 1.0,
         clipping: bool = False,
         accumulates: bool = False,
     ) -> None:
         chunks = range(len(times.bytes))
         self._times, self._placement, self._recording = times, placement, record
         self._overlap, self._ahead, self._in_backward = overlap, ahead, in_backward
-        self._speculating, self._speculative_share = speculating, speculative_share
+        self._early_share = early_share
         self.in_last_batch = True
         """Whether the batch that runs is the last of its step: before, gradients are not whole."""
         self._clipping, self._sums_early = clipping, clipping and not accumulates
@@ -156,12 +153,15 @@ class Machine:
         vars(other).update({key: copy.copy(value) for key, value in mutable.items()})
         return other
 
-    def begin_speculating(self, chunks: Collection[int], share: float) -> None:
-        """Likewise, have these speculate; not where gradients are added up, which wait on the same lane."""
-        self._speculating, self._speculative_share = chunks, share
+    def begin_early(self, placement: Placement) -> None:
+        """Goes on under `placement`, in which more chunks are updated early: those of the batch before are, too.
+
+        Not if gradients are added up, which wait on the same lane.
+        """
+        begun, self._placement = self._placement.early, placement
         for c, home_s in self.home_s.items():
-            if c in chunks:
-                self._speculate(c, home_s)
+            if c in placement.early and c not in begun:
+                self._update_early(c, home_s)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Machine:
                 done_s = 0.0
             elif c in self._in_backward:
                 done_s = self._updated_s[c]
-            elif c in self._speculating:
+            elif c in placement.early:
                 done_s = self._keep(c, began_s if self._ahead else self.now_s)
             else:
                 done_s = self._update_and_return(c, began_s if self._ahead else self.now_s, self.now_s)
@@ -228,10 +228,13 @@ class Machine:
         self._updated_s[c] = done_s
         return done_s
 
-    def _speculate(self, c: int, home_s: float) -> None:
-        """New states of one shard on the host, next to the old ones."""
-        seconds = self._times.host_adam_in_backward_s[c] * self._speculative_share
-        self._updated_s[c] = self._run(HOST_ADAM, "speculate", c, home_s, seconds)
+    def _update_early(self, c: int, home_s: float) -> None:
+        """Makes new states of one shard on the host, next to the old ones.
+
+        The optimizer's step makes them those of the chunk, and then weights return to where they live.
+        """
+        seconds = self._times.host_adam_in_backward_s[c] * self._early_share
+        self._updated_s[c] = self._run(HOST_ADAM, "early update", c, home_s, seconds)
 
     def _keep(self, c: int, submitted_s: float) -> float:
         """New states become those of the chunk; when its new weights are where they live."""
@@ -381,8 +384,8 @@ class Machine:
             self.home_s[c] = gone_s
         if c in self._in_backward:
             self._update_and_return(c, gone_s, gone_s)
-        elif c in self._speculating and self.in_last_batch:
-            self._speculate(c, self._added_s if passes else gone_s)
+        elif self.in_last_batch and c in self._placement.early:
+            self._update_early(c, self._added_s if passes else gone_s)
         if not times.pooled[c] and not self._overlap and not self._together:
             return self._wait(
                 now_s, gone_s, OFFLOAD

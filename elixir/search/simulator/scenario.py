@@ -26,10 +26,8 @@ class Case:
     ahead: bool
     in_backward: frozenset[int] = frozenset()
     """Chunks that the host updates as soon as their gradients are there."""
-    speculating: frozenset[int] = frozenset()
-    """Chunks whose new states the host makes in backward next to the old ones."""
-    speculative_share: float = 1.0
-    """Seconds of such a step over one in place."""
+    early_share: float = 1.0
+    """Seconds of an early update over one in place."""
     clipping: bool = False
     """Whether a step reads the norm of all gradients."""
     accumulates: bool = False
@@ -45,8 +43,7 @@ class Case:
             ahead=self.ahead,
             record=record,
             in_backward=self.in_backward,
-            speculating=self.speculating,
-            speculative_share=self.speculative_share,
+            early_share=self.early_share,
             clipping=self.clipping,
             accumulates=self.accumulates,
         )

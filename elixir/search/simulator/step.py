@@ -167,8 +167,7 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
         hardware.device_kind == "cuda",
         # With several batches gradients are whole after the last only.
         frozenset(i for i, chunk in enumerate(plan.chunks) if chunk.steps_in_backward and accumulation == 1),
-        speculating=frozenset(i for i, chunk in enumerate(plan.chunks) if chunk.speculates),
-        speculative_share=out_of_place_share(setting),
+        early_share=out_of_place_share(setting),
         clipping=plan.clipping,
         accumulates=accumulation > 1,
     )
@@ -214,7 +213,8 @@ class SimulatedCost:
             moments=setting.moments,
         )
         self._setting = setting
-        self._out_of_place_share = out_of_place_share(setting)
+        self._early_share = out_of_place_share(setting)
+        self._latest: tuple[Case, Machine, Events] | None = None
         self._ahead = hardware.device_kind == "cuda"
         self._accesses_s = self._rates.accesses_s(trace) * compute_scale
         self._known: WeakKeyDictionary[Workload, Known] = WeakKeyDictionary()
@@ -226,7 +226,6 @@ class SimulatedCost:
         schedule: ScheduleResult,
         *,
         overlap: bool,
-        speculating: frozenset[int] = frozenset(),
     ) -> Mapping[str, float]:
         """Seconds by phase (``forward``, ``backward``, ``optimizer``), busy seconds by resource, and ``total``.
 
@@ -234,7 +233,11 @@ class SimulatedCost:
         compute does, and without prefetch there is little for them to do ahead of it.
         """
         case = self._case(work, placement, schedule, overlap=overlap)
-        return self._speculating(case, speculating) if speculating else self._fastest(case)[1]
+        if not placement.early:
+            return self._fastest(case)[1]
+        machine, later = self._begun(case)
+        machine.restart()
+        return self._seconds(case, machine, later)
 
     def in_backward(
         self, work: Workload, placement: Placement, schedule: ScheduleResult, *, overlap: bool
@@ -243,7 +246,7 @@ class SimulatedCost:
         chosen, _ = self._fastest(self._case(work, placement, schedule, overlap=overlap))
         return chosen
 
-    def speculating(
+    def early_choices(
         self,
         work: Workload,
         placement: Placement,
@@ -251,40 +254,23 @@ class SimulatedCost:
         *,
         overlap: bool,
         left_bytes: int,
-        needed: Sequence[int],
-    ) -> tuple[frozenset[int], Mapping[str, float]] | None:
-        """The chunks whose new states the host best makes in backward next to the old ones, and the step's seconds;
-        None if there are none, or no memory for them.
+    ) -> list[Placement]:
+        """`placement` with those chunks updated early with which the step is likely to be shortest, for each way to
+        choose them; empty if none can be, or no memory is left.
 
         Args:
-            work, placement, schedule: a candidate.
+            work, placement, schedule: a candidate, all of whose chunks are updated after the norm.
             overlap: see `estimate`.
-            left_bytes: host memory of one machine that is left.
-            needed: by chunk, host memory of one machine that it takes.
+            left_bytes: host memory of one machine that is left for second sets of states.
         """
         able = can_step(work, placement) - placement.state_on_disk
+        needed = (self.known(work).model.second_set_bytes * self._setting.ranks_per_host).tolist()
         if not able or left_bytes < min(needed[chunk] for chunk in able):
-            return None
+            return []
         case = self._case(work, placement, schedule, overlap=overlap)
-        machine = self._before_step(case)
-        choices = self._choices(case, machine, able, left_bytes, needed)
-        if case.accumulates or case.times.rates.contention:
-            found = [(chunks, self._speculating(case, chunks)) for chunks in choices]
-        else:  # all that comes before the optimizer's step is the same whatever speculates
-            later, found = case.events(case.result, updated=True), []
-            for chunks in choices:
-                branch = machine.fork()
-                branch.begin_speculating(chunks, self._out_of_place_share)
-                found.append((chunks, self._steady(case, branch, later)))
-        return min(found, key=lambda each: each[1]["total"], default=None)
-
-    def _choices(
-        self, case: Case, machine: Machine, able: frozenset[int], left_bytes: int, needed: Sequence[int]
-    ) -> list[frozenset[int]]:
-        """Chunks that may speculate together, for each way to choose them."""
-        times = case.times
+        (machine, _), times = self._begun(case), case.times
         homes = {chunk: at_s for chunk, at_s in machine.home_s.items() if chunk in able}
-        update_s = [seconds * self._out_of_place_share for seconds in times.host_adam_in_backward_s]
+        update_s = [seconds * case.early_share for seconds in times.host_adam_in_backward_s]
         gradients = homes, machine.now_s, update_s, times.update_order
         chosen = worth_stepping(*gradients)
         all_bytes = sum(needed[chunk] for chunk in chosen)
@@ -294,32 +280,31 @@ class SimulatedCost:
         found = []
         for room in (min(left_bytes, all_bytes // part) for part in parts):
             found += [*within(chosen, orders, needed, room), worth_stepping_within(*gradients, needed, room)]
-        return [chunks for chunks in dict.fromkeys(found) if chunks]
+        return [placement.updated_early(chunks) for chunks in dict.fromkeys(found) if chunks]
 
-    def _speculating(self, case: Case, chunks: frozenset[int]) -> dict[str, float]:
-        """The step's seconds if these chunks speculate."""
-        case = replace(case, speculating=chunks, speculative_share=self._out_of_place_share)
-        return self._steady(case, self._before_step(case), case.events(case.result, updated=True))
+    def _begun(self, case: Case) -> tuple[Machine, Events]:
+        """A machine that comes to its first optimizer step, and the events of the first batch after that.
 
-    def _steady(self, case: Case, machine: Machine, later: Events) -> dict[str, float]:
-        """Seconds of the step after the one that `machine` has come to the end of; `later` are the events of its first
-        batch."""
-        machine.restart()
-        return self._seconds(case, machine, later)
-
-    def _before_step(self, case: Case) -> Machine:
-        """A machine that comes to its first optimizer step."""
-        machine = case.machine(record=False)
-        batches = case.batches(self._batches_simulated(case))
-        for batch, events in enumerate(batches):
-            machine.in_last_batch = batch == len(batches) - 1
-            machine.batch(events)
-        machine.settle()
-        return machine
+        Updates that begin early change nothing before, unless they take the lane that adds gradients, or cores of
+        compute. So placements that differ in them share a machine, of which each gets a copy.
+        """
+        alone = case.accumulates or case.times.rates.contention
+        shared = case if alone else replace(case, placement=case.placement.updated_early(()))
+        if self._latest is None or self._latest[0] != shared:
+            machine = shared.machine(record=False)
+            batches = shared.batches(self._batches_simulated(shared))
+            for batch, events in enumerate(batches):
+                machine.in_last_batch = batch == len(batches) - 1
+                machine.batch(events)
+            machine.settle()
+            self._latest = shared, machine, shared.events(shared.result, updated=True)
+        machine, later = self._latest[1].fork(), self._latest[2]
+        machine.begin_early(case.placement)
+        return machine, later
 
     def _batches_simulated(self, case: Case) -> int:
         """The last batch is simulated next to the steady one where early updates make it another."""
-        return min(self._setting.accumulation, STEADY_BATCH + (2 if case.speculating else 1))
+        return min(self._setting.accumulation, STEADY_BATCH + (2 if case.placement.early else 1))
 
     def _fastest(self, case: Case) -> tuple[frozenset[int], dict[str, float]]:
         """Which chunks step in backward, and the step's seconds: none, where those worth it would make it longer."""
@@ -392,27 +377,27 @@ class SimulatedCost:
         state: Bools,
         blocks: Ints,
         *,
-        speculating: bool = False,
+        early: bool = False,
         prefetch: bool = True,
     ) -> Floats:
         """Seconds that no step with these homes, and no more than so many blocks, can beat; see `Floor.seconds`.
 
-        With `speculating`, whatever chunks do.
+        With `early`, whatever chunks are updated early.
         """
         known = self.known(work)
-        floor = known.early_floor if speculating else known.floor
+        floor = known.early_floor if early else known.floor
         # Batches after the first have their compute at least.
         more_s = (self._setting.accumulation - 1) * known.times.total_s
         return floor.seconds(chunks, resident, weight, state, blocks, prefetch=prefetch) + more_s
 
     def floor_of(
-        self, work: Workload, placement: Placement, blocks: int, depth: int = 1, *, speculating: bool = False
+        self, work: Workload, placement: Placement, blocks: int, depth: int = 1, *, early: bool = False
     ) -> float:
         """`floor_s` of one placement, with chunks fetched `depth` ahead."""
         codes = placement.codes[None]
         homes = RESIDENT[codes], WEIGHTS[codes], STATES[codes]
         chunks = np.arange(codes.shape[1])
-        found = self.floor_s(work, chunks, *homes, np.array([blocks]), speculating=speculating, prefetch=depth > 0)
+        found = self.floor_s(work, chunks, *homes, np.array([blocks]), early=early, prefetch=depth > 0)
         return float(found[0])
 
     def _case(self, work: Workload, placement: Placement, result: ScheduleResult, *, overlap: bool) -> Case:
@@ -427,6 +412,7 @@ class SimulatedCost:
             grad_blocks,
             overlap,
             self._ahead,
+            early_share=self._early_share,
             clipping=self._setting.clipping,
             accumulates=self._setting.accumulation > 1,
         )
@@ -470,7 +456,7 @@ class Known:
 
     @cached_property
     def early_floor(self) -> Floor:
-        """For steps some of whose chunks speculate."""
+        """For steps some of whose chunks are updated early."""
         return self._floor(True)
 
     def _floor(self, in_backward: bool) -> Floor:
@@ -506,7 +492,7 @@ def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
     order = lambda span: (span.start_s, RESOURCES.index(span.resource), span.end_s)  # noqa: E731
     spans, end_s = sorted(machine.spans, key=order), machine.now_s
     if not (
-        case.in_backward or case.speculating
+        case.in_backward or case.placement.early
     ):  # all that a step begins is over with it, so that nothing leads back into the one before
         spans = [span for span in spans if span.end_s > 0]
     # What reaches over the end is what reached over the beginning, a step later.
@@ -575,7 +561,7 @@ def _steps_before(case: Case) -> int:
     The first has no updates to wait for. Where states live on a disk it does not wait for that at its end either, which
     would give updates in backward more time.
     """
-    return 2 if (case.in_backward or case.speculating) and case.placement.state_on_disk else 1
+    return 2 if (case.in_backward or case.placement.early) and case.placement.state_on_disk else 1
 
 
 def _apart(whole_s: float, part_s: float) -> float:

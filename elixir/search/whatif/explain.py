@@ -204,14 +204,16 @@ class _Variants:
         chunk = self._plan.chunks[index]
         homes = [HOMES[code] for code in possible_homes(self._model, index, gathered=self._gathered)]
         if self._plan.disk_budget_bytes and chunk.trainable:
-            homes += [home.on_disk for home in homes if home.states == "host"]
+            homes += [home.having("disk") for home in homes if home.states == "host"]
         for home in Home:
-            if home in homes and home != chunk.home:
+            if home in homes and home != chunk.home.having():
                 yield home
 
     def moved(self, index: int, home: Home) -> Placement:
-        """The plan's placement with one chunk at `home`."""
+        """The plan's placement with one chunk at `home`, and updated early if it is, and can be there."""
         homes = self._placement.homes
+        if homes[index].early and home.states == "host":
+            home = home.having(update="early")
         return Placement((*homes[:index], home, *homes[index + 1 :]))
 
     def change(self, placement: Placement, wanted_blocks: int) -> Change:
@@ -222,7 +224,7 @@ class _Variants:
         """Against the plan as it is, with no chunk speculating; None if none does."""
         if not self._plan.speculates:
             return None
-        return self._against(self._weighed(self._placement, self._plan.block_count, speculate=False))
+        return self._against(self._weighed(self._placement.updated_early(()), self._plan.block_count))
 
     def blocks(self) -> Iterator[Change]:
         """One block fewer, one more."""
@@ -232,19 +234,13 @@ class _Variants:
             if found.schedule.blocks == count:
                 yield self._against(found)
 
-    def _weighed(self, placement: Placement, wanted_blocks: int, *, speculate: bool = True) -> Candidate:
+    def _weighed(self, placement: Placement, wanted_blocks: int) -> Candidate:
         streamed = placement.resident.count(False)
         depth = self._depth if streamed else 0
         schedule = self._model.work.schedule(placement.residents, depth)
         # Below the first the schedule cannot be walked, beyond the second a block would never be used.
         blocks = max(min(wanted_blocks, streamed), schedule.min_blocks)
-        chunks = zip(self._plan.chunks, placement.homes, strict=True)
-        early = frozenset(
-            index
-            for index, (chunk, home) in enumerate(chunks)
-            if speculate and chunk.speculates and home.states == "host"
-        )
-        return weigh(self._model, placement, blocks, depth, self._cost, early)
+        return weigh(self._model, placement, blocks, depth, self._cost)
 
     def _against(self, other: Candidate) -> Change:
         base, plan = self._base, self._plan

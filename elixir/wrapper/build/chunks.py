@@ -107,7 +107,7 @@ def move_chunks(
         leaving: by chunk, an extent that has its masters; it goes on there if its states are on a disk again.
     """
     for old, chunk_plan in zip(tuple(before), plan.chunks, strict=True):
-        if old.plan.home is chunk_plan.home:
+        if old.plan.home.having() is chunk_plan.home.having():  # however it is updated
             old.plan = chunk_plan
             _count_memory(old, arena)
             yield old

@@ -81,17 +81,18 @@ def test_variants_need_what_the_memory_model_says_and_floors_lie_below_simulatio
                     prefetch=depth > 0,
                 )
                 assert floor[0] <= candidate.seconds["total"] * (1 + 1e-12)
-                early = search.space.cost.speculating(
+                second = model.second_set_bytes * model.setting.ranks_per_host
+                some = search.space.cost.early_choices(
                     model.work,
                     placement,
                     candidate.schedule,
                     overlap=candidate.overlap,
-                    left_bytes=draw.choice((model.second_set_bytes[0], sum(model.second_set_bytes))),
-                    needed=model.second_set_bytes,
+                    left_bytes=int(draw.choice((second[0], second.sum()))),
                 )
-                floor_s = search.space.cost.floor_of(model.work, placement, blocks, depth, speculating=True)
-                early_s = candidate.seconds["total"] if early is None else early[1]["total"]
-                assert floor_s <= min(early_s, candidate.seconds["total"]) * (1 + 1e-12)
+                floor_s = search.space.cost.floor_of(model.work, placement, blocks, depth, early=True)
+                for choice in (placement, *some):
+                    step_s = weigh(model, choice, blocks, depth, search.space.cost).seconds["total"]
+                    assert floor_s <= step_s * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -108,12 +109,9 @@ def test_a_floor_is_what_a_step_takes_that_waits_at_its_ends_only(world_size: in
     model = space.model(space.table.largest_bytes)
     placement = Placement.everywhere(Home.HOST, len(parts))
     plain = weigh(model, placement, 4, 2, space.cost)
-    early = space.cost.speculating(
-        model.work, placement, plain.schedule, overlap=True, left_bytes=GIB, needed=model.second_set_bytes
-    )
-    assert early is not None
-    step_s = early[1]["total"]
-    floor_s = space.cost.floor_of(model.work, placement, 4, speculating=True)
+    some = space.cost.early_choices(model.work, placement, plain.schedule, overlap=True, left_bytes=GIB)
+    step_s = min(weigh(model, early, 4, 2, space.cost).seconds["total"] for early in some)
+    floor_s = space.cost.floor_of(model.work, placement, 4, early=True)
     compute_s = space.cost.known(model.work).times.total_s
     assert compute_s < floor_s <= step_s * (1 + 1e-12)
     assert step_s - floor_s < (step_s - compute_s) / 10

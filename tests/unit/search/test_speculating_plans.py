@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +15,11 @@ from elixir.search import Answer, plan_from_trace
 from elixir.search.planner import setting_for, simple_plan
 from elixir.search.problem import Placement, setting_of
 from elixir.search.propose import Budgets, SearchSpace, find_best
-from elixir.search.propose.candidate import NEAR, draw, speculating
+from elixir.search.propose.candidate import NEAR, Candidate, updated_early, weigh
 from elixir.search.propose.fillings import Fillings
 from elixir.search.replan import correct
 from elixir.search.request import SearchRequest
-from elixir.search.simulator import simulate_step, step, worth_stepping
+from elixir.search.simulator import SimulatedCost, simulate_step, step, worth_stepping
 from elixir.search.simulator.in_backward import worth_stepping_within
 from elixir.search.whatif.bottlenecks import request_of
 from elixir.show import plan_record
@@ -153,7 +152,7 @@ def test_without_a_wish_it_takes_a_gain_of_more_than_a_percent(stack: StepTrace,
     best = wherever if plan.speculates else never
     assert chosen(plan) == chosen(best)
     assert plan.predicted.step_s == best.predicted.step_s
-    assert [chunk.home for chunk in plan.chunks] == [chunk.home for chunk in never.chunks]
+    assert [chunk.home.having() for chunk in plan.chunks] == [chunk.home for chunk in never.chunks]
 
 
 def test_without_a_wish_the_cores_of_a_cpu_and_steps_in_backward_are_left_alone(stack: StepTrace) -> None:
@@ -184,7 +183,7 @@ def test_weights_on_the_device_return_after_the_norm(stack: StepTrace) -> None:
     norm = max(span.end_s for span in spans if span.name == "norm") if plan.world_size > 1 else 0.0
     assert len(returned) == len(chosen(plan))
     assert min(span.start_s for span in returned) >= norm
-    made = {span.chunk: span for span in spans if span.name == "speculate"}
+    made = {span.chunk: span for span in spans if span.name == "early update"}
     assert set(made) == set(chosen(plan))
     backward = min(span.start_s for span in spans if span.name == "backward")
     assert all(span.end_s > backward for span in made.values())
@@ -237,7 +236,7 @@ def test_states_that_no_kernel_makes_are_copied_first(stack: StepTrace, kernel: 
     seconds = []
     for plan in (fused, Plan.from_json(replace(fused, optimizer=looped.optimizer).to_json())):
         spans = simulate_step(plan, stack, SLOW).timeline
-        seconds.append(sum(span.end_s - span.start_s for span in spans if span.name == "speculate"))
+        seconds.append(sum(span.end_s - span.start_s for span in spans if span.name == "early update"))
     assert seconds[1] / seconds[0] == pytest.approx(1 + 3 * 12 / 30)
     assert simulate_step(looped, stack, SLOW).step_s == pytest.approx(looped.predicted.step_s, rel=1e-9)
     assert setting_of(looped, 1).copied
@@ -265,7 +264,7 @@ def test_no_plan_with_the_least_prefetch_and_the_most_states_on_the_device_is_fa
     for model in {id(model): model for model in map(space.model, sizes)}.values():
         fillings = Fillings(model, budgets.device_bytes, space.cost)
         choice = fillings.hosting(0, fillings.block_range(0).start, 0)
-        if choice is not None and (early := speculating(space, draw(model, *choice, 0), budgets)) is not None:
+        if choice is not None and (early := updated_early(model, *choice, 0, space.cost, budgets)) is not None:
             found.append(early.seconds["total"])
     assert found
     assert fastest_s <= min(found)
@@ -290,17 +289,55 @@ def test_chunks_that_lie_among_others_shorten_a_step_more(
     machine = replace(SLOW, host_adam_numel_per_s=4e8)
     space = SearchSpace(stack, machine, setting_for(stack, machine, SearchRequest.of(1)))
     model = space.model(space.smallest_size)
-    plain = draw(model, Placement.everywhere(Home.HOST, len(model.work.chunks)), blocks=4, prefetch_depth=1)
-    work, placement, schedule, needed = plain.work, plain.placement, plain.schedule, model.second_set_bytes
-    left = int(share * sum(needed))
+    placement = Placement.everywhere(Home.HOST, len(model.work.chunks))
+    plain_bytes, most_bytes = (sum(model.host_parts(homes).values()) for homes in (placement, all_early(placement)))
+    budget = plain_bytes + model.copies_bytes + int(share * (most_bytes - plain_bytes))
 
-    def best() -> tuple[frozenset[int], Mapping[str, float]]:
-        found = space.cost.speculating(work, placement, schedule, overlap=True, left_bytes=left, needed=needed)
+    def best() -> Candidate:
+        found = updated_early(model, placement, 4, 1, space.cost, Budgets(1 << 40, budget))
         assert found is not None
-        assert found[1] == space.cost.estimate(work, placement, schedule, overlap=True, speculating=found[0])
         return found
 
-    chunks, seconds = best()
-    assert 0 < sum(needed[chunk] for chunk in chunks) <= left
+    found = best()
+    assert found.placement.early
+    assert found.need.host_bytes <= budget - model.copies_bytes
     monkeypatch.setattr(step, "worth_stepping_within", lambda *_: frozenset())
-    assert seconds["total"] < 0.99 * best()[1]["total"]
+    assert found.seconds["total"] < 0.99 * best().seconds["total"]
+
+
+def all_early(placement: Placement) -> Placement:
+    return placement.updated_early(range(len(placement.homes)))
+
+
+@pytest.mark.parametrize(("accumulation", "device_kind"), [(1, "cuda"), (2, "cuda"), (1, "cpu")])
+def test_a_placement_takes_as_long_whatever_was_estimated_before(
+    stack: StepTrace, accumulation: int, device_kind: str
+) -> None:
+    """Placements that differ in early updates share the simulation of what comes before these."""
+    machine = replace(SLOW, device_kind=device_kind, **({"compute_capability": None} if device_kind == "cpu" else {}))
+    request = SearchRequest.of(1, speculate=True, accumulation=accumulation)
+    setting = setting_for(stack, machine, request)
+    space = SearchSpace(stack, machine, setting)
+    model = space.model(space.smallest_size)
+    chunks = range(len(model.work.chunks))
+    plain = Placement.everywhere(Home.HOST, len(chunks))
+    some = [plain.updated_early(early) for early in (chunks[:3], chunks, chunks[2:], (), chunks[:3])]
+    found = [weigh(model, placement, 4, 1, space.cost).seconds for placement in some]
+    alone = [weigh(model, each, 4, 1, SimulatedCost(stack, machine, setting)).seconds for each in some]
+    assert found == alone
+    assert found[0] == found[4]
+    assert len({seconds["total"] for seconds in found}) > 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_second_set_is_a_column_of_the_memory_model(stack: StepTrace, world_size: int) -> None:
+    """Masters, two moments and the rounded weights of each chunk that is updated early, on all ranks of a machine."""
+    space = SearchSpace(stack, SLOW, setting_for(stack, SLOW, SearchRequest.of(world_size)))
+    model = space.model(space.smallest_size)
+    plain = Placement.everywhere(Home.HOST, len(model.work.chunks))
+    some = plain.updated_early((0, 3))
+    numel = sum(model.work.chunks[chunk].numel for chunk in (0, 3))
+    assert model.host_parts(some) == {**model.host_parts(plain), "undo": numel * (4 + 8 + 2)}
+    assert some.updated_early(()) == plain
+    with pytest.raises(InputError, match="'update'"):
+        Placement.everywhere(Home.RESIDENT, 2).updated_early((1,))
