@@ -64,7 +64,10 @@ class Walk:
         if self.stage is None or event != "call" or not code.co_filename.startswith(self._folder):
             return
         self._last_s = time.perf_counter()
-        key = code.co_filename.removeprefix(self._folder), f"{code.co_qualname}:{code.co_firstlineno}"
+        key = (
+            code.co_filename.removeprefix(self._folder),
+            f"{getattr(code, 'co_qualname', code.co_name)}:{code.co_firstlineno}",
+        )
         found = self.calls[self.stage]
         found[key] = found.get(key, 0) + 1
 
@@ -143,7 +146,7 @@ def walked(early: bool) -> Walk:
     with walk.during("forward"):
         module(inp)
     sys.setprofile(None)
-    threading.setprofile(None)  # type: ignore[arg-type]
+    threading.setprofile(None)
     kept = module.last_report.kept
     module.close()
     if kept != int(early):

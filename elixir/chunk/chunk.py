@@ -15,6 +15,7 @@ from torch import nn
 from elixir.access import absent, storage_of, unmarked
 from elixir.chunk.disk import StoredStates
 from elixir.chunk.lanes import Ticket, failure
+from elixir.chunk.memory_uses import MemoryUses
 from elixir.errors import InputError, StateError
 from elixir.memory_order import Order, flattened, is_dense, order_of
 from elixir.plan import ChunkPlan, ParamSlot
@@ -152,12 +153,9 @@ class Chunk:
         """The same memory, marked: what parameters and tracked views point into."""
         self.filled: Ticket | None = None
         """The transfer into the block, or the update of a resident chunk's weights."""
-        self.fetched: Ticket | None = None
-        """The last transfer of the shard into a block."""
-        self.updated: Ticket | None = None
-        """The optimizer step that last wrote the shard."""
-        self.speculated: Ticket | None = None
-        """The last work that reads its gradients and states to make new states elsewhere, if those are not its own."""
+        self.home_uses = MemoryUses()
+        """Who uses this rank's shard of weights, masters and states, and the second set of them if there is one: the
+        optimizer's step writes, until new weights are where they live; fetches and early steps read."""
         self.writes = 0
         """How often its weights, masters or states were about to be written to otherwise than by a step on the host."""
         self.shard: torch.Tensor | None = None
@@ -309,6 +307,12 @@ class Chunk:
             with self.at_hand(write=True):
                 self.masters[begin - start : end - start].copy_(own)
 
+    def synchronize_weights(self) -> None:
+        """Blocks until the weights at home, and the gathered ones of a resident chunk, are those of the last step."""
+        gathered = [] if self.whole is None or self.filled is None else [self.filled]
+        for ticket in (*self.home_uses.to_read(), *gathered):
+            ticket.synchronize()  # this thread reads what the step writes
+
     def follow(self, weights: torch.Tensor) -> None:
         """Copies a shard of weights into the masters where they do not round to it; the masters must be in memory."""
         if self.masters is not None:
@@ -451,12 +455,10 @@ class Chunk:
 
     def failures(self) -> list[Exception]:
         """Errors of the work on its weights, once that is over; nothing waits for it any more."""
-        found = []
-        for name in ("updated", "fetched", "filled", "speculated"):
-            error = failure(getattr(self, name))
-            if error is not None:
-                setattr(self, name, None)
-                found.append(error)
+        found = self.home_uses.failures()
+        if (error := failure(self.filled)) is not None:
+            self.filled = None
+            found.append(error)
         if self.stored is not None:
             self.stored.forget_failure()  # `StateWindow.lost` reports it, or the step that has failed
         if found and self.whole is not None and self.gathered is None:

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator
 
 from elixir.chunk.buffers import Arena
 from elixir.chunk.host_buffers import WINDOW, HostBuffer, HostBuffers
-from elixir.chunk.lanes import Lane, Ticket, Work, failure, known, over
+from elixir.chunk.lanes import Lane, Ticket, Work, failure, over, settled
+from elixir.chunk.memory_uses import MemoryUses
 from elixir.errors import DiskError, StateError
 from elixir.extents import ExtentFile, StoredTensors, TensorFile, whole_blocks
 
@@ -45,8 +46,8 @@ class StoredStates(StoredTensors):
         self._window = window
         self._buffer: HostBuffer | None = None
         self._depth = 0
-        self.written: Ticket | None = None
-        """The last write of the extent."""
+        self.extent_uses = MemoryUses()
+        """The lane of the disk reads and writes in order; others wait for the last write."""
 
     @property
     def has_room_for_states(self) -> bool:
@@ -82,8 +83,7 @@ class StoredStates(StoredTensors):
     def forget_failure(self) -> None:
         """The error for which the last step was not written is reported elsewhere; who reads the extent gets the step
         before."""
-        if failure(self.written) is not None:
-            self.written = None
+        self.extent_uses.failures()
 
     @contextlib.contextmanager
     def at_hand(self, write: bool = False, *, alone: bool = False) -> Iterator[None]:
@@ -165,9 +165,9 @@ class StateWindow:
         nbytes = states.kept_bytes
         # The states that the buffer held last must be on the disk, and those that are read now, too; of what could not
         # be written `fill` knows.
-        after = [over(ticket) for ticket in (*buffer.tickets, *known(states.written))]
+        after = settled([*buffer.uses.to_write(), *states.extent_uses.to_read()])
         read = self._lane.submit(lambda: states.fill(buffer.memory), after=after, nbytes=nbytes)
-        buffer.busy = read
+        buffer.uses.written_by(read)
         self.read_bytes += nbytes
         return buffer, read
 
@@ -195,8 +195,8 @@ class StateWindow:
             states.store(buffer.memory)
 
         # The step fills the buffer. If it fails, the states on the disk stay, and the buffer is free all the same.
-        states.written = self._lane.submit(write, after=[over(stepped)], nbytes=nbytes)
-        buffer.busy = over(states.written)
+        written = self._lane.submit(write, after=[over(stepped)], nbytes=nbytes)
+        buffer.uses.written_by(over(states.extent_uses.written_by(written)))
         self.written_bytes += nbytes
 
     def settle(self) -> None:
@@ -221,10 +221,10 @@ class StateWindow:
         self.flush()
         buffer = self._take_alone(states) if alone else self._buffers.take(WINDOW, states.nbytes)
         # Nothing may write the buffer or the extent any more; what failed there is reported elsewhere.
-        after = [over(ticket) for ticket in known(buffer.busy, states.written)]
-        # The caller reads the buffer next.
-        self._lane.submit(lambda: states.fill(buffer.memory), after=after, nbytes=states.used_bytes).synchronize()
-        buffer.busy = None
+        after = settled([*buffer.uses.to_write(), *states.extent_uses.to_read()])
+        read = self._lane.submit(lambda: states.fill(buffer.memory), after=after, nbytes=states.used_bytes)
+        buffer.uses.written_by(over(read))
+        read.synchronize()  # the caller reads the buffer next
         states.brought(buffer)
         self._held = (states, buffer)
 

@@ -1,13 +1,13 @@
 """Host memory that no chunk owns: buffers through which data passes on its way, all of one rank under one owner.
 
 Buffers are of a *kind*: for one purpose, in size classes, so many of each. The buffers of a class take turns. The
-caller that takes one has its work on a lane come after `HostBuffer.busy`, which is the last work that reads or writes
-the buffer, and the taker leaves the ticket of its last work there:
+caller that takes one has its work on a lane come after the last work that reads or writes the buffer, and enters its
+own last work in `HostBuffer.uses`:
 
     buffers.add(BufferKind("snapshot", "checkpoint", (SizeClass(nbytes, count=2),)))
     buffer = buffers.take("snapshot", nbytes)
-    copied = lane.submit(copy, after=[*buffer.tickets, ...])
-    buffer.busy = other_lane.submit(write, after=[copied])
+    copied = lane.submit(copy, after=[*buffer.uses.to_write(), ...])
+    buffer.uses.written_by(other_lane.submit(write, after=[copied]))
 
 So a slow lane holds up the work that fills its buffers, and nothing else. A kind is used by one thread at a time.
 """
@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from elixir.chunk.buffers import Arena
-from elixir.chunk.lanes import Ticket, failure
+from elixir.chunk.memory_uses import MemoryUses
 from elixir.errors import StateError
 from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS, Plan
 from elixir.units import dtype_bytes
@@ -80,13 +80,8 @@ class HostBuffer:
     """One buffer, in memory that a CUDA device copies from and to."""
 
     memory: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
-    busy: Ticket | None = None
-    """The work that last reads or writes it."""
-
-    @property
-    def tickets(self) -> list[Ticket]:
-        """The work after which the buffer may be written to."""
-        return [] if self.busy is None else [self.busy]
+    uses: MemoryUses = field(default_factory=MemoryUses)
+    """Each use has the whole buffer to itself until its last work is over, so that alone is entered, as a writer."""
 
     def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The first `numel` elements."""
@@ -132,9 +127,7 @@ class HostBuffers:
         if kind is None:
             return
         for buffer in (buffer for turns in self._turns.pop(name) for buffer in turns):
-            failure(
-                buffer.busy
-            )  # a lane may still read or write the memory that is given up; its error is reported elsewhere
+            buffer.uses.failures()  # a lane may still use the memory that is given up; its error is reported elsewhere
             self._give_up(kind, buffer)
 
     def clear(self) -> None:
@@ -150,7 +143,7 @@ class HostBuffers:
 
     def take(self, name: str, nbytes: int) -> HostBuffer:
         """The buffer of a kind whose turn it is, with room for `nbytes`. Work on it comes after
-        `HostBuffer.tickets`."""
+        `HostBuffer.uses`."""
         kind = self._kinds[name]
         last = len(kind.classes) - 1
         index = next((index for index, size in enumerate(kind.classes) if size.nbytes >= nbytes), last)
@@ -175,19 +168,16 @@ class HostBuffers:
 
     def failures(self) -> list[Exception]:
         """Errors of the work on buffers, once it is over; the buffers are free."""
-        found = []
+        found: list[Exception] = []
         for buffer in (buffer for name in self._kinds for buffer in self.of(name)):
-            error = failure(buffer.busy)
-            if error is not None:
-                buffer.busy = None
-                found.append(error)
+            found += buffer.uses.failures()
         return found
 
     def _make_room(self, kind: BufferKind, buffer: HostBuffer, nbytes: int) -> None:
         if buffer.memory.nbytes >= nbytes:
             return
-        if buffer.busy is not None:
-            buffer.busy.synchronize()  # a lane reads or writes the memory that is given up here
+        for ticket in buffer.uses.to_write():
+            ticket.synchronize()  # a lane reads or writes the memory that is given up here
         self._give_up(kind, buffer)  # before there is another, so that there are never both
         buffer.memory = self._made(kind, nbytes)
 

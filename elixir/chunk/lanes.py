@@ -15,7 +15,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
@@ -84,11 +84,6 @@ def failure(ticket: Ticket | None) -> Exception | None:
     return None
 
 
-def known(*tickets: Ticket | None) -> list[Ticket]:
-    """The tickets that there are."""
-    return [ticket for ticket in tickets if ticket is not None]
-
-
 class over:
     """A `Ticket` of the same work that raises nothing: the work is over, whether or not it has failed."""
 
@@ -112,6 +107,11 @@ class over:
     def done(self) -> bool:
         """See `Ticket`."""
         return self._ticket.done()
+
+
+def settled(tickets: Iterable[Ticket]) -> list[Ticket]:
+    """Tickets of the same work that raise nothing, see `over`."""
+    return [over(ticket) for ticket in tickets]
 
 
 class Lane(Protocol):

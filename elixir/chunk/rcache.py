@@ -27,7 +27,7 @@ from elixir.chunk.buffers import BlockPool
 from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.gradients import GradientFlow
 from elixir.chunk.group import Group
-from elixir.chunk.lanes import Lanes, failure, known
+from elixir.chunk.lanes import Lanes, failure
 from elixir.errors import InputError, StateError
 from elixir.schedule import StepSchedule
 
@@ -401,23 +401,24 @@ class RCache:
         # The optimizer's step writes the shard that is read here: a block would hold weights of two steps. That compute
         # still reads the weights that were in the block is the lane's affair: it comes after compute that has been
         # submitted.
-        after = known(chunk.updated)
+        after = chunk.home_uses.to_read()
         host_bytes = shard.nbytes if chunk.plan.weight_home == "host" else 0
         self.counts.host_to_device_bytes += host_bytes
         if self._group.size == 1:
-            # `updated` protects the shard, see above.
-            chunk.filled = chunk.fetched = self._lanes.fetch.submit(
+            # `after` protects the shard, see above.
+            fetched = self._lanes.fetch.submit(
                 lambda: whole.copy_(shard, non_blocking=True), after=after, nbytes=host_bytes
             )
+            chunk.filled = chunk.home_uses.read_by("fetch", fetched)
             return
         source = shard
         if host_bytes:
             source = part = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
-            # `updated` protects the shard, see above.
-            chunk.fetched = self._lanes.fetch.submit(
+            # `after` protects the shard, see above.
+            fetched = self._lanes.fetch.submit(
                 lambda: part.copy_(shard, non_blocking=True), after=after, nbytes=host_bytes
             )
-            after = [chunk.fetched]
+            after = [chunk.home_uses.read_by("fetch", fetched)]
         network_bytes = whole.nbytes - shard.nbytes
         self.counts.network_bytes += network_bytes
         # Other ranks get what this rank's part of the block holds, so the fetch must have filled it.
@@ -425,4 +426,4 @@ class RCache:
             lambda: self._group.gather(whole, source, f"chunk {chunk.index}"), after=after, nbytes=network_bytes
         )
         if source is shard:
-            chunk.fetched = chunk.filled
+            chunk.home_uses.read_by("fetch", chunk.filled)

@@ -71,7 +71,7 @@ class AnyStepper(Protocol):
     def check_plan(self, plan: Plan) -> None:
         """Refuse a plan that this cannot step by."""
 
-    def speculate(self, chunk: Chunk, home: Ticket) -> None:
+    def speculate(self, chunk: Chunk) -> None:
         """Make new states of a chunk in backward next to the old ones, once `home` says that its gradients have
         arrived."""
 
@@ -393,7 +393,7 @@ class Engine:
         self.errors.report(Call.STEP)
         self.forget_failed_backward()
         self.errors.report(Call.GRADIENTS)
-        if any(chunk.updated is not None and chunk.updated.done() and failure(chunk.updated) for chunk in self.chunks):
+        if any(chunk.home_uses.has_failed for chunk in self.chunks):
             raise self._failures()[0]
         if self.uses.gathered:
             raise InputError("an optimizer cannot step inside gathered(); leave it first")
@@ -510,11 +510,11 @@ class Engine:
             _weakly(self._wants_norms),
         )
 
-    def _complete(self, chunk: Chunk, home: Ticket) -> None:
+    def _complete(self, chunk: Chunk) -> None:
         """All gradients of a chunk are on their way home."""
         if chunk.plan.speculates:
             for stepper in self.steppers:
-                stepper.speculate(chunk, home)
+                stepper.speculate(chunk)
 
     def _wants_norms(self) -> bool:
         """Whether a step is going to ask for the norm of the gradients that come now."""

@@ -16,7 +16,6 @@ from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.disk import MASTERS
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import BufferKind, SizeClass
-from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError
 from elixir.memory_order import Order
 from elixir.plan import CHECKPOINT_PART, Plan
@@ -55,8 +54,8 @@ class ChunkStates:
 
     def __init__(self, chunk: Chunk, parts: Sequence[ChunkOptimizer]) -> None:
         self.chunk, self.parts = chunk, tuple(parts)
-        self._updated: Ticket | None = chunk.updated
-        self._written: Ticket | None = None if chunk.stored is None else chunk.stored.written
+        self._updated = chunk.home_uses.to_read()
+        self._written = [] if chunk.stored is None else chunk.stored.extent_uses.to_read()
         self._weights_of_then = self.target
         self._states_of_then = [part.states for part in self.parts]
 
@@ -66,14 +65,12 @@ class ChunkStates:
 
         Classes that are not torch's may make more of them in any step.
         """
-        return self._updated is None or self._updated.done() or all(have_begun(part) for part in self.parts)
+        return all(ticket.done() for ticket in self._updated) or all(have_begun(part) for part in self.parts)
 
     def wait(self) -> None:
         """Wait for the update that was under way when this was made; raises what it raised."""
-        if self._updated is not None:
-            self._updated.synchronize()  # it still writes the weights, masters and states that are read next
-        if self._written is not None:
-            self._written.synchronize()  # it writes the masters and states that are read from the disk next
+        for ticket in (*self._updated, *self._written):
+            ticket.synchronize()  # it still writes the weights, masters and states that are read next
 
     def stretches(self) -> list[Stretch]:
         """Everything to save, as it lies in live memory; call this when no update is under way."""

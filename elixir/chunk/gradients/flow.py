@@ -30,7 +30,7 @@ from elixir.chunk.gradients.gradient import ChunkGradient, OpenChunk
 from elixir.chunk.gradients.transport import MovedBytes, Transport
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import HostBuffers
-from elixir.chunk.lanes import Lanes, Ticket
+from elixir.chunk.lanes import Lanes
 from elixir.chunk.norms import PartNorms
 
 
@@ -65,7 +65,7 @@ class GradientFlow:
         group: over which gradients are averaged.
         buffers: have the kind `SUMMANDS`.
         options: how.
-        complete: called, in backward, with a chunk that has all its gradients, and the ticket of their arrival at home.
+        complete: called, in backward, with a chunk all of whose gradients are on their way home.
         wants_norms: called, in backward, to know whether the step will ask for the norm of the gradients.
     """
 
@@ -77,7 +77,7 @@ class GradientFlow:
         group: Group,
         buffers: HostBuffers,
         options: FlowOptions,
-        complete: Callable[[Chunk, Ticket], None] | None = None,
+        complete: Callable[[Chunk], None] | None = None,
         wants_norms: Callable[[], bool] = lambda: False,
     ) -> None:
         self._lanes, self._group, self._options = lanes, group, options
@@ -204,7 +204,7 @@ class GradientFlow:
     def send_late(self) -> None:
         """See to it that every gradient is on its way home; with several ranks, all must call it.
 
-        Nobody waits for their arrival: `ChunkGradient.tickets` are for those who read them. Compute waits for memory
+        Nobody waits for their arrival: `ChunkGradient.uses` are for those who read them. Compute waits for memory
             beyond the
         gradient blocks, of which the plan has none for the next forward.
         """
@@ -273,7 +273,7 @@ class GradientFlow:
 
     def _wait(self) -> None:
         for gradient in self.by_chunk.values():
-            for ticket in gradient.tickets:
+            for ticket in gradient.uses.to_read():
                 ticket.synchronize()  # this thread may read the shard next
         with self._lock:
             self._blocks.reclaim_all()
@@ -323,7 +323,7 @@ class GradientFlow:
         is_block = opened.memory.nbytes == self._options.block_bytes
         self._blocks.leave(leaving if is_block else leaving._replace(is_extra=True))
         if self._complete is not None and self.reducing and not late and len(opened.arrived) == len(chunk.slots):
-            self._complete(chunk, gradient.tickets[0])
+            self._complete(chunk)
 
     def _keep(self, gradient: ChunkGradient) -> None:
         """Let what has arrived leave its block, to be kept by this rank."""

@@ -10,7 +10,8 @@ import torch
 
 from elixir.chunk.buffers import Arena
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.lanes import Lane, Ticket, failure, known, over
+from elixir.chunk.lanes import Lane, settled
+from elixir.chunk.memory_uses import MemoryUses
 from elixir.chunk.norms import PartNorms
 from elixir.errors import StateError
 
@@ -24,7 +25,7 @@ class GradState(enum.Enum):
     ARRIVING = "arriving"
     """A gradient block holds what has come in this backward. Nothing is at home."""
     HOME = "at home"
-    """The shard holds the sum of all backwards since gradients were cleared, once `ready` is done. Until then lanes
+    """The shard holds the sum of all backwards since gradients were cleared, once it has arrived. Until then lanes
     read the block that it came in, which `GradientBlocks` keeps."""
     ADDING = "at home, with more arriving"
     """As `HOME`; a gradient block holds what has come in this backward, to be added when the block leaves."""
@@ -67,8 +68,8 @@ class KeptGradients:
 
     memory: torch.Tensor
     arrived: set[str] = field(default_factory=set)
-    ready: Ticket | None = None
-    """The work after which anything else may be done with them."""
+    uses: MemoryUses = field(default_factory=MemoryUses)
+    """Who uses `memory`; each backward adds to it."""
 
 
 class ChunkGradient:
@@ -84,17 +85,18 @@ class ChunkGradient:
         self.state = GradState.NONE
         self.memory = torch.empty(0, dtype=chunk.dtype, device="cpu")
         """This rank's shard, where the optimizer states live; empty if there is none now."""
-        self.ready: Ticket | None = None
-        """The gradient's way to `memory`: work that reads or replaces it comes after this."""
+        self.uses = MemoryUses()
+        """Who uses `memory`: a gradient's arrival writes it, as does the optimizer's step on the host, which may clip
+        in place; early steps read it."""
         self.arrived: set[str] = set()
         """Names of the parameters that got a gradient on this rank since the last step."""
         self.dropped: set[str] = set()
         """Names of the parameters whose part counts as zero, and is made so when the next gradient is added."""
         self.norms: PartNorms | None = None
-        """The norms of what `memory` holds once `ready` is done; None where that was not summed on the way. Whatever
+        """The norms of what `memory` holds once it has arrived; None where that was not summed on the way. Whatever
         changes the gradients replaces them."""
         self.changes = 0
-        """How often what `memory` holds, or will hold once `ready` is done, has become another gradient."""
+        """How often what `memory` holds, or will hold once it has arrived, has become another gradient."""
         self.opened: OpenChunk | None = None
         self.kept: KeptGradients | None = None
         if chunk.plan.update_home == "host" and chunk.plan.reduce_order is not None:
@@ -118,11 +120,6 @@ class ChunkGradient:
     def holds(self) -> bool:
         """Whether a gradient is at home, so that the next one is added."""
         return self.state in (GradState.HOME, GradState.ADDING)
-
-    @property
-    def tickets(self) -> list[Ticket]:
-        """The gradient's way to `memory`, if there is one."""
-        return known(self.ready)
 
     @property
     def is_complete(self) -> bool:
@@ -179,8 +176,8 @@ class ChunkGradient:
         kept = self.give_up_kept()
         if kept is None:
             return set()
-        for ticket in known(kept.ready):
-            over(ticket).wait()  # a gradient must not be added to memory that compute uses for something else
+        for ticket in settled(kept.uses.to_read()):
+            ticket.wait()  # a gradient must not be added to memory that compute uses for something else
         return kept.arrived
 
     def clear(self, arrived: set[str], *, to_none: bool) -> None:
@@ -228,7 +225,7 @@ class ChunkGradient:
             if kept.arrived:
                 part = next(slot for slot in self.chunk.slots if slot.name == name).part_of(kept.memory)
                 # The last addition to `kept.memory` must not come after the zeros.
-                kept.ready = offload.submit(part.zero_, after=known(kept.ready))
+                kept.uses.written_by(offload.submit(part.zero_, after=kept.uses.to_write()))
             else:
                 self.forget_kept()
         if not self.holds:
@@ -243,13 +240,7 @@ class ChunkGradient:
 
     def failures(self) -> list[Exception]:
         """Errors of the work that the gradient waits for, once it is over; nothing waits for it any more."""
-        found = []
-        for held in (self, self.kept):
-            error = None if held is None else failure(held.ready)
-            if held is not None and error is not None:
-                held.ready = None
-                found.append(error)
-        return found
+        return [*self.uses.failures(), *([] if self.kept is None else self.kept.uses.failures())]
 
     def _forget(self) -> None:
         """Nothing is at home. Memory on the device goes, since it is there only while gradients are."""
@@ -257,7 +248,7 @@ class ChunkGradient:
         if self.holds:
             self.to(GradState.NONE if self.state is GradState.HOME else GradState.ARRIVING)
         if self.memory.numel() and self.chunk.plan.update_home == "device":
-            for ticket in self.tickets:
+            for ticket in self.uses.to_read():
                 ticket.wait()  # a gradient must not arrive in `memory` once compute uses it for something else
             self._arena.count(-self.memory.nbytes, "device", "gradients")
             self.memory = torch.empty(0, dtype=self.memory.dtype, device="cpu")
@@ -266,7 +257,7 @@ class ChunkGradient:
         if not self.memory.numel():
             self.make_memory()
             return
-        for ticket in known(self.ready, self.chunk.updated, self.chunk.speculated):
+        for ticket in self.uses.to_write():
             # The last gradient must not arrive in `memory` after the zeros, and the step before may still read it.
             ticket.synchronize()
         self.memory.zero_()

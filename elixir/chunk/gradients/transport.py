@@ -17,7 +17,7 @@ from elixir.chunk.gradients.blocks import Leaving
 from elixir.chunk.gradients.gradient import ChunkGradient, GradState, OpenChunk
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, HostBuffers
-from elixir.chunk.lanes import Lanes, Ticket, Work, known, over
+from elixir.chunk.lanes import Lanes, Ticket, Work, settled
 from elixir.chunk.norms import PartNorms
 
 
@@ -67,11 +67,11 @@ class Passage:
         copy = partial(here.copy_, gradients, non_blocking=True)
         # `written` fills `gradients`; the sum before may still read the buffer that is overwritten, whether or not it
         # has failed.
-        free = [over(ticket) for ticket in buffer.tickets]
+        free = settled(buffer.uses.to_write())
         gone = self._lanes.offload.submit(copy, after=[*written, *free], nbytes=nbytes)
         # `gone` fills the buffer; `used` reads or writes `home`, which this changes.
-        buffer.busy = self._lanes.host_adam.submit(partial(add, here), after=[gone, *used])
-        return gone, buffer.busy
+        added = self._lanes.host_adam.submit(partial(add, here), after=[gone, *used])
+        return gone, buffer.uses.written_by(added)
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Transport:
         gradient.changes += 1
         # They use the shard that is written below: the step before, or new states that are being made, may still read
         # it, and what was cleared may still arrive there.
-        used = known(chunk.updated, chunk.speculated, gradient.ready)
+        used = gradient.uses.to_write()
         has_kept = gradient.kept is not None
         written, kept_alive = self._return_kept(gradient, block)
         mine = block[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
@@ -139,7 +139,7 @@ class Transport:
             # On CUDA compute has summed what was not reduced, and nobody waits for that.
             summed = written[-1] if written else None if block.is_cuda else gone
             gradient.to(GradState.HOME)
-        gradient.ready = ready
+        gradient.uses.written_by(ready)
         gradient.dropped.clear()
         if norms is not None:
             norms.ready = summed
@@ -153,8 +153,9 @@ class Transport:
         kept, block = gradient.keep(opened, self._device), opened.block
         moved_bytes = block.nbytes if gradient.chunk.plan.update_home == "host" else 0
         self.moved.offloaded += moved_bytes
-        add = kept.memory.add_
-        gone, kept.ready = self._passage.add(add, block, kept.memory, used=known(kept.ready), nbytes=moved_bytes)
+        used = kept.uses.to_write()
+        gone, added = self._passage.add(kept.memory.add_, block, kept.memory, used=used, nbytes=moved_bytes)
+        kept.uses.written_by(added)
         return Leaving(opened.memory, gone, (kept.memory,), is_extra=True)
 
     def _return_kept(
@@ -172,7 +173,7 @@ class Transport:
             block.add_(memory.to(block.device))
 
         # The last gradients that were kept may still be on their way to `memory`.
-        return [self._lanes.offload.submit(add, after=known(kept.ready), nbytes=memory.nbytes)], (memory,)
+        return [self._lanes.offload.submit(add, after=kept.uses.to_read(), nbytes=memory.nbytes)], (memory,)
 
     def _reduce(
         self, block: torch.Tensor, mine: torch.Tensor, what: str, written: list[Ticket], norms: PartNorms | None

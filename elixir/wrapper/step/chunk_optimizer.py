@@ -13,7 +13,7 @@ from torch import nn
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.disk import MASTERS
 from elixir.chunk.gradients import ChunkGradient
-from elixir.chunk.lanes import Ticket, known
+from elixir.chunk.memory_uses import MemoryUses
 from elixir.chunk.pinned import host_zeros
 from elixir.kernels import HybridAdam
 from elixir.memory_order import Order, flattened, shaped
@@ -46,6 +46,8 @@ class ChunkOptimizer:
     def __init__(self, engine: Engine, user: UserOptimizer, chunk: Chunk) -> None:
         self._engine, self._user, self.chunk = engine, user, chunk
         self._shard: ChunkGradient | None = engine.gradients.by_chunk.get(chunk.index)
+        self.gradient_uses = MemoryUses() if self._shard is None else self._shard.uses
+        """Who uses the gradients at their home; nobody is entered where they are autograd's own."""
         self._separate = chunk.masters is not None
         chunk.follow_writes()  # between wrapping and now
         self._master = chunk.shard_weights if chunk.masters is None else chunk.masters
@@ -197,11 +199,6 @@ class ChunkOptimizer:
         return None if self._shard is None else self._shard.memory
 
     @property
-    def arrival(self) -> list[Ticket]:
-        """The arrival of the gradients at their home; none where they are autograd's own."""
-        return [] if self._shard is None else self._shard.tickets
-
-    @property
     def passes_gradients(self) -> bool:
         """Whether gradients lie in a separate shard at the home of the states, and not with autograd."""
         return self._shard is not None
@@ -217,7 +214,7 @@ class ChunkOptimizer:
             norms.wait()  # the lane that sums them writes their values
             return [(item, norms.of(item[0].place)) for item in arrived]
         # The step before may still multiply it in place, where no zero_grad() came in between.
-        for ticket in (*self.arrival, *known(self.chunk.updated)):
+        for ticket in self.gradient_uses.to_read():
             ticket.wait()  # compute reads the shard of gradients, which the ticket's work writes
             if self.chunk.plan.update_home == "host":
                 ticket.synchronize()  # it is read by this thread
@@ -329,8 +326,7 @@ class ChunkOptimizer:
         if not self.were_written:
             return
         # Another optimizer over this chunk may have stepped it: its lane writes masters, then brings the new weights.
-        for ticket in known(self.chunk.updated, self.chunk.filled):
-            ticket.synchronize()  # this thread reads both
+        self.chunk.synchronize_weights()
         self.chunk.follow_writes()
         # Also of what is never stepped, or masters would follow in each step.
         self._versions |= {segment.name: segment.source._version for segment in self.segments}

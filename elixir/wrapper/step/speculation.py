@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.lanes import Ticket, known, over
+from elixir.chunk.lanes import Ticket, settled
 from elixir.kernels.adam import begin_kernel
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
@@ -30,6 +30,9 @@ from elixir.wrapper.step.segments import Arrived
 from elixir.wrapper.step.shard_states import ShardStates
 from elixir.wrapper.step.updates import failed_step, return_weights
 from elixir.wrapper.step.user_class import UserOptimizer, copies_states
+
+EARLY = "early"
+"""Name of the reader in `MemoryUses`."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +142,11 @@ class Speculation:
                 if not copies:
                     begin_kernel(chunk.dtype, chunk.dtype if chunk.low_precision else None, plan.moments)
 
-    def begin(self, chunk: Chunk, home: Ticket, scale: float) -> None:
-        """Make new states of a chunk all of whose gradients have come.
+    def begin(self, chunk: Chunk, scale: float) -> None:
+        """Makes new states of a chunk all of whose gradients are on their way home.
 
         Args:
             chunk: one that the plan lets speculate.
-            home: of its gradients' arrival.
             scale: of the loss, by which its gradients are divided.
         """
         self._give_up(chunk.index)
@@ -157,14 +159,15 @@ class Speculation:
             return
         arrived = part.gradients({slot.name for slot in chunk.slots})
         premises = self._premises(part, arrived, 1.0 / scale, self._user.hyperparameters())
-        # `home` brings the gradients. The step before writes the old states, or brings weights out of the memory that
-        # the new ones take; the fetch before may read that memory as well.
-        after = [home, *known(chunk.updated, chunk.fetched)]
+        # The gradients arrive. The step before writes the old states, or brings weights out of the memory that the new
+        # ones take; the fetch before may read that memory as well.
+        after = [*part.gradient_uses.to_read(), *chunk.home_uses.to_write()]
         attempt = Attempt(chunk, part.states, spare, arrived, part.shard_gradients, premises, after)
         self._attempts[chunk.index] = attempt
         run = partial(attempt.run, chunk.before_write, engine.host_forms)
         # Of work that has failed `run` tells, so that what was never made is not kept.
-        chunk.speculated = attempt.made = engine.lanes.host_adam.submit(run, after=[over(ticket) for ticket in after])
+        attempt.made = engine.lanes.host_adam.submit(run, after=settled(after))
+        part.gradient_uses.read_by(EARLY, chunk.home_uses.read_by(EARLY, attempt.made))
 
     def keep(
         self, part: ChunkOptimizer, arrived: Arrived, factor: float | torch.Tensor, options: list[dict[str, Any]]
@@ -188,7 +191,7 @@ class Speculation:
         self._spares[chunk.index] = part.exchange(attempt.new)
         self.kept += 1
         self._engine.kept_chunks = self.kept
-        chunk.updated, chunk.speculated = attempt.made, None
+        chunk.home_uses.written_by(attempt.made)
         if chunk.plan.weight_home == "device":
             return_weights(self._engine, chunk, part.writing(arrived, attempt.new.weights), returns=True)
         if self._engine.options.debug.poison:
@@ -263,4 +266,5 @@ class Speculation:
                 tensor.view(torch.uint8).fill_(0xFF)
 
         # The new states are made of the old ones, and a fetch may still read the weights that lay there.
-        chunk.speculated = self._engine.lanes.host_adam.submit(fill, after=known(chunk.updated, chunk.fetched))
+        filled = self._engine.lanes.host_adam.submit(fill, after=chunk.home_uses.to_write())
+        chunk.home_uses.read_by(EARLY, filled)

@@ -15,7 +15,6 @@ import torch
 
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.disk import StoredStates
-from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError
 from elixir.plan import Plan
 from elixir.torch_private import DisableTorchFunctionSubclass
@@ -191,12 +190,11 @@ class Stepper:
         self._left.clear()
         self._make_spares()
 
-    def speculate(self, chunk: Chunk, home: Ticket) -> None:
-        """Make new states of a chunk in backward next to the old ones, once `home` says that its gradients have
-        arrived."""
+    def speculate(self, chunk: Chunk) -> None:
+        """Makes new states of a chunk in backward next to the old ones; its gradients are on their way home."""
         if len(self._engine.steppers) == 1:  # several share the chunk's memory
             with torch.no_grad():
-                self.speculation.begin(chunk, home, self._gradient_scale())
+                self.speculation.begin(chunk, self._gradient_scale())
 
     def gradients_scaled(self, by: float) -> None:
         """The gradients that come now are multiplied by a loss scale, and are added to those there are."""

@@ -10,7 +10,7 @@ import torch
 
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.host_buffers import STAGING, HostBuffer
-from elixir.chunk.lanes import Ticket, Work, known, over
+from elixir.chunk.lanes import Ticket, Work, over, settled
 from elixir.errors import StepError
 from elixir.wrapper.build.weights import few
 from elixir.wrapper.engine import Engine
@@ -31,7 +31,7 @@ def update(
     order of compute."""
     chunk, lanes = part.chunk, engine.lanes
     if chunk.plan.update_home != "host":
-        for ticket in part.arrival:
+        for ticket in part.gradient_uses.to_read():
             ticket.wait()  # compute reads the gradients that it brings
         chunk.about_to_write()  # a checkpoint may still have to copy what this step replaces
         part.step(arrived, factor, hyperparameters, in_place=in_place)
@@ -39,15 +39,15 @@ def update(
         return
     if chunk.stored is not None and not arrived and part.rests_without_gradients:
         return  # nothing to step, and so nothing to move
-    # `arrival` brings the gradients. The step before writes masters and states, and if it failed, so must this. The
-    # fetch before reads the shard of weights: a block would get some of them new.
-    before = [*part.arrival, *known(chunk.updated, chunk.fetched)]
+    # The gradients arrive, and early steps read them. The step before writes masters and states, and if it failed, so
+    # must this. The fetch before reads the shard of weights: a block would get some of them new.
+    before = [*part.gradient_uses.to_write(), *chunk.home_uses.to_write()]
     stage = staged = None
     if chunk.plan.returns_rounded and arrived:
         stage = engine.host_buffers.take(STAGING, chunk.shard_numel * chunk.dtype.itemsize)
         staged = stage.view(chunk.shard_numel, chunk.dtype)
         # The weights that it held last may still be on their way to the device; whether they came is not this step's.
-        before += [over(ticket) for ticket in stage.tickets]
+        before += settled(stage.uses.to_write())
     # As of now: a checkpoint that begins later saves what this step makes, and waits for it.
     step: Work = partial(
         _step, part, chunk.before_write, arrived, factor, hyperparameters, staged, in_place=in_place, states=part.states
@@ -60,18 +60,20 @@ def update(
         step = partial(chunk.stored.step, buffer, read, step)
         write = partial(chunk.stored.if_read, read, write)
         before.append(over(read))  # the buffer that the step works in is being filled
-    chunk.updated = stepped = lanes.host_adam.submit(step, after=before)
-    return_weights(engine, chunk, write, returns=bool(arrived))
+    stepped = lanes.host_adam.submit(step, after=before)
+    part.gradient_uses.written_by(chunk.home_uses.written_by(stepped))
+    returned = return_weights(engine, chunk, write, returns=bool(arrived))
     if stage is not None:
-        stage.busy = chunk.updated
+        stage.uses.written_by(returned)
     if chunk.stored is not None and from_disk is not None:
         # Weights that are not staged come from the buffer with the masters.
-        filled = chunk.updated if staged is None else stepped
+        filled = returned if staged is None else stepped
         engine.window.end_step(chunk.stored, from_disk[0], filled, alone=alone)
 
 
-def return_weights(engine: Engine, chunk: Chunk, write: Work, *, returns: bool) -> None:
-    """Have the new weights of a chunk that the host steps be where they live, once `Chunk.updated` has made them.
+def return_weights(engine: Engine, chunk: Chunk, write: Work, *, returns: bool) -> Ticket:
+    """Has the new weights of a chunk be where they live, after the step on the host that makes them; gives its
+    ticket.
 
     Args:
         engine: of the chunk.
@@ -79,13 +81,14 @@ def return_weights(engine: Engine, chunk: Chunk, write: Work, *, returns: bool) 
         write: of `ChunkOptimizer.writing`.
         returns: whether there are new ones.
     """
-    lanes, stepped = engine.lanes, known(chunk.updated)
+    lanes = engine.lanes
     moved_bytes = chunk.shard_weights.nbytes if chunk.plan.weight_home == "device" and returns else 0
     # New weights go to the device while the next chunk is stepped. The step fills the masters or the stage that they
     # come from. Should submitting raise what the step has raised, the next step does, too.
     writes = lanes.refresh if moved_bytes else lanes.host_adam
-    chunk.updated = writes.submit(write, after=stepped, nbytes=moved_bytes)
+    returned = writes.submit(write, after=chunk.home_uses.to_read(), nbytes=moved_bytes)
     engine.refreshed_bytes += moved_bytes
+    return chunk.home_uses.written_by(returned)
 
 
 def _step(
@@ -117,7 +120,7 @@ def publish(engine: Engine, chunk: Chunk) -> Ticket | None:
     """Have the new weights of a resident chunk on every rank; when its next use may read them, where it must wait."""
     if chunk.whole is None:
         return None
-    after = known(chunk.updated) if chunk.plan.update_home == "host" else []
+    after = chunk.home_uses.to_read() if chunk.plan.update_home == "host" else []
     group, whole = engine.group, chunk.whole
     if group.size == 1:
         if after:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from elixir.chunk.chunk import Chunk, Slot
-from elixir.chunk.lanes import known
 from elixir.errors import InputError
 from elixir.models import SharedMemory
 from elixir.torch_private import DisableTorchFunctionSubclass
@@ -73,8 +72,7 @@ class SharedWeights:
         engine, moved = self._engine, False
         for copy in self._copies:
             chunk, _ = copy.weight
-            for ticket in known(chunk.updated, None if chunk.whole is None else chunk.filled):
-                ticket.synchronize()  # the step writes what this thread reads
+            chunk.synchronize_weights()
             now = self._state_of(copy)
             if now == copy.copied:  # the same on all ranks, which make the same calls
                 self._refuse_written(copy)

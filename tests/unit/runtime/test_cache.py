@@ -159,7 +159,8 @@ def test_weights_are_not_taken_before_they_are_updated() -> None:
     for chunk in cache._chunks:
         shard = chunk.shard
         assert shard is not None
-        chunk.updated = lanes.host_adam.submit(lambda shard=shard: (gate.wait(), shard.fill_(-1)))
+        updated = lanes.host_adam.submit(lambda shard=shard: (gate.wait(), shard.fill_(-1)))
+        chunk.home_uses.written_by(updated)
     cache.invalidate()
     open_later(gate)
     cache.acquire([0])
@@ -174,7 +175,7 @@ def test_a_block_is_not_given_to_another_while_a_transfer_is_on_its_way() -> Non
     lanes = make_lanes(CPU)
     cache = make_cache(2, StepSchedule([(0,), (1,)], 0), 1, lanes)
     gate = threading.Event()
-    cache._chunks[0].updated = lanes.host_adam.submit(gate.wait)
+    cache._chunks[0].home_uses.written_by(lanes.host_adam.submit(gate.wait))
     cache.begin()
     cache._advance([0])  # its transfer waits for the update
     assert cache._chunks[0].state is ChunkState.FETCHING

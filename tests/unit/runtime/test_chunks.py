@@ -227,11 +227,12 @@ def test_gradients_wait_for_the_step_that_reads_the_last_ones() -> None:
     flow, _ = make_flow([chunk], delay_s=0.0)
     backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
     gate, read = threading.Event(), []
-    chunk.updated = flow._lanes.host_adam.submit(lambda: (gate.wait(), read.append(held(flow, chunk, 0))))
+    updated = flow._lanes.host_adam.submit(lambda: (gate.wait(), read.append(held(flow, chunk, 0))))
+    flow.by_chunk[chunk.index].uses.read_by("step", updated)
     flow.clear()
     threading.Timer(0.1, gate.set).start()
     backward(flow, [(chunk, slot, 2.0) for slot in (0, 1, 2)])
-    chunk.updated.synchronize()
+    updated.synchronize()
     assert read == [{1.0}]
     assert held(flow, chunk, 0) == {2.0}
 
@@ -241,10 +242,11 @@ def test_zeros_wait_for_the_step_that_reads_the_last_gradients() -> None:
     flow, _ = make_flow([chunk], delay_s=0.0)
     backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
     gate, read = threading.Event(), []
-    chunk.updated = flow._lanes.host_adam.submit(lambda: (gate.wait(), read.append(held(flow, chunk, 0))))
+    updated = flow._lanes.host_adam.submit(lambda: (gate.wait(), read.append(held(flow, chunk, 0))))
+    flow.by_chunk[chunk.index].uses.read_by("step", updated)
     threading.Timer(0.1, gate.set).start()
     flow.clear(to_none=False)
-    chunk.updated.synchronize()
+    updated.synchronize()
     assert read == [{1.0}]
     assert held(flow, chunk, 0) == {0.0}
 

@@ -37,7 +37,7 @@ def test_buffers_of_a_class_take_turns_and_the_smallest_class_with_room_serves()
 def test_what_nothing_has_room_for_grows_once_the_work_on_it_is_over() -> None:
     buffers, arena = made(TWO_SIZES)
     lane, gate = ThreadLane("writer"), threading.Event()
-    buffers.take("snapshot", 256).busy = lane.submit(gate.wait)
+    buffers.take("snapshot", 256).uses.written_by(lane.submit(gate.wait))
     grown = threading.Event()
 
     def take() -> None:
@@ -75,7 +75,7 @@ def test_an_error_of_work_on_a_buffer_is_told_once() -> None:
     def fail() -> None:
         raise OSError("disk full")
 
-    buffers.take("snapshot", 1).busy = lane.submit(fail)
+    buffers.take("snapshot", 1).uses.written_by(lane.submit(fail))
     assert [str(error) for error in buffers.failures()] == ["disk full"]
     assert buffers.failures() == []
     lane.close()

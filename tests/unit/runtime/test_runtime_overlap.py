@@ -60,7 +60,7 @@ def test_the_host_steps_the_next_chunks_while_new_weights_are_on_their_way() -> 
         with held(lanes.refresh):
             pair.step()
             assert over(lanes.host_adam.submit(lambda: None)), "a step waited for new weights of another chunk"
-            updates = [chunk.updated for chunk in pair.engine.chunks if chunk.updated is not None]
+            updates = [ticket for chunk in pair.engine.chunks for ticket in chunk.home_uses.to_read()]
             assert len(updates) > 2
             assert not any(ticket.done() for ticket in updates)
         pair.train(2)

@@ -74,7 +74,8 @@ def test_a_step_waits_for_those_who_still_read_the_weights() -> None:
         shard = chunk.shard
         assert shard is not None
         before = shard.clone()
-        chunk.fetched = pair.engine.lanes.fetch.submit(lambda: (gate.wait(), read.append(shard.clone())))
+        fetched = pair.engine.lanes.fetch.submit(lambda: (gate.wait(), read.append(shard.clone())))
+        chunk.home_uses.read_by("fetch", fetched)
         pair.step()
         open_later(gate)
         pair.assert_same_weights()

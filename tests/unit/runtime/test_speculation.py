@@ -52,8 +52,8 @@ def spec(pair: Pair) -> speculation.Speculation:
 def settled(pair: Pair) -> None:
     """Have all new states be made before the step."""
     for chunk in pair.engine.chunks:
-        if chunk.speculated is not None:
-            chunk.speculated.synchronize()
+        for ticket in chunk.home_uses.to_write():
+            ticket.synchronize()
 
 
 def train(pair: Pair, norms: list[float | None], steps: int = 1) -> None:
@@ -123,8 +123,8 @@ def test_new_states_are_there_before_backward_is_over(homes: str) -> None:
         seen: list[bool] = []
 
         def look(gradient: torch.Tensor) -> None:
-            assert last.speculated is not None
-            last.speculated.synchronize()
+            for ticket in last.home_uses.to_write():
+                ticket.synchronize()
             seen.append(last.index in attempts(pair.module))
 
         backward_watched(pair, look)

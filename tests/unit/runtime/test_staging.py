@@ -109,12 +109,12 @@ def test_a_buffer_is_not_written_to_before_its_weights_have_left() -> None:
         second = [
             part.chunk for part in engine_of(module).steppers[0].parts.values() if part.chunk.plan.returns_rounded
         ][1]
-        assert engine_of(module).host_buffers.of(STAGING)[0].busy is not None
         idle = lanes.host_adam.submit(lambda: None)
         assert not idle.done()
-        stepped = [stage.busy for stage in engine_of(module).host_buffers.of(STAGING)]
-        assert not any(ticket.done() for ticket in stepped if ticket is not None)
-        assert second.updated is not None
+        stepped = [ticket for stage in engine_of(module).host_buffers.of(STAGING) for ticket in stage.uses.to_write()]
+        assert stepped
+        assert not any(ticket.done() for ticket in stepped)
+        assert second.home_uses.to_read()
     assert over(idle)
     module.close()
 
