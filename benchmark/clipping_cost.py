@@ -63,7 +63,7 @@ def work(rounds: int) -> list[tuple[float, float, float]]:
     inp = default_input(meta, batch=BATCH, seq=SEQUENCE)
     machine = preset("cpu")
     trace = trace_step(meta, inp, lambda m, i: m(**i).loss.backward(), hardware=machine, optimizer=None)
-    (plan,) = mixed_plans(trace, machine, ("streamed",), every_in_backward=False)
+    (plan,) = mixed_plans(trace, machine, ("streamed",))
     found_bytes = sum(chunk.numel * 4 for chunk in plan.chunks if chunk.trainable)
     if not 0.9 < found_bytes / GRADIENT_BYTES < 1.1:
         raise SystemExit(

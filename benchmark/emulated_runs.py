@@ -99,7 +99,7 @@ def make_space(
 ) -> SearchSpace:
     """The space in which plans of a trace are made; `setting` as in `Setting`."""
     states = state_size("AdamW", moments)
-    setting = {"moments": moments, "every_in_backward": True, "clipping": False} | setting
+    setting = {"moments": moments, "clipping": False} | setting
     return SearchSpace(trace, hardware, Setting(world_size, world_size, states, True, **setting))
 
 
@@ -288,13 +288,13 @@ class Calibration:
         factors = [
             factor * (1 + lost * overlap_s / alone_s)
             for factor, lost, overlap_s, alone_s in zip(
-                self.compute, self.contention, lane_work_s(plan, self.machine, self.trace), self.alone_s, strict=True
+                self.compute, self.contention, lane_work_s(plan, self.machine), self.alone_s, strict=True
             )
         ]
         return scaled(self.trace, self.machine, *factors)
 
 
-def lane_work_s(plan: Plan, machine: HardwareProfile, trace: StepTrace) -> tuple[float, float]:
+def lane_work_s(plan: Plan, machine: HardwareProfile) -> tuple[float, float]:
     """Seconds of real work of the lanes during forward and during backward, whatever link they emulate."""
     copied = [0, 0]
     for position, chunk in plan.schedule().simulate(plan.block_count).timeline:
@@ -304,22 +304,9 @@ def lane_work_s(plan: Plan, machine: HardwareProfile, trace: StepTrace) -> tuple
     returned = sum(chunk.weight_bytes for chunk in hosted if chunk.weight_home == "device")
     updates_s = returned / machine.host_to_device_bytes_per_s
     updates_s += sum(chunk.numel for chunk in hosted) / machine.host_adam_numel_per_s
-    share = _share_during_forward(plan, machine, trace)
-    forward_s, backward_s = forward_s + share * updates_s, backward_s + (1 - share) * updates_s
+    forward_s += updates_s
     backward_s += plan.predicted.moved_bytes["device_to_host"] / machine.device_to_host_bytes_per_s
     return forward_s, backward_s
-
-
-def _share_during_forward(plan: Plan, machine: HardwareProfile, trace: StepTrace) -> float:
-    """Share of the host's steps that the simulator sees there: all but those that begin in backward, and some of
-    these."""
-    if not plan.steps_in_backward:
-        return 1.0
-    step = simulate_step(plan, trace, machine)
-    updates = [span for span in step.timeline if span.resource == "host_adam"]
-    until_s = step.step_s - step.phases_s["backward"] - step.phases_s["optimizer"]
-    overlap_s = sum(max(0.0, min(span.end_s, until_s) - span.start_s) for span in updates)
-    return overlap_s / step.busy_s["host_adam"]
 
 
 def calibrate(

@@ -32,6 +32,9 @@ planned."""
 RENAMED: dict[str, str] = {"grad_access": "grad_event", "reduce_order": "grad_rank"}
 """Name of a field today -> its name when the hashes were recorded."""
 
+GONE: dict[str, str] = {"speculates": "steps_in_backward", "may_speculate": "may_step_in_backward"}
+"""Name of a field -> one next to it that plans had when the hashes were recorded, and that was false in all of these."""
+
 BIG = "--dtype bf16 --checkpoint non-reentrant"
 CASES = (
     *(f"profile {model} --json {flags}" for model, flags in (
@@ -55,14 +58,14 @@ CASES = (
         ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 8GiB --host-memory 64GiB --no-overlap"),
         ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 8GiB --host-memory 64GiB --placement cpu"),
         ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 40GiB --host-memory 64GiB --placement cuda"),
-        ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 8GiB --host-memory 64GiB --step-in-backward"),
+        ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 8GiB --host-memory 64GiB --speculate"),
         ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 8GiB --host-memory 64GiB --moments 8bit"),
         ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 8GiB --host-memory 64GiB --moments bfloat16"),
         ("opt-1.3b", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 8GiB --host-memory 12GiB --disk-memory 100GiB"),
         ("opt-6.7b", f"--hardware h100 --batch 4 --seq 1024 {BIG} --device-memory 40GiB --host-memory 128GiB"),
         ("opt-6.7b", f"--hardware h100 --batch 4 --seq 1024 {BIG} --device-memory 20GiB --host-memory 256GiB --world-size 2"),
         ("opt-13b", f"--hardware h200 --batch 8 --seq 1024 {BIG} --device-memory 130GiB --host-memory 128GiB"),
-        ("opt-13b", f"--hardware h200 --batch 8 --seq 1024 {BIG} --device-memory 80GiB --host-memory 256GiB --step-in-backward"),
+        ("opt-13b", f"--hardware h200 --batch 8 --seq 1024 {BIG} --device-memory 80GiB --host-memory 256GiB --speculate"),
         ("opt-30b", f"--hardware h200 --batch 4 --seq 1024 {BIG} --device-memory 120GiB --host-memory 512GiB"),
         ("opt-175b", f"--hardware h200 --batch 2 --seq 1024 {BIG} --device-memory 130GiB --host-memory 3000GiB --world-size 8"),
         ("gpt2-xl", f"--hardware a100 --batch 4 --seq 1024 {BIG} --device-memory 10GiB --host-memory 64GiB"),
@@ -85,6 +88,7 @@ def normalised(value: Any) -> Any:
     """`value` without what says who made it, with the recorded names and rounded floats."""
     if isinstance(value, dict):
         kept = {RENAMED.get(key, key): item for key, item in value.items() if not any(w in key for w in LEFT_OUT)}
+        kept |= {gone: False for field, gone in GONE.items() if field in value}
         return {key: normalised(item) for key, item in kept.items()}
     if isinstance(value, list):
         return [normalised(item) for item in value]

@@ -16,10 +16,9 @@ Calibrated, on runs that are not judged:
   not.
 
 Judged are three mixes of homes (all chunks streamed; every other chunk resident with its states; all weights resident
-and all states on the host), and the first and the last of them with all chunks stepped in backward, each at five link
-speeds, at which all transfers of everything streamed would take 0.2 to 2.0 of forward's and backward's seconds. The
-error is simulated over measured seconds, less 1; a measured step is a median. Appends to
-``results/simulated_vs_measured.csv``; fails where a bar is missed.
+and all states on the host), each at five link speeds, at which all transfers of everything streamed would take 0.2 to
+2.0 of forward's and backward's seconds. The error is simulated over measured seconds, less 1; a measured step is a
+median. Appends to ``results/simulated_vs_measured.csv``; fails where a bar is missed.
 """
 
 from __future__ import annotations
@@ -63,9 +62,6 @@ ROUNDS = 12
 the range after a run (`interval_coverage`); in the three runs with 8 none of 110 did."""
 MEAN_BAR, WORST_BAR = 0.05, 0.12
 """Mean of the absolute errors, and the largest."""
-EARLY = {"streamed, stepped in backward": "streamed", "states on host, stepped in backward": "states on host"}
-"""Mixes whose updates begin while backward runs, and the mix whose homes they have."""
-JUDGED = (*MIXES, *EARLY)
 CALIBRATING: tuple[Case, ...] = (("resident", None), ("streamed", None))
 LANES = {"fetch": "host_to_device", "offload": "device_to_host", "host_adam": "host_adam", "refresh": "refresh"}
 """The runtime's lanes and the simulator's resources."""
@@ -79,8 +75,6 @@ def work(model: str, rounds: int) -> dict[str, Any]:
     hardware = measure(quick=True)
     shape, inp, trace = traced(model, hardware)
     plans = dict(zip(("resident", *MIXES), mixed_plans(trace, hardware, ("resident", *MIXES)), strict=True))
-    early = mixed_plans(trace, hardware, list(EARLY.values()), step_in_backward=True)
-    plans |= dict(zip(EARLY, early, strict=True))
     runs = {name: Run(shape, inp, plan) for name, plan in plans.items()}
     speeds = link_speeds(plans["streamed"], compute_seconds(runs["resident"]), SHARES)
 
@@ -89,7 +83,7 @@ def work(model: str, rounds: int) -> dict[str, Any]:
         runs[name].link(speed, speed)
         return runs[name].turn()
 
-    seen = take_turns(CALIBRATING, [(mix, speed) for mix in JUDGED for speed in speeds], rounds, turn)
+    seen = take_turns(CALIBRATING, [(mix, speed) for mix in MIXES for speed in speeds], rounds, turn)
     known = calibrate(
         trace, hardware, plans["resident"], seen["resident", None], plans["streamed"], seen["streamed", None]
     )
@@ -101,7 +95,7 @@ def work(model: str, rounds: int) -> dict[str, Any]:
         file=sys.stderr,
     )
     found = []
-    for mix in JUDGED:
+    for mix in MIXES:
         step = known.trace_for(plans[mix])
         for share, speed in zip(SHARES, speeds, strict=True):
             simulated = simulate_step(plans[mix], step, with_link_speed(known.machine, speed))

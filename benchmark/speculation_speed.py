@@ -3,11 +3,10 @@
     python benchmark/speculation_speed.py [--rounds 15] [--models opt] [--no-record]
 
 The runtime's CPU backend, links emulated, as in `overlap_speed`, with its model, and batch and link that it sets so
-that Adam is a third of a step that waits. All weights are resident, all states on the host. Five ways take turns:
+that Adam is a third of a step that waits. All weights are resident, all states on the host. Four ways take turns:
 
 * *kept*: the plan speculates with all chunks, gradients are to be clipped, and never reach the norm;
 * *redone*: the same, but they are clipped in every step, so that all states would be made twice;
-* *in backward*: the plan steps in backward, and nothing is clipped;
 * *today*: new states are made after the norm, while the next forward computes; clipped in every step, or never;
 * *waiting*: the same, and the step waits for them.
 
@@ -73,17 +72,14 @@ class Way(NamedTuple):
 
 
 KEPT, REDONE = Way("speculating", NEVER), Way("speculating", ALWAYS)
-IN_BACKWARD = Way("in backward", 0.0)
 TODAY, WAITING = Way("today", ALWAYS), Way("today", NEVER, waits=True)
 RATIOS = {
-    "in backward over kept": (IN_BACKWARD, KEPT, 0.95),
     "waiting over kept": (WAITING, KEPT, 1.25),
     "today over redone": (TODAY, REDONE, 0.98),
 }
 """Seconds of the first way over those of the second, and the bar."""
 PLANS: dict[str, dict[str, bool]] = {
     "speculating": {"speculate": True, "clipping": True},
-    "in backward": {"step_in_backward": True},
     "today": {"clipping": True},
 }
 """Settings of plans."""
@@ -97,7 +93,7 @@ def turns(rounds: int) -> dict[str, Any]:
     speed = sum(chunk.weight_bytes for chunk in runs["today"].plan.chunks) / (LINK_SHARE * adam_s)
     for run in runs.values():
         run.link(speed, speed)
-    ways = (KEPT, REDONE, IN_BACKWARD, TODAY, WAITING)
+    ways = (KEPT, REDONE, TODAY, WAITING)
     found: dict[Way, list[tuple[float, float, int]]] = {way: [] for way in ways}
     for turn in range(rounds):
         for index in range(len(ways)):

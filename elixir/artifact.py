@@ -76,7 +76,7 @@ class Artifact:
         lacking = cls.earlier.get(version) if type(version) is int else None
         if lacking is not None:
             kept = {key: value for key, value in data.items() if key not in cls.dropped}
-            data = lacking | kept | {"schema_version": cls.schema_version}
+            data = cls.renewed(lacking | kept, source) | {"schema_version": cls.schema_version}
         for key, expected in (("artifact", cls.artifact), ("schema_version", cls.schema_version)):
             if key not in data:
                 raise ArtifactError(f"{source}: field '{key}' is missing; this is no {cls.artifact} file", field=key)
@@ -94,6 +94,11 @@ class Artifact:
         body = {key: value for key, value in data.items() if key not in ("artifact", "schema_version")}
         decoded: T = _decode(cls, body, "", source)
         return decoded
+
+    @classmethod
+    def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
+        """The fields of an earlier version's file without those that are gone since; `ArtifactError` if one counts."""
+        return data
 
     @classmethod
     def from_json(cls: type[T], text: str, *, source: str = "input") -> T:

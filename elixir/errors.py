@@ -238,6 +238,16 @@ def shortened(text: str, most: int = LONGEST_VALUE) -> str:
     return f"{text[: most - tail]}...{text[-tail:]} ({len(text):,} characters)"
 
 
+GONE = {
+    "hedge": "plans need no hedge any more: each bounds what it may lose in the scenarios that the profile thinks "
+    "possible; leave hedge= (--hedge) out, or give assume='nominal' (--assume nominal) for the fastest at the "
+    "profile's rates",
+    "step_in_backward": "new states that the host makes during backward (speculate) have taken the place of "
+    "step_in_backward= (--step-in-backward); leave it out",
+}
+"""Names of options that earlier versions had -> what to do instead."""
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     """An `InputError` for a name that is not known, with the nearest names that are."""
     choices = sorted(known)

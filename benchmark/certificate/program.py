@@ -55,8 +55,6 @@ class Program:
         self._memory(budgets)
         self._forward()
         self._backward()
-        if self.setting.step_in_backward:
-            self._updates_within_a_step()
         self.upper = self._upper(budgets)
         self.units = np.ones(self.columns)
         self.units[[self.blocks, self.grad_blocks]] = self.bytes.sum()
@@ -268,8 +266,7 @@ class Program:
         row[self.forward] = -1.0
         row[self.states] += np.where(self.trained, self.numel / world / rates.device_adam.per_s, 0.0)
         self._serial_loads(row, self.in_forward)
-        if not self.setting.step_in_backward:  # else backward may have done all of it: see `_updates_within_a_step`
-            self._updates_before_use()
+        self._updates_before_use()
         row = self._row("forward: host to device", 0.0)
         row[self.forward] = -1.0
         self._on_host(row, np.where(self.in_forward, self.bytes / world / rates.fetch.per_s, 0.0))
@@ -293,19 +290,6 @@ class Program:
         row = self._row("forward: refresh", -left_s)
         row[self.forward] = -1.0
         row[self.weights] += np.where(self.trained & self.in_forward, self.bytes / world / rates.fetch.per_s, 0.0)
-
-    def _updates_within_a_step(self) -> None:
-        """Updates begin after the first gradient and are over before the last first use; between them there are
-        none."""
-        rates, world = self.rates, self.world_size
-        left_s = self.before_s[self.backward_at] - self.before_s[self.last_first_use]
-        due = self.trained & self.in_forward
-        row = self._row("step: host's Adam", -left_s - self.head_s)
-        row[[self.forward, self.backward]] = -1.0
-        self._states_on_host(row, np.where(due, self.numel / world / rates.host_adam.per_s, 0.0))
-        row = self._row("step: refresh", -left_s - self.head_s)
-        row[[self.forward, self.backward]] = -1.0
-        row[self.weights] += np.where(due, self.bytes / world / rates.fetch.per_s, 0.0)
 
     def _backward(self) -> None:
         """From where backward begins until every gradient is at home."""

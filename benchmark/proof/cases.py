@@ -209,10 +209,7 @@ def _offload_rounds(rehearse: bool) -> list[list[Job]]:
             if rehearse or (model, budget) == (_OTHER_NORMS[0], _OTHER_NORMS[1] * GB):
                 other = {**shared, "budget_bytes": budget}
                 rounds[0] += _short_pair(f"{case}{_CLIPPED}", {**other, "max_norm": CLIPPED_NORM}, rehearse)
-                # Steps that begin in backward keep no old states.
-                rounds[1] += _short_pair(
-                    f"{case}{_UNCLIPPED}", {**other, "max_norm": None, "early_states": False}, rehearse
-                )
+                rounds[1] += _short_pair(f"{case}{_UNCLIPPED}", {**other, "max_norm": None}, rehearse)
         free = {**shared, "micros": [batch, max(batch // 2, 1)], **({"budget_bytes": 10**9} if rehearse else {})}
         times = _times(_states_bytes(shared) - max(budgets))
         rounds[0].append(_speed("offload", name, "elixir, no budget", "elixir", free, **times))

@@ -87,12 +87,6 @@ def kernels_of(options: dict[str, Any]) -> list[Kernels]:
     return [True, PLAIN_LOSS] if asked is None else [asked]
 
 
-def in_backward(options: dict[str, Any], micro: int) -> bool:
-    """Whether the host may update what backward is done with: in steps of one backward without clipping or loss
-    scale."""
-    return max_norm(options) is None and micro == options["batch"] and options["precision"] != "fp16"
-
-
 def choose(options: dict[str, Any], hardware: HardwareProfile, device_bytes: int, host_bytes: int) -> Choice:
     """The micro-batch and the loss whose plan takes the fewest predicted seconds per optimizer step.
 
@@ -119,7 +113,6 @@ def choose(options: dict[str, Any], hardware: HardwareProfile, device_bytes: int
                     accumulation=options["batch"] // micro,
                     device_memory=device_bytes,
                     host_memory=host_bytes,
-                    step_in_backward=in_backward(options, micro),
                     clipping=bool(max_norm(options)),
                 ).plan
             except PlanError as error:
@@ -192,7 +185,6 @@ def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None
             host_memory=host_bytes,
             max_norm=limit,
             accumulation=len(batches),
-            step_in_backward=in_backward(options, choice.micro),
             weights=weights,
             **fused,
         )
@@ -225,7 +217,6 @@ def run(options: dict[str, Any], place: Place, saved: Path, known: Choice | None
         "micro": choice.micro,
         "tried_micros": choice.tried,
         "fused_kernels": choice.kernels,
-        "step_in_backward": choice.plan.may_step_in_backward,
         "planned_device_bytes": device_bytes,
         "planned_host_bytes": host_bytes,
         "predicted_device_bytes": predicted.device_peak_bytes,

@@ -237,8 +237,6 @@ def _check_search_batch(args: argparse.Namespace, trace: StepTrace | None) -> No
         raise InputError("--search-batch chooses batches and checkpointing by itself; leave out --allow")
     if args.accumulation is not None:
         raise InputError("--search-batch cuts --batch into micro-batches itself; leave out --accumulation")
-    if args.step_in_backward:
-        raise InputError("--step-in-backward is for steps of one batch; leave out --search-batch")
 
 
 def _traced_hardware(trace: StepTrace, path: str) -> HardwareProfile:

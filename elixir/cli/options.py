@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from elixir.errors import ElixirError, InputError, shortened
+from elixir.errors import GONE, ElixirError, InputError, shortened
 from elixir.models import CHECKPOINT_FORMS, parse_checkpoint
 
 LARGEST_COUNT = 1_000_000_000
@@ -40,10 +40,11 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def nearest(self, word: str) -> str:
-        """The flag that is most like `word`, as a question; empty if none is."""
+        """The flag that is most like `word`, as a question, or what a flag that is gone became; empty if none is."""
+        gone = GONE.get(word.strip("-").replace("-", "_"))
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         found = difflib.get_close_matches(word.partition("=")[0], flags, 1, cutoff=0.7)
-        return f"; did you mean {found[0]}?" if found else ""
+        return f"; {gone}" if gone else f"; did you mean {found[0]}?" if found else ""
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with status 2."""
@@ -69,12 +70,6 @@ def _count(text: str, most: int = LARGEST_COUNT) -> int:
     if value > most:
         raise argparse.ArgumentTypeError(f"must be at most {most:,}, found {shortened(str(value))}")
     return value
-
-
-def _no_hedge(_: str) -> object:
-    from elixir.search.request import NO_HEDGE  # as `parse_bytes` below
-
-    raise argparse.ArgumentTypeError(NO_HEDGE)
 
 
 def _size(text: str) -> int:
@@ -192,9 +187,6 @@ FLAGS: dict[str, Flag] = {
     "--moments": _flag(
         "how Adam's moments are kept (default: float32)", choices=("float32", "bfloat16", "8bit"), default="float32"
     ),
-    "--step-in-backward": _switch(
-        "the host updates chunks while backward still runs: for one backward a step, no clipping, not fp16"
-    ),
     "--speculate": {
         "action": argparse.BooleanOptionalAction,
         "help": "the host makes new states of chunks in backward next to the old ones, which clipping may still need "
@@ -204,9 +196,8 @@ FLAGS: dict[str, Flag] = {
         "dest": "clipping",
         "action": "store_const",
         "const": False,
-        "help": "for a run that does not clip gradients by their norm (default: it does, unless it steps in backward)",
+        "help": "for a run that does not clip gradients by their norm (default: it does)",
     },
-    "--hedge": _flag(argparse.SUPPRESS, "SHARE", _no_hedge, default=argparse.SUPPRESS),
     "--placement": _flag(
         "force every chunk's home (default: auto)", choices=("auto", "cuda", "cpu"), default="auto"
     ),
@@ -271,7 +262,7 @@ FLAGS: dict[str, Flag] = {
 """Every argument by its name, or by name and command where commands differ."""
 
 _BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --disk-memory"
-_SEARCH = "--accumulation --moments --step-in-backward --speculate --no-clipping --hedge"
+_SEARCH = "--accumulation --moments --speculate --no-clipping"
 _ASKED = "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --inp --step"
 _TRACED = f"{_ASKED} --optimizer-kernel"
 _AGAIN = {"": "plan trace --hardware --network", RETRACED: "--batch --seq --activation-checkpointing --fused-kernels"}

@@ -161,7 +161,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         if "plan" in options:
             return {name: value for name, value in options.items() if name not in ("accumulation", "inp", "step_fn")}
         options.setdefault("accumulation", self.gradient_accumulation_steps)
-        options.setdefault("clipping", not options.get("step_in_backward", False))
+        options.setdefault("clipping", True)
         inp = options["inp"]() if callable(options.get("inp")) else options.get("inp")
         options["inp"], traced = as_inp(inp, options.get("step_fn", default_step))
 
@@ -233,15 +233,10 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """The norm of all gradients; the next step clips to `max_norm`.
-
-        None where the plan steps during backward and nothing is to be clipped (`max_norm` is infinite).
-        """
+        """The norm of all gradients; the next step clips to `max_norm`."""
         run = self.elixir
         if run is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        if run.module.plan.steps_in_backward and max_norm == float("inf"):
-            return None
         return run.module.clip_grad_norm_(max_norm, float(norm_type))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

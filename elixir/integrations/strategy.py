@@ -184,13 +184,13 @@ class StrategyMixin(_Base):  # type: ignore[misc]
                 batch = tree_map(planning_batch, trainer.train_dataloader)
             inp, step_fn = as_inp(batch, self._elixir_traced)
             options |= {"inp": inp, "step_fn": step_fn, "accumulation": trainer.accumulate_grad_batches}
-            options["clipping"] = clips and not options.get("step_in_backward", False)
+            options["clipping"] = clips
         self.lightning_module.train()
         if self._elixir_only_plan:
             raise Planned(dry_run(self.lightning_module, self.optimizers, **options))
         module, optimizers = wrap(self.lightning_module, self.optimizers, **options)
         for each in optimizers:
-            stepper_of(each).asked_for_norm = clips and not module.plan.steps_in_backward  # so from the first step on
+            stepper_of(each).asked_for_norm = clips  # so from the first step on
         self.elixir = self.precision_plugin.elixir = Run(module, optimizers, is_main=self.is_global_zero)
         self.optimizers = optimizers
 

@@ -130,9 +130,6 @@ class ElixirMixin(_Base):  # type: ignore[misc]
             f"optim={optim!r} keeps states by itself; use optim='adamw_torch' with elixir={{'moments': '8bit'}}": any(
                 word in optim for word in ("8bit", "paged")
             ),
-            "step_in_backward updates weights before the norm is known; set max_grad_norm=0": (
-                options.get("step_in_backward") and args.max_grad_norm > 0
-            ),
         }
         for sentence, found in refused.items():
             if found:

@@ -145,9 +145,6 @@ class ChunkPlan:
     grad_entry: int | None = None
     """Index of the entry of `Plan.order` during which its last gradient arrives; None where it gets none. Between the
     gathers of this entry and those of the next is the place of its reduction, the same on all ranks."""
-    steps_in_backward: bool = False
-    """Whether the host updates it as soon as its gradients are there, during the rest of backward; otherwise with
-    `ElixirOptimizer.step`."""
     speculates: bool = False
     """Whether the host makes its new states as soon as its gradients are there, next to the old ones, of which
     `ElixirOptimizer.step` keeps those that are right. It takes the host memory of its states twice."""
@@ -168,24 +165,16 @@ class ChunkPlan:
         self._check_homes()
 
     def _check_homes(self) -> None:
-        if self.speculates and (
-            self.steps_in_backward or not self.trainable or self.state_home != "host" or self.grad_entry is None
-        ):
+        if self.speculates and (not self.trainable or self.state_home != "host" or self.grad_entry is None):
             raise InputError(
-                "field 'speculates' is for trainable chunks with gradients whose states live on the host and that do "
-                f"not step in backward, found state_home {self.state_home!r}, trainable {self.trainable}, grad_entry "
-                f"{self.grad_entry}, steps_in_backward {self.steps_in_backward}"
+                "field 'speculates' is for trainable chunks with gradients whose states live on the host, found "
+                f"state_home {self.state_home!r}, trainable {self.trainable}, grad_entry {self.grad_entry}"
             )
         home = self.home
         if not self.trainable and not home.without_states:
             raise InputError(
                 f"field 'state_home' must be the weight home {self.weight_home!r} for a frozen chunk, which has no "
                 f"states, found {self.state_home!r}"
-            )
-        if self.steps_in_backward and (not self.trainable or self.update_home != "host" or self.grad_entry is None):
-            raise InputError(
-                "field 'steps_in_backward' is for trainable chunks with gradients that the host updates, found "
-                f"state_home {self.state_home!r}, trainable {self.trainable}, grad_entry {self.grad_entry}"
             )
 
     @cached_property

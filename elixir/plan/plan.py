@@ -129,9 +129,9 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 16
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {14: {"read_budgets": []}, 15: {}}
-    dropped: ClassVar[tuple[str, ...]] = ("hedge",)
+    schema_version: ClassVar[int] = 17
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {14: {"read_budgets": []}, 15: {}, 16: {}}
+    dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
     model_name: str
@@ -172,9 +172,6 @@ class Plan(Artifact):
     """Budget of the disk of one machine; 0: the plan may not use it."""
     moments: MomentKind = "float32"
     """How Adam's moments are kept; ``float32`` for every other optimizer, as their states are."""
-    may_step_in_backward: bool = False
-    """Whether the search might let chunks be updated while backward still runs; `ChunkPlan.steps_in_backward` says
-    which are."""
     may_speculate: bool | None = False
     """Whether the search might have the host make new states in backward, next to the old ones: true wherever that
     shortens the step, None where it clearly does; `ChunkPlan.speculates` says which chunks do."""
@@ -197,6 +194,21 @@ class Plan(Artifact):
     """Name of the device it was made for, as its hardware profile has it."""
     step: StepShape = field(default_factory=StepShape)
     """The step that was traced for it: a micro-batch of one rank."""
+
+    @classmethod
+    def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
+        """Until version 16 the host could step chunks in place during backward."""
+        chunks = data.get("chunks")
+        if not isinstance(chunks, list):
+            return data
+        found = [chunk.copy() if isinstance(chunk, dict) else chunk for chunk in chunks]
+        if any(chunk.pop("steps_in_backward", False) for chunk in found if isinstance(chunk, dict)):
+            raise ArtifactError(
+                f"{source}: field 'steps_in_backward' is true, but chunks are stepped in place during backward no "
+                f"more, since new states made there are as fast; {cls.anew}",
+                field="steps_in_backward",
+            )
+        return data | {"chunks": found}
 
     @property
     def uses_disk(self) -> bool:
@@ -224,11 +236,6 @@ class Plan(Artifact):
         return self.predicted.disk_peak_bytes // max(kept, 1) * self.predicted.moved_bytes["disk_write"]
 
     @property
-    def steps_in_backward(self) -> bool:
-        """Whether any chunk is updated while backward still runs."""
-        return any(chunk.steps_in_backward for chunk in self.chunks)
-
-    @property
     def speculates(self) -> bool:
         """Whether any chunk's new states are made while backward still runs, next to the old ones."""
         return any(chunk.speculates for chunk in self.chunks)
@@ -245,10 +252,6 @@ class Plan(Artifact):
             itemsize_of(self.dtype)
         if self.moments != "float32":
             self._check_moments()
-        if self.steps_in_backward and not self.may_step_in_backward:
-            raise InputError("field 'may_step_in_backward' must be true where a chunk steps in backward, found false")
-        if self.may_step_in_backward:
-            check_step_in_backward(self.dtype, self.accumulation)
         if self.speculates and self.may_speculate is False:
             raise InputError("field 'may_speculate' must be true or null where a chunk speculates, found false")
         self._check_chunks()
@@ -442,14 +445,12 @@ class Plan(Artifact):
         blocks = (
             f"{self.block_count} {'block' if self.block_count == 1 else 'blocks'} of {format_bytes(self.block_bytes)}"
         )
-        early = sum(chunk.steps_in_backward for chunk in trainable)
         lines = {
             "training": self._training(),
             "chunks": f"{len(self.chunks)}, {len(self.chunks) - streamed} resident on the device",
             "states": f"{host} of {len(trainable)} trainable chunks on the host"
             + (f", {disk} on the disk" if self.uses_disk else "")
             + (f", moments in {self.moments}" if self.moments != "float32" else "")
-            + (f", {early} stepped in backward" if self.may_step_in_backward else "")
             + (f", {sum(chunk.speculates for chunk in trainable)} made in backward" if self.speculates else ""),
             "rCache": f"{blocks}, prefetch {self.prefetch_depth} ahead"
             if streamed
@@ -513,29 +514,6 @@ _COUNTS = (
     "block_numel", "block_bytes", "block_count", "prefetch_depth", "grad_block_count", "device_budget_bytes",
     "host_budget_bytes", "disk_budget_bytes", "device_reserve_bytes", "host_reserve_bytes",
 )  # fmt: skip
-
-
-def check_step_in_backward(dtype: str, accumulation: int) -> None:
-    """Refuse updates during backward where they would come before all is known that they depend on.
-
-    Args:
-        dtype: of the plan.
-        accumulation: batches per optimizer step.
-
-    Raises:
-        InputError: a gradient is not whole with one backward, or an overflow anywhere would leave the step out.
-    """
-    if accumulation > 1:
-        raise InputError(
-            f"with {accumulation} batches a step gradients are whole after the last backward only; plan with "
-            "step_in_backward=False, or with accumulation=1"
-        )
-    if dtype == "float16":
-        raise InputError(
-            "a step with float16 gradients is left out if any of them overflowed, which is known after backward only; "
-            "plan "
-            "with step_in_backward=False, or in bfloat16"
-        )
 
 
 def _peak(peak_bytes: int, budget_bytes: int, reserve_bytes: int) -> str:

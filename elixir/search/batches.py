@@ -103,12 +103,6 @@ def search_batches(
     request = SearchRequest.of(asked, **options)
     if "accumulation" in options or request.accumulation != 1:
         raise InputError("accumulation follows from samples and the batch; leave it out")
-    if request.step_in_backward and micro_batches:
-        raise InputError(
-            "step_in_backward is for steps of one batch, and a search over batches tries several; leave it out, or "
-            "search with "
-            "micro_batches=False"
-        )
     forms = [checkpoint for checkpoint in checkpoints if checkpoint != "none"]
     ways = list(_ways(samples, checkpoints, micro_batches=micro_batches))
     most = len(ways)

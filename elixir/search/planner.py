@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,7 +11,7 @@ from elixir.errors import InputError, InputTypeError, Lever, PlanError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import MASTER_BYTES, check_kind, is_adam, is_copied, optimizer_name, state_size
-from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPrediction, check_step_in_backward
+from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPrediction
 from elixir.search.advice import (
     Case,
     Tries,
@@ -153,7 +151,7 @@ def simple_plan(
     setting = setting_for(trace, hardware, request)
     say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
     # By hand, nothing is chosen that was not asked for.
-    setting = replace(setting, every_in_backward=request.step_in_backward, speculate=bool(setting.speculate))
+    setting = replace(setting, speculate=bool(setting.speculate))
     budgets = resolve_budgets(hardware, replace(request, **limits))
     space = SearchSpace(trace, hardware, setting)
     size = max(space.table.largest_bytes, -(-space.table.total_bytes // split_number))
@@ -274,9 +272,6 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
             "moments at "
             "'float32', or train in float32 or less"
         )
-    if request.step_in_backward:
-        _check_step_in_backward(trace, request.accumulation)
-    clipping = not request.step_in_backward if request.clipping is None else request.clipping
     return Setting(
         request.world_size,
         hardware.ranks_per_host(request.world_size),
@@ -284,11 +279,10 @@ def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequ
         bool(request.overlap),
         request.accumulation,
         moments=kind,
-        step_in_backward=bool(request.step_in_backward),
         speculate=_speculate(hardware, request),
         copied=is_copied(optimizer_name(request.optimizer_type), kind),
         # In float16 the loss is scaled, so that each step looks for an overflow.
-        clipping=clipping or trace.dtype == "float16",
+        clipping=request.clipping is not False or trace.dtype == "float16",
     )
 
 
@@ -297,19 +291,7 @@ def _speculate(hardware: HardwareProfile, request: SearchRequest) -> bool | None
     if not is_adam(optimizer_name(request.optimizer_type)):
         return False
     # The cores of a CPU that is the device compute backward, so that host updates during it do not come for nothing.
-    elsewhere = request.step_in_backward or hardware.device_kind == "cpu"
-    return False if request.speculate is None and elsewhere else request.speculate
-
-
-def _check_step_in_backward(trace: StepTrace, accumulation: int) -> None:
-    check_step_in_backward(trace.dtype, accumulation)
-    phases = [access.phase == "forward" for access in trace.accesses]
-    if any(later and not earlier for earlier, later in itertools.pairwise(phases)):
-        raise InputError(
-            f"the step of {trace.model_name} runs forward again after a backward, so gradients are whole after the "
-            "last "
-            "backward only; plan with step_in_backward=False"
-        )
+    return False if request.speculate is None and hardware.device_kind == "cpu" else request.speculate
 
 
 def to_plan(
@@ -324,7 +306,7 @@ def to_plan(
     """The candidate as a `Plan`; `fastest_s` are the seconds of the fastest one there is."""
     trace, work, schedule = space.trace, best.work, best.schedule
     streamed = not all(best.placement.resident)
-    chunks = _chunk_plans(trace, best, _in_backward(space, best))
+    chunks = _chunk_plans(trace, best)
     spare_bytes = budgets.host_bytes - best.need.host_bytes
     host_parts = best.need.host_parts | _for_checkpoints(space.model(work.packing.capacity_bytes), spare_bytes)
     block_bytes = work.packing.block_bytes if streamed or best.need.grad_blocks else 0
@@ -373,7 +355,6 @@ def to_plan(
         ),
         accumulation=space.setting.accumulation,
         moments=space.setting.moments,
-        may_step_in_backward=space.setting.step_in_backward,
         may_speculate=space.setting.speculate,
         clipping=space.setting.clipping,
         device_reserve_bytes=budgets.device_reserve_bytes,
@@ -417,11 +398,7 @@ def _common_dtype(best: Candidate) -> str:
     return max(sorted(sizes), key=lambda dtype: sizes[dtype])
 
 
-def _in_backward(space: SearchSpace, best: Candidate) -> frozenset[int]:
-    return space.cost.in_backward(best.work, best.placement, best.schedule, overlap=best.overlap)
-
-
-def _chunk_plans(trace: StepTrace, best: Candidate, in_backward: Collection[int]) -> tuple[ChunkPlan, ...]:
+def _chunk_plans(trace: StepTrace, best: Candidate) -> tuple[ChunkPlan, ...]:
     plans, order = [], _reduce_order(trace, best)
     for index, chunk in enumerate(best.work.packing.chunks):
         itemsize = dtype_bytes(chunk.dtype)
@@ -441,7 +418,6 @@ def _chunk_plans(trace: StepTrace, best: Candidate, in_backward: Collection[int]
                 resident=home.resident,
                 reduce_order=order.get(index),
                 grad_entry=best.work.grad_entry(index),
-                steps_in_backward=index in in_backward,
                 speculates=home.early,
             )
         )

@@ -152,9 +152,7 @@ def _for_batches(plan: Plan, trace: StepTrace, ranks_per_host: int, batches: int
         host_peak_bytes=need.host_bytes,
         host_parts=need.host_parts,
     )
-    chunks = tuple(replace(chunk, steps_in_backward=chunk.steps_in_backward and batches == 1) for chunk in plan.chunks)
-    may = plan.may_step_in_backward and batches == 1
-    return replace(plan, accumulation=batches, may_step_in_backward=may, chunks=chunks, predicted=predicted)
+    return replace(plan, accumulation=batches, predicted=predicted)
 
 
 def _too_full(seen: int, predicted: int, budget: int) -> bool:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
-from elixir.errors import InputError, InputTypeError, unknown_name
+from elixir.errors import GONE, InputError, InputTypeError, unknown_name
 from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import state_size
-from elixir.plan import check_step_in_backward
 from elixir.step_trace import StepTrace
 from elixir.units import parse_bytes
 
@@ -61,17 +60,13 @@ class SearchRequest:
     moments: str = "float32"
     """How Adam's are kept, wherever they live: ``float32``, ``bfloat16`` (half the bytes) or ``8bit`` (a quarter). The
     run steps with these; docs/design/kernels.md says how far weights differ."""
-    step_in_backward: bool = False
-    """The host updates chunks while backward still runs. For steps of one backward, without clipping and without loss
-    scaling; docs/training.md says what else cannot be done between backward and step."""
     speculate: bool | None = None
     """The host makes new states of chunks while backward still runs, next to the old ones, in host memory that is left;
     with clipping, loss scaling and accumulation, too. It changes no number. None: where that shortens the step by more
     than 1 %, on a device that is no CPU, and leaves the copies of a checkpoint their memory. True: wherever it is
     faster at all. False: nowhere."""
     clipping: bool | None = None
-    """Whether the run clips gradients by their norm, which a step has to read. None: it does, unless
-    `step_in_backward`."""
+    """Whether the run clips gradients by their norm, which a step has to read. None: it does."""
     device_reserve: Size = None
     """How much of one device is kept back where `device_memory` is None; None: enough for what a plan does not
     count."""
@@ -105,18 +100,6 @@ class SearchRequest:
             wanted = getattr(self, name)
             if wanted is not None and not isinstance(wanted, bool):
                 raise InputTypeError(f"{name} must be True, False or None, got {wanted!r}")
-        if self.step_in_backward:
-            self._check_step_in_backward()
-
-    def _check_step_in_backward(self) -> None:
-        if self.speculate:
-            raise InputError("speculate keeps the old states, and step_in_backward does not; plan with one of the two")
-        check_step_in_backward("as built", self.accumulation)
-        if self.clipping:
-            raise InputError(
-                "clipping needs the norm of all gradients before the first update, and step_in_backward updates before "
-                "that; plan with one of the two"
-            )
 
     @classmethod
     def of(cls, asked: SearchRequest | int, **options: Any) -> SearchRequest:
@@ -127,12 +110,6 @@ class SearchRequest:
         """
         check_options("option of a search", options, OPTIONS)
         return replace(asked, **options) if isinstance(asked, SearchRequest) else cls(world_size=asked, **options)
-
-
-NO_HEDGE = (
-    "plans need no hedge any more: each bounds what it may lose in the scenarios that the profile thinks possible; "
-    "leave hedge= (--hedge) out, or give assume='nominal' (--assume nominal) for the fastest at the profile's rates"
-)
 
 
 @dataclass(frozen=True)
@@ -157,9 +134,9 @@ def check_count(name: str, value: object) -> None:
 
 def check_options(kind: str, given: Collection[str], known: Collection[str]) -> None:
     """Refuse a keyword that is not known: an `InputTypeError` that names the nearest, or what took its place."""
-    if "hedge" in given:
-        raise InputError(NO_HEDGE)
     for name in given:
+        if name in GONE:
+            raise InputError(GONE[name])
         if name not in known:
             raise InputTypeError(str(unknown_name(kind, name, known)))
 

@@ -79,8 +79,6 @@ def plan_record(plan: Plan) -> Record:
         "moments": plan.moments,
         **_step_record(plan.step),
         "accumulation": plan.accumulation,
-        "may_step_in_backward": plan.may_step_in_backward,
-        "step_in_backward": plan.steps_in_backward,
         "speculating_chunks": sum(chunk.speculates for chunk in plan.chunks),
         "clipping": plan.clipping,
         "overlap": plan.overlap,

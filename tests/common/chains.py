@@ -83,14 +83,12 @@ def chain_plan(
     homes: str = "sss",
     world_size: int = 1,
     grad_blocks: int | None = None,
-    in_backward: bool = False,
 ) -> Plan:
     """A plan of `chain`, a letter per chunk: ``s`` streamed from the host, ``h`` resident with its states on the host,
     ``d`` resident with everything on the device, ``w`` streamed with its weights on the device; ``k`` as ``s`` and
-    ``e`` as ``h``, but with states on the disk. With `in_backward` all that can step in backward do."""
+    ``e`` as ``h``, but with states on the disk."""
     trace = chain(len(homes))
-    early = {"step_in_backward": in_backward, "every_in_backward": True}
-    setting = Setting(world_size, world_size, StateSize(8), depth > 0, **early)
+    setting = Setting(world_size, world_size, StateSize(8), depth > 0)
     space = SearchSpace(trace, Speeds().machine(), setting)
     placement = Placement(tuple(LETTERS[home] for home in homes))
     candidate = weigh(space.model(MIB), placement, blocks, depth, space.cost)
@@ -98,10 +96,10 @@ def chain_plan(
     return plan if grad_blocks is None else replace(plan, grad_block_count=grad_blocks)
 
 
-def stepping(plan: Plan, *chunks: int) -> Plan:
-    """The plan with just these chunks stepped in backward."""
-    steps = tuple(replace(c, steps_in_backward=index in chunks) for index, c in enumerate(plan.chunks))
-    return replace(plan, chunks=steps, may_step_in_backward=bool(chunks))
+def speculating(plan: Plan, *chunks: int) -> Plan:
+    """The plan with new states of just these chunks made in backward."""
+    made = tuple(replace(c, speculates=index in chunks) for index, c in enumerate(plan.chunks))
+    return replace(plan, chunks=made, may_speculate=bool(chunks))
 
 
 def simulated(plan: Plan, speeds: Speeds, *, kind: str = "cpu", **options: Any) -> Simulation:

@@ -47,9 +47,7 @@ class SmallSearch:
         return [candidate for candidate in proposals if candidate.need.host_bytes <= self.budgets.host_bytes]
 
 
-def small_search(
-    seed: int, *, most_chunks: int = 8, world_size: int | None = None, in_backward: bool = False
-) -> SmallSearch:
+def small_search(seed: int, *, most_chunks: int = 8, world_size: int | None = None) -> SmallSearch:
     """A trace with at most so many parameters, a machine with random speeds, and budgets between least and most."""
     draw = random.Random(seed)
     world = world_size or draw.choice((1, 2))
@@ -68,7 +66,7 @@ def small_search(
         host_memory_bytes=512 * GIB,
     )
     overlap = draw.random() < 0.9
-    setting = Setting(world, world, StateSize(draw.choice((8, 8, 4))), overlap, step_in_backward=in_backward)
+    setting = Setting(world, world, StateSize(draw.choice((8, 8, 4))), overlap)
     space = SearchSpace(trace, hardware, setting)
     sizes = space.sizes(outsized=True)
     model = space.model(draw.choice(sizes))

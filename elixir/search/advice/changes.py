@@ -13,7 +13,7 @@ from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
 from elixir.units import parse_dtype
 
-Kind = Literal["moments", "kernels", "accumulation", "checkpointing", "backward", "placement", "machine"]
+Kind = Literal["moments", "kernels", "accumulation", "checkpointing", "placement", "machine"]
 MORE_BATCHES = 4
 """How many times as many batches a step that accumulates has."""
 
@@ -92,7 +92,7 @@ def job_changes(trace: StepTrace, request: SearchRequest) -> Iterator[Change]:
 def smaller_batch(trace: StepTrace, request: SearchRequest) -> Iterator[Change]:
     """The same step in twice as many batches of half the samples."""
     samples = trace.step.samples
-    if samples and samples % 2 == 0 and can_trace_again(trace) and not request.step_in_backward:
+    if samples and samples % 2 == 0 and can_trace_again(trace):
         twice, half = 2 * request.accumulation, samples // 2
         options = (("batch", str(half)), ("accumulation", str(twice)))
         action = f"cut the step into {twice} batches of {half}"
@@ -101,18 +101,9 @@ def smaller_batch(trace: StepTrace, request: SearchRequest) -> Iterator[Change]:
 
 def more_batches(request: SearchRequest) -> Iterator[Change]:
     """More samples a step, so that updates are fewer."""
-    if not request.step_in_backward:
-        count = MORE_BATCHES * request.accumulation
-        action = f"accumulate {count} batches a step"
-        yield Change(("accumulation",), action, (("accumulation", str(count)),), (("accumulation", count),))
-
-
-def step_in_backward(trace: StepTrace, request: SearchRequest) -> Iterator[Change]:
-    """Updates on the host while backward runs, which excludes clipping."""
-    if not request.step_in_backward and request.accumulation == 1 and trace.dtype != "float16":
-        asked = (("step_in_backward", True), ("clipping", None))
-        action = "update during backward, without clipping"
-        yield Change(("backward",), action, (("step_in_backward", ""),), asked)
+    count = MORE_BATCHES * request.accumulation
+    action = f"accumulate {count} batches a step"
+    yield Change(("accumulation",), action, (("accumulation", str(count)),), (("accumulation", count),))
 
 
 def _is_adam(request: SearchRequest) -> bool:

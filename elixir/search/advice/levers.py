@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from elixir.errors import InputError, PlanError, TraceError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
-from elixir.search.advice.changes import Change, Kind, job_changes, more_batches, step_in_backward
+from elixir.search.advice.changes import Change, Kind, job_changes, more_batches
 from elixir.search.advice.what_suffices import Tries
 from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
@@ -91,7 +91,6 @@ def samples_per_s(plan: Plan) -> float:
 def _changes(trace: StepTrace, request: SearchRequest) -> Iterator[Change]:
     yield from job_changes(trace, request)
     yield from more_batches(request)
-    yield from step_in_backward(trace, request)
 
 
 def _planned(

@@ -65,7 +65,6 @@ def setting_of(plan: Plan, ranks_per_host: int) -> Setting:
         plan.overlap,
         plan.accumulation,
         moments=plan.moments,
-        step_in_backward=plan.may_step_in_backward,
         speculate=plan.may_speculate,
         copied=is_copied(plan.optimizer, plan.moments),
         clipping=plan.clipping,

@@ -118,11 +118,6 @@ class Setting:
     """Whether states that the host cannot hold go to the disk; None: they do not."""
     moments: MomentKind = "float32"
     """How Adam's moments are kept, which also says how fast it steps."""
-    step_in_backward: bool = False
-    """Whether the host may update chunks while backward still runs: those with which the step is simulated to be
-    fastest."""
-    every_in_backward: bool = False
-    """If so, whether it does so with all that can be, whatever that takes."""
     speculate: bool | None = False
     """Whether the host may update chunks early, with memory that is left; None: where that clearly shortens the step.
     """

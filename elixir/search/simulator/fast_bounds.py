@@ -20,14 +20,14 @@ class Floor:
 
     Args:
         times: seconds of every piece of work.
-        step_in_backward: the host may update what it can before forward begins, which then need not wait for that.
+        speculating: the host may make new states before forward begins, which then need not wait for that.
         clipping, accumulates, ahead: as in `Machine`.
     """
 
     def __init__(
         self,
         times: WorkTimes,
-        step_in_backward: bool = False,
+        speculating: bool = False,
         *,
         clipping: bool = False,
         accumulates: bool = False,
@@ -44,7 +44,7 @@ class Floor:
             for chunks in (times.entry_chunks[: work.first_backward], times.entry_chunks[work.first_backward :])
         )
         self._forward, self._backward = forward, backward
-        early = [step_in_backward and work.can_step_in_backward(chunk) for chunk in range(count)]
+        early = [speculating and work.can_step_in_backward(chunk) for chunk in range(count)]
         self._updated_behind = np.array([not can for can in early], dtype=bool)
         # Between the last first use and the first gradient the host has nothing to update, so the rest of a step must
         # do.

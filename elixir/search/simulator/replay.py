@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from elixir.plan import LINKS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
@@ -49,7 +49,6 @@ class Machine:
         ahead: the thread that submits does not wait for compute, as on CUDA: updates on the host begin during those of
             the device.
         record: keep spans.
-        in_backward: chunks whose update on the host follows their gradients, whatever backward still does.
         early_share: seconds of an early update, which keeps the old states, over one in place.
         clipping: a step reads the norm of all gradients before it updates anything.
         accumulates: with several batches a step; then the pass that adds gradients sums what leaves for the host.
@@ -64,14 +63,13 @@ class Machine:
         overlap: bool,
         ahead: bool,
         record: bool,
-        in_backward: Collection[int] = (),
         early_share: float = 1.0,
         clipping: bool = False,
         accumulates: bool = False,
     ) -> None:
         chunks = range(len(times.bytes))
         self._times, self._placement, self._recording = times, placement, record
-        self._overlap, self._ahead, self._in_backward = overlap, ahead, in_backward
+        self._overlap, self._ahead = overlap, ahead
         self._early_share = early_share
         self.in_last_batch = True
         """Whether the batch that runs is the last of its step: before, gradients are not whole."""
@@ -136,16 +134,6 @@ class Machine:
         self._since_s, self._doing = 0.0, ""  # what compute is busy with
         self._doing_chunk: int | None = None
 
-    def begin_in_backward(self, chunks: Collection[int]) -> None:
-        """Have these step in backward from now on, and in the batch that has gone before too.
-
-        For what has run without any: nothing in a backward waits for an update that begins in it.
-        """
-        self._in_backward = chunks
-        for c, home_s in self.home_s.items():
-            if c in chunks:
-                self._update_and_return(c, home_s, home_s)
-
     def fork(self) -> Machine:
         """The same at this moment, which goes on without this one."""
         other = copy.copy(self)
@@ -154,7 +142,8 @@ class Machine:
         return other
 
     def begin_early(self, placement: Placement) -> None:
-        """Goes on under `placement`, in which more chunks are updated early: those of the batch before are, too.
+        """Goes on under `placement`, in which more chunks are updated early: those of the batch before are, too,
+        since nothing in a backward waits for what begins in it.
 
         Not if gradients are added up, which wait on the same lane.
         """
@@ -168,7 +157,7 @@ class Machine:
     def update(self) -> None:
         """`ElixirOptimizer.step`, every gradient being at its home: on the device at once, on the host meanwhile.
 
-        What backward has begun to step is not stepped again; a batch must have gone before.
+        New states that backward has made are kept; a batch must have gone before.
         """
         times, placement = self._times, self._placement
         self._since_s = self.now_s
@@ -182,8 +171,6 @@ class Machine:
                 self.device_adam_s += times.device_adam_s[c]
                 self._computed(self.now_s)
                 done_s = 0.0
-            elif c in self._in_backward:
-                done_s = self._updated_s[c]
             elif c in placement.early:
                 done_s = self._keep(c, began_s if self._ahead else self.now_s)
             else:
@@ -253,7 +240,7 @@ class Machine:
         its write.
         """
         times = self._times
-        seconds = (times.host_adam_in_backward_s if c in self._in_backward else times.host_adam_s)[c]
+        seconds = times.host_adam_s[c]
         if c not in self._placement.state_on_disk:
             return self._run(HOST_ADAM, "update", c, max(submitted_s, free_s), seconds)
         while len(self._unwritten) >= WINDOW_CHUNKS:
@@ -382,9 +369,7 @@ class Machine:
             self._passed.append(self._added_s)
         if not on_device:
             self.home_s[c] = gone_s
-        if c in self._in_backward:
-            self._update_and_return(c, gone_s, gone_s)
-        elif self.in_last_batch and c in self._placement.early:
+        if self.in_last_batch and c in self._placement.early:
             self._update_early(c, self._added_s if passes else gone_s)
         if not times.pooled[c] and not self._overlap and not self._together:
             return self._wait(

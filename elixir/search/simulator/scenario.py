@@ -24,8 +24,6 @@ class Case:
     grad_blocks: int
     overlap: bool
     ahead: bool
-    in_backward: frozenset[int] = frozenset()
-    """Chunks that the host updates as soon as their gradients are there."""
     early_share: float = 1.0
     """Seconds of an early update over one in place."""
     clipping: bool = False
@@ -42,7 +40,6 @@ class Case:
             overlap=self.overlap,
             ahead=self.ahead,
             record=record,
-            in_backward=self.in_backward,
             early_share=self.early_share,
             clipping=self.clipping,
             accumulates=self.accumulates,

@@ -114,7 +114,7 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
         accumulation: batches per optimizer step; None: as the plan was searched for.
         ranks_per_host: ranks that share a machine; as many as it has devices by default.
         steps: 1 for the first step, which has no updates to wait for; from 2 on all are the same (from 3 where some
-            states live on a disk and other chunks step in backward), so that None is for that one.
+            states live on a disk and other chunks speculate), so that None is for that one.
         compute_scale: measured over predicted seconds of compute, from one run without transfers.
         network_bytes_per_s: between machines, per machine and direction; the profile's by default.
         network_latency_s: of one step of a collective between machines; likewise.
@@ -165,8 +165,6 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
         plan.grad_block_count,
         plan.overlap,
         hardware.device_kind == "cuda",
-        # With several batches gradients are whole after the last only.
-        frozenset(i for i, chunk in enumerate(plan.chunks) if chunk.steps_in_backward and accumulation == 1),
         early_share=out_of_place_share(setting),
         clipping=plan.clipping,
         accumulates=accumulation > 1,
@@ -234,17 +232,10 @@ class SimulatedCost:
         """
         case = self._case(work, placement, schedule, overlap=overlap)
         if not placement.early:
-            return self._fastest(case)[1]
+            return self._seconds(case, case.machine(record=False), case.events(case.result, updated=True))
         machine, later = self._begun(case)
         machine.restart()
         return self._seconds(case, machine, later)
-
-    def in_backward(
-        self, work: Workload, placement: Placement, schedule: ScheduleResult, *, overlap: bool
-    ) -> frozenset[int]:
-        """The chunks that `estimate` has the host update while backward still runs."""
-        chosen, _ = self._fastest(self._case(work, placement, schedule, overlap=overlap))
-        return chosen
 
     def early_choices(
         self,
@@ -305,34 +296,6 @@ class SimulatedCost:
     def _batches_simulated(self, case: Case) -> int:
         """The last batch is simulated next to the steady one where early updates make it another."""
         return min(self._setting.accumulation, STEADY_BATCH + (2 if case.placement.early else 1))
-
-    def _fastest(self, case: Case) -> tuple[frozenset[int], dict[str, float]]:
-        """Which chunks step in backward, and the step's seconds: none, where those worth it would make it longer."""
-        setting, work = self._setting, case.times.work
-        able = can_step(work, case.placement) if setting.step_in_backward and setting.accumulation == 1 else frozenset()
-        later = case.events(case.result, updated=True)
-        if not able:
-            return able, self._seconds(case, case.machine(record=False), later)
-        machine = case.machine(record=False)
-        machine.batch(case.events(case.result, updated=False))
-        machine.settle()
-        chosen = able
-        if not setting.every_in_backward:
-            homes = {chunk: at_s for chunk, at_s in machine.home_s.items() if chunk in able}
-            chosen = worth_stepping(homes, machine.now_s, _update_s(case), case.times.update_order)
-        machine.begin_in_backward(chosen)
-        machine.restart()
-        for _ in range(_steps_before(replace(case, in_backward=chosen)) - 1):
-            machine.update()
-            machine.batch(later)
-            machine.settle()
-            machine.drain()
-            machine.restart()
-        early = self._seconds(case, machine, later)
-        if setting.every_in_backward:
-            return chosen, early
-        behind = self._seconds(case, case.machine(record=False), later)
-        return (chosen, early) if early["total"] < behind["total"] else (frozenset(), behind)
 
     def _seconds(self, case: Case, machine: Machine, first: Events) -> dict[str, float]:
         """Seconds of the optimizer step that `machine` begins with; `first` are the events of its first batch."""
@@ -452,18 +415,18 @@ class Known:
 
     @cached_property
     def floor(self) -> Floor:
-        return self._floor(self.model.setting.step_in_backward)
+        return self._floor(False)
 
     @cached_property
     def early_floor(self) -> Floor:
         """For steps some of whose chunks are updated early."""
         return self._floor(True)
 
-    def _floor(self, in_backward: bool) -> Floor:
+    def _floor(self, early: bool) -> Floor:
         setting = self.model.setting
         return Floor(
             self.times,
-            in_backward,
+            early,
             clipping=setting.clipping,
             accumulates=setting.accumulation > 1,
             ahead=self._ahead,
@@ -491,9 +454,7 @@ def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
         phases["optimizer"] = updated_s + machine.now_s - began_s
     order = lambda span: (span.start_s, RESOURCES.index(span.resource), span.end_s)  # noqa: E731
     spans, end_s = sorted(machine.spans, key=order), machine.now_s
-    if not (
-        case.in_backward or case.placement.early
-    ):  # all that a step begins is over with it, so that nothing leads back into the one before
+    if not case.placement.early:  # all that a step begins is over with it: nothing leads back into the one before
         spans = [span for span in spans if span.end_s > 0]
     # What reaches over the end is what reached over the beginning, a step later.
     shown = (span._replace(start_s=max(span.start_s, 0.0), end_s=min(span.end_s, end_s)) for span in spans)
@@ -546,22 +507,13 @@ def _critical(spans: Sequence[Span], end_s: float) -> dict[str, float]:
     return critical
 
 
-def _update_s(case: Case) -> list[float]:
-    """By chunk, seconds in which the host can update it again and again: as long as its states take on a disk."""
-    times, on_disk = case.times, case.placement.state_on_disk
-    found = list(times.host_adam_s)
-    for c in on_disk:
-        found[c] = max(found[c], times.disk_read_s[c] + times.disk_write_s[c])
-    return found
-
-
 def _steps_before(case: Case) -> int:
     """Steps after which all are the same.
 
     The first has no updates to wait for. Where states live on a disk it does not wait for that at its end either, which
-    would give updates in backward more time.
+    would give new states in backward more time.
     """
-    return 2 if (case.in_backward or case.placement.early) and case.placement.state_on_disk else 1
+    return 2 if case.placement.early and case.placement.state_on_disk else 1
 
 
 def _apart(whole_s: float, part_s: float) -> float:

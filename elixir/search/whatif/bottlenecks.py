@@ -122,7 +122,6 @@ def request_of(plan: Plan, hardware: HardwareProfile) -> SearchRequest:
         placement=plan.placement,
         accumulation=plan.accumulation,
         moments=plan.moments,
-        step_in_backward=plan.may_step_in_backward,
         speculate=plan.may_speculate,
         clipping=plan.clipping,
     )

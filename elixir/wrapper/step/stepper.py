@@ -158,11 +158,6 @@ class Stepper:
     def check_plan(self, plan: Plan) -> None:
         """Refuse a plan that this cannot step by; `InputError` says what to do."""
         check_moments(self.user.given, self.user.fusible, plan.moments)
-        if plan.steps_in_backward:
-            raise InputError(
-                "this plan steps in place during backward, which new states made during backward have replaced "
-                "(speculate); make the plan anew"
-            )
 
     def give_up_states(self) -> None:
         """Take the states of this rank's part of each parameter off the chunks; none is stepped until `take_states`."""

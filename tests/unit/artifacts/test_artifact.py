@@ -133,7 +133,6 @@ def plans(draw: st.DrawFn) -> Plan:
         state_size=StateSize(draw(counts), draw(st.integers(1, 2**60 - 1))),
         overlap=draw(st.booleans()),
         placement=draw(st.sampled_from(("auto", "cuda", "cpu"))),
-        may_step_in_backward=draw(st.booleans()),
         may_speculate=draw(st.sampled_from((True, False, None))),
         clipping=draw(st.booleans()),
         block_numel=draw(counts),
@@ -339,6 +338,17 @@ def test_another_version_is_refused(version: Any) -> None:
     data = make_plan(3).to_dict() | {"schema_version": version}
     with pytest.raises(ArtifactError, match="'schema_version' is .* plan it anew"):
         Plan.from_dict(data, source="plan.json")
+
+
+def test_a_plan_that_stepped_in_place_during_backward_is_made_anew() -> None:
+    """Until version 15 plans had two fields for that."""
+    plan = make_plan(3)
+    data = plan.to_dict() | {"schema_version": 15, "may_step_in_backward": True}
+    data["chunks"] = [chunk | {"steps_in_backward": False} for chunk in data["chunks"]]
+    assert Plan.from_dict(data) == plan
+    data["chunks"][1]["steps_in_backward"] = True
+    with pytest.raises(ArtifactError, match="'steps_in_backward' is true, .* plan it anew"):
+        Plan.from_dict(data)
 
 
 def test_an_earlier_version_is_read_without_the_fields_that_it_lacks() -> None:

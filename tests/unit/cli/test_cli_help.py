@@ -47,5 +47,11 @@ def test_a_flag_that_is_nearly_right_is_named(capsys: pytest.CaptureFixture[str]
     assert "did you mean" not in refusal(["plan", "opt-13b", "--zzz"], capsys)
 
 
+def test_a_flag_that_is_gone_says_what_took_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "new states that the host makes during backward" in refusal(
+        ["plan", "opt-13b", "--step-in-backward"], capsys
+    )
+
+
 def test_without_a_command_the_whole_help_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(["--no-such-thing"], capsys).endswith("(see elixir --help)\n")

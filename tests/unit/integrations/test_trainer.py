@@ -247,7 +247,6 @@ def test_a_dry_run_plans_and_says_what_would_fit(tmp_path: Path) -> None:
         ({}, {"torch_compile": True}, "torch_compile cannot run"),
         ({}, {"auto_find_batch_size": True}, "elixir fit"),
         ({}, {"bf16_full_eval": True}, "the plan's dtype"),
-        ({"step_in_backward": True}, {}, "max_grad_norm=0"),
         ({}, {"optim": "adamw_bnb_8bit"}, "'8bit'"),
     ],
     ids=str,

@@ -103,13 +103,6 @@ def test_the_loss_and_the_micro_batch_are_chosen_by_predicted_time() -> None:
     assert least["True"] < least[str(ours.PLAIN_LOSS)], "the plan knows what the chunked loss saves"
 
 
-def test_without_clipping_the_host_may_update_in_backward() -> None:
-    assert ours.in_backward({**TOY, "max_norm": None}, 4)
-    assert not ours.in_backward({**TOY, "max_norm": None}, 2), "gradients are added up"
-    assert not ours.in_backward(TOY, 4)
-    assert not ours.in_backward({**TOY, "max_norm": None, "precision": "fp16"}, 4)
-
-
 def _early(limit: float) -> dict[str, Any]:
     """Options of a toy whose states are on the host, with new ones made in backward."""
     return {**TOY, "micros": [4], "planned_device_bytes": 2_800_000, "early_states": True, "max_norm": limit, "seq": 8}

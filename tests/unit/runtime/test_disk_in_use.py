@@ -179,8 +179,8 @@ def test_whatever_a_disk_fails_with_is_one_typed_error(code: int | None, tmp_pat
 @pytest.mark.parametrize("way", ["clipped", "new states in backward", "accumulated"])
 def test_every_family_has_the_bits_of_plain_pytorch(name: str, way: str, tmp_path: Path) -> None:
     it = case(name)
-    plan = on_disk(make_plan(it, "streamed"))
-    plan = all_speculating(plan) if way == "new states in backward" else plan
+    plan = make_plan(it, "streamed")
+    plan = all_speculating(on_disk(plan, 2)) if way == "new states in backward" else on_disk(plan)
     with Pair(it, plan, disk_folder=tmp_path, max_norm=0.5 if way == "clipped" else None) as pair:
         for _ in range(3):
             for _ in range(2 if way == "accumulated" else 1):

@@ -318,12 +318,6 @@ def test_options_at_their_defaults_may_stand_next_to_a_plan() -> None:
         api.dry_run(model, adamw(model), plan=plan, device_memory="1GiB", accumulation=2, host_memory=None)
 
 
-def test_a_plan_that_steps_in_place_during_backward_is_made_anew() -> None:
-    it = case("opt")
-    with pytest.raises(InputError, match="make the plan anew"):
-        elixir.wrap(it.model, adamw(it.model), plan=make_plan(it, "streamed", step_in_backward=True))
-
-
 def test_a_dry_run_refuses_a_plan_without_a_folder_for_its_disk_as_the_run_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

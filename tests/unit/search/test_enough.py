@@ -100,7 +100,7 @@ def test_levers_of_a_plan_are_plans(trace: StepTrace) -> None:
     made = plan_from_trace(trace, MACHINE, 1, device_memory=GIB, host_memory=8 * GIB)
     levers = made.levers()
     found = {lever.options: lever for lever in levers}
-    assert {(("moments", "8bit"),), (("accumulation", "4"),), (("step_in_backward", ""),)} <= set(found)
+    assert {(("moments", "8bit"),), (("accumulation", "4"),)} <= set(found)
     gains = [lever.gain for lever in levers if lever.gain is not None]
     assert gains == sorted(gains, reverse=True)
     eight = found[(("moments", "8bit"),)].plan

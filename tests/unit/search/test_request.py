@@ -31,8 +31,6 @@ from tests.common.synthetic_trace import stack_trace
         ({"disk_memory": -1}, InputError, "-1"),
         ({"device_memory": "1GiB", "device_reserve": 0}, InputError, "taken as given"),
         ({"clipping": "yes"}, InputTypeError, "clipping must be"),
-        ({"clipping": True, "step_in_backward": True}, InputError, "plan with one of the two"),
-        ({"accumulation": 2, "step_in_backward": True}, InputError, "accumulation=1"),
     ],
 )
 def test_what_makes_no_sense_is_refused_when_it_is_asked(
@@ -54,6 +52,11 @@ def test_a_request_is_frozen_and_its_fields_go_by_name() -> None:
         SearchRequest(world_size=1).world_size = 2  # type: ignore[misc]
     with pytest.raises(TypeError):
         SearchRequest(1)  # type: ignore[misc]
+
+
+def test_an_option_that_is_gone_says_what_took_its_place() -> None:
+    with pytest.raises(InputError, match="new states that the host makes during backward"):
+        SearchRequest.of(1, step_in_backward=True)
 
 
 def test_users_see_all_options_of_all_functions() -> None:

@@ -25,11 +25,10 @@ from tests.common.synthetic_trace import TraceBuilder, stack_trace
 NANOSECOND_S = 1e-9
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_no_plan_of_a_small_search_is_faster(seed: int, in_backward: bool) -> None:
+def test_no_plan_of_a_small_search_is_faster(seed: int) -> None:
     """All homes, block counts and depths of all packings are simulated. benchmark/search_optimality.py has more."""
-    search = small_search(seed, most_chunks=4, in_backward=in_backward)
+    search = small_search(seed, most_chunks=4)
     outcome = find_best(search.space, search.budgets, search.sizes, search.depth, classic=True)
     found, best = outcome.best, best_of_all(search)
     assert (found is None) == (best is None)
@@ -50,12 +49,9 @@ def test_more_chunks_where_floors_leave_out_what_cannot_win(seed: int) -> None:
         assert outcome.fastest_s <= best.seconds["total"] * 1.01
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_variants_need_what_the_memory_model_says_and_floors_lie_below_simulations(
-    seed: int, in_backward: bool
-) -> None:
-    search, draw = small_search(seed, in_backward=in_backward), random.Random(seed)
+def test_variants_need_what_the_memory_model_says_and_floors_lie_below_simulations(seed: int) -> None:
+    search, draw = small_search(seed), random.Random(seed)
     for model in search.models():
         gathered = search.space.setting.world_size > 1 and draw.random() < 0.3
         variants = Variants(model, search.space.cost, gathered=gathered)
@@ -121,11 +117,10 @@ def test_a_floor_is_what_a_step_takes_that_waits_at_its_ends_only(world_size: in
     assert waiting_s - floor_s < (waiting_s - compute_s) / 2
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_some_chunks_rule_out_all_chunks_rule_out(seed: int, in_backward: bool) -> None:
+def test_what_some_chunks_rule_out_all_chunks_rule_out(seed: int) -> None:
     """A look at some chunks asks for no more memory, and no more time, than one at all of them."""
-    search = small_search(seed, in_backward=in_backward)
+    search = small_search(seed)
     model = search.models()[0]
     variants, draw = Variants(model, search.space.cost), random.Random(seed)
     count = len(variants.homes)
@@ -165,10 +160,9 @@ def test_homes_are_searched_from_any_start() -> None:
 
 
 @pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_no_plan_beats_the_lower_bound(seed: int, in_backward: bool) -> None:
-    search: SmallSearch = small_search(seed, most_chunks=6, in_backward=in_backward)
+def test_no_plan_beats_the_lower_bound(seed: int) -> None:
+    search: SmallSearch = small_search(seed, most_chunks=6)
     best = best_of_all(search, skip=True)
     bound = lower_bound(search.space, search.budgets)
     if best is not None:
@@ -176,12 +170,9 @@ def test_no_plan_beats_the_lower_bound(seed: int, in_backward: bool) -> None:
         assert 0 < bound.step_s <= best.seconds["total"]
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(("name", "world_size", "device_gib"), [("opt-1.3b", 1, 14), ("opt-6.7b", 4, 24)])
-def test_plans_of_known_models_are_near_the_lower_bound(
-    name: str, world_size: int, device_gib: int, in_backward: bool
-) -> None:
-    """The host's Adam is slow here compared with the device: with steps in backward, it decides the bound."""
+def test_plans_of_known_models_are_near_the_lower_bound(name: str, world_size: int, device_gib: int) -> None:
+    """The host's Adam is slow here compared with the device."""
     trace = stack_trace(name)
     machine = replace(HARDWARE, host_adam_numel_per_s=HARDWARE.host_adam_numel_per_s / 4)
     budgets = Budgets(device_gib * GIB, 512 * GIB)
@@ -190,14 +181,12 @@ def test_plans_of_known_models_are_near_the_lower_bound(
         machine,
         world_size,
         device_memory=budgets.device_bytes,
-        step_in_backward=in_backward,
         speculate=False,  # the bound knows of no update before the norm
     ).plan
-    setting = Setting(world_size, world_size, StateSize(8), True, step_in_backward=in_backward)
+    setting = Setting(world_size, world_size, StateSize(8), True)
     bound = lower_bound(SearchSpace(trace, machine, setting), budgets)
     assert bound is not None
     assert bound.step_s <= made.predicted.seconds["total"] <= 1.15 * bound.step_s
-    assert in_backward == ("step: host's Adam" in bound.rows)
     assert 0 <= bound.device_states <= 1
     assert sum(bound.rows.values()) > 0
 

@@ -26,7 +26,7 @@ from elixir.search.simulator import RESOURCES, SimulatedCost, simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer import trace_step
 from elixir.units import GIB, MIB
-from tests.common.chains import Speeds, chain, chain_plan, simulated
+from tests.common.chains import Speeds, chain, chain_plan, simulated, speculating
 from tests.common.parity import Pair, case, make_plan
 from tests.common.samples import make_hardware
 from tests.common.submitted import simulated_events, watching
@@ -268,14 +268,10 @@ def test_from_the_second_step_on_all_are_the_same(stack: StepTrace, world_size: 
     assert next(accumulated) == next(accumulated)
 
 
-@pytest.mark.parametrize("in_backward", [{}, {"step_in_backward": True}, {"every_in_backward": True}])
 @pytest.mark.parametrize("world_size", [1, 8])
-def test_the_search_sees_what_simulate_step_gives(
-    stack: StepTrace, world_size: int, in_backward: dict[str, bool]
-) -> None:
+def test_the_search_sees_what_simulate_step_gives(stack: StepTrace, world_size: int) -> None:
     """To the last bit, so that a plan's prediction is that of its candidate."""
-    early = {"step_in_backward": bool(in_backward)} | in_backward
-    setting = Setting(world_size, world_size, StateSize(8), True, **early)
+    setting = Setting(world_size, world_size, StateSize(8), True)
     cost = SimulatedCost(stack, HARDWARE, setting)
     space = SearchSpace(stack, HARDWARE, setting, cost=cost)
     model = space.model(space.table.largest_bytes)
@@ -290,7 +286,6 @@ def test_the_search_sees_what_simulate_step_gives(
             plan = to_plan(space, candidate, Budgets(1 << 50, 1 << 50), "Adam", "auto")
             result = simulate_step(plan, stack, HARDWARE)
             assert result.step_s == candidate.seconds["total"]
-            assert plan.steps_in_backward or not setting.every_in_backward or all(flags)
 
 
 RATES = (
@@ -307,7 +302,7 @@ RATES = (
     spare=st.integers(0, 3),
     depth=st.integers(0, 2),
     accumulation=st.integers(1, 2),
-    in_backward=st.booleans(),
+    early=st.booleans(),
     kind=st.sampled_from(["cpu", "cuda"]),
     speeds=st.tuples(*[st.floats(0.01, 10.0)] * 8),
     faster=st.sampled_from(RATES),
@@ -319,7 +314,7 @@ def test_nothing_gets_slower_by_what_gets_faster(
     spare: int,
     depth: int,
     accumulation: int,
-    in_backward: bool,
+    early: bool,
     kind: str,
     speeds: tuple[float, ...],
     faster: str,
@@ -329,7 +324,9 @@ def test_nothing_gets_slower_by_what_gets_faster(
     streamed = sum(home in "swk" for home in homes)
     depth = min(depth, max(streamed - 1, 0))
     blocks = min(1 + depth + spare, streamed)
-    plan = chain_plan(blocks=blocks, depth=depth, homes=homes, world_size=world_size, in_backward=in_backward)
+    plan = chain_plan(blocks=blocks, depth=depth, homes=homes, world_size=world_size)
+    if early:
+        plan = speculating(plan, *(index for index, home in enumerate(homes) if home in "shw"))
     machine = replace(Speeds(*speeds).machine(kind), matmul_efficiency=0.1, device_memory_bytes_per_s=1e9)
     quicker = replace(machine, **{faster: getattr(machine, faster) * factor})
     options: dict[str, Any] = {"accumulation": accumulation}

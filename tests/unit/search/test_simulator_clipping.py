@@ -11,7 +11,7 @@ import torch
 
 import elixir
 from elixir.cli import main
-from elixir.errors import InputError, InputTypeError
+from elixir.errors import InputTypeError
 from elixir.hardware import RateFit
 from elixir.plan import Plan
 from elixir.search import plan_from_trace
@@ -116,9 +116,7 @@ def _planned(trace: StepTrace, world_size: int = 1, **options: Any) -> Plan:
 def test_plans_count_clipping_unless_told_otherwise() -> None:
     trace = _stack()
     assert _planned(trace).clipping
-    assert not _planned(trace, step_in_backward=True).clipping
-    with pytest.raises(InputError, match="plan with one of the two"):
-        _planned(trace, step_in_backward=True, clipping=True)
+    assert not _planned(trace, clipping=False).clipping
     with pytest.raises(InputTypeError, match="clipping must be"):
         _planned(trace, clipping=1.0)
 
@@ -154,6 +152,6 @@ def test_the_command_line_knows_runs_without_clipping(
         "1GiB",
         "--json",
     ]
-    for more, clips in (([], True), (["--no-clipping"], False), (["--step-in-backward"], False)):
+    for more, clips in (([], True), (["--no-clipping"], False)):
         assert main([*given, *more]) == 0
         assert json.loads(capsys.readouterr().out)["clipping"] is clips

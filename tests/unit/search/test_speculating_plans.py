@@ -155,12 +155,9 @@ def test_without_a_wish_it_takes_a_gain_of_more_than_a_percent(stack: StepTrace,
     assert [chunk.home.having() for chunk in plan.chunks] == [chunk.home for chunk in never.chunks]
 
 
-def test_without_a_wish_the_cores_of_a_cpu_and_steps_in_backward_are_left_alone(stack: StepTrace) -> None:
+def test_without_a_wish_the_cores_of_a_cpu_are_left_alone(stack: StepTrace) -> None:
     cpu = replace(SLOW, device_kind="cpu", compute_capability=None)
     assert not planned(stack, machine=cpu).speculates
-    early = planned(stack, step_in_backward=True)
-    assert not early.speculates
-    assert any(chunk.steps_in_backward for chunk in early.chunks)
 
 
 def test_the_range_is_of_the_step_that_speculates(stack: StepTrace) -> None:
@@ -212,14 +209,9 @@ def test_files_say_it_and_refuse_what_cannot_be(stack: StepTrace) -> None:
     plan = planned(stack, speculate=True)
     assert Plan.from_json(plan.to_json()) == plan
     chunk = plan.chunks[chosen(plan)[0]]
-    for wrong in ({"state_home": "device", "weight_home": "device"}, {"grad_entry": None}, {"steps_in_backward": True}):
+    for wrong in ({"state_home": "device", "weight_home": "device"}, {"grad_entry": None}):
         with pytest.raises(InputError, match="'speculates'"):
             replace(chunk, **wrong)  # type: ignore[arg-type]
-
-
-def test_the_two_ways_exclude_each_other() -> None:
-    with pytest.raises(InputError, match="one of the two"):
-        SearchRequest(world_size=1, speculate=True, step_in_backward=True)
 
 
 def test_optimizers_of_other_classes_wait(stack: StepTrace) -> None:
