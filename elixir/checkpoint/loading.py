@@ -31,8 +31,7 @@ from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.step import take_options
-from elixir.wrapper.step.segment_states import SCALE_SUFFIX, SmallStates
-from elixir.wrapper.training_states import TrainingStates
+from elixir.wrapper.training_states import SCALE_SUFFIX, SavedStates, SmallStates, TrainingStates
 
 logger = logging.getLogger(__name__)
 
@@ -409,7 +408,7 @@ class _Load:
             restore_rng(values["rng"], states.device)
 
 
-class StoredStates:
+class StoredStates(SavedStates):
     """The tensors of a checkpoint for `TrainingStates.load`, read in pieces of a span. Implements `SavedStates`.
 
     Args:

@@ -49,8 +49,7 @@ from elixir.errors import (
 from elixir.files import FILES, Files, PathLike, absolute
 from elixir.optimizer_states import BLOCK_NUMEL, is_adam
 from elixir.units import format_bytes
-from elixir.wrapper.step.segment_states import SmallStates
-from elixir.wrapper.training_states import WEIGHT, ChunkStates, TrainingStates
+from elixir.wrapper.training_states import WEIGHT, ChunkStates, SmallStates, TrainingStates
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,14 @@ back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from elixir.chunk.chunk import Chunk, Slot
-from elixir.chunk.disk import MASTERS
+from elixir.chunk.disk import MASTERS, StoredStates
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import BufferKind, SizeClass
 from elixir.errors import InputError
@@ -25,20 +26,80 @@ from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of
 from elixir.wrapper.run_errors import Call, ErrorKind, changed_in_part
 from elixir.wrapper.state_reader import StateReader
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
-from elixir.wrapper.step.segment_states import (
-    OnDisk,
-    SavedStates,
-    SmallStates,
-    Stretch,
-    have_begun,
-    load_states,
-    small_states,
-    stretches,
-)
+from elixir.wrapper.step.states import SCALE_SUFFIX, SavedStates, SmallStates, StateTensor, small_states
+
+__all__ = ["SCALE_SUFFIX", "WEIGHT", "ChunkStates", "SavedStates", "SmallStates", "Stretch", "TrainingStates"]
 
 _COPIES = "copies for a checkpoint"
 WEIGHT = "weight"
 """Kind of the tensors that are weights: masters, if there are any."""
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    """Where the elements of a stretch are on a disk."""
+
+    stored: StoredStates
+    region: str
+    start: int
+    """First element of the stretch in the region."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements of one saved tensor that this rank has."""
+
+    kind: str
+    name: str
+    """Name of the parameter."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    order: Order | None
+    """In which its elements lie."""
+    start: int
+    """First element in the flattened tensor."""
+    tensor: torch.Tensor
+    """The live elements, flat."""
+    has_codes: bool = False
+    """Whether these are codes of 8 bits, in blocks of which the first begins where the parameter begins."""
+    on_disk: _OnDisk | None = None
+    """Where they are read from, if they live on a disk; `tensor` then only says how many there are."""
+
+    @classmethod
+    def of(cls, state: StateTensor, stored: StoredStates | None) -> Stretch:
+        """An optimizer's state, which may lie on a disk."""
+        slot, width = state.segment.slot, state.width
+        shape = tuple(slot.shape) if width == 1 else (-(-slot.numel // width),)
+        on_disk = None if stored is None else _OnDisk(stored, state.region, state.start)
+        first = state.segment.first // width
+        return cls(state.kind, slot.name, shape, state.order, first, state.tensor, state.has_codes, on_disk)
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is the state of an optimizer, and no weight."""
+        return self.kind != WEIGHT
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is saved."""
+        return self.tensor.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements of the stretch."""
+        return self.tensor.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stretch as it is saved."""
+        return self.tensor.nbytes
+
+    def values(self, first: int, stop: int) -> torch.Tensor:
+        """Elements from `first` to `stop` of the stretch, where they lie; of those on a disk, in separate memory."""
+        disk = self.on_disk
+        if disk is None:
+            return self.tensor[first:stop]
+        return disk.stored.read(disk.region, disk.start + first, disk.start + stop)
 
 
 class ChunkStates:
@@ -65,7 +126,7 @@ class ChunkStates:
 
         Classes that are not torch's may make more of them in any step.
         """
-        return all(ticket.done() for ticket in self._updated) or all(have_begun(part) for part in self.parts)
+        return all(ticket.done() for ticket in self._updated) or all(part.has_all_states for part in self.parts)
 
     def wait(self) -> None:
         """Wait for the update that was under way when this was made; raises what it raised."""
@@ -75,8 +136,8 @@ class ChunkStates:
     def stretches(self) -> list[Stretch]:
         """Everything to save, as it lies in live memory; call this when no update is under way."""
         found = list(self._weights())
-        for part, states in zip(self.parts, self._states_of_then, strict=True):
-            found += stretches(part, states)
+        for states in self._states_of_then:
+            found += [Stretch.of(each, self.chunk.stored) for each in states.tensors()]
         return found
 
     def small(self) -> dict[str, SmallStates]:
@@ -90,11 +151,9 @@ class ChunkStates:
         memory = self._weights_of_then
         for slot, start, stop in self.cuts():
             at = slot.offset + start - self.chunk.shard_start
-            on_disk = None if self.chunk.stored is None else OnDisk(self.chunk.stored, MASTERS, at)
+            on_disk = None if self.chunk.stored is None else _OnDisk(self.chunk.stored, MASTERS, at)
             values = memory[at : at + stop - start]
-            yield Stretch(
-                WEIGHT, slot.name, tuple(slot.shape), slot.order, start, values, is_state=False, on_disk=on_disk
-            )
+            yield Stretch(WEIGHT, slot.name, tuple(slot.shape), slot.order, start, values, on_disk=on_disk)
 
     @property
     def target(self) -> torch.Tensor:
@@ -111,11 +170,8 @@ class ChunkStates:
                 yield slot, start - slot.offset, stop - slot.offset
 
     def load_states(self, saved: SavedStates) -> set[str]:
-        """Take states; see `elixir.wrapper.step.segment_states.load_states`."""
-        notes: set[str] = set()
-        for part in self.parts:
-            notes |= load_states(part, saved)
-        return notes
+        """Goes on from saved states; notes on what is not exact."""
+        return set().union(*(part.load(saved) for part in self.parts))
 
 
 class TrainingStates:

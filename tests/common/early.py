@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from elixir.plan import Plan
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.engine import engine_of
+from elixir.wrapper.step.class_states import ClassStates
+from elixir.wrapper.step.fused_states import FusedStates
 from tests.common.parity import Case, Pair, make_plan, mixed, square_loss
 
 HOMES = ("streamed", "states", "mixed")
@@ -80,3 +83,18 @@ def attempts(module: ElixirModule) -> list[int]:
     """Chunks with new states that no `step` has looked at."""
     (stepper,) = engine_of(module).steppers
     return sorted(stepper.speculation._attempts)  # type: ignore[attr-defined]
+
+
+def early_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, *, at: int = 1, times: int | None = None) -> None:
+    """Has new states that are made early fail with `error`, from the one with the number `at` on, so many times."""
+    count = [0]
+    for kind in (ClassStates, FusedStates):
+
+        def step(states: Any, *rest: Any, made: Any = kind.step) -> Any:
+            if len(rest) == 5:  # `into` is given
+                count[0] += 1
+                if count[0] >= at and (times is None or count[0] < at + times):
+                    raise error
+            return made(states, *rest)
+
+        monkeypatch.setattr(kind, "step", step)

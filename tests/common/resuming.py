@@ -17,7 +17,8 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.options import Debug
-from elixir.wrapper.step.segment_states import small_states, stretches
+from elixir.wrapper.step.states import small_states
+from elixir.wrapper.training_states import Stretch
 from tests.common import gpu
 from tests.common.file_faults import Crash, Operation
 from tests.common.parity import Case
@@ -109,7 +110,7 @@ class Run:
         self.module.settle()
         found: dict[str, Any] = {f"model.{name}": value for name, value in self.module.state_dict().items()}
         for part in stepper_of(self.optimizer).parts.values():
-            for each in stretches(part, part.states):
+            for each in (Stretch.of(state, part.chunk.stored) for state in part.states.tensors()):
                 found[f"{each.kind}.{each.name}.{each.start}"] = each.values(0, each.numel).detach().cpu().clone()
             found |= {f"small.{name}": vars(small) for name, small in small_states(part.states).items()}
         found["groups"] = [

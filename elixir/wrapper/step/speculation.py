@@ -27,7 +27,7 @@ from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.elementwise import same_options
 from elixir.wrapper.step.forecast import Forecast
 from elixir.wrapper.step.segments import Arrived
-from elixir.wrapper.step.shard_states import ShardStates
+from elixir.wrapper.step.states import States
 from elixir.wrapper.step.updates import failed_step, return_weights
 from elixir.wrapper.step.user_class import UserOptimizer, copies_states
 
@@ -71,8 +71,8 @@ class Attempt:
     """
 
     chunk: Chunk
-    old: ShardStates
-    new: ShardStates
+    old: States
+    new: States
     arrived: Arrived
     gradients: torch.Tensor | None
     premises: Premises
@@ -80,9 +80,15 @@ class Attempt:
     made: Ticket | None = None
     given_up: bool = False
     """Nobody wants it: if it has not begun, it need not."""
+    weights: torch.Tensor | None = field(init=False)
+    """Takes the rounded weights; as of now, since an exchange of the states may come before the work."""
+    old_weights: torch.Tensor | None = field(init=False)
     _kept: bool = False
     _error: Exception | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.weights, self.old_weights = self.new.weights, self.old.weights
 
     def run(self, release: Callable[[], None] | None, forms: deque[str]) -> None:
         """Make the new states, on the lane of CPU Adam; `forms` gets those of the step."""
@@ -94,14 +100,18 @@ class Attempt:
             if release is not None:
                 release()  # once the states are exchanged, a checkpoint would read others than it has to
             premises = self.premises
-            made = (premises.factor, premises.hyperparameters)
-            forms.extend(self.new.step_from(self.old, self.arrived, self.gradients, *made))
+            for states in (self.old, self.new):
+                states.set_options(premises.hyperparameters)
+            made = self.old.step(self.arrived, self.gradients, premises.factor, self.weights, self.new)
+            forms.extend(made)
         except Exception as error:
             with self._lock:
                 self._error = error
                 if not self._kept:
                     return  # the chunk is stepped as it would have been, which raises the same if it must
-            self.new.restore(self.old)
+            self.new.copy(self.old)
+            if self.weights is not None and self.old_weights is not None:
+                self.weights.copy_(self.old_weights)
             raise failed_step(self.chunk, error) from error
 
     def keep(self) -> bool:
@@ -122,7 +132,7 @@ class Speculation:
 
     def __init__(self, engine: Engine, user: UserOptimizer, parts: Mapping[int, ChunkOptimizer]) -> None:
         self._engine, self._user, self._parts = engine, user, parts
-        self._spares: dict[int, ShardStates] = {}
+        self._spares: dict[int, States] = {}
         self._attempts: dict[int, Attempt] = {}
         self._backwards = 0  # of the last step, where there was one
         self.forecast = Forecast()
@@ -193,7 +203,7 @@ class Speculation:
         self._engine.kept_chunks = self.kept
         chunk.home_uses.written_by(attempt.made)
         if chunk.plan.weight_home == "device":
-            return_weights(self._engine, chunk, part.writing(arrived, attempt.new.weights), returns=True)
+            return_weights(self._engine, chunk, part.writing(arrived, attempt.weights), returns=True)
         if self._engine.options.debug.poison:
             self._poison(chunk, self._spares[chunk.index])
         return True
@@ -229,7 +239,7 @@ class Speculation:
         if attempt is not None:
             attempt.given_up = True
 
-    def _spare(self, index: int, part: ChunkOptimizer) -> ShardStates | None:
+    def _spare(self, index: int, part: ChunkOptimizer) -> States | None:
         found = self._spares.get(index)
         if found is None:
             found = part.make_spare()
@@ -244,22 +254,13 @@ class Speculation:
         changes = self._engine.gradients.by_chunk[chunk.index].changes
         return Premises(factor, options, chunk.writes, changes, tuple(segment.name for segment, _ in arrived))
 
-    def _poison(self, chunk: Chunk, spare: ShardStates) -> None:
+    def _poison(self, chunk: Chunk, spare: States) -> None:
         """Have what still looks at the memory of the old states see NaN."""
         memory = spare.master.untyped_storage()
         tensors = [torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory)]
         if spare.weights is not None and chunk.plan.weight_home == "host":
             tensors.append(spare.weights.view(torch.uint8))
-        states = (
-            spare.optimizer.moments.tensors()
-            if not isinstance(spare.optimizer, torch.optim.Optimizer)
-            else [
-                value
-                for state in spare.optimizer.state.values()
-                for value in state.values()
-                if isinstance(value, torch.Tensor) and value.dim()
-            ]
-        )
+        states = [tensor for _, tensor, _ in spare.memory()]
 
         def fill() -> None:
             for tensor in (*tensors, *states):

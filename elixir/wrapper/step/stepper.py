@@ -23,9 +23,11 @@ from elixir.wrapper.run_errors import Call, ErrorKind, changed_in_part
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.clipping import KnownNorms, clip_factor, each_norm, norm_of_norms
 from elixir.wrapper.step.elementwise import same_options
-from elixir.wrapper.step.fused_adam import check_moments
+from elixir.wrapper.step.fused_states import check_moments
 from elixir.wrapper.step.host_threads import set_host_threads
+from elixir.wrapper.step.segments import Segment
 from elixir.wrapper.step.speculation import Speculation
+from elixir.wrapper.step.states import MovedStates, States
 from elixir.wrapper.step.updates import publish, update
 from elixir.wrapper.step.user_class import UserOptimizer, refuse_differing
 
@@ -70,7 +72,7 @@ class Stepper:
         self._known = KnownNorms()
         self._told = False
         self._left: list[tuple[StoredStates, ChunkOptimizer]] = []  # until others have taken over their states
-        self._moving: dict[str, dict[str, Any]] = {}  # states that were given up, by parameter
+        self._moving: dict[str, tuple[States, Segment]] = {}  # states that were given up, by parameter
         self._made_by: float | None = None  # the loss scale that the gradients there are were multiplied by
         self._mixed = False  # whether they are sums over backwards of several scales
         self._used: set[str] = set()  # parameters that got a gradient on any rank
@@ -173,11 +175,13 @@ class Stepper:
         """Go on from the states that were given up, under the engine's plan of now; each is let go of when its chunk
         has taken it."""
         self._make_parts()
+        passes = {slot.name for _, part in self._left for slot in part.chunk.slots}
         for part in self.parts.values():
             leaving = self._engine.leaving.get(part.chunk.index)
             with contextlib.nullcontext() if leaving is None else leaving.at_hand(), part.chunk.at_hand(write=True):
                 self._make_states(part)
-                part.take_states(self._moving)
+                mine = {s.name: self._moving[s.name] for s in part.segments if s.name in self._moving}
+                part.load(MovedStates(mine, passes))
             for segment in part.segments:  # only now: they may have gone to a disk that fails
                 self._moving.pop(segment.name, None)
         for stored, part in self._left:

@@ -15,14 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
 from elixir.kernels.adam import can_step_like
 from elixir.optimizer_states import MomentKind
 from elixir.torch_private import tree_map
 from elixir.wrapper.engine import Engine
+from elixir.wrapper.step.class_states import ClassStates
 from elixir.wrapper.step.elementwise import Rehearsal, check_elementwise, options_of, same_options
-from elixir.wrapper.step.fused_adam import FusedAdam, MakeZeros, Stretch, can_fuse, check_moments
+from elixir.wrapper.step.fused_states import FusedStates, can_fuse, check_moments
+from elixir.wrapper.step.segments import Segment
+from elixir.wrapper.step.states import States
 
 HOW = ("foreach", "fused", "capturable", "differentiable", "moments")
 """Options that say how a step is computed and not what it gives: those of this run stay when others are loaded."""
@@ -82,7 +86,7 @@ class UserOptimizer:
 
     @property
     def fuses(self) -> bool:
-        """Whether shards are stepped by `FusedAdam` rather than by the user's class; same rule, other rounding."""
+        """Whether shards are stepped by `FusedStates` rather than by the user's class; same rule, other rounding."""
         return self.fusible and _fuses(self._engine.options.fused_kernels, self._engine.plan.moments)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -131,7 +135,7 @@ class UserOptimizer:
             )
         return {key: value for key, value in made.param_groups[0].items() if key != "params"}
 
-    def over(self, segments: Sequence[Stretch]) -> torch.optim.Optimizer:
+    def over(self, segments: Sequence[Segment]) -> torch.optim.Optimizer:
         """An optimizer of the user's class over segments, with their groups' options."""
         groups: list[list[nn.Parameter]] = [[] for _ in self._groups()]
         for segment in segments:
@@ -190,12 +194,42 @@ class UserOptimizer:
                     "stepped here"
                 )
 
-    def fused_over(
-        self, master: torch.Tensor, segments: Sequence[Stretch], zeros: MakeZeros | None = None
-    ) -> FusedAdam:
-        """An optimizer that steps a shard in one pass, with the groups' options; `zeros` as of `FusedAdam`."""
-        decoupled = isinstance(self.given, torch.optim.AdamW)
-        return FusedAdam(master, segments, self.hyperparameters(), decoupled, self._engine.plan.moments, zeros)
+    def states_over(
+        self,
+        chunk: Chunk,
+        master: torch.Tensor,
+        segments: list[Segment],
+        *,
+        weights: torch.Tensor | None,
+        fuses: bool,
+        empty: bool,
+    ) -> States:
+        """The states of a shard.
+
+        Args:
+            chunk: of the shard; it must be at hand.
+            master: what is stepped.
+            segments: its parts.
+            weights: of `States`.
+            fuses: whether it is stepped in one pass.
+            empty: whether a class that makes states at once must not keep them, since others come.
+        """
+        if fuses:
+            return FusedStates(
+                master,
+                segments,
+                self.hyperparameters(),
+                decoupled=isinstance(self.given, torch.optim.AdamW),
+                moments=self._engine.plan.moments,
+                number=self.number,
+                region=None if chunk.stored is None else chunk.stored.region,
+                weights=weights,
+            )
+        on_host = chunk.plan.state_home == "host"
+        made = ClassStates(self, master, segments, weights=weights, extent=chunk.stored, on_host=on_host)
+        if empty:
+            made.optimizer.state.clear()  # those of all chunks would be in memory until then
+        return made
 
 
 def _fuses(fused_kernels: bool, moments: str) -> bool:
@@ -219,7 +253,7 @@ def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> frozen
 
     Args:
         given: the user's, over whole parameters.
-        moments: of the plan; others than float32 are stepped by `FusedAdam`, whatever the class.
+        moments: of the plan; others than float32 are stepped by `FusedStates`, whatever the class.
 
     Returns:
         The options that its step changes by itself.

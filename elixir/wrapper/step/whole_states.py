@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,19 +12,12 @@ import torch
 from elixir.checkpoint_format.tensors import scalar_state
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.errors import InputError, InputTypeError
-from elixir.memory_order import Order, flattened, is_dense, order_of, shaped
+from elixir.memory_order import Order, is_dense, order_of
 from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
-from elixir.wrapper.step.fused_adam import FusedAdam
-from elixir.wrapper.step.segment_states import (
-    ADAM_KINDS,
-    SmallStates,
-    first_element,
-    load_states,
-    small_states,
-    stretches,
-)
+from elixir.wrapper.step.class_states import wide_dtype
+from elixir.wrapper.step.states import ADAM_KINDS, SavedStates, SmallStates, small_states
 from elixir.wrapper.step.stepper import Stepper
 from elixir.wrapper.step.user_class import take_options
 
@@ -40,31 +34,15 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
     names_of = {slot.parameter: slot.name for chunk in engine.chunks for slot in chunk.slots}
     ordered = [names_of[parameter] for group in groups for parameter in group["params"]]
     numbers = {name: number for number, name in enumerate(ordered)}
-    small: dict[str, SmallStates] = {}
-    mine: dict[int, dict[str, str]] = {}
-    names: dict[str, set[str]] = {}
+    found = _agreed_kinds(engine, stepper)
+    state: dict[int, dict[str, Any]] = {numbers[name]: _plain(each) for name, each in found.small.items()}
     for index, part in stepper.parts.items():
-        small |= small_states(part.states)
-        for name, kind, dtype in _kinds(part):
-            mine.setdefault(index, {})[kind] = dtype_name(dtype)
-            names.setdefault(name, set()).add(kind)
-    answers = engine.exchange("optimizer states", (mine, names, small, engine.errors.of_disk))
-    engine.errors.agree([lost for *_, lost in answers])
-    state: dict[int, dict[str, Any]] = {}
-    for *_, theirs, _ in answers:
-        for name, each in theirs.items():
-            state.setdefault(numbers[name], {}).update(_plain(each))
-    having: dict[str, set[str]] = {}
-    for _, theirs, _, _ in answers:
-        for name, kinds in theirs.items():
-            having.setdefault(name, set()).update(kinds)
-    for index, part in stepper.parts.items():
-        kinds = {kind: dtype for found, *_ in answers for kind, dtype in found.get(index, {}).items()}
+        kinds = found.of_chunk.get(index, {})
         with part.chunk.at_hand():
             for kind in sorted(kinds):
                 whole = _gathered(engine, part, kind, getattr(torch, kinds[kind]))
                 for slot in part.chunk.slots if wanted else ():
-                    if kind in having.get(slot.name, ()):
+                    if kind in found.of_parameter.get(slot.name, ()):
                         value = slot.part_of(whole).to("cpu", copy=True)
                         state.setdefault(numbers[slot.name], {})[kind] = value
     if not wanted:
@@ -79,6 +57,43 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
             for group in groups
         ],
     }
+
+
+@dataclass
+class _Kinds:
+    """The states that there are on any rank."""
+
+    of_chunk: dict[int, dict[str, str]] = field(default_factory=dict)
+    """By chunk, the dtype in which each kind is shown."""
+    of_parameter: dict[str, set[str]] = field(default_factory=dict)
+    small: dict[str, SmallStates] = field(default_factory=dict)
+
+    def add(self, other: _Kinds) -> None:
+        """Adds the states of another rank."""
+        for index, kinds in other.of_chunk.items():
+            self.of_chunk.setdefault(index, {}).update(kinds)
+        for name, theirs in other.of_parameter.items():
+            self.of_parameter.setdefault(name, set()).update(theirs)
+        for name, each in other.small.items():
+            mine = self.small.setdefault(name, SmallStates())
+            mine.step = each.step if each.step is not None else mine.step
+            mine.others |= each.others
+
+
+def _agreed_kinds(engine: Engine, stepper: Stepper) -> _Kinds:
+    mine, all_ranks = _Kinds(), _Kinds()
+    for index, part in stepper.parts.items():
+        mine.small |= small_states(part.states)
+        for each in part.states.tensors():
+            if each.width == 1:  # scales are part of what their codes mean
+                dtype = wide_dtype(each.tensor.dtype) if each.keeps_dtype else torch.float32
+                mine.of_chunk.setdefault(index, {})[each.kind] = dtype_name(dtype)
+                mine.of_parameter.setdefault(each.segment.name, set()).add(each.kind)
+    answers = engine.exchange("optimizer states", (mine, engine.errors.of_disk))
+    engine.errors.agree([lost for _, lost in answers])
+    for theirs, _ in answers:
+        all_ranks.add(theirs)
+    return all_ranks
 
 
 def load_whole_states(
@@ -111,12 +126,12 @@ def load_whole_states(
         part.chunk.about_to_write()
         if source is not None:
             with part.chunk.at_hand(write=True):
-                load_states(part, source)
+                part.load(source)
     for group, loaded in zip(groups, options, strict=True):
         take_options(group, loaded)
 
 
-class _GivenStates:
+class _GivenStates(SavedStates):
     """States in memory; implements `SavedStates`."""
 
     def __init__(self, state: Mapping[str, Mapping[str, Any]], slots: Mapping[str, Slot]) -> None:
@@ -210,46 +225,13 @@ def _check_state(slot: Slot, state: Mapping[str, Any], *, needs_adam: bool) -> N
         )
 
 
-def _kinds(part: ChunkOptimizer) -> Iterator[tuple[str, str, torch.dtype]]:
-    """(parameter, kind, dtype of the values) of every state of a chunk's shard; looks at no values."""
-    optimizer = part.optimizer
-    if isinstance(optimizer, FusedAdam):
-        stepped = [segment.name for segment in part.segments if optimizer.steps_of(segment)]
-        yield from ((name, kind, torch.float32) for name in stepped for kind in ADAM_KINDS)
-        return
-    yield from ((each.name, each.kind, _wide(each.dtype)) for each in stretches(part, part.states))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    narrow = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
-    return torch.float32 if narrow else dtype
-
-
-def _segments(part: ChunkOptimizer) -> Iterator[tuple[str, str, int, torch.Tensor]]:
-    """(parameter, kind, first element in the shard, values in float32 or wider) of every state of a chunk's shard."""
-    optimizer = part.optimizer
-    starts = {segment.name: segment.start - first_element(part, segment) for segment in part.segments}
-    if isinstance(optimizer, FusedAdam):
-        for segment in part.segments:
-            if optimizer.steps_of(segment):
-                for kind, value in zip(ADAM_KINDS, optimizer.read(segment), strict=True):
-                    yield segment.name, kind, segment.start, value
-        return
-    orders = {slot.name: slot.order for slot in part.chunk.slots}
-    for each in stretches(part, part.states):
-        values = each.values(0, each.numel)
-        if each.order != orders[each.name]:  # then it is all of the parameter's
-            values = flattened(shaped(values, each.shape, each.order), orders[each.name])
-        yield each.name, each.kind, starts[each.name] + each.start, values.to(_wide(values.dtype))
-
-
 def _gathered(engine: Engine, part: ChunkOptimizer, kind: str, dtype: torch.dtype) -> torch.Tensor:
     """One state of all parameters of a chunk, as they lie in the chunk; zeros if it has none."""
     chunk: Chunk = part.chunk
     shard = torch.zeros(chunk.shard_numel, dtype=dtype, device=engine.device)
-    for _, found, start, values in _segments(part):
-        if found == kind:
-            shard[start : start + values.numel()].copy_(values)
+    for each in part.states.tensors():
+        if each.kind == kind:
+            shard[each.segment.part].copy_(each.in_chunk(part.states.wide(each)))
     if engine.group.size == 1:
         return shard
     whole = torch.empty(chunk.plan.numel, dtype=dtype, device=engine.device)

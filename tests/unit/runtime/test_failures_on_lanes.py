@@ -17,8 +17,7 @@ from elixir.errors import CheckpointError, DiskError, StepError
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.options import Debug
 from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
-from elixir.wrapper.step.shard_states import ShardStates
-from tests.common.early import all_speculating, attempts, backward_watched, chain, rehomed
+from tests.common.early import all_speculating, attempts, backward_watched, chain, early_fails, rehomed
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.on_disk import on_disk
 from tests.common.parity import Pair, case, make_plan
@@ -130,7 +129,7 @@ def test_new_states_that_fail_after_they_were_kept(dtype: str | None, monkeypatc
     with Run(it, plan, two_groups()) as run:
         run.train(3)
         run.module.settle()
-        monkeypatch.setattr(ShardStates, "step_from", Failing(ShardStates.step_from, RuntimeError("once"), at=2))
+        early_fails(monkeypatch, RuntimeError("once"), at=2, times=1)
         engine_of(run.module).lanes.host_adam.submit(held.wait)
         try:
             run.optimizer.backward(run.case.loss(run.module, run.case.inp))

@@ -17,7 +17,6 @@ from elixir.kernels.adam import make_moments
 from elixir.optimizer_states import MomentKind
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.step import FusedAdam
 from tests.common.parity import Pair, adamw, case, make_plan
 from tests.common.smaps import kernel_flags
 
@@ -29,12 +28,7 @@ def moments_of(optimizer: ElixirOptimizer) -> Iterator[torch.Tensor]:
     for part in engine_of(optimizer.module).steppers[0].parts.values():
         if part.chunk.plan.state_home != "host":
             continue
-        if isinstance(part.optimizer, FusedAdam):
-            if part.optimizer._moments is not None:
-                yield from part.optimizer._moments.tensors()
-        else:
-            for state in part.optimizer.state.values():
-                yield from (value for value in state.values() if value.dim())
+        yield from (tensor for _, tensor, _ in part.states.memory())
 
 
 @linux

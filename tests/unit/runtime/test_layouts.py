@@ -231,7 +231,7 @@ class Contiguous(Lion):
 
 def averages(run: Run) -> dict[nn.Parameter, torch.Tensor]:
     found = [(part, each) for part in stepper_of(run.optimizer).parts.values() for each in part.segments]
-    return {each.source: part.optimizer.state[each.weights]["exp_avg"] for part, each in found}
+    return {each.source: part.states.state_of(each)["exp_avg"] for part, each in found}
 
 
 def values(states: dict[str, Any]) -> dict[str, Any]:

@@ -88,13 +88,11 @@ def trained(make: Any, mode: str, *, init_step: bool, dtype: torch.dtype | None)
     if init_step:
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
         for part in parts:
-            states = [part.optimizer.state[segment.weights] for segment in part.segments]
+            states = [part.states.state_of(segment) for segment in part.segments]
             assert all("exp_avg" in state and "exp_avg_sq" in state for state in states)
             assert all(state["step"] == 0 for state in states)
             assert not any(state["exp_avg"].any() or state["exp_avg_sq"].any() for state in states)
-            assert all(
-                state["exp_avg"].device == part.optimizer.param_groups[0]["params"][0].device for state in states
-            )
+            assert all(state["exp_avg"].device == part.states.master.device for state in states)
     losses = []
     for _ in range(3):
         loss = it.loss(model, it.inp)

@@ -11,7 +11,7 @@ import torch
 from elixir.kernels import HybridAdam
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.step import FusedAdam
+from elixir.wrapper.step import FusedStates
 from tests.common import gpu
 from tests.common.parity import Case, case, make_plan, mixed
 
@@ -48,7 +48,7 @@ def test_follows_torch_to_rounding(name: str, mode: str) -> None:
     theirs = OPTIMIZERS[name](plain)
     module, optimizer = wrapped(it, mode, OPTIMIZERS[name], max_norm=1.0)
     assert (
-        sum(isinstance(part.optimizer, FusedAdam) for part in engine_of(module).steppers[0].parts.values())
+        sum(isinstance(part.states, FusedStates) for part in engine_of(module).steppers[0].parts.values())
         >= len(engine_of(module).steppers[0].parts) // 2
     )
     schedulers = [torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.1, STEPS) for o in (optimizer, theirs)]
@@ -102,5 +102,5 @@ def test_what_cannot_be_fused_is_stepped_by_its_own_class() -> None:
     ):
         it = case("opt", layers=1)
         module, _ = wrapped(it, "streamed", make)
-        assert not any(isinstance(part.optimizer, FusedAdam) for part in engine_of(module).steppers[0].parts.values())
+        assert not any(isinstance(part.states, FusedStates) for part in engine_of(module).steppers[0].parts.values())
         module.close()

@@ -27,7 +27,7 @@ from elixir.search.simulator import ARITHMETIC_NUMEL_PER_S, Rates
 from elixir.tracer import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.step import FusedAdam
+from elixir.wrapper.step import FusedStates
 from tests.common import gpu
 from tests.common.parity import MODES, Case, case, make_plan, mixed
 from tests.common.samples import make_hardware
@@ -142,7 +142,7 @@ def test_homes_change_no_bit_nor_does_moving_between_them(kind: str, family: str
         moved.train(2)
         moved.module.rehome(with_homes(plan, mode))
     ends.append(moved.weights())
-    assert all(isinstance(part.optimizer, FusedAdam) for part in engine_of(moved.module).steppers[0].parts.values())
+    assert all(isinstance(part.states, FusedStates) for part in engine_of(moved.module).steppers[0].parts.values())
     moved.module.close()
     assert all(same(ends[0], end) for end in ends[1:])
 
@@ -199,20 +199,19 @@ def test_other_kinds_of_moments_are_read_in_float32_on_the_way(kind: str) -> Non
     before = {}
     for part in engine_of(run.module).steppers[0].parts.values():
         for segment in part.segments:
-            before[segment.name] = part.optimizer.state[segment.weights]["exp_avg"].flatten().clone()
+            before[segment.name] = part.states.state_of(segment)["exp_avg"].flatten().clone()
     run.module.rehome(low)
     for part in engine_of(run.module).steppers[0].parts.values():
-        assert isinstance(part.optimizer, FusedAdam)
+        assert isinstance(part.states, FusedStates)
         for segment in part.segments:
-            kept = part.optimizer.give_up(segment)["moments"]
-            avg, _ = kept.read()
-            assert float(part.optimizer.state[segment.weights]["step"]) == 5
-            error, scales = (avg - before[segment.name]).abs(), kept.shard.exp_avg_scale
+            avg, _ = read_moments(part.states.moments, segment.weights.numel(), segment.start)
+            assert float(part.states.count(segment)) == 5
+            error, scales = (avg - before[segment.name]).abs(), part.states.moments.exp_avg_scale
             if scales is None:
                 assert (error <= 2**-8 * before[segment.name].abs()).all()
                 continue
             # Half the distance of two codes, for each of at most three segments that are put into a block in turn.
-            places = torch.arange(kept.start, kept.start + kept.numel) // 256
+            places = torch.arange(segment.part.start, segment.part.stop) // 256
             assert (error <= 3 * 0.016 * scales[places]).all()
     near = run.train(2)
     run.module.rehome(plan)  # and back, into the user's own class

@@ -14,7 +14,7 @@ from elixir.kernels import HybridAdam
 from elixir.search import optimal_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.loss_scale import LossScale
-from elixir.wrapper.step import shard_states
+from elixir.wrapper.step import class_states
 from tests.common import gpu
 from tests.common.parity import ALL, MODES, Case, LossFn, Pair, case, hf_loss, make_plan
 from tests.common.tiny_models import FAMILIES
@@ -92,13 +92,13 @@ def test_same_bits_as_with_master_weights(
     scale = 1024.0 if dtype == torch.float16 else 1.0
     reference = Reference(copy.deepcopy(it.model), dtype, scale, max_norm, adam)
     module, optimizer = wrapped(it, mode, dtype, initial_scale=1024.0, max_norm=max_norm, adam=adam)
-    in_one_pass, step_like = [], shard_states.step_like
+    in_one_pass, step_like = [], class_states.step_like
 
     def seen(*arguments: Any) -> None:
         in_one_pass.append(arguments)
         step_like(*arguments)
 
-    monkeypatch.setattr(shard_states, "step_like", seen)
+    monkeypatch.setattr(class_states, "step_like", seen)
     for _ in range(STEPS):
         loss = hf_loss(module, it.inp)
         optimizer.backward(loss)

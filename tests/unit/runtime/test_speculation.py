@@ -21,10 +21,19 @@ from elixir.kernels.adam import ONE_PASS, absent_kernels, when_compiled
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.step import shard_states, speculation
+from elixir.wrapper.step import class_states, speculation
 from tests.common import gpu
 from tests.common.debug import debugged
-from tests.common.early import HOMES, all_speculating, attempts, backward_watched, chain, rehomed, speculating
+from tests.common.early import (
+    HOMES,
+    all_speculating,
+    attempts,
+    backward_watched,
+    chain,
+    early_fails,
+    rehomed,
+    speculating,
+)
 from tests.common.parity import Case, Pair, case
 from tests.common.tiny_models import FAMILIES
 
@@ -410,7 +419,7 @@ def test_fused_classes_need_no_copy(make: Any, dtype: str, homes: str, monkeypat
     norms = [1e9, 1e9, 1e-3, 1e9, 1e9]
     plan = chain_plan(chain(), homes, unified_dtype=dtype)
     (theirs, their_states), _ = steps(chain(), make_ordinary(plan), norms, {}, make)
-    monkeypatch.setattr(shard_states.ShardStates, "copy", lambda *_: pytest.fail("states were copied"))
+    monkeypatch.setattr(class_states.ClassStates, "copy", lambda *_: pytest.fail("states were copied"))
     (mine, mine_states), kept = steps(chain(), plan, norms, {}, make)
     assert all(kept[:2])
     assert kept[4]
@@ -504,14 +513,11 @@ def test_wrapping_begins_the_kernel_and_reports_say_what_stepped(
 
 
 def test_what_cannot_be_made_early_is_made_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise MemoryError
-
     it = chain()
     with Pair(it, chain_plan(it), max_norm=1e9) as pair:
         pair.train(1)
         pair.module.settle()  # that step's new states may have been kept before they were made
-        monkeypatch.setattr(speculation.ShardStates, "step_from", fail)
+        early_fails(monkeypatch, MemoryError())
         pair.backward()
         settled(pair)
         pair.step()

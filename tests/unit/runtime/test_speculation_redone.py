@@ -21,7 +21,7 @@ from elixir.models import default_input
 from elixir.optimizer_states import is_copied
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.step.shard_states import ShardStates
+from elixir.wrapper.step.class_states import ClassStates
 from tests.common import gpu
 from tests.common.debug import debugged
 from tests.common.early import HOMES, attempts, chain, rehomed, speculating
@@ -260,8 +260,8 @@ def test_a_plan_knows_whether_states_are_copied(
     plan = dry_run(it.model, make(it.model), inp=it.inp, **how, **options)
     assert plan.optimizer == expected
     copied: list[object] = []
-    copy = ShardStates.copy
-    monkeypatch.setattr(ShardStates, "copy", lambda mine, other: (copied.append(mine), copy(mine, other)))
+    copy = ClassStates.copy
+    monkeypatch.setattr(ClassStates, "copy", lambda mine, other: (copied.append(mine), copy(mine, other)))
     _, kept = steps(it, chain_plan(it), [1e9, 1e9, 1e9], dict(options), make)
     assert kept[-1]
     assert bool(copied) == is_copied(plan.optimizer, plan.moments)

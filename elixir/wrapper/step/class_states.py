@@ -1,0 +1,405 @@
+"""`ClassStates`: the states of a class of optimizers, which steps the segments of a shard as parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from elixir.checkpoint_format.tensors import scalar_state
+from elixir.chunk.disk import StoredStates
+from elixir.chunk.pinned import host_zeros
+from elixir.errors import InputError
+from elixir.kernels import HybridAdam
+from elixir.kernels.adam import COPIED, ONE_PASS, Kept, can_step_like, step_like, step_out_of_place_like
+from elixir.memory_order import Order, flattened, is_dense, order_of, shaped
+from elixir.units import dtype_name
+from elixir.wrapper.step.elementwise import set_options
+from elixir.wrapper.step.segments import Arrived, Segment
+from elixir.wrapper.step.states import BY_CLASS, MakeMemory, SavedStates, States, StateTensor, kept_dtype, other_form
+
+_ALIGNED_NUMEL = 16
+"""Alignment of a float32 moment: 64 bytes, as PyTorch's allocator aligns what it makes one by one."""
+
+
+class MakesOptimizer(Protocol):
+    """Makes optimizers of the user's class; see `elixir.wrapper.step.user_class.UserOptimizer`."""
+
+    begins_with_states: bool
+    """Whether the constructor of the class makes states."""
+    is_known: bool
+    """See `States`."""
+
+    def over(self, segments: Sequence[Segment]) -> torch.optim.Optimizer:
+        """An optimizer of the class over segments, with their groups' options."""
+
+
+class ClassStates(States):
+    """See `States`.
+
+    Args:
+        user: makes optimizers of the class.
+        master: the flat shard that is stepped.
+        segments: its parts.
+        extent: has the states, where they live on a disk.
+        on_host: whether they live in memory of the host that no child process gets.
+    """
+
+    by_torch = True
+
+    def __init__(
+        self,
+        user: MakesOptimizer,
+        master: torch.Tensor,
+        segments: list[Segment],
+        *,
+        weights: torch.Tensor | None = None,
+        extent: StoredStates | None = None,
+        on_host: bool = False,
+    ) -> None:
+        self.master, self.segments, self.weights = master, segments, weights
+        self._user, self._extent, self._on_host = user, extent, on_host
+        self.optimizer, self.is_known = user.over(segments), user.is_known
+
+    def set_options(self, options: list[dict[str, Any]]) -> None:
+        """See `States`."""
+        for group, values in zip(self.optimizer.param_groups, options, strict=True):
+            set_options(group, values)
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        arrived: Arrived,
+        gradients: torch.Tensor | None,
+        factor: float | torch.Tensor,
+        weight_out: torch.Tensor | None,
+        into: ClassStates | None = None,
+    ) -> set[str]:
+        """See `States`."""
+        if into is not None:
+            return self._step_into(into, arrived, float(factor), weight_out)
+        kept = [self.kept(segment) for segment, _ in arrived]
+        if weight_out is None or self.master.device.type != "cpu" or not can_step_like(self.optimizer, kept):
+            self.step_by_class(arrived, factor)
+            return {BY_CLASS}
+        forms = set()
+        for each, (segment, gradient) in zip(kept, arrived, strict=True):
+            group = self.optimizer.param_groups[segment.group]
+            out = weight_out[segment.start : segment.start + gradient.numel()]
+            forms.add(step_like(self.optimizer, group, gradient, each, out, float(factor)))
+        return forms
+
+    def kept(self, segment: Segment) -> Kept:
+        """A segment as the kernels of known classes step it."""
+        return Kept(segment.weights, self.optimizer.state.get(segment.weights, {}))
+
+    def step_by_class(self, arrived: Arrived, factor: float | torch.Tensor) -> None:
+        """Makes one step by the class's own code."""
+        before = [segment.weights.grad for segment in self.segments]  # of ordinary parameters, which keep theirs
+        for segment in self.segments:
+            segment.weights.grad = None
+        for segment, gradient in arrived:
+            # In float32 without a factor the gradient itself is stepped with, as plain PyTorch would.
+            value = gradient.to(segment.weights.dtype)
+            if isinstance(factor, torch.Tensor) or factor != 1.0:
+                value = value * factor if value is gradient else value.mul_(factor)
+            segment.weights.grad = shaped(value, segment.weights.shape, segment.order)
+        self.optimizer.step()
+        for segment, kept in zip(self.segments, before, strict=True):
+            segment.weights.grad = kept
+
+    def _step_into(
+        self, into: ClassStates, arrived: Arrived, factor: float, weight_out: torch.Tensor | None
+    ) -> set[str]:
+        if self._made_in_one_pass(into, arrived, factor, weight_out):
+            return {ONE_PASS}
+        into.copy(self)
+        mine = {segment.place: segment for segment in into.segments}
+        into.step_by_class([(mine[segment.place], gradient) for segment, gradient in arrived], factor)
+        if weight_out is not None:
+            weight_out.copy_(into.master)
+        return {COPIED}
+
+    def _made_in_one_pass(
+        self, into: ClassStates, arrived: Arrived, factor: float, weight_out: torch.Tensor | None
+    ) -> bool:
+        """Whether a kernel has made the states; if not, some may be there, and some not."""
+        before, after = ([states.kept(segment) for segment in states.segments] for states in (self, into))
+        if not can_step_like(into.optimizer, (*before, *after)):
+            return False
+        for segment, kept, new, (_, gradient) in zip(into.segments, before, after, arrived, strict=True):
+            out = None if weight_out is None else weight_out[segment.part]
+            group = into.optimizer.param_groups[segment.group]
+            if not step_out_of_place_like(into.optimizer, group, gradient, kept, new, out, factor):
+                return False
+        return True
+
+    def call(self, method: str) -> None:
+        """See `States`."""
+        getattr(self.optimizer, method)()
+
+    # --- memory ----------------------------------------------------------------------------------------------------
+
+    def make(self) -> bool:
+        """See `States`: torch's Adams and `HybridAdam` can.
+
+        On the host they lie in memory that no child process gets; otherwise the first step would make them there, page
+        by page, and run out of memory in the middle.
+        """
+        if self.segments and isinstance(self.optimizer, HybridAdam) and self._extent is None:
+            self.optimizer.make_states()
+        elif self.segments and type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+            self._make_moments(self.optimizer)
+        else:
+            return not self.segments
+        return True
+
+    def _make_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """The state that torch's Adam begins with, all of one moment in one buffer."""
+        places, numel = [], 0
+        for segment in self.segments:
+            places.append(numel)
+            numel += -(-segment.weights.numel() // _ALIGNED_NUMEL) * _ALIGNED_NUMEL
+        if self._extent is not None:  # where the weights are
+            places, numel = [segment.start for segment in self.segments], self.master.numel()
+        amsgrad = any(group["amsgrad"] for group in optimizer.param_groups)
+        names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
+        device, dtype = self.master.device, self.master.dtype
+
+        def zeros(name: str) -> torch.Tensor:
+            if self._extent is not None:
+                return self._extent.region(_region(name, dtype), numel, dtype)
+            return host_zeros(numel, dtype) if self._on_host else torch.zeros(numel, dtype=dtype, device=device)
+
+        buffers = {name: zeros(name) for name in names}
+        for segment, place in zip(self.segments, places, strict=True):
+            weights, group = segment.weights, optimizer.param_groups[segment.group]
+            state: dict[str, Any] = {"step": self._count_of(segment)}
+            for name in names if group["amsgrad"] else names[:2]:
+                state[name] = shaped(buffers[name][place : place + weights.numel()], weights.shape, segment.order)
+            optimizer.state[weights] = state
+
+    def like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> ClassStates | None:
+        """See `States`."""
+        if not all(_can_copy(self.state_of(segment)) for segment in self.segments):
+            return None
+        other = ClassStates(self._user, master, segments)
+        for mine, theirs in zip(self.segments, segments, strict=True):
+            other.optimizer.state[theirs.weights] = {
+                kind: memory(value.numel(), value.dtype).view(value.shape)
+                if isinstance(value, torch.Tensor) and value.dim()
+                else _copied_scalar(value)
+                for kind, value in self.state_of(mine).items()
+            }
+        return other
+
+    def copy(self, other: ClassStates) -> None:
+        """See `States`."""
+        self.master.copy_(other.master)
+        for mine, theirs in zip(self.segments, other.segments, strict=True):
+            _copy_state(other.state_of(theirs), self.optimizer.state[mine.weights])
+
+    def let_go(self) -> None:
+        """See `States`."""
+        self.master = self.master.new_empty(0)
+        self.weights = None
+        for segment in self.segments:
+            if segment.weights is not segment.source:  # the shape says which states are elementwise
+                segment.weights.data = segment.weights.new_empty(()).expand(segment.weights.shape)
+
+    # --- what there is ---------------------------------------------------------------------------------------------
+
+    def state_of(self, segment: Segment) -> dict[str, Any]:
+        """The state that the class keeps of a segment."""
+        found: dict[str, Any] = self.optimizer.state.get(segment.weights, {})
+        return found
+
+    def begun(self, segment: Segment) -> bool:
+        """See `States`."""
+        state = self.state_of(segment)
+        step = state.get("step")
+        return bool(state) and (step is None or bool(step > 0))
+
+    def lacking(self) -> list[Segment]:
+        """See `States`."""
+        return [segment for segment in self.segments if not self.state_of(segment)]
+
+    def tensors(self) -> Iterator[StateTensor]:
+        """See `States`."""
+        for segment in self.segments:
+            for kind, value in self.state_of(segment).items() if self.begun(segment) else ():
+                if not _is_elementwise(kind, value, segment):
+                    continue
+                order, flat = segment.slot.order, value.detach()
+                if self._extent is None:
+                    own = _order_in_memory(value, kind, segment)
+                    order = order if own == segment.order else own  # a class may lay out its states as it likes
+                    flat = flattened(flat, own)
+                yield StateTensor(kind, segment, flat, _region(kind, value.dtype), segment.start, order)
+
+    def wide(self, each: StateTensor) -> torch.Tensor:
+        """See `States`."""
+        return each.tensor.to(wide_dtype(each.tensor.dtype))
+
+    def scalars(self, segment: Segment) -> dict[str, Any]:
+        """See `States`."""
+        state = self.state_of(segment)
+        return {kind: value for kind, value in state.items() if not _is_elementwise(kind, value, segment)}
+
+    def memory(self) -> Iterator[tuple[str | None, torch.Tensor, int]]:
+        """See `States`."""
+        for segment in self.segments:
+            for kind, value in self.state_of(segment).items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    fits = value.shape == segment.weights.shape
+                    yield _region(kind, value.dtype) if fits else None, value, segment.start
+
+    @property
+    def nbytes(self) -> int:
+        """See `States`."""
+        return sum(tensor.nbytes for _, tensor, _ in self.memory() if tensor.numel() > 1)
+
+    # --- loading ---------------------------------------------------------------------------------------------------
+
+    def load(self, saved: SavedStates) -> set[str]:
+        """See `States`."""
+        notes: set[str] = set()
+        if self._extent is not None:
+            saved.filled()  # regions that are made may move the others in memory
+            for segment in self.segments:
+                for kind in saved.kinds(segment.name):
+                    self._new(kind, segment, kept_dtype(saved, kind, segment))
+        for segment in self.segments:
+            notes |= self._load(segment, saved)
+        saved.filled()  # states that were made here may be moved now
+        lacking = self.lacking() if self._user.begins_with_states else []
+        if lacking:
+            self.optimizer.state.update(self._user.over(lacking).state)
+        return notes
+
+    def _load(self, segment: Segment, saved: SavedStates) -> set[str]:
+        name, made = segment.name, self.state_of(segment)
+        kinds, small = saved.kinds(name), saved.small(name)
+        if not kinds and small.step is None and not small.others:
+            # As before its first step: what lies ready for that is kept.
+            if isinstance(made.get("step"), torch.Tensor):
+                for value in made.values():
+                    if isinstance(value, torch.Tensor):
+                        value.zero_()
+            else:
+                self.optimizer.state.pop(segment.weights, None)
+            return set()
+        notes: set[str] = set()
+        state: dict[str, Any] = {}
+        if small.step is not None and "step" not in small.others:
+            count = made.get("step")
+            own = count if isinstance(count, torch.Tensor) else self._count_of(segment)
+            state["step"] = own.fill_(float(small.step))
+        for kind in kinds:
+            held = saved.held(kind, name)
+            if held is not None:
+                state[kind] = self._take(held, made.get(kind), segment)
+                continue
+            wanted = kept_dtype(saved, kind, segment)
+            state[kind] = mine = self._to_fill(kind, segment, saved)
+            if order_of(mine.shape, mine.stride()) == segment.order:
+                saved.fill(kind, name, segment.first, flattened(mine.detach(), segment.order))
+            else:
+                flat = mine.new_empty(mine.numel())
+                saved.fill(kind, name, segment.first, flat)
+                saved.filled()  # what it reads is copied next
+                mine.copy_(shaped(flat, mine.shape, segment.order))
+            if saved.has_codes(kind, name) or saved.dtype(kind, name) != wanted:
+                notes |= other_form(saved, name, dtype_name(wanted), kind)
+        device = self._counts_on(segment)
+        for kind, value in small.others.items():
+            found = scalar_state(value)
+            state[kind] = found.to(device) if isinstance(found, torch.Tensor) else found
+        self.optimizer.state[segment.weights] = state
+        return notes
+
+    def _to_fill(self, kind: str, segment: Segment, saved: SavedStates) -> torch.Tensor:
+        """The state that the class has made if it is one to go on with, otherwise another."""
+        weights, wanted, made = segment.weights, kept_dtype(saved, kind, segment), self.state_of(segment).get(kind)
+        fits = isinstance(made, torch.Tensor) and (made.shape, made.dtype) == (weights.shape, wanted)
+        if isinstance(made, torch.Tensor) and fits and is_dense(made.shape, made.stride()):
+            return made
+        order = saved.order(kind, segment.name)
+        if weights is segment.source and order != segment.order:  # as plain PyTorch, which keeps what is loaded
+            return shaped(weights.new_zeros(weights.numel(), dtype=wanted), weights.shape, order)
+        return self._new(kind, segment, wanted)
+
+    def _new(self, kind: str, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a state of a segment, in the extent if that has them."""
+        if self._extent is None:
+            return torch.zeros_like(segment.weights, dtype=dtype, requires_grad=False)
+        region = self._extent.region(_region(kind, dtype), self.master.numel(), dtype)
+        return region[segment.part].view(segment.weights.shape)
+
+    @staticmethod
+    def _take(held: torch.Tensor, made: Any, segment: Segment) -> torch.Tensor:
+        """A flat state of another home, in memory that the class has made for it, or else in its own."""
+        weights = segment.weights
+        if isinstance(made, torch.Tensor) and made.dim() and made.dtype == held.dtype and made.numel() == held.numel():
+            return made.copy_(shaped(held, made.shape, segment.order))
+        return shaped(held.to(weights.device).detach(), weights.shape, segment.order)
+
+    def _counts_on(self, segment: Segment) -> torch.device:
+        """Where torch keeps the count of steps of a segment: a fused step on a device reads it there."""
+        fused = self.optimizer.param_groups[segment.group].get("fused")
+        return segment.weights.device if fused else torch.device("cpu")
+
+    def _count_of(self, segment: Segment) -> torch.Tensor:
+        wide = torch.get_default_dtype() == torch.float64 and not self.optimizer.param_groups[segment.group].get(
+            "fused"
+        )
+        dtype = torch.float64 if wide else torch.float32
+        return torch.zeros((), dtype=dtype, device=self._counts_on(segment))
+
+
+def _region(kind: str, dtype: torch.dtype) -> str:
+    """Name of the region of an extent that has a state of each element."""
+    return f"{kind} {dtype_name(dtype)}"
+
+
+def _is_elementwise(kind: str, value: Any, segment: Segment) -> bool:
+    return kind != "step" and isinstance(value, torch.Tensor) and value.shape == segment.weights.shape
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states that are shown: float32 where the bits are fewer."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize else dtype
+
+
+def _order_in_memory(value: torch.Tensor, kind: str, segment: Segment) -> Order | None:
+    if not is_dense(value.shape, value.stride()):
+        raise InputError(
+            f"state {kind!r} of {segment.name} has gaps between its elements in memory, or several in one place, so it "
+            "cannot be saved; have the class keep state.contiguous()"
+        )
+    return order_of(value.shape, value.stride())
+
+
+def _can_copy(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's state is there, and all of it can be copied."""
+    return bool(state) and all(
+        isinstance(value, (torch.Tensor, bool, int, float, type(None))) for value in state.values()
+    )
+
+
+def _copied_scalar(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _copy_state(source: Mapping[str, Any], target: dict[str, Any]) -> None:
+    """Gives a parameter's state the values of another one, in its own memory as far as that goes."""
+    for kind in [kind for kind in target if kind not in source]:
+        del target[kind]
+    for kind, value in source.items():
+        mine = target.get(kind)
+        if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor) and mine.shape == value.shape:
+            mine.copy_(value)
+        else:
+            target[kind] = _copied_scalar(value)

@@ -1,0 +1,343 @@
+"""`FusedStates`: Adam over the whole shard of a chunk in one pass over memory, instead of a class over its segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.chunk.pinned import host_zeros
+from elixir.errors import InputError
+from elixir.kernels.adam import (
+    COPIED,
+    HybridAdam,
+    Moments,
+    adam_step,
+    adam_step_out_of_place,
+    group_options,
+    make_moments,
+    read_moments,
+    write_moments,
+)
+from elixir.kernels.adam import States as AdamStates
+from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
+from elixir.units import dtype_name
+from elixir.wrapper.step.elementwise import set_options
+from elixir.wrapper.step.segments import Arrived, Segment
+from elixir.wrapper.step.states import (
+    ADAM_KINDS,
+    SCALE_SUFFIX,
+    MakeMemory,
+    SavedStates,
+    States,
+    StateTensor,
+    changed_form,
+    other_form,
+)
+
+_MOMENTS = tuple(field.name for field in fields(Moments) if field.name != "kind")
+"""In the order in which they are made."""
+_PIECE_NUMEL = 2**20
+"""Elements that are converted at once where states come in another form: 4 MiB of float32, whole blocks of codes."""
+MakeRegion = Callable[[str, int, torch.dtype], torch.Tensor]
+"""Makes a flat tensor of zeros in a region of an extent, given its name, elements and dtype."""
+
+
+def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `FusedStates` can step as `optimizer` does: one of torch's Adams or ours, without further options."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, HybridAdam):
+        return False
+    refused = ("amsgrad", "differentiable")
+    return all(not any(group.get(name) for name in refused) for group in optimizer.param_groups)
+
+
+def check_moments(optimizer: torch.optim.Optimizer, fusible: bool, moments: MomentKind) -> None:
+    """Refuses an optimizer that cannot step with the moments of a plan, or was told to use others.
+
+    Args:
+        optimizer: with its groups.
+        fusible: whether `FusedStates` can take its place.
+        moments: of the plan.
+
+    Raises:
+        InputError: says what to give instead.
+    """
+    said = [str(group["moments"]) for group in optimizer.param_groups if "moments" in group]
+    other = next((kind for kind in said if kind != moments), None)
+    if other is not None:
+        raise InputError(
+            f"the plan keeps Adam's moments in {moments}, this HybridAdam in {other}: make it with "
+            f"moments={moments!r}, or plan with moments={other!r}"
+        )
+    if moments != "float32" and not fusible:
+        raise InputError(
+            f"the plan keeps Adam's moments in {moments}, with which torch.optim.Adam, torch.optim.AdamW and "
+            "HybridAdam are stepped, without amsgrad and differentiable; give one of these, or plan with "
+            "moments='float32'"
+        )
+
+
+class FusedStates(States):
+    """See `States`.
+
+    float32 moments: neighbours of one group at the same step are stepped as one run, alignment gaps between them
+    included: what is there is nobody's. A parameter between them that is not stepped here, because it is frozen or
+    another optimizer's, parts them. Moments in fewer bits: segment by segment, wherever the gradients come from, so
+    that rounding is the same in every home. Blocks of 8-bit moments count from the shard's start.
+
+    Args:
+        master: the flat shard of weights that are stepped, float32.
+        segments: its parts, in order.
+        groups: options of the parameter groups.
+        decoupled: AdamW's decay, where a group does not say.
+        moments: how they are kept.
+        number: of the optimizer among those of the module, whose shards share an extent.
+        region: makes the moments in an extent; None where they are in memory.
+    """
+
+    by_torch, is_known = False, True
+
+    def __init__(
+        self,
+        master: torch.Tensor,
+        segments: list[Segment],
+        groups: Iterable[dict[str, Any]],
+        *,
+        decoupled: bool,
+        moments: MomentKind = "float32",
+        number: int = 0,
+        region: MakeRegion | None = None,
+        weights: torch.Tensor | None = None,
+    ) -> None:
+        self.master, self.segments, self.weights = master, segments, weights
+        self._numel, self._device = master.numel(), master.device
+        self._decoupled, self._kind, self._number, self._make_region = decoupled, moments, number, region
+        self.param_groups = [dict(group) for group in groups]
+        self._steps: dict[nn.Parameter, torch.Tensor] = {}  # by segment, the number of its last step
+        self._moments: Moments | None = None
+
+    def set_options(self, options: list[dict[str, Any]]) -> None:
+        """See `States`."""
+        for group, values in zip(self.param_groups, options, strict=True):
+            set_options(group, values)
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        arrived: Arrived,
+        gradients: torch.Tensor | None,
+        factor: float | torch.Tensor,
+        weight_out: torch.Tensor | None,
+        into: FusedStates | None = None,
+    ) -> set[str]:
+        """See `States`."""
+        factor = float(factor)
+        if into is not None and self._kind == "8bit":
+            # Segments share blocks, so each must find those before it stepped.
+            into.copy(self)
+            mine = {segment.place: segment for segment in into.segments}
+            into.step([(mine[segment.place], each) for segment, each in arrived], gradients, factor, weight_out)
+            return {COPIED}
+        if self._kind != "float32" or gradients is None:
+            return {self._step_run([segment], gradient, factor, weight_out, into) for segment, gradient in arrived}
+        forms = set()
+        here = {id(segment) for segment, _ in arrived}
+        run: list[Segment] = []
+        for segment in [*self.segments, None]:
+            joins = segment is not None and id(segment) in here
+            if run and not (joins and segment is not None and self._joins(run[-1], segment)):
+                forms.add(self._step_run(run, gradients[_part(run)], factor, weight_out, into))
+                run = []
+            if joins and segment is not None:
+                run.append(segment)
+        return forms
+
+    def _joins(self, one: Segment, other: Segment) -> bool:
+        adjacent = other.place == one.place + 1
+        return adjacent and one.group == other.group and bool(self.count(one) == self.count(other))
+
+    def _step_run(
+        self,
+        run: list[Segment],
+        gradient: torch.Tensor,
+        factor: float,
+        weight_out: torch.Tensor | None,
+        into: FusedStates | None,
+    ) -> str:
+        part = _part(run)
+        options = group_options(self.param_groups[run[0].group], decoupled=self._decoupled)
+        out = None if weight_out is None else weight_out[part]
+        number = int(self.count(run[0])) + 1
+        if into is None:
+            for segment in run:
+                self.count(segment).fill_(number)
+            return adam_step(gradient, self.master[part], out, self.moments, options, number, factor, at=part.start)
+        places = {segment.place for segment in run}
+        for segment in into.segments:
+            if segment.place in places:
+                into.count(segment).fill_(number)
+        old, new = (AdamStates(states.master[part], states.moments) for states in (self, into))
+        return adam_step_out_of_place(gradient, old, new, out, options, number, factor, at=part.start)
+
+    def call(self, method: str) -> None:
+        """See `States`: Adam has no such method."""
+
+    # --- memory ----------------------------------------------------------------------------------------------------
+
+    @property
+    def moments(self) -> Moments:
+        """The moments of the whole shard, which are made if there are none yet."""
+        if self._moments is None:
+            zeros: Callable[[int, torch.dtype], torch.Tensor] | None = None
+            if self._device.type == "cpu":
+                zeros = host_zeros
+            if self._make_region is not None:
+                make, names = self._make_region, iter(_MOMENTS)
+                zeros = lambda numel, dtype: make(self._region(next(names), dtype), numel, dtype)  # noqa: E731
+            self._moments = make_moments(self._numel, self._kind, self._device, zeros=zeros)
+        return self._moments
+
+    def make(self) -> bool:
+        """See `States`."""
+        if self.segments:
+            _ = self.moments
+        return True
+
+    def like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> FusedStates:
+        """See `States`."""
+        other = FusedStates(master, segments, self.param_groups, decoupled=self._decoupled, moments=self._kind)
+        other._moments = make_moments(master.numel(), self._kind, master.device, zeros=memory)
+        return other
+
+    def copy(self, other: FusedStates) -> None:
+        """See `States`."""
+        self.master.copy_(other.master)
+        for mine, theirs in zip(self.moments.tensors(), other.moments.tensors(), strict=True):
+            mine.copy_(theirs)
+        theirs_by_place = {segment.place: segment for segment in other.segments}
+        for segment in self.segments:
+            self.count(segment).copy_(other.count(theirs_by_place[segment.place]))
+
+    def let_go(self) -> None:
+        """See `States`."""
+        self.master = self.master.new_empty(0)
+        self.weights = None
+        for segment in self.segments:
+            segment.weights.data = segment.weights.new_empty(()).expand(segment.weights.shape)
+
+    def memory(self) -> Iterator[tuple[str | None, torch.Tensor, int]]:
+        """See `States`."""
+        for kind in _MOMENTS if self._moments is not None else ():
+            tensor = getattr(self._moments, kind)
+            if tensor is not None:
+                yield self._region(kind, tensor.dtype), tensor, 0
+
+    @property
+    def nbytes(self) -> int:
+        """See `States`."""
+        return 0 if self._moments is None else self._moments.nbytes
+
+    def _region(self, kind: str, dtype: torch.dtype) -> str:
+        """Moments of a whole shard have parts of it that are another optimizer's, so each optimizer has its own."""
+        own = f" of optimizer {self._number}" if self._number else ""
+        return f"{kind}{own} {dtype_name(dtype)}"
+
+    # --- what there is ---------------------------------------------------------------------------------------------
+
+    def count(self, segment: Segment) -> torch.Tensor:
+        """The number of a segment's last step, without dimensions."""
+        count = self._steps.get(segment.weights)
+        if count is None:
+            count = self._steps[segment.weights] = torch.zeros((), device="cpu")
+        return count
+
+    def begun(self, segment: Segment) -> bool:
+        """See `States`."""
+        count = self._steps.get(segment.weights)
+        return count is not None and bool(count > 0)
+
+    def lacking(self) -> list[Segment]:
+        """See `States`: all states are there from the first moment."""
+        return []
+
+    def scalars(self, segment: Segment) -> dict[str, Any]:
+        """See `States`."""
+        count = self._steps.get(segment.weights)
+        return {} if count is None else {"step": count}
+
+    def tensors(self) -> Iterator[StateTensor]:
+        """See `States`."""
+        for segment in filter(self.begun, self.segments):
+            part, blocks = segment.part, _blocks(segment)
+            for kind in ADAM_KINDS:
+                codes, scales = getattr(self.moments, kind), getattr(self.moments, kind + SCALE_SUFFIX)
+                region, order = self._region(kind, codes.dtype), segment.slot.order
+                yield StateTensor(
+                    kind, segment, codes[part], region, part.start, order, scales is not None, keeps_dtype=False
+                )
+                if scales is not None:
+                    # By `Plan.alignment_bytes` no block has elements of another parameter or rank.
+                    name = kind + SCALE_SUFFIX
+                    region = self._region(name, scales.dtype)
+                    yield StateTensor(name, segment, scales[blocks], region, blocks.start, None, width=BLOCK_NUMEL)
+
+    def wide(self, each: StateTensor) -> torch.Tensor:
+        """See `States`."""
+        part = each.segment.part
+        return read_moments(self.moments, part.stop - part.start, part.start)[ADAM_KINDS.index(each.kind)]
+
+    # --- loading ---------------------------------------------------------------------------------------------------
+
+    def load(self, saved: SavedStates) -> set[str]:
+        """See `States`. Moments in another form are rounded to the nearest (`elixir.kernels.adam.write_moments`)."""
+        notes: set[str] = set()
+        for tensor in self.moments.tensors():
+            tensor.zero_()
+        self._steps.clear()
+        for segment in self.segments:
+            if saved.kinds(segment.name):
+                notes |= self._load(segment, saved)
+                self.count(segment).fill_(float(saved.small(segment.name).step or 0))
+        return notes
+
+    def _load(self, segment: Segment, saved: SavedStates) -> set[str]:
+        moments, name, first, part = self.moments, segment.name, segment.first, segment.part
+        if self._kind != "8bit":
+            for kind in ADAM_KINDS:
+                saved.fill(kind, name, first, getattr(moments, kind)[part])
+            return other_form(saved, name, self._kind)
+        order = segment.slot.order
+        if all(saved.has_codes(kind, name) and saved.order(kind, name) == order for kind in ADAM_KINDS):
+            for kind in ADAM_KINDS:
+                saved.fill(kind, name, first, getattr(moments, kind)[part])
+                scales = getattr(moments, kind + SCALE_SUFFIX)[_blocks(segment)]
+                saved.fill(kind + SCALE_SUFFIX, name, first // BLOCK_NUMEL, scales)
+            return set()
+        for begin, end in _pieces(part.start, part.stop):
+            pair = [torch.empty(end - begin, dtype=torch.float32, device="cpu") for _ in ADAM_KINDS]
+            for kind, values in zip(ADAM_KINDS, pair, strict=True):
+                saved.fill(kind, name, first + begin - part.start, values)
+            saved.filled()
+            write_moments(moments, begin, *(values.to(moments.exp_avg.device) for values in pair))
+        return {changed_form(dtype_name(saved.dtype("exp_avg", name)), "8bit")}
+
+
+def _part(run: list[Segment]) -> slice:
+    return slice(run[0].start, run[-1].part.stop)
+
+
+def _blocks(segment: Segment) -> slice:
+    part = segment.part
+    return slice(part.start // BLOCK_NUMEL, -(-part.stop // BLOCK_NUMEL))
+
+
+def _pieces(first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Parts of at most `_PIECE_NUMEL`, parted between blocks so that each block is rounded once."""
+    while first < stop:
+        end = min(stop, (first // _PIECE_NUMEL + 1) * _PIECE_NUMEL)
+        yield first, end
+        first = end

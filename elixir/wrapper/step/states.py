@@ -1,0 +1,298 @@
+"""`States`: what one optimizer keeps of one shard, and the step that it makes with it.
+
+`ClassStates` are those of a class of optimizers, by parameter; `FusedStates` those of Adam over the whole shard. What
+moves, saves, loads, copies or stores states walks over what `States` shows, and never asks which of the two it has.
+
+A kind is a key of torch's per-parameter state, such as ``exp_avg``. Elementwise states are tensors over a part of the
+flattened parameter. Counts of steps and other scalars belong to the parameter as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+import torch
+
+from elixir.errors import InputError
+from elixir.memory_order import Order, flattened, shaped
+from elixir.units import dtype_name
+from elixir.wrapper.step.segments import Arrived, Segment
+
+SCALE_SUFFIX = "_scale"
+"""Kind of the scales of 8-bit codes: ``exp_avg`` -> ``exp_avg_scale``."""
+ADAM_KINDS = ("exp_avg", "exp_avg_sq")
+BY_CLASS = "by its class"
+"""The form of a step that the user's own class makes."""
+
+MakeMemory = Callable[[int, torch.dtype], torch.Tensor]
+"""Makes a flat tensor, given elements and dtype."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """An elementwise state of one segment, or the scales of its codes of 8 bits."""
+
+    kind: str
+    segment: Segment
+    tensor: torch.Tensor
+    """The live elements, flat."""
+    region: str
+    """Name of the region of an extent in which it lies, where the states live on a disk."""
+    start: int
+    """Its first element in that region."""
+    order: Order | None
+    """In which the elements lie in the parameter."""
+    has_codes: bool = False
+    """Whether these are codes of 8 bits, in blocks of which the first begins where the shard begins."""
+    width: int = 1
+    """Elements of the parameter for each of these: more than one for scales."""
+    keeps_dtype: bool = True
+    """Whether the state goes on in its dtype in any home; a plan decides otherwise."""
+
+    def in_chunk(self, values: torch.Tensor) -> torch.Tensor:
+        """Its values, flat, in the order in which the chunk has the elements of the parameter."""
+        slot = self.segment.slot
+        if self.order == slot.order or self.width > 1:
+            return values
+        return flattened(shaped(values, slot.shape, self.order), slot.order)  # it is all of the parameter's
+
+
+@dataclass
+class SmallStates:
+    """States of a parameter that are no tensors over its elements."""
+
+    step: int | None = None
+    others: dict[str, Any] = field(default_factory=dict)
+    """Kind -> a number, or (dtype, number) of a tensor without dimensions."""
+
+
+class SavedStates(Protocol):
+    """States to go on from, by parameter. An implementation inherits from it."""
+
+    def kinds(self, name: str) -> Collection[str]:
+        """Elementwise states of a parameter, scales of codes not among them; none where it has no state."""
+
+    def dtype(self, kind: str, name: str) -> torch.dtype:
+        """In which a state is saved; that of its codes where it has any."""
+
+    def has_codes(self, kind: str, name: str) -> bool:
+        """Whether it is saved as codes of 8 bits."""
+
+    def order(self, kind: str, name: str) -> Order | None:
+        """In which its elements lie, whatever the order in which the parameter has them here."""
+
+    def small(self, name: str) -> SmallStates:
+        """Its other states."""
+
+    def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
+        """Has `out`, flat, filled with the elements from `start` on, in the order in which the parameter has them here,
+        and in its dtype; codes only into their own. It is after `filled`."""
+
+    def filled(self) -> None:
+        """Waits for all that `fill` has begun; raises what went wrong with it."""
+
+    def held(self, kind: str, name: str) -> torch.Tensor | None:
+        """The elements of this rank, flat, in memory that the caller may keep; None where `fill` copies them."""
+        return None
+
+
+class States(Protocol):
+    """The states of one optimizer for one shard. Use them while masters and states are at hand (`Chunk.at_hand`)."""
+
+    master: torch.Tensor
+    """The flat shard that is stepped: masters, or the weights themselves."""
+    segments: list[Segment]
+    """Its parts that this optimizer steps, in order."""
+    weights: torch.Tensor | None
+    """Takes the weights that the master rounds to, of the whole shard; None where nothing takes them in a step."""
+    by_torch: bool
+    """Whether a class steps the gradients one by one where they are, so that a factor may be a tensor on the device."""
+
+    is_known: bool
+    """Whether a step does nothing without a gradient, and the first one with a gradient makes all states of a
+    segment."""
+
+    def set_options(self, options: list[dict[str, Any]]) -> None:
+        """Sets hyperparameters, by group."""
+
+    def step(
+        self,
+        arrived: Arrived,
+        gradients: torch.Tensor | None,
+        factor: float | torch.Tensor,
+        weight_out: torch.Tensor | None,
+        into: Self | None = None,
+    ) -> set[str]:
+        """Makes one step.
+
+        Args:
+            arrived: the segments that got a gradient, with it, flat.
+            gradients: those of the whole shard, where they lie in one tensor.
+            factor: gradients are multiplied by it first; a tensor only where `by_torch`.
+            weight_out: flat, of the shard; takes the new weights in its dtype where that can be done in the same pass.
+            into: takes the new states, while all of these stay as they are; made by `like`. `arrived` are all segments.
+
+        Returns:
+            The forms of the step (`elixir.kernels.adam`). With `BY_CLASS` nothing was written to `weight_out`.
+        """
+
+    def call(self, method: str) -> None:
+        """Calls a method of the class that rewrites weights, such as schedule-free's ``eval``."""
+
+    def make(self) -> bool:
+        """Makes the states of zero steps now; False where only the first step of a class can."""
+
+    def like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> Self | None:
+        """Another set of such states over other memory, to be filled by `step` or `copy`; None while there are none, or
+        where they cannot be copied."""
+
+    def copy(self, other: Self) -> None:
+        """Takes the values of another set over the same segments, its master too."""
+
+    def tensors(self) -> Iterator[StateTensor]:
+        """The elementwise states of the segments that have been stepped, as views of live memory."""
+
+    def wide(self, each: StateTensor) -> torch.Tensor:
+        """The values of one of `tensors`, no scales, in float32 or wider."""
+
+    def scalars(self, segment: Segment) -> dict[str, Any]:
+        """The other states of a segment, as they are; empty if it has not been stepped."""
+
+    def memory(self) -> Iterator[tuple[str | None, torch.Tensor, int]]:
+        """Every tensor over elements that is kept: the region of an extent in which it belongs, it, and where it begins
+        there. None for one that no extent takes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of `memory`."""
+
+    def begun(self, segment: Segment) -> bool:
+        """Whether a segment has been stepped, rather than got states ahead of its first step."""
+
+    def lacking(self) -> list[Segment]:
+        """The segments without any states."""
+
+    def load(self, saved: SavedStates) -> set[str]:
+        """Takes the states that are saved, and none where none are; notes on what is not exact."""
+
+    def let_go(self) -> None:
+        """Holds no weights and masters any more; `tensors` and `scalars` still show the states."""
+
+
+def small_states(states: States) -> dict[str, SmallStates]:
+    """Counts of steps and other scalars by parameter, as of now.
+
+    Raises:
+        InputError: a state is neither elementwise nor a number.
+    """
+    found: dict[str, SmallStates] = {}
+    for segment in states.segments:
+        if not states.begun(segment):
+            continue
+        small = found[segment.name] = SmallStates()
+        for kind, value in states.scalars(segment).items():
+            if kind == "step":
+                small.step = _count(value, segment.name)
+                if not isinstance(value, torch.Tensor):
+                    small.others[kind] = small.step
+            elif isinstance(value, torch.Tensor):
+                if value.dim():
+                    raise InputError(
+                        f"state {kind!r} of {segment.name} has shape {list(value.shape)}, neither that of its weights "
+                        "nor a number, so it cannot be saved"
+                    )
+                small.others[kind] = (dtype_name(value.dtype), value.item())
+            elif isinstance(value, (bool, int, float)):
+                small.others[kind] = value
+            elif value is not None:
+                raise InputError(
+                    f"state {kind!r} of {segment.name} is a {type(value).__name__}, which cannot be saved; states are "
+                    "tensors and numbers"
+                )
+    return found
+
+
+def _count(value: Any, name: str) -> int:
+    number = float(value)
+    if number != int(number):
+        raise InputError(f"state 'step' of {name} is {number}, expected a whole number")
+    return int(number)
+
+
+class MovedStates(SavedStates):
+    """States that leave the shard of a chunk for another home of the chunk.
+
+    Args:
+        left: by parameter, the states that it has, after `States.let_go`, and the segment that they are of.
+        passes: parameters whose states lie in memory through which others pass, so that nobody may keep it.
+    """
+
+    def __init__(self, left: Mapping[str, tuple[States, Segment]], passes: Collection[str]) -> None:
+        self._left, self._passes = left, passes
+        self._found: dict[str, dict[str, StateTensor]] = {}
+
+    def _tensors(self, name: str) -> dict[str, StateTensor]:
+        if name not in self._found and name in self._left:
+            for each in self._left[name][0].tensors():
+                self._found.setdefault(each.segment.name, {})[each.kind] = each
+        return self._found.get(name, {})
+
+    def kinds(self, name: str) -> Collection[str]:
+        """See `SavedStates`."""
+        return [kind for kind, each in self._tensors(name).items() if each.width == 1]
+
+    def dtype(self, kind: str, name: str) -> torch.dtype:
+        """See `SavedStates`."""
+        return self._tensors(name)[kind].tensor.dtype
+
+    def has_codes(self, kind: str, name: str) -> bool:
+        """See `SavedStates`."""
+        return self._tensors(name)[kind].has_codes
+
+    def order(self, kind: str, name: str) -> Order | None:
+        """See `SavedStates`."""
+        return self._tensors(name)[kind].order
+
+    def small(self, name: str) -> SmallStates:
+        """See `SavedStates`; what is a tensor stays one."""
+        states, segment = self._left.get(name, (None, None))
+        scalars = {} if states is None or segment is None else states.scalars(segment)
+        step = scalars.get("step")
+        return SmallStates(None if step is None else int(step), scalars)
+
+    def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
+        """See `SavedStates`."""
+        each = self._tensors(name)[kind]
+        values = each.tensor if each.tensor.dtype == out.dtype else self._left[name][0].wide(each)
+        first = start - each.segment.first // each.width
+        out.copy_(each.in_chunk(values)[first : first + out.numel()])
+
+    def held(self, kind: str, name: str) -> torch.Tensor | None:
+        """See `SavedStates`."""
+        each = self._tensors(name)[kind]
+        if not each.keeps_dtype:
+            return None
+        return each.in_chunk(each.tensor.clone() if name in self._passes else each.tensor)
+
+    def filled(self) -> None:
+        """See `SavedStates`; `fill` waits."""
+
+
+def kept_dtype(saved: SavedStates, kind: str, segment: Segment) -> torch.dtype:
+    """The dtype in which a loaded state goes on: in no fewer bits than the weights."""
+    dtype, weights = saved.dtype(kind, segment.name), segment.weights
+    narrow = dtype.is_floating_point and dtype.itemsize < weights.dtype.itemsize
+    return weights.dtype if narrow or saved.has_codes(kind, segment.name) else dtype
+
+
+def other_form(saved: SavedStates, name: str, mine: str, kind: str = "exp_avg") -> set[str]:
+    """The note on a state that was saved in another form than it is kept in here; none if it was not."""
+    form = "8bit" if saved.has_codes(kind, name) else dtype_name(saved.dtype(kind, name))
+    return set() if form == mine else {changed_form(form, mine)}
+
+
+def changed_form(form: str, mine: str) -> str:
+    """The note on moments that change their form."""
+    return f"moments saved in {form} are kept in {mine} here, to the nearest that it has"
