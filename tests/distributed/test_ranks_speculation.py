@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from elixir.chunk.lanes import Emulation
 from elixir.hardware import preset
@@ -114,3 +115,49 @@ def _one_refuses(rank: int, world_size: int) -> None:
 
 def test_ranks_may_differ_in_what_they_keep() -> None:
     run_ranks(2, _one_refuses)
+
+
+class Routed(nn.Module):
+    """Layers that run only if a rank's batch says so; the last bias may be used in front, too, so that it comes late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...], again: bool = False) -> torch.Tensor:
+        first, *experts, last = self.layers
+        x = x + last.bias if again else x  # type: ignore[operator]
+        x = first(x).tanh()
+        x = x + sum(expert(x).tanh() for index, expert in enumerate(experts) if index in chosen)
+        return last(x)  # type: ignore[no-any-return]
+
+
+def _square(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
+    found: torch.Tensor = model(**inp).square().mean()
+    return found
+
+
+def _routed(rank: int, world_size: int, homes: str) -> None:
+    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(rank))
+    every = (0, 1, 2, 3)
+    model, inp = Routed(), {"x": x, "chosen": every}
+    ordinary = rehomed(plan_for(model, inp, "host", loss=_square, split_number=6), homes)
+    states, made = [], 0
+    for plan in (all_speculating(ordinary), ordinary):
+        module = ElixirModule(copy.deepcopy(model), plan, device="cpu", **debugged({}, poison=True))
+        optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3), max_norm=1e9)
+        for choices in ((every, every), ((0, 1), (2, 3)), ((), (1,)), ((3,), (3,)), (every, ())):
+            again = homes != "streamed" and len(choices[rank]) < 4
+            optimizer.backward(_square(module, {"x": x, "chosen": choices[rank], "again": again}))
+            made += len(attempts(module))
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(module.state_dict())
+        module.close()
+    assert made
+    assert not [name for name, value in states[1].items() if not torch.equal(states[0][name], value)]
+
+
+@pytest.mark.parametrize("homes", ["streamed", "states"])
+def test_layers_that_run_on_one_rank_only_and_gradients_that_come_late(homes: str) -> None:
+    run_ranks(2, _routed, homes)
