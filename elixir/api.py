@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,8 @@ from elixir.models import refuse_compiled
 from elixir.optimizer_states import LOOPS, check_kind, family_of, moments_of
 from elixir.plan import HasPlan, Plan, plan_of
 from elixir.search.replan import Observation, correct
-from elixir.search.request import Function, SearchRequest, bound, check_options, options_of, takes
-from elixir.search.searches import Traced, profile_for
+from elixir.search.request import Function, SearchRequest, StepQuestion, bound, check_options, options_of, takes
+from elixir.search.searches import answer_to, profile_for
 from elixir.step_trace import StepTrace
 from elixir.units import parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -138,8 +138,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
         RankError: another rank could not plan.
     """
     _check_numbers(host_threads, initial_scale)
-    how = {"unified_dtype": dtype, "inp": inp, "step_fn": step_fn, "hardware": hardware}
-    question = _Question.of(model, optimizer, plan, how, {**options, "max_norm": max_norm})
+    how = {"dtype": dtype, "inp": inp, "step_fn": step_fn}
+    question = _Question.of(model, optimizer, plan, hardware, how, {**options, "max_norm": max_norm})
     made, trace = question.answered(group)
     for_module = dict(question.for_module)
     if question.profile.device_kind == "cpu":
@@ -173,9 +173,9 @@ def dry_run(
     """
     given = bound(wrap, (model, optimizer), arguments)
     _check_numbers(given["host_threads"], given["initial_scale"])
-    how = {"unified_dtype": given["dtype"], **{name: given[name] for name in ("inp", "step_fn", "hardware")}}
+    how = {name: given[name] for name in ("dtype", "inp", "step_fn")}
     options = {name: arguments[name] for name in ("max_norm", *_OPTIONS, *_MODULE_OPTIONS) if name in arguments}
-    question = _Question.of(model, optimizer, given["plan"], how, options)
+    question = _Question.of(model, optimizer, given["plan"], given["hardware"], how, options)
     plan, _ = question.answered(given["group"])
     ranks = Group(given["group"])
     try:
@@ -199,7 +199,9 @@ class _Question:
     optimizers: list[torch.optim.Optimizer]
     plan: Plan | HasPlan | str | os.PathLike[str] | None
     profile: HardwareProfile
-    how: Traced
+    read_host: bool
+    """Whether the host budget may be what is free here."""
+    step: StepQuestion
     asked: dict[str, Any]
     """Options of the search."""
     clipping: bool
@@ -216,6 +218,7 @@ class _Question:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         plan: Plan | HasPlan | str | os.PathLike[str] | None,
+        hardware: HardwareProfile | str | None,
         how: dict[str, Any],
         options: Mapping[str, Any],
     ) -> _Question:
@@ -232,9 +235,9 @@ class _Question:
             raise InputError(
                 f"a plan that is given was made with its options; leave out {', '.join(needless)}, or leave out plan="
             )
-        if how["hardware"] is None and compute_device(options.get("device")).type == "cpu":
-            how["hardware"] = "cpu"  # this is a run, so what is planned for is where it runs
-        traced = Traced(**how, use_fused_kernels=options.get("use_fused_kernels", False))
+        if hardware is None and compute_device(options.get("device")).type == "cpu":
+            hardware = "cpu"  # this is a run, so what is planned for is where it runs
+        step = StepQuestion(model=model, **how, use_fused_kernels=options.get("use_fused_kernels", False))
         for_module = {name: options[name] for name in _MODULE_OPTIONS if name in options}
         strict = for_module.get("strict")
         if strict is not None and not isinstance(strict, bool):
@@ -252,8 +255,9 @@ class _Question:
             model,
             optimizers,
             plan,
-            profile_for(how["hardware"]),
-            traced,
+            profile_for(hardware),
+            hardware is None,
+            step,
             asked,
             clips,
             max_norm,
@@ -289,11 +293,11 @@ class _Question:
                 refusals(
                     self.model,
                     self.optimizers,
-                    self.how.inp,
-                    self.how.step_fn,
-                    dtype=None if self.how.unified_dtype is None else parse_dtype(self.how.unified_dtype),
+                    cast("Mapping[str, Any] | None", self.step.inp),
+                    self.step.step_fn,
+                    dtype=self.step.torch_dtype,
                     moments=self.asked.get("moments"),
-                    use_fused_kernels=self.how.use_fused_kernels,
+                    use_fused_kernels=self.step.use_fused_kernels,
                 )
             )
         if self.plan is not None:
@@ -311,12 +315,12 @@ class _Question:
             "clipping": self.clipping,
         }
         request = SearchRequest(**{**self.asked, **settled, "world_size": world_size})
-        answer = self.how.answer(self.model, self.machine, request)
+        answer = answer_to(self.step, self.machine, request, read_host=self.read_host)
         return answer.plan, answer.trace
 
     def _loop(self, moments: str) -> str:
         """The part of `elixir.optimizer_states.optimizer_name` that says how states are stepped that stay in place."""
-        fused = bool(self.how.use_fused_kernels)
+        fused = bool(self.step.use_fused_kernels)
         loop = next(
             (each for each in self.optimizers if copies_states(each, fused_kernels=fused, moments=moments)), None
         )

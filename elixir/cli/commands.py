@@ -58,7 +58,7 @@ def run_plan(args: argparse.Namespace) -> int:
         if not args.search_batch:
             trace = from_flags.traced(args, hardware)
     else:
-        from_flags.refuse_settled(args, args.model, from_flags.STEP_DEFAULTS)
+        from_flags.refuse_settled(args, args.model, from_flags.STEP_FLAGS)
         hardware = hardware or _traced_hardware(trace, args.model)
         if hardware.name != trace.device:
             output.note(

@@ -14,15 +14,11 @@ from elixir.show.tables import flag_of
 
 if TYPE_CHECKING:
     from elixir.hardware import HardwareProfile
-    from elixir.search.request import SearchRequest
-    from elixir.search.whatif import TrainingStep
+    from elixir.search.request import SearchRequest, StepQuestion
     from elixir.step_trace import StepTrace
 
-STEP_DEFAULTS = {
-    "batch": 1, "seq": None, "dtype": "bf16", "checkpoint": "none", "optimizer": "adamw", "optimizer_kernel": "default",
-    "inp": None, "step": None, "fused_kernels": False,
-}  # fmt: skip
-"""Flag -> what it means where it is not given."""
+STEP_FLAGS = ("batch", "seq", "dtype", "checkpoint", "optimizer", "optimizer_kernel", "inp", "step", "fused_kernels")
+"""Flags of the step, which a trace has settled; None where they are not given."""
 _OF_PROFILE = " (of `elixir profile`: the trace has settled it)"
 _OF_THE_STEP = {
     "batch": "halve the step: --batch or --seq",
@@ -43,50 +39,40 @@ def asked(args: argparse.Namespace, optimizer: str) -> SearchRequest:
 
 def traced(args: argparse.Namespace, hardware: HardwareProfile) -> StepTrace:
     """One step of the model the user named, traced for `hardware`."""
-    from elixir.units import parse_dtype
-
-    if args.inp and (args.batch or args.seq):
-        raise InputError("--inp settles the input; leave out --batch and --seq")
-    step: dict[str, Any] = dict(STEP_DEFAULTS)
-    step.update({key: getattr(args, key) for key in step if getattr(args, key) is not None})
-    optimizer = optimizer_class(step["optimizer"])
-    dtype = None if step["dtype"] == "as-built" else parse_dtype(step["dtype"])
-    step_fn = user_code.imported(step["step"]) if step["step"] else None
-    from elixir.models import build, default_step, find, refused_overflow
-
-    shape = find(args.model)
-    model = build(args.model, dtype=dtype, checkpoint=step["checkpoint"])
-    inp = _input(model, step)
-    from elixir.tracer import trace_step
-
-    with user_code.contained(f"{step['step'] or args.model}: the step"), refused_overflow():
-        return trace_step(
-            model,
-            inp,
-            step_fn or default_step,
-            dtype=dtype,
-            hardware=hardware,
-            optimizer=optimizer,
-            optimizer_kernel=None if step["optimizer_kernel"] == "default" else step["optimizer_kernel"],
-            model_name=shape.name if shape else args.model,
-            use_fused_kernels=step["fused_kernels"],
-            checkpoint=None if step["inp"] or step["step"] else step["checkpoint"],
-        )
+    kernel = None if args.optimizer_kernel == "default" else args.optimizer_kernel
+    optimizer = optimizer_class(args.optimizer or "adamw")
+    try:
+        return step_asked(args, model=args.model, optimizer=optimizer, optimizer_kernel=kernel).trace(hardware)
+    except InputError as error:
+        if "pass inp" in str(error):
+            raise InputError(f"{error} (here: --inp module:function)") from None
+        raise
 
 
-def training_step(args: argparse.Namespace) -> TrainingStep:
-    """The step of every combination that a question tries."""
-    from elixir.search.whatif import TrainingStep
+def step_asked(args: argparse.Namespace, **fields: Any) -> StepQuestion:
+    """The step that the flags describe; `fields` are those of `StepQuestion` that they do not."""
+    from elixir.search.request import StepQuestion
 
     inp, step = getattr(args, "inp", None), getattr(args, "step", None)
-    return TrainingStep(
+    batch = getattr(args, "batch", None)
+    if inp and (batch or args.seq):
+        raise InputError("--inp settles the input; leave out --batch and --seq")
+    return StepQuestion(
+        batch=batch or 1,
         seq=args.seq,
-        dtype=args.dtype or "bf16",
+        dtype=None if args.dtype == "as-built" else args.dtype or "bf16",
         checkpoint=args.checkpoint or "none",
         use_fused_kernels=bool(args.fused_kernels),
         inp=partial(user_code.called, inp, user_code.imported(inp)) if inp else None,
-        step_fn=_contained_step(step),
+        step_fn=partial(_run, step, user_code.imported(step)) if step else None,
+        **fields,
     )
+
+
+def _run(text: str, step: Callable[[Any, Any], Any], model: Any, inp: Any) -> Any:
+    """The step that `text` names, apart from the code of its model, so that errors say which it was."""
+    with user_code.contained(f"{text}: the step"):
+        return step(model, inp)
 
 
 def optimizer_class(name: str) -> str:
@@ -127,7 +113,7 @@ def in_flags(error: PlanError, args: argparse.Namespace) -> str:
 def _action(lever: Lever, args: argparse.Namespace) -> str:
     if lever.options and all(name in vars(args) for name, _ in lever.options):
         words = " ".join(f"{flag_of(name)} {value}".rstrip() for name, value in lever.options)
-        settled = trace_in(args.model) is not None and any(name in STEP_DEFAULTS for name, _ in lever.options)
+        settled = trace_in(args.model) is not None and any(name in STEP_FLAGS for name, _ in lever.options)
         return f"{lever.action}: {words}{_OF_PROFILE if settled else ''}"
     if lever.argument not in vars(args) or (lever.argument == "batch" and args.inp):
         return lever.action
@@ -137,31 +123,3 @@ def _action(lever: Lever, args: argparse.Namespace) -> str:
     flag = f"--{lever.argument.replace('_', '-')} {lever.value}".rstrip()
     named = f"{lever.argument} {lever.value!r}" if lever.value else lever.argument
     return lever.action.replace(named, flag) if named in lever.action else f"{lever.action}: {flag}"
-
-
-def _input(model: Any, step: dict[str, Any]) -> dict[str, Any]:
-    """The input of the step: from the caller's function, or the default of a Hugging Face model."""
-    from elixir.models import input_to_trace
-
-    if step["inp"] is None:
-        try:
-            return input_to_trace(model, batch=step["batch"], seq=step["seq"])
-        except InputError as error:
-            raise InputError(
-                f"{error} (here: --inp module:function)" if "pass inp" in str(error) else str(error)
-            ) from None
-    inp: dict[str, Any] = user_code.called(step["inp"], user_code.imported(step["inp"]))
-    return inp
-
-
-def _contained_step(text: str | None) -> Callable[[Any, Any], Any]:
-    """The step of every combination; its model's own code runs in it as well."""
-    from elixir.models import default_step
-
-    step = user_code.imported(text) if text else default_step
-
-    def run(model: Any, inp: Any) -> Any:
-        with user_code.contained(f"{text}: the step" if text else f"{type(model).__name__}: its step"):
-            return step(model, inp)
-
-    return run

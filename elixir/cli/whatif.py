@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ def run_sweep(args: argparse.Namespace) -> int:
             machines,
             args.world_sizes,
             args.batches,
-            step=from_flags.training_step(args),
+            step=from_flags.step_asked(args),
             asked=from_flags.asked(args, from_flags.optimizer_class(args.optimizer or "adamw")),
             network_bytes_per_s=args.network,
             progress=progress,
@@ -62,8 +63,6 @@ def run_sweep(args: argparse.Namespace) -> int:
 def run_fit(args: argparse.Namespace) -> int:
     """The smallest known machine that can train a model, and what comes next."""
     files.refuse_artifact(args.model)
-    if args.inp and (args.batch or args.seq):
-        raise InputError("--inp settles the input; leave out --batch and --seq")
     from elixir.search.whatif import fit
 
     machines = None if args.hardware is None else [files.find_timed_hardware(name) for name in args.hardware]
@@ -73,7 +72,7 @@ def run_fit(args: argparse.Namespace) -> int:
             machines,
             batch=args.batch or 1,
             counts=args.world_sizes,
-            step=from_flags.training_step(args),
+            step=from_flags.step_asked(args),
             asked=from_flags.asked(args, from_flags.optimizer_class(args.optimizer or "adamw")),
             network_bytes_per_s=args.network,
             progress=progress,
@@ -243,15 +242,12 @@ def _retrace(plan: Plan, args: argparse.Namespace, hardware: HardwareProfile) ->
             f"{args.plan} is for {plan.model_name!r}, {why}; give the trace it was made from as well, which "
             "`elixir profile --out trace.json` saves"
         )
-    from elixir.search.advice import StepByName, trace_by_name
+    from elixir.search.request import StepQuestion
 
-    asked = StepByName(
-        batch=args.batch or step.samples or 1,
-        seq=args.seq or step.seq,
-        checkpoint=args.checkpoint or step.checkpoint,
-        fused_kernels=step.fused_kernels if args.fused_kernels is None else args.fused_kernels,
-    )
-    return trace_by_name(plan.model_name, plan.dtype, asked, hardware, None)
+    asked = {name: getattr(args, name) for name in ("batch", "seq", "checkpoint")}
+    asked["use_fused_kernels"] = args.fused_kernels
+    given = {name: value for name, value in asked.items() if value is not None}
+    return replace(StepQuestion.again(plan), **given).trace(hardware)
 
 
 def _print_rows(rows: list[SweepRow] | tuple[SweepRow, ...], title: str) -> None:

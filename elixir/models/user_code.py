@@ -39,6 +39,8 @@ def contained(what: str) -> Iterator[None]:
     with _process_as_it_was():
         try:
             yield
+        except UserInterruptError:
+            raise  # it names the code inside
         except KeyboardInterrupt as error:
             raise UserInterruptError(what) from error
         except SystemExit as error:

@@ -12,85 +12,44 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.errors import InputError, InputTypeError
+from elixir.errors import InputTypeError
 from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names, warn_if_doubtful, warn_if_other_device
 from elixir.search.answer import Answer, plan_from_trace
 from elixir.search.budgets import host_memory_here, on_rank_0, warn_if_disk_full
 from elixir.search.planner import simple_plan
-from elixir.search.request import OPTIONS, Question, SearchRequest, bound, options_of, takes
+from elixir.search.request import OPTIONS, Question, SearchRequest, StepQuestion, bound, options_of, takes
 from elixir.step_trace import StepTrace
-from elixir.units import dtype_name, parse_dtype
 
 logger = logging.getLogger(__name__)
 
-StepFn = Callable[[nn.Module, dict[str, Any]], Any]
 DEFAULT_HARDWARE = "h200"
 """Machine planned for where none is named and no known GPU is found here."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Traced:
-    """How a model becomes a trace, and of which machine. What concerns the step is settled in a trace that is given."""
+def answer_to(step: StepQuestion, profile: HardwareProfile, request: SearchRequest, *, read_host: bool) -> Answer:
+    """The answer to `request` for this step; doubts about the machine are logged.
 
-    unified_dtype: str | torch.dtype | None = None
-    """Dtype that floating parameters and inputs are cast to, such as ``torch.bfloat16``; None leaves them as built."""
-    verbose: bool = False
-    """Print the plan, on rank 0."""
-    inp: Mapping[str, Any] | None = None
-    """One rank's batch; None takes `elixir.models.default_input` (Hugging Face models only)."""
-    step_fn: StepFn | None = None
-    """``step_fn(model, inp)`` runs forward, loss and backward; None takes `elixir.models.default_step`."""
-    hardware: HardwareProfile | str | None = None
-    """A profile, or the name of a preset. None takes the GPU found here, for a trace the machine it was made for, and
-    otherwise `DEFAULT_HARDWARE`, whose rates also stand for those of a GPU that no preset knows."""
-    use_fused_kernels: bool | Mapping[str, str] = False
-    """As `ElixirModule` will be given it, so that the plan knows their memory."""
+    Args:
+        step: the step.
+        profile: the machine.
+        request: what is asked of the plan.
+        read_host: the host budget may be what is free here, where the profile knows none.
+    """
+    warn_if_other_device(profile)
+    warn_if_doubtful(profile)
+    warn_if_disk_full(profile, request.disk_memory)
+    if read_host and request.host_memory is None:
+        request = dataclasses.replace(request, host_memory=host_memory_here(profile))
+    return _checked(plan_from_trace(step.trace(profile), profile, request), step)
 
-    def trace(self, model: nn.Module | StepTrace, profile: HardwareProfile) -> StepTrace:
-        """The step of `model` on this machine."""
-        dtype = None if self.unified_dtype is None else parse_dtype(self.unified_dtype)
-        if isinstance(model, StepTrace):
-            if dtype is not None and model.dtype != dtype_name(dtype):
-                raise InputError(
-                    f"the trace is of dtype {model.dtype}, unified_dtype asks for {dtype_name(dtype)}; trace the model "
-                    "again"
-                )
-            return model
-        if not isinstance(model, nn.Module):
-            raise InputTypeError(f"model must be an nn.Module or a StepTrace, got {type(model).__name__}")
-        if self.inp is not None and not isinstance(self.inp, Mapping):
-            raise InputTypeError(f"inp must be a dict of the model's inputs, got {type(self.inp).__name__}")
-        # Late, because they load what planning from a trace does not need.
-        from elixir.models import default_input, default_step
-        from elixir.tracer import trace_step
 
-        return trace_step(
-            model,
-            default_input(model) if self.inp is None else dict(self.inp),
-            self.step_fn or default_step,
-            dtype=dtype,
-            hardware=profile,
-            optimizer=None,  # its states and temporaries follow from the placement, not from plain PyTorch
-            use_fused_kernels=self.use_fused_kernels,
-        )
+def _checked(answer: Answer, step: StepQuestion) -> Answer:
+    """The answer, if the model can run under its plan."""
+    if isinstance(step.model, nn.Module):
+        from elixir.models import refuse_compiled
 
-    def answer(self, model: nn.Module | StepTrace, profile: HardwareProfile, request: SearchRequest) -> Answer:
-        """The answer to `request`; doubts about the machine are logged."""
-        warn_if_other_device(profile)
-        warn_if_doubtful(profile)
-        warn_if_disk_full(profile, request.disk_memory)
-        if self.hardware is None and request.host_memory is None:
-            request = dataclasses.replace(request, host_memory=host_memory_here(profile))
-        return self.checked(plan_from_trace(self.trace(model, profile), profile, request), model)
-
-    @staticmethod
-    def checked(answer: Answer, model: nn.Module | StepTrace) -> Answer:
-        """The answer, if the model can run under its plan."""
-        if isinstance(model, nn.Module):
-            from elixir.models import refuse_compiled
-
-            refuse_compiled(model, answer.plan)
-        return answer
+        refuse_compiled(step.model, answer.plan)
+    return answer
 
 
 _ORDER = (
@@ -105,8 +64,8 @@ _ORDER = (
 def _parameters(*own: Parameter, without: tuple[str, ...] = ()) -> list[Parameter]:
     """Parameters of a search: the model, its own, and all options but some."""
     model = Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, annotation="nn.Module | StepTrace")
-    named = {parameter.name: parameter for parameter in (model, *own)}
-    named |= options_of(SearchRequest, without=("search", *without)) | options_of(Traced)
+    named = {parameter.name: parameter for parameter in (model, *own, *_HOW)}
+    named |= options_of(SearchRequest, without=("search", *without))
     return [named[name] for name in dict.fromkeys((*_ORDER, *named)) if name in named]
 
 
@@ -114,6 +73,15 @@ def _own(name: str, default: Any, annotation: str) -> Parameter:
     return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
 
 
+_HOW = (
+    _own("unified_dtype", None, "str | torch.dtype | None"),
+    _own("verbose", False, "bool"),
+    _own("inp", None, "Mapping[str, Any] | None"),
+    _own("step_fn", None, "StepFn | None"),
+    _own("hardware", None, "HardwareProfile | str | None"),
+    _own("use_fused_kernels", False, "bool | Mapping[str, str]"),
+)
+"""Parameters of every search that are no options of one: the step, and the machine."""
 _ORIGINAL = {"m": "model", "group_size": "world_size", "prefetch": "overlap"}
 """Keywords of the first Elixir's searches -> the same ones here."""
 
@@ -140,7 +108,10 @@ def optimal_search(*given: Any, **options: Any) -> Answer:
     Args:
         model: what is trained, real or on meta; or a trace of its step.
         world_size: number of ranks, one device each.
-        unified_dtype, verbose, inp, step_fn, hardware, use_fused_kernels: see `elixir.search.searches.Traced`.
+        unified_dtype, inp, step_fn, use_fused_kernels: the step, see `elixir.search.request.StepQuestion`.
+        verbose: print the plan, on rank 0.
+        hardware: a profile, or the name of a preset. None takes the GPU found here, for a trace the machine it was made
+            for, and otherwise `DEFAULT_HARDWARE`, whose rates also stand for those of a GPU that no preset knows.
 
     All others are fields of `elixir.search.request.SearchRequest`, which says what they mean. The first Elixir's ``m``,
     ``group_size``, ``prefetch`` and ``cpu_offload`` are taken for ``model``, ``world_size``, ``overlap`` and
@@ -181,27 +152,30 @@ def simple_search(*given: Any, **options: Any) -> Answer:
     """
     asked = _bound(simple_search, given, options)
     by_hand = {name: asked.pop(name) for name in ("split_number", "allocate_factor", "shard_device")}
-    model, request, how = _asked(asked)
-    profile = profile_for(how.hardware, model)
-    trace = how.trace(model, profile)
+    step, profile, request = _question(asked)
+    trace = step.trace(profile)
     answer = Answer(simple_plan(trace, profile, request, **by_hand), Question(trace, profile, request))
-    return _told(how.checked(answer, model), how)
+    return _reported(_checked(answer, step), verbose=asked["verbose"])
 
 
 def _searched(**asked: Any) -> Answer:
-    model, request, how = _asked(asked)
-    return _told(how.answer(model, profile_for(how.hardware, model), request), how)
+    answer = answer_to(*_question(asked), read_host=asked["hardware"] is None)
+    return _reported(answer, verbose=asked["verbose"])
 
 
-def _asked(asked: dict[str, Any]) -> tuple[Any, SearchRequest, Traced]:
+def _question(asked: Mapping[str, Any]) -> tuple[StepQuestion, HardwareProfile, SearchRequest]:
+    model = asked["model"]
+    if not isinstance(model, (nn.Module, StepTrace)):
+        raise InputTypeError(f"model must be an nn.Module or a StepTrace, got {type(model).__name__}")
     request = SearchRequest(**{name: value for name, value in asked.items() if name in OPTIONS})
-    how = Traced(**{name: value for name, value in asked.items() if name != "model" and name not in OPTIONS})
-    return asked["model"], request, how
+    same = {name: asked[name] for name in ("model", "inp", "step_fn", "use_fused_kernels")}
+    step = StepQuestion(**same, dtype=asked["unified_dtype"])
+    return step, profile_for(asked["hardware"], model), request
 
 
-def _told(answer: Answer, how: Traced) -> Answer:
+def _reported(answer: Answer, *, verbose: bool) -> Answer:
     logger.debug("%s", answer)
-    if how.verbose and on_rank_0():
+    if verbose and on_rank_0():
         print(answer)  # noqa: T201 - verbose=True asks for it
     return answer
 

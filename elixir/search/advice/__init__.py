@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from elixir.search.advice.changes import StepByName, trace_by_name
 from elixir.search.advice.infeasible import Case, moments_instead, shortage
 from elixir.search.advice.levers import PlanLever, best_allowed, plan_levers, samples_per_s
 from elixir.search.advice.what_suffices import Tries, lacks_device, lacks_room, settled_arguments, with_what_suffices
@@ -14,7 +13,6 @@ from elixir.search.advice.what_suffices import Tries, lacks_device, lacks_room, 
 __all__ = [
     "Case",
     "PlanLever",
-    "StepByName",
     "Tries",
     "best_allowed",
     "lacks_device",
@@ -24,6 +22,5 @@ __all__ = [
     "samples_per_s",
     "settled_arguments",
     "shortage",
-    "trace_by_name",
     "with_what_suffices",
 ]

@@ -9,9 +9,8 @@ from typing import Any, Literal
 from elixir.errors import InputError
 from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import state_size
-from elixir.search.request import SearchRequest
+from elixir.search.request import SearchRequest, StepQuestion
 from elixir.step_trace import StepTrace
-from elixir.units import parse_dtype
 
 Kind = Literal["moments", "kernels", "accumulation", "checkpointing", "placement", "machine"]
 MORE_BATCHES = 4
@@ -115,63 +114,12 @@ def _is_adam(request: SearchRequest) -> bool:
 
 
 def _traced_again(trace: StepTrace, hardware: HardwareProfile, change: Change) -> StepTrace:
-    step = trace.step
-    asked = StepByName(
-        batch=change.samples or step.samples or 1,
-        seq=step.seq,
-        checkpoint=step.checkpoint if change.checkpoint is None else change.checkpoint,
-        fused_kernels=step.fused_kernels if change.fused_kernels is None else change.fused_kernels,
-    )
+    asked: dict[str, Any] = {
+        "batch": change.samples,
+        "checkpoint": change.checkpoint,
+        "use_fused_kernels": change.fused_kernels,
+    }
     optimizer = trace.optimizer.split(" ")[0]
-    return trace_by_name(trace.model_name, trace.dtype, asked, hardware, None if optimizer == "none" else optimizer)
-
-
-@dataclass(frozen=True)
-class StepByName:
-    """A step that follows from the name of its model."""
-
-    batch: int
-    seq: int | None
-    """None for a model without tokens."""
-    checkpoint: str | None
-    """Activation checkpointing, as `elixir.models.build` takes it."""
-    fused_kernels: bool
-
-
-def trace_by_name(
-    model_name: str, dtype: str, step: StepByName, hardware: HardwareProfile, optimizer: str | None
-) -> StepTrace:
-    """The trace of such a step.
-
-    Args:
-        model_name: as a trace or a plan has it.
-        dtype: likewise.
-        step: the step.
-        hardware: the machine.
-        optimizer: name of a class in `torch.optim`; None: a step without one.
-
-    Raises:
-        InputError: the step has something that does not follow from the name, or there is no such model.
-        TraceError: the step cannot be traced so.
-    """
-    # Late, because they load what planning from a trace does not need.
-    from elixir.models import build, default_step, input_to_trace, refused_overflow
-    from elixir.tracer import trace_step
-
-    if step.checkpoint is None:
-        raise InputError(f"the step of {model_name} does not follow from its name, so it cannot be traced again")
-    parsed = None if dtype == "as built" else parse_dtype(dtype)
-    model = build(model_name, dtype=parsed, checkpoint=step.checkpoint)
-    inp = input_to_trace(model, batch=step.batch, seq=step.seq)
-    with refused_overflow():
-        return trace_step(
-            model,
-            inp,
-            default_step,
-            dtype=parsed,
-            hardware=hardware,
-            optimizer=optimizer,
-            model_name=model_name,
-            use_fused_kernels=step.fused_kernels,
-            checkpoint=step.checkpoint,
-        )
+    step = replace(StepQuestion.again(trace), optimizer=None if optimizer == "none" else optimizer)
+    given = {name: value for name, value in asked.items() if value is not None}
+    return replace(step, **given).trace(hardware)

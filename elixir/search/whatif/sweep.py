@@ -13,20 +13,21 @@ from typing import Any
 
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names
-from elixir.search.request import Progress, SearchRequest, check_count
+from elixir.search.request import Progress, SearchRequest, StepQuestion, check_count
 from elixir.search.whatif.trial import (
     HOST_PER_DEVICE_BYTE,
     SweepRow,
     Traces,
-    TrainingStep,
     try_out,
     with_network,
 )
 
-__all__ = ["HOST_PER_DEVICE_BYTE", "Fit", "SweepRow", "TrainingStep", "doublings", "fit", "sweep"]
+__all__ = ["HOST_PER_DEVICE_BYTE", "Fit", "SweepRow", "doublings", "fit", "sweep"]
 
 ON_PAPER = SearchRequest(world_size=1, optimizer_type="AdamW")
 """The options for every machine, unless told otherwise."""
+STEP_ON_PAPER = StepQuestion(dtype="bf16")
+"""The step, likewise."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def sweep(
     world_sizes: Sequence[int] = (1,),
     batches: Sequence[int] = (1,),
     *,
-    step: TrainingStep | None = None,
+    step: StepQuestion = STEP_ON_PAPER,
     asked: SearchRequest | None = None,
     network_bytes_per_s: float | None = None,
     progress: Progress | None = None,
@@ -59,7 +60,7 @@ def sweep(
         machines: profiles, presets' names or profile files.
         world_sizes: numbers of ranks, one device each.
         batches: samples per rank.
-        step: what else there is to a step; by default those of `TrainingStep`.
+        step: what else there is to a step; its model and batch do not count.
         asked: what plans are searched for, of any number of ranks.
         network_bytes_per_s: between machines, per machine and direction. None: what the profile says. Without either a
             machine's own devices are the most.
@@ -84,7 +85,7 @@ def sweep(
     for name, values in (("world size", world_sizes), ("batch", batches)):
         for value in values:
             check_count(f"a {name}", value)
-    traces = Traces(step or TrainingStep())
+    traces = Traces(step)
     cases = [
         (model, batch, hardware, world_size)
         for model in models
@@ -110,7 +111,7 @@ def fit(
     *,
     batch: int = 1,
     counts: Sequence[int] | None = None,
-    step: TrainingStep | None = None,
+    step: StepQuestion = STEP_ON_PAPER,
     asked: SearchRequest | None = None,
     network_bytes_per_s: float | None = None,
     progress: Progress | None = None,
@@ -135,7 +136,7 @@ def fit(
     check_count("batch", batch)
     for count in counts or ():
         check_count("a count", count)
-    traces = Traces(step or TrainingStep())
+    traces = Traces(step)
     candidates = [
         (hardware.device_memory_bytes * count, count, place, hardware)
         for place, hardware in enumerate(profiles)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from elixir.errors import ElixirError, InputError, PlanError
@@ -16,48 +14,16 @@ from elixir.plan import Plan
 from elixir.search.budgets import resolve_budgets
 from elixir.search.planner import plan_or_shortage
 from elixir.search.propose import Budgets
-from elixir.search.request import SearchRequest
+from elixir.search.request import SearchRequest, StepQuestion
 from elixir.search.simulator import Simulation, simulate_step
 from elixir.step_trace import StepTrace
-from elixir.units import dtype_name, parse_bytes, parse_dtype
+from elixir.units import dtype_name, parse_bytes
 
 HOST_PER_DEVICE_BYTE = 2
 """Host memory of a machine that says nothing of it, per byte of device memory in use on it.
 
 Assumption: machines are bought with about so much; a DGX H200 has 2 TB with 8 x 141 GB (NVIDIA, DGX H200 datasheet).
 """
-AS_BUILT = "as-built"
-
-
-@dataclass(frozen=True)
-class TrainingStep:
-    """The step that one rank computes, its batch left open.
-
-    Raises:
-        InputError: the dtype is unknown.
-    """
-
-    seq: int | None = None
-    """Tokens per sample; None: 1024, or the model's maximum where that is smaller."""
-    dtype: str = "bf16"
-    """Dtype of parameters and floating inputs; ``as-built`` leaves them."""
-    checkpoint: str = "none"
-    """Activation checkpointing, as `elixir.models.loading.build` takes it."""
-    use_fused_kernels: bool = False
-    """As `ElixirModule` will be given it."""
-    inp: Callable[[], dict[str, Any]] | None = None
-    """Gives the input of models that have no default one; the batch is then what it returns."""
-    step_fn: Callable[[nn.Module, dict[str, Any]], Any] | None = None
-    """Runs forward, loss and backward where the model does not return its loss."""
-
-    def __post_init__(self) -> None:
-        if self.dtype != AS_BUILT:
-            parse_dtype(self.dtype)
-
-    @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """None: as built."""
-        return None if self.dtype == AS_BUILT else parse_dtype(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -118,7 +84,7 @@ class SweepRow:
 class Traces:
     """Traces by what they depend on: the model, the batch, and of the machine only its kind and compute capability."""
 
-    step: TrainingStep
+    step: StepQuestion
     _models: dict[str, nn.Module] = field(default_factory=dict)
     _known: dict[tuple[object, ...], StepTrace | ElixirError] = field(default_factory=dict)
 
@@ -135,32 +101,11 @@ class Traces:
         return found
 
     def _trace(self, model: str, batch: int, hardware: HardwareProfile) -> StepTrace:
-        # Late, because they load what planning from a trace does not need.
-        from elixir.models import build, default_step, find, input_to_trace, refused_overflow
-        from elixir.tracer.trace import trace_step
-
+        step = replace(self.step, model=model, batch=batch)
         if model not in self._models:
             self._models.clear()  # models come one after the other, and some configs make large ones
-            self._models[model] = build(
-                model,
-                dtype=self.step.torch_dtype,
-                checkpoint=self.step.checkpoint,
-            )
-        built, shape = self._models[model], find(model)
-        inp = self.step.inp() if self.step.inp else input_to_trace(built, batch=batch, seq=self.step.seq)
-        with refused_overflow():
-            trace = trace_step(
-                built,
-                inp,
-                self.step.step_fn or default_step,
-                dtype=self.step.torch_dtype,
-                hardware=hardware,
-                optimizer=None,  # its states and temporaries follow from the placement
-                use_fused_kernels=self.step.use_fused_kernels,
-                model_name=shape.name if shape else model,
-                checkpoint=None if self.step.inp or self.step.step_fn else self.step.checkpoint,
-            )
-        return trace
+            self._models[model] = step.build()
+        return step.trace(hardware, self._models[model])
 
 
 def budgets_on_paper(hardware: HardwareProfile, request: SearchRequest) -> Budgets:

@@ -290,10 +290,10 @@ def test_a_dry_run_refuses_what_the_run_does(
     model = tiny("opt", layers=1)
     optimizer = make(model)
 
-    def traced(*args: Any) -> None:
+    def traced(*_: Any, **__: Any) -> None:
         raise AssertionError("this is refused before a step is traced")
 
-    monkeypatch.setattr(api.Traced, "answer", traced)
+    monkeypatch.setattr(api, "answer_to", traced)
     for call in (elixir.wrap, api.dry_run):
         with pytest.raises(InputError, match=says):
             call(model, optimizer, hardware="cpu", **more)
@@ -323,7 +323,7 @@ def test_a_dry_run_refuses_a_plan_without_a_folder_for_its_disk_as_the_run_does(
 ) -> None:
     it = case("gpt2")
     found = on_disk(make_plan(it, "streamed"))
-    monkeypatch.setattr(api.Traced, "answer", lambda *_: SimpleNamespace(plan=found, trace=None))
+    monkeypatch.setattr(api, "answer_to", lambda *_, **__: SimpleNamespace(plan=found, trace=None))
     for call in (api.dry_run, elixir.wrap):
         with pytest.raises(InputError, match="say on which with disk_folder="):
             call(it.model, adamw(it.model), hardware="cpu")

@@ -11,10 +11,10 @@ import pytest
 from elixir.errors import InputError, PlanError
 from elixir.hardware import preset
 from elixir.search import plan_from_trace
-from elixir.search.advice import StepByName, best_allowed, samples_per_s, trace_by_name
+from elixir.search.advice import best_allowed, samples_per_s
 from elixir.search.advice.changes import job_changes
 from elixir.search.planner import PlannerTries
-from elixir.search.request import SearchRequest
+from elixir.search.request import SearchRequest, StepQuestion
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.synthetic_trace import StackShape, stack_trace
@@ -128,8 +128,8 @@ def test_only_what_is_allowed_is_done(trace: StepTrace) -> None:
 def test_a_trace_without_an_optimizer_has_the_levers_of_one_with_it() -> None:
     # What a plan's file is explained with, traced again by name, has none.
     request = SearchRequest(world_size=1)
-    step = StepByName(batch=2, seq=64, checkpoint="none", fused_kernels=False)
-    traces = [trace_by_name("opt-125m", "bfloat16", step, MACHINE, optimizer) for optimizer in ("AdamW", None)]
+    step = StepQuestion(model="opt-125m", batch=2, seq=64, dtype="bfloat16")
+    traces = [replace(step, optimizer=optimizer).trace(MACHINE) for optimizer in ("AdamW", None)]
     steps = [
         {change.action: change.applied(trace, MACHINE, request)[0].step for change in job_changes(trace, request)}
         for trace in traces

@@ -12,9 +12,9 @@ from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware import preset
 from elixir.models import build, default_input, default_step
 from elixir.search import plan_from_trace
-from elixir.search.request import SearchRequest
+from elixir.search.request import SearchRequest, StepQuestion
 from elixir.search.simulator import simulate_step
-from elixir.search.whatif import HOST_PER_DEVICE_BYTE, SweepRow, TrainingStep, budgets_on_paper, doublings, fit
+from elixir.search.whatif import HOST_PER_DEVICE_BYTE, SweepRow, budgets_on_paper, doublings, fit
 from elixir.search.whatif.sweep import sweep
 from elixir.show import plot_sweep, reasons, sweep_table, to_frame
 from elixir.step_trace import StepTrace
@@ -22,7 +22,7 @@ from elixir.tracer import trace_step
 from elixir.units import GIB, MIB
 
 MODEL = "opt-125m"
-STEP = TrainingStep(seq=64)
+STEP = StepQuestion(dtype="bf16", seq=64)
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +116,14 @@ def test_the_same_rows_again(rows: list[SweepRow]) -> None:
 
 
 def test_one_combination_that_cannot_be_traced_does_not_end_the_sweep() -> None:
-    rows = sweep(["bert-base", MODEL], ["h200"], step=TrainingStep(seq=1024))
+    rows = sweep(["bert-base", MODEL], ["h200"], step=StepQuestion(dtype="bf16", seq=1024))
     assert [row.fits for row in rows] == [False, True]
     assert "512 positions" in rows[0].reason
 
 
 def test_where_nothing_can_be_traced_the_first_error_is_raised() -> None:
     with pytest.raises(InputError, match="512 positions"):
-        sweep(["bert-base"], ["h200", "t4"], step=TrainingStep(seq=1024))
+        sweep(["bert-base"], ["h200", "t4"], step=StepQuestion(dtype="bf16", seq=1024))
     with pytest.raises(InputError, match="opt-125m"):
         fit("opt-125n")
 
@@ -150,7 +150,7 @@ def test_bad_input_is_refused_before_the_work(arguments: dict[str, object], erro
 
 def test_a_training_step_checks_itself() -> None:
     with pytest.raises(InputError, match="dtype"):
-        TrainingStep(dtype="bf17")
+        StepQuestion(dtype="bf17")
 
 
 def test_budgets_are_those_given_else_of_the_profile_else_supposed() -> None:
