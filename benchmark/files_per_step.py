@@ -91,7 +91,7 @@ def wrapped(early: bool) -> tuple[Any, Any]:
 
     torch.manual_seed(0)
     model, inp = nn.Sequential(nn.Linear(SIZE, SIZE)), torch.randn(4, SIZE)
-    plan = simple_search(
+    found = simple_search(
         model,
         1,
         split_number=1,
@@ -104,6 +104,7 @@ def wrapped(early: bool) -> tuple[Any, Any]:
         clipping=True,
         speculate=False,
     )
+    plan = getattr(found, "plan", found)  # older trees give the plan itself
     chunks = tuple(
         replace(chunk, resident=False, weight_home="host", state_home="host", speculates=early) for chunk in plan.chunks
     )
