@@ -41,7 +41,8 @@ class MemoryUses:
     @property
     def has_failed(self) -> bool:
         """Whether the last work that writes is over and has failed."""
-        return any(ticket.done() and failure(ticket) is not None for ticket in self.to_read())
+        ticket = self._last.get(_WRITER)
+        return ticket is not None and ticket.done() and failure(ticket) is not None
 
     def failures(self) -> list[Exception]:
         """Errors of the work, each once, when all of it is over; nothing waits for what has failed any more."""
