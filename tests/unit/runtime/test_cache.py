@@ -171,6 +171,24 @@ def test_weights_are_not_taken_before_they_are_updated() -> None:
     lanes.close()
 
 
+def test_what_writes_weights_waits_for_their_transfer_into_a_block() -> None:
+    lanes = make_lanes(CPU)
+    cache = make_cache(2, StepSchedule([(0,), (1,)], 0), 1, lanes)
+    gate, chunk = threading.Event(), cache._chunks[0]
+    lanes.fetch.submit(gate.wait)
+    cache.begin()
+    cache._advance([0])
+    assert chunk.shard is not None
+    before = chunk.shard.clone()
+    written = lanes.host_adam.submit(lambda: chunk.shard.fill_(-1), after=chunk.home_uses.to_write())
+    open_later(gate)
+    written.synchronize()
+    cache.acquire([0])
+    assert torch.equal(cache.memory(0), before)
+    cache.unpin([0])
+    lanes.close()
+
+
 def test_a_block_is_not_given_to_another_while_a_transfer_is_on_its_way() -> None:
     lanes = make_lanes(CPU)
     cache = make_cache(2, StepSchedule([(0,), (1,)], 0), 1, lanes)

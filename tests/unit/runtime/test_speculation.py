@@ -6,6 +6,7 @@ import contextlib
 import math
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -296,6 +297,25 @@ def test_between_backward_and_step(what: str, homes: str, early: bool) -> None:
         pair.plain_optimizer.zero_grad()
         pair.train(2)
         pair.assert_same_weights()
+
+
+@every_home
+def test_what_writes_gradients_or_states_waits_for_early_steps_that_read_them(homes: str) -> None:
+    it = chain()
+    with Pair(it, chain_plan(it, homes), max_norm=1e9) as pair:
+        pair.train(1)
+        gate = threading.Event()
+        pair.engine.lanes.host_adam.submit(gate.wait)
+        pair.backward()
+        early = attempts(pair.module)
+        assert early
+        try:
+            for index in early:
+                for uses in (pair.engine.chunks[index].home_uses, pair.engine.gradients.by_chunk[index].uses):
+                    assert not all(ticket.done() for ticket in uses.to_write())
+        finally:
+            gate.set()
+        pair.step()
 
 
 @every_home
