@@ -163,13 +163,16 @@ class StateWindow:
             self._write_next()
         buffer = self._take_alone(states) if alone else self._buffers.take(WINDOW, states.nbytes)
         nbytes = states.kept_bytes
+        self.read_bytes += nbytes
+        return buffer, self._read(states, buffer, nbytes)
+
+    def _read(self, states: StoredStates, buffer: HostBuffer, nbytes: int) -> Ticket:
         # The states that the buffer held last must be on the disk, and those that are read now, too; of what could not
         # be written `fill` knows.
         after = settled([*buffer.uses.to_write(), *states.extent_uses.to_read()])
         read = self._lane.submit(lambda: states.fill(buffer.memory), after=after, nbytes=nbytes)
-        buffer.uses.written_by(read)
-        self.read_bytes += nbytes
-        return buffer, read
+        buffer.uses.written_by(over(read))  # `lost` reports its error
+        return read
 
     def end_step(self, states: StoredStates, buffer: HostBuffer, stepped: Ticket, *, alone: bool = False) -> None:
         """Have the states written back once `stepped` is over, after the readings of the steps that come next; none
@@ -220,11 +223,7 @@ class StateWindow:
         self._let_go()
         self.flush()
         buffer = self._take_alone(states) if alone else self._buffers.take(WINDOW, states.nbytes)
-        # Nothing may write the buffer or the extent any more; what failed there is reported elsewhere.
-        after = settled([*buffer.uses.to_write(), *states.extent_uses.to_read()])
-        read = self._lane.submit(lambda: states.fill(buffer.memory), after=after, nbytes=states.used_bytes)
-        buffer.uses.written_by(over(read))
-        read.synchronize()  # the caller reads the buffer next
+        self._read(states, buffer, states.used_bytes).synchronize()  # the caller reads the buffer next
         states.brought(buffer)
         self._held = (states, buffer)
 
