@@ -7,7 +7,7 @@ from elixir.search.propose.candidate import Candidate, as_it_runs, everything_re
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.greedy import PlacementBuilder
-from elixir.search.propose.local_search import Polish
+from elixir.search.propose.local_search import LocalSearch
 from elixir.search.propose.original_elixir import classic_candidates
 from elixir.search.propose.placement_batch import Variants, possible_homes
 from elixir.search.propose.sizes import MAX_OUTSIZED, Budgets, SearchSpace
@@ -18,9 +18,9 @@ __all__ = [
     "Budgets",
     "Candidate",
     "Fillings",
+    "LocalSearch",
     "Outcome",
     "PlacementBuilder",
-    "Polish",
     "SearchSpace",
     "Variants",
     "as_it_runs",

@@ -1,48 +1,31 @@
-"""The search: sizes, blocks, prefetch and homes of the fastest step.
-
-Three rounds, each with fewer packings and a closer look: fill the device by a few rules with fewest and most blocks;
-vary blocks and depth; change homes of chunks one by one, or, with few chunks, try them all.
+"""The search: sizes, blocks, prefetch and homes of the fastest step, found in the rounds of `ROUNDS`.
 
 What the first Elixir would have chosen is a candidate, too: no plan that leaves the device is slower than that.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 
-from elixir.search.problem import MemoryModel, Placement
-from elixir.search.propose.candidate import NEAR, Candidate, early_instead, everything_resident
-from elixir.search.propose.early_states import EarlyStates
-from elixir.search.propose.fillings import Fillings
-from elixir.search.propose.last_look import moved_while_better
-from elixir.search.propose.local_search import EXACTLY, Polish
+from elixir.search.propose.candidate import Candidate, Found, early_instead
+from elixir.search.propose.climb import LITTLE_LESS, MUCH_LESS
+from elixir.search.propose.local_search import LocalSearch
 from elixir.search.propose.original_elixir import classic_candidates
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.units import LARGEST_BYTES
+from elixir.search.propose.trials import FEW_CHUNKS, Trials
 
 MOST_AHEAD = 4
 """Chunks fetched ahead at most: each takes a block, and what is fetched earlier than that waits there."""
 SIZES_KEPT = 3
 """Packings that are looked at closer after a first look at all."""
-SIZES_POLISHED = 2
+SIZES_PLACED = 2
+"""Packings whose chunks are placed one by one."""
 EARLY_CHUNKS = 512
-"""More packings get a closer look, with chunks that speculate, while all of them together have at most so many chunks.
+"""More packings get a closer look, with chunks updated early, while all of them together have at most so many chunks.
 """
-FEW_CHUNKS = 16
-"""Up to so many, all homes are looked at unless they are too many in spite of what can be ruled out."""
-ROUNDING_S = 1e-9
-"""Seconds that put candidates in order are rounded to so much."""
-MUCH_LESS = 0.97
-"""Plans none of whose chunks speculate are not looked at more closely if they take over so much less than them."""
-LITTLE_LESS = 1 - 2e-4
-"""Plans that cannot be faster by so much are not looked at."""
 PACKINGS_FOR_HOST = 6
 """Packings at which all homes are looked at for the least host memory: those that need least at a first look."""
-STARTS = 8
-"""Starting points of the search over homes of few chunks; one with more."""
 
 
 @dataclass(frozen=True)
@@ -77,255 +60,115 @@ def find_best(
         classic: try what the first Elixir would have chosen as well, though its size be none of `sizes`.
         briefly: a first look at all sizes, and a closer one at the best: for questions that ask for many plans.
     """
-    sizes = tuple(sizes)
-    theirs = classic_candidates(space, budgets.device_bytes, prefetch_depth) if classic else []
-    # Capacities that pack alike share a model, which the first of them names.
-    models = {model.work.packing.capacity_bytes: model for model in (space.model(size) for size in sizes)}
-    for candidate in theirs:
-        capacity = candidate.work.packing.capacity_bytes
-        models[capacity] = space.model(capacity)
-    found = _Collection(budgets, theirs)
-    depths = range(MOST_AHEAD + 1) if prefetch_depth else range(1)
-    trials = [_Trials(space, model, budgets, found) for model in models.values()]
-    for trial in trials:
-        trial.look([prefetch_depth] if briefly else sorted({depths[0], min(prefetch_depth, depths[-1]), depths[-1]}))
-    trials.sort(key=_Trials.order)  # stable: packings that are equally good stay in order of capacity
-    plain_s, early = found.best_s, list[_Trials]()
-    ahead = [prefetch_depth] if briefly else depths
-    if space.setting.speculate is not False and found.best is not None:
-        early = _speculating(space, budgets, trials[: SIZES_KEPT if briefly else None], found, ahead)
-    if found.best is None or found.best_s > plain_s * MUCH_LESS:
-        _closer(trials, found, depths, briefly=briefly)
-    looked_at = 0
-    for place, trial in enumerate(early):
-        looked_at += len(trial.model.work.chunks)
-        if place >= (1 if briefly else SIZES_KEPT) and (briefly or looked_at > EARLY_CHUNKS):
-            break
-        trial.early.vary(ahead, found.best_s)
-        found.take(trial.early.found())
-    quickest = min((trial.early for trial in early), key=lambda states: states.best_s, default=None)
-    if quickest is not None and not briefly and quickest.best_s == found.best_s:
-        quickest.fill_less()
-        found.take([*quickest.found(), *quickest.fewest()])
-    if found.best is None:
-        return Outcome(None, found.count, found.least_host)
-    if found.resident is not None and space.hardware.device_kind == "cpu":
-        # The cores that would step a chunk meanwhile are those of compute, which no simulation knows.
-        return Outcome(found.resident, found.count, found.least_host, found.resident.seconds["total"])
-    if found.best.placement.early and _few_chunks(space, found.best):
-        key = attrgetter("sort_key")
-        found.take([moved_while_better(space, budgets, found.best, depth=prefetch_depth, key=key, cost=space.cost)])
-    return Outcome(found.best, found.count, found.least_host, found.best_s)
+    search = _Search(space, budgets, tuple(sizes), prefetch_depth, classic=classic, briefly=briefly)
+    for look in ROUNDS:
+        look(search)
+    found = search.found
+    # On a CPU, the cores that would step a chunk meanwhile are those of compute, which no simulation knows.
+    best = found.resident if found.resident is not None and space.hardware.device_kind == "cpu" else found.best
+    return Outcome(best, found.count, found.least_host, None if best is None else best.seconds["total"])
 
 
-def _few_chunks(space: SearchSpace, candidate: Candidate) -> bool:
-    """Whether each chunk is a large part of the step."""
-    return not space.setting.spill and len(candidate.work.chunks) <= FEW_CHUNKS
+class _Search:
+    """State that the rounds share: the packings, what was found, and how far to look."""
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        budgets: Budgets,
+        sizes: tuple[int, ...],
+        prefetch_depth: int,
+        *,
+        classic: bool,
+        briefly: bool,
+    ) -> None:
+        self.space, self.budgets, self.depth, self.briefly = space, budgets, prefetch_depth, briefly
+        theirs = classic_candidates(space, budgets.device_bytes, prefetch_depth) if classic else []
+        models = [*(space.model(size) for size in sizes), *(candidate.model for candidate in theirs)]
+        self.found = Found(budgets, theirs)
+        # Capacities that pack alike share a model, which the first of them names.
+        self.trials = [Trials(model, budgets, space.cost, self.found) for model in dict.fromkeys(models)]
+        self.early: list[Trials] = []
+        """Packings worth a closer look at early updates, the best first."""
+        self.depths = range(MOST_AHEAD + 1) if prefetch_depth else range(1)
+        self.ahead = range(prefetch_depth, prefetch_depth + 1) if briefly else self.depths
+        """Depths of prefetch to try with early updates."""
+        self.early_suffices = False
+        """Whether early updates make the step so much shorter that others need no closer look."""
 
 
-def _closer(trials: list[_Trials], found: _Collection, depths: range, *, briefly: bool) -> None:
-    """A closer look at the best of packings at which there was a first look, in which no chunk speculates."""
-    for trial in trials[: 1 if briefly else SIZES_KEPT]:
-        trial.vary(depths)
-    trials.sort(key=_Trials.order)
-    if found.best is None and found.least_host is not None:
+def fill(search: _Search) -> None:
+    """Every packing: fill the device by a few rules, with fewest and most blocks."""
+    depths, depth = search.depths, search.depth
+    for trials in search.trials:
+        trials.fill([depth] if search.briefly else sorted({depths[0], min(depth, depths[-1]), depths[-1]}))
+    search.trials.sort(key=Trials.order)  # stable: packings that are equally good stay in order of capacity
+
+
+def begin_early(search: _Search) -> None:
+    """Every packing, with early updates: as many states on the host as backward seems to hide."""
+    space, found, plain_s = search.space, search.found, search.found.best_s
+    if space.setting.speculate is False or found.best is None:
+        return
+    for trials in search.trials[:SIZES_PLACED]:
+        early = None if trials.best is None else early_instead(trials.best, space.cost, search.budgets)
+        found.take([] if early is None else [early])
+    # With a disk, what the host has more of would go there.
+    some = [] if space.setting.spill else search.trials[: SIZES_KEPT if search.briefly else None]
+    first = search.ahead[len(search.ahead) > 1]
+    floors_s = {trials: trials.early.look(trials.depth(first), search.ahead[0]) for trials in some}
+    for trials in sorted(some, key=lambda trials: floors_s[trials]):
+        if floors_s[trials] < found.best_s * LITTLE_LESS:
+            trials.early.begin(search.ahead)
+    search.early = sorted((each for each in some if each.early.best), key=lambda trials: trials.early.best_s)
+    search.early_suffices = found.best_s <= plain_s * MUCH_LESS
+
+
+def vary(search: _Search) -> None:
+    """Three best packings: vary depth of prefetch and block count, in ever smaller steps."""
+    for trials in () if search.early_suffices else search.trials[: 1 if search.briefly else SIZES_KEPT]:
+        trials.vary(search.depths)
+    search.trials.sort(key=Trials.order)
+
+
+def place(search: _Search) -> None:
+    """Two best packings: change homes chunk by chunk; all packings with few chunks: try all homes."""
+    if search.found.best is None and search.found.least_host is not None:
         # Some fit the device, but what they leave to the host does not fit there.
-        for trial in sorted(trials, key=lambda trial: trial.least_host_bytes)[:PACKINGS_FOR_HOST]:
-            trial.look_for_host(depths[0])
-    for trial in trials if not briefly or len(trials[0].model.work.chunks) <= FEW_CHUNKS else ():
-        trial.polish(depths, few=trial in trials[:SIZES_POLISHED])
+        for trials in sorted(search.trials, key=lambda trials: trials.least_host_bytes)[:PACKINGS_FOR_HOST]:
+            trials.spare_host(search.depths[0])
+    if search.early_suffices or (search.briefly and not search.trials[0].few_chunks):
+        return
+    for place, trials in enumerate(search.trials):
+        trials.place(search.depths, closely=place < SIZES_PLACED)
 
 
-def _speculating(
-    space: SearchSpace, budgets: Budgets, trials: Sequence[_Trials], found: _Collection, depths: Sequence[int]
-) -> list[_Trials]:
-    """A first look at plans some of whose chunks speculate; packings worth a closer one, the best first."""
-    best = [trial.best for trial in trials[:SIZES_POLISHED] if trial.best is not None]
-    found.take(early for plain in best if (early := early_instead(plain, space.cost, budgets)) is not None)
-    if space.setting.spill:
-        return []  # what the host has more of would go to the disk
-    floors_s = {trial: trial.early.look(trial.depth(depths[len(depths) > 1]), depths[0]) for trial in trials}
-    for trial in sorted(trials, key=lambda trial: floors_s[trial]):
-        if floors_s[trial] < found.best_s * LITTLE_LESS:
-            trial.early.begin(depths, found.best_s * NEAR)
-            found.take(trial.early.found())
-    return sorted((trial for trial in trials if trial.early.best is not None), key=lambda trial: trial.early.best_s)
+def vary_early(search: _Search) -> None:
+    """Three best packings with early updates: vary the number of states on the host, depth and block count."""
+    chunks = 0
+    for place, trials in enumerate(search.early):
+        chunks += len(trials.model.work.chunks)
+        if place < (1 if search.briefly else SIZES_KEPT) or not (search.briefly or chunks > EARLY_CHUNKS):
+            trials.early.vary(search.ahead)
 
 
-class _Trials:
-    """All that is tried with one packing."""
-
-    def __init__(self, space: SearchSpace, model: MemoryModel, budgets: Budgets, found: _Collection) -> None:
-        self.space, self.model, self.budgets, self.found = space, model, budgets, found
-        self.few_chunks = len(model.work.chunks) <= FEW_CHUNKS
-        self.best: Candidate | None = None
-        self.least_host_bytes = LARGEST_BYTES
-        """Least host need of those that fit the device so far."""
-        self._tried: dict[tuple[int, int], Candidate | None] = {}
-        self._fillings = Fillings(model, budgets.device_bytes, space.cost)
-        self.early = EarlyStates(space, model, self._fillings, budgets)
-
-    def order(self) -> tuple[bool, tuple[float, ...]]:
-        """Packings without anything that fits come last."""
-        return (True, ()) if self.best is None else (False, self.best.sort_key)
-
-    def depth(self, otherwise: int) -> int:
-        """The depth of prefetch with which it is best so far."""
-        streams = self.best is not None and not all(self.best.placement.resident)
-        return self.best.schedule.prefetch_depth if self.best is not None and streams else otherwise
-
-    def look(self, depths: Sequence[int]) -> None:
-        """Fewest and most blocks."""
-        resident = everything_resident(self.model, self.budgets.device_bytes, self.space.cost)
-        if resident is not None:
-            self._take([resident])
-        # The least prefetch comes last, as what the others take often rules it out; of equals it is the first.
-        for depth in (*depths[1:], depths[0]):
-            counts = self._fillings.block_range(depth)
-            for blocks in sorted({counts.start, counts.stop - 1}):
-                self._try(blocks, depth)
-        self._tried = dict(sorted(self._tried.items(), key=lambda tried: tried[0][::-1]))
-
-    def vary(self, depths: range) -> None:
-        """From the best so far, other depths and block counts in turn, in ever smaller steps."""
-        here = min((key for key, tried in self._tried.items() if tried is not None), key=self._order, default=None)
-        if here is None:
-            return
-        most = self._fillings.block_range(here[1]).stop - 1
-        step = max(most // 4, 1)
-        while step:
-            blocks, depth = here
-            around = [(blocks, other) for other in depths] if step > 1 or most < 4 else []
-            around += [(count, depth) for count in (blocks - step, blocks + step) if 0 < count <= most]
-            for key in around:
-                self._try(*key)
-            best = min((key for key in [here, *around] if self._tried[key] is not None), key=self._order)
-            if best == here:
-                step //= 2
-            here = best
-
-    def polish(self, depths: range, *, few: bool) -> None:
-        """Search homes of chunks: all of them with few chunks; otherwise, for the few best packings, from the best so
-        far."""
-        if self.found.best is None:
-            return
-        if not self.few_chunks and not few:
-            return
-        for gathered in self._families():
-            polish = Polish(self.model, self.budgets, self.space.cost, gathered=gathered)
-            better = polish.better(self._starts(), depths, all_on_host=self.few_chunks) if few else None
-            if better is not None:
-                self._take([better])
-            if self.few_chunks:
-                better = polish.all(self.found.best, depths)
-                if better is not None and better is not self.found.best:
-                    self._take([better])
-            self.found.count += polish.simulations
-
-    def _families(self) -> tuple[bool, ...]:
-        """Whether all chunks are resident, or none need be: with several ranks a plan is either."""
-        if self.space.setting.world_size == 1:
-            return (False,)
-        if self.few_chunks:
-            return (False, True)
-        return (self.best is not None and all(self.best.placement.resident),)
-
-    def _starts(self) -> list[Candidate]:
-        """The best with each depth and with each block count, the best of them first."""
-        by_choice: dict[tuple[str, int], Candidate] = {}
-        for (blocks, depth), tried in self._tried.items():
-            if tried is None:
-                continue
-            for choice in (("depth", depth), ("blocks", blocks)):
-                known = by_choice.get(choice)
-                if known is None or tried.sort_key < known.sort_key:
-                    by_choice[choice] = tried
-        distinct: dict[Placement, Candidate] = {}
-        for candidate in sorted(by_choice.values(), key=lambda candidate: candidate.sort_key):
-            distinct.setdefault(candidate.placement, candidate)
-        return list(distinct.values())[: STARTS if self.few_chunks else 1]
-
-    def look_for_host(self, depth: int) -> None:
-        """The homes that need least of the host, where all can be looked at."""
-        if not self.few_chunks:
-            return
-        found = Polish(self.model, self.budgets, self.space.cost).least_host(depth, self.found.most_host_bytes)
-        if found is not None:
-            self._take([found])
-
-    def _try(self, blocks: int, depth: int) -> None:
-        key = (blocks, depth)
-        if key not in self._tried:
-            self._tried[key] = self._take(self._fillings.at(blocks, depth, self._most_s(), self.found.most_host_bytes))
-
-    def _most_s(self) -> float:
-        """Seconds above which a candidate is neither the best of this packing nor as good as the best of all.
-
-        With few chunks searches of homes begin at what is neither, too.
-        """
-        if self.few_chunks or self.best is None or self.found.best is None:
-            return math.inf
-        return max(self.best.seconds["total"], self.found.best.seconds["total"] * NEAR) * EXACTLY + ROUNDING_S
-
-    def _take(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        taken = list(candidates)
-        self.least_host_bytes = min([self.least_host_bytes, *(candidate.need.host_bytes for candidate in taken)])
-        best = self.found.take(taken)
-        if best is not None and (self.best is None or _less_ahead(best) < _less_ahead(self.best)):
-            self.best = best
-        return best
-
-    def _order(self, key: tuple[int, int]) -> tuple[float, ...]:
-        tried = self._tried[key]
-        return () if tried is None else tried.sort_key
+def fill_less(search: _Search) -> None:
+    """The best with early updates: fill three quarters of the device, and leave the host fewer states."""
+    best = min((trials.early for trials in search.early), key=lambda early: early.best_s, default=None)
+    if best is not None and not search.briefly and best.best_s == search.found.best_s:
+        best.fill_less()
 
 
-class _Collection:
-    """Keeps the best of what it is shown."""
-
-    def __init__(self, budgets: Budgets, candidates: Iterable[Candidate]) -> None:
-        self.count = 0
-        self.best: Candidate | None = None
-        self._host_bytes = budgets.host_bytes
-        self.resident: Candidate | None = None
-        """The best of those with everything on the device."""
-        self.least_host: Candidate | None = None
-        self.take(candidates)
-
-    @property
-    def best_s(self) -> float:
-        """Seconds of the best."""
-        return math.inf if self.best is None else self.best.seconds["total"]
-
-    @property
-    def most_host_bytes(self) -> int:
-        """Bytes above which a candidate is neither within the budget nor the one with the least."""
-        least = self.least_host
-        return LARGEST_BYTES if least is None else max(self._host_bytes, least.need.host_bytes)
-
-    def take(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        """Look at candidates; the best of those that fit the host."""
-        best: Candidate | None = None
-        for candidate in candidates:
-            self.count += 1
-            if self.least_host is None or _by_host(candidate) < _by_host(self.least_host):
-                self.least_host = candidate
-            if candidate.need.host_bytes > self._host_bytes:
-                continue
-            whole = self.resident
-            if candidate.placement.keeps_everything and (whole is None or candidate.sort_key < whole.sort_key):
-                self.resident = candidate
-            if best is None or candidate.sort_key < best.sort_key:
-                best = candidate
-        if best is not None and (self.best is None or best.sort_key < self.best.sort_key):
-            self.best = best
-        return best
+def place_early(search: _Search) -> None:
+    """The best, if it has early updates and few chunks: change homes, and when each is updated, chunk by chunk."""
+    best, setting = search.found.best, search.space.setting
+    if best is None or not best.placement.early or setting.spill or len(best.work.chunks) > FEW_CHUNKS:
+        return
+    gathered = setting.world_size > 1 and all(best.placement.resident)
+    local = LocalSearch(best.model, search.budgets, search.space.cost, gathered=gathered, early=True)
+    better = local.better([best], (search.depth,))
+    search.found.take([] if better is None else [better])
 
 
-def _less_ahead(candidate: Candidate) -> tuple[tuple[float, ...], int]:
-    """Sorts like `sort_key`, and puts less prefetch first among equals."""
-    return candidate.sort_key, candidate.schedule.prefetch_depth
-
-
-def _by_host(candidate: Candidate) -> tuple[int, tuple[float, ...]]:
-    return candidate.need.host_bytes, candidate.sort_key
+ROUNDS = (fill, begin_early, vary, place, vary_early, fill_less, place_early)
+"""In this order; each knows what those before it have found."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from elixir.plan import Home
 from elixir.schedule import ScheduleResult
 from elixir.search.problem import MemoryModel, MemoryNeed, Placement, Traffic, Workload, traffic
+from elixir.search.propose.climb import DECIMALS, NEAR, Key
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.sizes import Budgets
 from elixir.search.simulator import SimulatedCost
-
-NEAR = 1.01
-"""A plan that takes this many times the fastest one's seconds is as good, as far as rates are known."""
+from elixir.units import LARGEST_BYTES
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Candidate:
         """
         chunks = zip(self.work.chunks, self.placement.state_on_device, strict=True)
         return (
-            round(self.seconds["total"], 9),
+            round(self.seconds["total"], DECIMALS),
             sum(chunk.numel for chunk, on_device in chunks if chunk.grad_bytes and not on_device),
             self.moved.link_bytes,
             self.need.device_bytes,
@@ -157,3 +158,45 @@ def _gathered_for_good(model: MemoryModel, placement: Placement, blocks: int) ->
     if model.setting.world_size == 1 or not streamed or blocks < streamed or not all(placement.weight_on_device):
         return placement
     return Placement(tuple(Home.RESIDENT if home.states_on_device else Home.RESIDENT_HOST for home in placement.homes))
+
+
+class Found:
+    """Keeps the best of what it is shown."""
+
+    def __init__(self, budgets: Budgets, candidates: Iterable[Candidate]) -> None:
+        self.count = 0
+        self.best: Candidate | None = None
+        self._host_bytes = budgets.host_bytes
+        self.resident: Candidate | None = None
+        """The best of those with everything on the device."""
+        self.least_host: Candidate | None = None
+        self.take(candidates)
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the best."""
+        return math.inf if self.best is None else self.best.seconds["total"]
+
+    @property
+    def most_host_bytes(self) -> int:
+        """Bytes above which a candidate is neither within the budget nor the one with the least."""
+        least = self.least_host
+        return LARGEST_BYTES if least is None else max(self._host_bytes, least.need.host_bytes)
+
+    def take(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        """Looks at candidates; the best of those that fit the host."""
+        taken = list(candidates)
+        fitting = [candidate for candidate in taken if candidate.need.host_bytes <= self._host_bytes]
+        best = min(fitting, key=_by_seconds, default=None)
+        self.count += len(taken)
+        self.best = _least(_by_seconds, self.best, best)
+        self.resident = _least(_by_seconds, self.resident, *(c for c in fitting if c.placement.keeps_everything))
+        self.least_host = _least(lambda c: (c.need.host_bytes, *c.sort_key), self.least_host, *taken)
+        return best
+
+
+_by_seconds = attrgetter("sort_key")
+
+
+def _least(key: Callable[[Candidate], Key], *candidates: Candidate | None) -> Candidate | None:
+    return min((candidate for candidate in candidates if candidate is not None), key=key, default=None)

@@ -1,40 +1,43 @@
 """The best homes for the chunks of one packing: all of them if there are few, otherwise from good ones to better ones.
 
 The number of blocks is not searched: it is as many as fit next to the homes, as more of them only keep more chunks.
+Which chunks are updated early follows from a rule, wherever they live. With few chunks each is a large part of the
+step, so that one for which the rule chooses badly is worth percents: these are tried one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import combinations, islice
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import combinations, islice, pairwise, takewhile
 from math import comb
+from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 
-from elixir.search.problem import Codes, Ints, MemoryModel, Placement
-from elixir.search.propose.candidate import Candidate, weigh
+from elixir.search.problem import Bools, Codes, Ints, MemoryModel, Placement
+from elixir.search.propose.candidate import Candidate, early_host_bytes, updated_early, weigh
+from elixir.search.propose.climb import DECIMALS, EXACTLY, LITTLE_LESS, climb
 from elixir.search.propose.placement_batch import Look, Variants
 from elixir.search.propose.sizes import Budgets
-from elixir.search.simulator import SimulatedCost
+from elixir.search.simulator import SimulatedCost, can_step
 
+_by_seconds = attrgetter("sort_key")
 Change = tuple[int, int]
 """A chunk, and the number of its new home."""
-EXACTLY = 1 + 1e-9
-"""Floors are above what they bound by no more than the rounding of their sums."""
-
-DECIMALS = 9
-"""Digits of seconds by which candidates are put in order, as in `Candidate.sort_key`."""
 LOOKS = 300_000
 """Variants times chunks that are looked at per packing; about a tenth of a second."""
 SIMULATED_CHUNKS = 5_000
 """Simulations times chunks per packing; a tenth of a second, more where chunks are used often."""
 MOST_SIMULATIONS = 1000
+MOST_EARLY = 100
+"""Placements that are simulated at most where chunks are updated early: for each, several choices of these chunks."""
 MOST_AT_ONCE = 3
 """Chunks that change their homes in one step."""
 
 
-class Polish:
+class LocalSearch:
     """Homes of one packing.
 
     Args:
@@ -42,51 +45,50 @@ class Polish:
         budgets: what a plan may use.
         cost: the time model.
         gathered: with several ranks, all chunks are resident, else none.
+        early: some chunks are updated early; otherwise none is.
     """
 
-    def __init__(self, model: MemoryModel, budgets: Budgets, cost: SimulatedCost, *, gathered: bool = False) -> None:
-        self.model, self.budgets, self.cost = model, budgets, cost
+    def __init__(
+        self,
+        model: MemoryModel,
+        budgets: Budgets,
+        cost: SimulatedCost,
+        *,
+        gathered: bool = False,
+        early: bool = False,
+    ) -> None:
+        self.model, self.budgets, self.cost, self._early = model, budgets, cost, early
         self.variants = Variants(model, cost, gathered=gathered)
         self.simulations = 0
         count = len(model.work.chunks)
-        self._most_simulations = min(SIMULATED_CHUNKS // count, MOST_SIMULATIONS)
+        self._most_simulations = MOST_EARLY if early else min(SIMULATED_CHUNKS // count, MOST_SIMULATIONS)
         self._most_looks = LOOKS // count
-        self._known: dict[tuple[bytes, int], Candidate | None] = {}
+        self._known: dict[tuple[Placement, int], Candidate | None] = {}
 
-    def all(self, best: Candidate | None, depths: Sequence[int]) -> Candidate | None:
+    def all(self, best: Candidate, depths: Sequence[int]) -> Candidate:
         """The best of all homes and depths; if there are too many, less than that, and maybe only `best`."""
-        codes = self._branches(best, self.budgets.host_bytes)
+        codes = self._branches(best.seconds["total"], self.budgets.host_bytes)
         if codes is None:
             return best
-        look = self.variants.look(codes, self.budgets.device_bytes)
-        for row in self._promising(look, best):
-            if best is not None and look.floor_s[row] > best.seconds["total"] * EXACTLY:
-                break
-            for depth in depths:
-                if self.simulations >= self._most_simulations:
-                    return best
-                found = self._weigh(codes[row], int(look.blocks[row]), depth)
-                if found is not None and (best is None or found.sort_key < best.sort_key):
-                    best = found
+        look = self._look(codes)
+        # The closure sees the best so far.
+        rows = takewhile(lambda row: look.floor_s[row] <= best.seconds["total"] * EXACTLY, self._promising(look))
+        for found in self._simulated(codes, look, rows, depths):
+            best = min(best, found, key=_by_seconds)
         return best
 
     def least_host(self, depth: int, most_host_bytes: int) -> Candidate | None:
         """The homes that need least of the host, and no more than so much; None where none do and fit the device, or
         too much is to be tried."""
-        codes = self._branches(None, most_host_bytes)
+        codes = self._branches(math.inf, most_host_bytes)
         if codes is None:
             return None
-        look = self.variants.look(codes, self.budgets.device_bytes)
-        for row in np.argsort(look.host_bytes, kind="stable").tolist():
-            if self.simulations >= self._most_simulations:
-                break
-            found = self._weigh(codes[row], int(look.blocks[row]), depth)
-            if found is not None:
-                return found
-        return None
+        look = self._look(codes)
+        rows = np.argsort(look.host_bytes, kind="stable").tolist()
+        return next(self._simulated(codes, look, rows, (depth,)), None)
 
-    def _branches(self, best: Candidate | None, most_host_bytes: int) -> Codes | None:
-        """All variants that may be allowed and better than `best`; None where that takes more than `LOOKS`.
+    def _branches(self, most_s: float, most_host_bytes: int) -> Codes | None:
+        """All variants that may be allowed and take no longer; None where that takes more than `LOOKS`.
 
         Chunk after chunk, the largest first, gets all its homes; what the chunks so far rule out is left out at once.
         """
@@ -100,13 +102,13 @@ class Polish:
             looks += codes.size
             if looks > LOOKS:
                 return None
-            look = self.variants.look(codes, self.budgets.device_bytes, np.array(order[:count]))
-            codes = codes[self._may_be(look, best, most_host_bytes)]
+            look = self._look(codes, np.array(order[:count]))
+            codes = codes[_may_be(look, most_s * EXACTLY, most_host_bytes)]
         back = np.argsort(order)
         return np.ascontiguousarray(codes[:, back])
 
     def better(
-        self, starts: Sequence[Candidate], depths: Sequence[int], *, all_on_host: bool = False
+        self, starts: Iterable[Candidate], depths: Sequence[int], *, all_on_host: bool = False
     ) -> Candidate | None:
         """From each start, chunks change homes a few at a time for as long as that helps and there is work left.
 
@@ -115,51 +117,63 @@ class Polish:
             depths: of prefetch, to choose from.
             all_on_host: start from there too, unlike what keeps as much on the device as it holds.
         """
-        best: Candidate | None = None
-        for start in [*starts, *(self._all_on_host(depths) if all_on_host else ())]:
-            better = self._step(start, depths)
-            while better is not start:
-                start, better = better, self._step(better, depths)
-            if best is None or start.sort_key < best.sort_key:
-                best = start
-        return best
+        on_host = np.array([[homes[0] for homes in self.variants.homes]], dtype=np.int8)
+        some = [*starts, *(self._allowed(on_host, math.inf, depths) if all_on_host else ())]
+        bound = LITTLE_LESS if self._early else EXACTLY
+        found = [climb(start, partial(self._neighbours, depths=depths), _by_seconds, bound) for start in some]
+        return min(found, key=_by_seconds, default=None)
 
-    def _all_on_host(self, depths: Sequence[int]) -> Iterator[Candidate]:
-        codes = np.array([[homes[0] for homes in self.variants.homes]], dtype=np.int8)
-        look = self.variants.look(codes, self.budgets.device_bytes)
-        if look.blocks[0] >= 0 and look.host_bytes[0] <= self.budgets.host_bytes:
-            for depth in depths:
-                found = self._weigh(codes[0], int(look.blocks[0]), depth)
+    def _neighbours(self, here: Candidate, most_s: float, *, depths: Sequence[int]) -> Iterator[Candidate]:
+        """Better ones come from other early updates, then from other homes for one chunk, for more at once.
+
+        Where chunks are updated early, one changes its home at a time.
+        """
+        depth = depths[0] if self._early and not here.schedule.blocks else here.schedule.prefetch_depth
+        if self._early:
+            yield from self._updated_otherwise(here, most_s)
+        codes = self.variants.codes(here.placement.updated_early(()))
+        if codes is None:
+            return
+        for at_once in range(1, 2 if self._early else MOST_AT_ONCE + 1):
+            yield from self._allowed(self._moved(codes, at_once), most_s, (depth,))
+            if at_once == 1 and not self._early:
+                yield from self._allowed(codes[None], most_s, [other for other in depths if other != depth])
+
+    def _updated_otherwise(self, here: Candidate, most_s: float) -> Iterator[Candidate]:
+        """One chunk more that is updated early, one fewer, or its neighbour instead."""
+        placement, now, blocks = here.placement, here.placement.early, here.schedule.blocks
+        if self.cost.floor_of(here.work, placement, blocks, early=True) > most_s:
+            return
+        able = sorted(can_step(here.work, placement) - placement.state_on_disk)
+        for change in [*((chunk,) for chunk in able), *pairwise(able)]:
+            early = now.symmetric_difference(change)
+            changed = placement.updated_early(early)
+            fits = sum(self.model.host_parts(changed).values()) <= early_host_bytes(self.model, self.budgets)
+            if early and fits and len(early) - len(now) in (-1, 0, 1) and self.simulations < self._most_simulations:
+                found = self._weigh(changed, blocks, here.schedule.prefetch_depth)
                 if found is not None:
                     yield found
 
-    def _step(self, best: Candidate, depths: Sequence[int]) -> Candidate:
-        """A better neighbour, the most promising being looked at first; `best` where none is."""
-        codes = self.variants.codes(best.placement)
-        if codes is None:
-            return best
-        here = best.schedule.prefetch_depth
-        for at_once in range(1, MOST_AT_ONCE + 1):
-            found = self._first_better(self._neighbours(codes, at_once), best, (here,))
-            if found is None and at_once == 1:
-                found = self._first_better(codes[None], best, [depth for depth in depths if depth != here])
-            if found is not None:
-                return found
-        return best
-
-    def _first_better(self, codes: Codes, best: Candidate, depths: Sequence[int]) -> Candidate | None:
+    def _allowed(self, codes: Codes, most_s: float, depths: Sequence[int]) -> Iterator[Candidate]:
+        """Variants that may be allowed and take no more than `most_s`, the most promising first."""
         self._most_looks -= len(codes)
-        look = self.variants.look(codes, self.budgets.device_bytes)
-        for row in self._promising(look, best):
+        look = self._look(codes)
+        yield from self._simulated(codes, look, self._promising(look, most_s), depths)
+
+    def _simulated(self, codes: Codes, look: Look, rows: Iterable[int], depths: Sequence[int]) -> Iterator[Candidate]:
+        """The variants of some rows, until enough were simulated."""
+        for row in rows:
             for depth in depths:
                 if self.simulations >= self._most_simulations:
-                    return None
-                found = self._weigh(codes[row], int(look.blocks[row]), depth)
-                if found is not None and found.sort_key < best.sort_key:
-                    return found
-        return None
+                    return
+                found = self._weigh(Placement.numbered(codes[row].tolist()), int(look.blocks[row]), depth)
+                if found is not None:
+                    yield found
 
-    def _neighbours(self, codes: Codes, at_once: int) -> Codes:
+    def _look(self, codes: Codes, chunks: Ints | None = None) -> Look:
+        return self.variants.look(codes, self.budgets.device_bytes, chunks, early=self._early)
+
+    def _moved(self, codes: Codes, at_once: int) -> Codes:
         """Variants with other homes for so many chunks, of those near each other in order of use if there are many."""
         here = codes.tolist()
         ones = [
@@ -174,26 +188,20 @@ class Polish:
             found[np.arange(len(changes)), list(chunks)] = others
         return found
 
-    def _may_be(self, look: Look, best: Candidate | None, most_host_bytes: int) -> npt.NDArray[np.bool_]:
-        """Which may be allowed, and better than the best."""
-        good = (look.blocks >= 0) & (look.host_bytes <= most_host_bytes)
-        if best is not None:
-            good &= look.floor_s <= best.seconds["total"] * EXACTLY
-        return np.asarray(good, dtype=bool)
-
-    def _promising(self, look: Look, best: Candidate | None) -> list[int]:
-        """Rows that may be allowed and better than the best, the most promising first."""
-        rows: Ints = np.flatnonzero(self._may_be(look, best, self.budgets.host_bytes))
+    def _promising(self, look: Look, most_s: float = math.inf) -> list[int]:
+        """Rows that may be allowed and take no more than `most_s`, the most promising first."""
+        rows = np.flatnonzero(_may_be(look, most_s, self.budgets.host_bytes))
         # Rounded, so that the last bits of a sum, which machines may give differently, do not put equal ones in order.
-        floors_s = np.round(look.floor_s[rows], DECIMALS)
-        order: list[int] = rows[np.argsort(floors_s, kind="stable")].tolist()
+        order: list[int] = rows[np.argsort(np.round(look.floor_s[rows], DECIMALS), kind="stable")].tolist()
         return order
 
-    def _weigh(self, codes: Codes, blocks: int, depth: int) -> Candidate | None:
-        """The candidate with as many blocks as fit; None where fewer fit than are needed."""
-        key = (codes.tobytes(), depth)
+    def _weigh(self, placement: Placement, blocks: int, depth: int) -> Candidate | None:
+        """The candidate with as many blocks as fit; None where fewer fit than are needed.
+
+        If chunks are to be updated early and none is yet, those are with which it is best.
+        """
+        key = (placement, depth)
         if key not in self._known:
-            placement = Placement.numbered(codes.tolist())
             found, work = None, self.model.work
             streamed = sum(used and not gone for used, gone in zip(work.used, placement.resident, strict=True))
             # Where anything is streamed, the first window has as many chunks as there are, and as depth allows.
@@ -201,11 +209,19 @@ class Polish:
                 self.simulations += 1
                 fewest = work.schedule(placement.residents, depth).min_blocks
                 if fewest <= blocks:
-                    found = weigh(self.model, placement, blocks if fewest else 0, depth, self.cost)
-                    if self.model.setting.spill and found.need.host_bytes > self.budgets.host_bytes:
+                    choice = self.model, placement, blocks if fewest else 0, depth, self.cost
+                    rule = self._early and not placement.early
+                    found = updated_early(*choice, self.budgets) if rule else weigh(*choice)
+                    if found and self.model.setting.spill and found.need.host_bytes > self.budgets.host_bytes:
                         found = None  # a look does not know what the disk can take
             self._known[key] = found
         return self._known[key]
+
+
+def _may_be(look: Look, most_s: float, most_host_bytes: int) -> Bools:
+    """Which may be allowed, and take no longer."""
+    good: Bools = (look.blocks >= 0) & (look.host_bytes <= most_host_bytes) & (look.floor_s <= most_s)
+    return good
 
 
 def _near(ones: list[Change], at_once: int, most: int) -> Iterator[tuple[Change, ...]]:

@@ -15,7 +15,7 @@ from elixir.optimizer_states import StateSize
 from elixir.plan import Home
 from elixir.search import plan_from_trace
 from elixir.search.problem import Placement, Setting
-from elixir.search.propose import Budgets, Polish, SearchSpace, Variants, find_best, weigh
+from elixir.search.propose import Budgets, LocalSearch, SearchSpace, Variants, find_best, weigh
 from elixir.search.propose.candidate import NEAR
 from elixir.units import GIB, MIB
 from tests.common.searching import HARDWARE
@@ -151,11 +151,13 @@ def test_more_blocks_never_make_a_step_slower_on_small_searches() -> None:
 def test_homes_are_searched_from_any_start() -> None:
     """From everything on the host, one change after the other leads to what looking at all homes gives."""
     search = small_search(3, most_chunks=6, world_size=1)
-    polish = Polish(search.models()[0], search.budgets, search.space.cost)
-    depths = range(3)
-    best, climbed = polish.all(None, depths), polish.better([], depths, all_on_host=True)
-    assert best is not None
+    model, depths = search.models()[0], range(3)
+    local = LocalSearch(model, search.budgets, search.space.cost)
+    on_host = Placement.numbered([homes[0] for homes in local.variants.homes])
+    start = weigh(model, on_host, model.work.schedule(on_host.residents, 0).min_blocks, 0, search.space.cost)
+    best, climbed = local.all(start, depths), local.better([start], depths)
     assert climbed is not None
+    assert climbed.seconds["total"] < start.seconds["total"]
     assert climbed.seconds["total"] <= best.seconds["total"] * 1.01
 
 
