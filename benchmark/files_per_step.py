@@ -148,7 +148,7 @@ def walked(early: bool) -> Walk:
         module(inp)
     sys.setprofile(None)
     threading.setprofile(None)
-    kept = module.last_report.kept
+    kept = module.last_report.early.kept
     module.close()
     if kept != int(early):
         raise RuntimeError(f"{kept} chunks kept states that were made in backward, expected {int(early)}")

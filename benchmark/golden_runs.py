@@ -239,7 +239,7 @@ def stepped(run: Run, module: Any, optimizers: list[Any], steps: range, rank: in
             optimizer.step()
             optimizer.zero_grad()
         report = module.last_report
-        early += report.speculated
+        early += report.early.made
         if run.max_norm is not None and report.grad_norm is not None and report.grad_norm.isfinite():
             clipped.add(bool(report.grad_norm > run.max_norm))
     expected = {NEVER: {False}, ALWAYS: {True}, SOMETIMES: {False, True}}

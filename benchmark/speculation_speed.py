@@ -103,7 +103,7 @@ def turns(rounds: int) -> dict[str, Any]:
             for _ in range(WARM):
                 run.step(settle=way.waits)
             step = run.step(settle=way.waits)
-            found[way].append((step.step_s, step.report.busy_s["host_adam"], step.report.kept))
+            found[way].append((step.step_s, step.report.busy_s["host_adam"], step.report.early.kept))
     _check(found)
     for run in runs.values():
         run.module.settle()
@@ -147,7 +147,7 @@ def simulated(model: str, rounds: int) -> dict[str, Any]:
     found = []
     for mix, speed in judged:
         steps = seen[mix, speed]
-        if not all(step.report.kept for step in steps):
+        if not all(step.report.early.kept for step in steps):
             raise SystemExit("new states that were made in backward were not kept")
         predicted = simulate_step(plans[mix], known.trace_for(plans[mix]), with_link_speed(known.machine, speed))
         p20, p50, p80 = percentiles([step.step_s for step in steps])

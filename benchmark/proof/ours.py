@@ -250,8 +250,8 @@ def account(reports: Sequence[StepReport], limit: float | None) -> dict[str, Any
         _refuse_copies([f"{forms[COPIED]} of {sum(forms.values())} steps of shards"])
     norms = [float(report.grad_norm) for report in reports if report.grad_norm is not None]
     return {
-        "early_states_made": sum(report.speculated for report in reports),
-        "early_states_kept": sum(report.kept for report in reports),
+        "early_states_made": sum(report.early.made for report in reports),
+        "early_states_kept": sum(report.early.kept for report in reports),
         "clipped_steps": sum(limit is not None and norm > limit for norm in norms),
         "grad_norm_range": [min(norms), max(norms)] if norms else None,
         "waited_s_per_step": {lane: seconds / len(reports) for lane, seconds in waited.items()},

@@ -74,7 +74,7 @@ def _as_ddp(rank: int, world_size: int) -> None:
         twins.step()
         report = twins.module.last_report
         assert report is not None
-        assert (report.speculated, report.kept) == (len(made), len(made) if norm > 1 else 0)
+        assert (report.early.made, report.early.kept) == (len(made), len(made) if norm > 1 else 0)
     twins.train(3)
     twins.check()
     twins.close()

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from elixir.wrapper.account.counts import StepAccount
-from elixir.wrapper.account.report import StepReport
+from elixir.wrapper.account.report import EarlyCounts, StepReport
 
-__all__ = ["StepAccount", "StepReport"]
+__all__ = ["EarlyCounts", "StepAccount", "StepReport"]

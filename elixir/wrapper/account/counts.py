@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from elixir.plan import Backwards
 from elixir.wrapper.account.clock import StepClock
-from elixir.wrapper.account.report import Course, Expected, StepReport, differences, expected_of, make_report
+from elixir.wrapper.account.report import (
+    Course,
+    EarlyCounts,
+    Expected,
+    StepReport,
+    differences,
+    expected_of,
+    make_report,
+)
 from elixir.wrapper.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -28,6 +37,7 @@ class StepAccount:
         self._clock = StepClock(engine.device)
         self._warned = self._said_slow = False
         self._known: dict[Course, Expected] = {}  # by what steps under this plan were like; most are alike
+        self._early = EarlyCounts()  # of all steps
         self._start()
         self.last_report: StepReport | None = None
         """The last step, compared with its prediction; None before the first."""
@@ -92,9 +102,11 @@ class StepAccount:
         if course not in self._known:
             self._known[course] = expected_of(engine.plan, engine.schedule, course)
         before, counts = self.last_report, engine.cache.take_counts()
-        self.last_report = make_report(
+        report = make_report(
             engine, self._known[course], counts, self._clock.stop(), self._tokens, first=before is None
         )
+        self._early += report.early
+        self.last_report = replace(report, early_so_far=self._early)
         self._start()
         self._say_if_slow(before, self.last_report)
         surprises = {} if skipped else self.last_report.surprises()

@@ -57,6 +57,31 @@ class Expected:
 
 
 @dataclass(frozen=True)
+class EarlyCounts:
+    """Counts chunks whose new states the host makes during backward, on one rank in one step or several."""
+
+    planned: int = 0
+    """Chunks that the plan updates early; none where several optimizers share the chunks, which nothing updates early
+    then."""
+    made: int = 0
+    """Chunks whose new states were being made when the optimizer's step began. None are while the last steps were
+    clipped."""
+    kept: int = 0
+    """Those of them whose new states were right; the others were updated after the norm, or not if the step was left
+    out after an overflow."""
+
+    def __add__(self, other: EarlyCounts) -> EarlyCounts:
+        return EarlyCounts(self.planned + other.planned, self.made + other.made, self.kept + other.kept)
+
+    def __str__(self) -> str:
+        return f"made for {self.made} of {self.planned} chunks, kept for {self.kept}"
+
+    def to_dict(self, prefix: str = "") -> dict[str, float]:
+        """Flat numbers by name, as in `StepReport.to_dict`."""
+        return {f"{prefix}early_{name}_chunks": value for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
 class StepReport:
     """One optimizer step of one rank, from its first forward to the end of `ElixirOptimizer.step`.
 
@@ -100,10 +125,10 @@ class StepReport:
     grad_norm: torch.Tensor | None = field(default=None, compare=False)
     """See `ElixirOptimizer.grad_norm`; None where several optimizers step the module."""
     world_size: int = 1
-    speculated: int = 0
-    """Chunks whose new states were made during backward."""
-    kept: int = 0
-    """Those of them whose new states were right; the others were stepped again."""
+    early: EarlyCounts = EarlyCounts()
+    """Counts of this step."""
+    early_so_far: EarlyCounts = EarlyCounts()
+    """Counts of all steps of this module together."""
     host_forms: dict[str, int] = field(default_factory=dict)
     """How CPU Adam stepped the shards that it was done with since the report before: how many in which form. In place
     these are ``compiled``, ``in pieces``, ``plain`` and ``by its class``; where the old states are left, ``one pass``
@@ -142,7 +167,7 @@ class StepReport:
         numbers |= {"demand_loads": self.demand_loads, "deviations": self.deviations}
         numbers |= {"micro_batches": self.micro_batches, "refreshed_bytes": self.refreshed_bytes}
         numbers["world_size"] = self.world_size
-        numbers |= {"speculated_chunks": self.speculated, "kept_chunks": self.kept}
+        numbers |= self.early.to_dict() | self.early_so_far.to_dict("run_")
         numbers |= {f"waited_for_{lane}_s": seconds for lane, seconds in self.waited_s.items()}
         numbers |= {f"busy_{lane}_s": seconds for lane, seconds in self.busy_s.items()}
         known = {
@@ -187,8 +212,8 @@ class StepReport:
             predicted = "" if self.predicted_step_s is None else format_seconds(self.predicted_step_s)
             lines.append(f"{'step':16}{format_seconds(self.step_s):>14}{predicted:>14}".rstrip())
         lines.append(f"demand loads {self.demand_loads}, deviations from the recorded order {self.deviations}")
-        if self.speculated:
-            lines.append(f"new states made in backward for {self.speculated} chunks, kept for {self.kept}")
+        if self.early.planned:
+            lines.append(f"new states {self.early}; in all steps so far {self.early_so_far}")
         waits = ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in self.waited_s.items())
         lines.append(f"compute waited for {waits}")
         if self.times_slowest is not None:
@@ -207,6 +232,8 @@ class StepReport:
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
         if load > cores:
             causes.append(f"the machine is busy (load {load:.0f} on {cores} cores)")
+        if self.early.kept < self.early.planned:
+            causes.append(f"new states made in backward were kept for {self.early.kept} of {self.early.planned} chunks")
         lane = max(self.waited_s, key=lambda name: self.waited_s[name], default="")
         if self.waited_s.get(lane):
             causes.append(f"compute waited longest for {lane} ({format_seconds(self.waited_s[lane])})")
@@ -321,8 +348,11 @@ def make_report(
         first=first,
         hardware_name=plan.hardware_name,
         micro_batches=expected.micro_batches,
-        speculated=engine.speculated_chunks,
-        kept=engine.kept_chunks,
+        early=EarlyCounts(
+            _planned_early(plan, engine.group.rank) if expected.micro_batches and len(engine.steppers) == 1 else 0,
+            engine.speculated_chunks,
+            engine.kept_chunks,
+        ),
         host_forms=dict(Counter(engine.host_forms.popleft() for _ in range(len(engine.host_forms)))),
         not_compared=expected.not_compared,
         tokens=tokens,
@@ -335,6 +365,11 @@ def make_report(
     for lane in lanes.all():
         lane.waited_s = 0.0
     return report
+
+
+def _planned_early(plan: Plan, rank: int) -> int:
+    """Chunks that a rank updates early under the plan."""
+    return sum(chunk.home.early and chunk.has_parameters_on(rank, plan.world_size) for chunk in plan.chunks)
 
 
 def _host_bytes(plan: Plan, device_type: str, micro_batches: int) -> int:

@@ -155,7 +155,7 @@ def test_a_save_that_is_refused_leaves_new_states_right(tmp_path: Path) -> None:
         run.optimizer.step()
         report = run.module.last_report
         assert report is not None
-        assert 0 < report.kept == report.speculated == len(begun)
+        assert 0 < report.early.kept == report.early.made == len(begun)
 
 
 def test_fused_kernels(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_states_exchanged_before_the_save_reads_them(homes: str, tmp_path: Path)
         run.optimizer.step()
         report = run.module.last_report
         assert report is not None
-        assert report.kept == len([chunk for chunk in plan.chunks if chunk.speculates]) > 0
+        assert report.early.kept == len([chunk for chunk in plan.chunks if chunk.speculates]) > 0
         assert not held.done()
         exchanged.set()
         saving.wait()

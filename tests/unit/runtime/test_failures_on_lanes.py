@@ -138,7 +138,7 @@ def test_new_states_that_fail_after_they_were_kept(dtype: str | None, monkeypatc
         finally:
             held.set()
         assert report is not None
-        assert report.kept == len(plan.chunks)
+        assert report.early.kept == len(plan.chunks)
         with pytest.raises(StepError, match="once"):
             run.module.settle()
         found = run.bits()

@@ -525,7 +525,7 @@ def test_wrapping_begins_the_kernel_and_reports_say_what_stepped(
         module.settle()  # CPU Adam is done with what it was given
         report = module.last_report
         assert report is not None
-        found.append((report.speculated, report.kept))
+        found.append((report.early.made, report.early.kept))
         optimizer.zero_grad()
     speculated = found[-1][0]
     assert found[1:] == [(speculated, speculated)] * 2 != [(0, 0)] * 2

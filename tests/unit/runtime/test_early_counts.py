@@ -1,0 +1,126 @@
+"""Reports count the chunks whose new states were made during backward, and those whose were kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.errors import StepError
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.account import EarlyCounts
+from elixir.wrapper.engine import engine_of
+from tests.common import gpu
+from tests.common.early import HOMES, chain, early_fails, speculating
+from tests.common.parity import Case, make_plan
+
+LAYERS = 4
+ALL = EarlyCounts(LAYERS, LAYERS, LAYERS)
+DISCARDED = EarlyCounts(LAYERS, LAYERS, 0)
+NONE_MADE = EarlyCounts(LAYERS, 0, 0)
+ALWAYS, NEVER = 1e-3, 1e9
+"""Limits of the norm that clip every step, and none."""
+
+
+class Run:
+    """A chain of layers, one chunk each, all of which the host updates early."""
+
+    def __init__(self, homes: str = "streamed", optimizers: int = 1, scale: float = 2.0**16, **options: Any) -> None:
+        self.case: Case = chain(LAYERS)
+        plan = speculating(self.case, homes, split_number=LAYERS, **options)
+        assert len(plan.chunks) == LAYERS
+        self.module = ElixirModule(self.case.model, plan, device=gpu.DEVICE)
+        parameters = list(self.module.parameters())
+        count = len(parameters) // optimizers
+        parts = [parameters[first : first + count] for first in range(0, len(parameters), count)]
+        self.optimizers = [
+            ElixirOptimizer(self.module, torch.optim.AdamW(part), max_norm=NEVER, initial_scale=scale) for part in parts
+        ]
+
+    def step(self, max_norm: float = NEVER) -> EarlyCounts:
+        """One step; its counts."""
+        self.optimizers[0].backward(self.case.loss(self.module, self.case.inp))
+        for optimizer in self.optimizers:
+            optimizer.max_norm = max_norm
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return self.counts
+
+    @property
+    def counts(self) -> EarlyCounts:
+        assert self.module.last_report is not None
+        return self.module.last_report.early
+
+    @property
+    def so_far(self) -> EarlyCounts:
+        assert self.module.last_report is not None
+        return self.module.last_report.early_so_far
+
+
+@pytest.mark.parametrize("homes", HOMES[:2])
+def test_clipped_steps_keep_none_and_later_ones_make_none(homes: str) -> None:
+    run = Run(homes)
+    found = [run.step(limit) for limit in (NEVER, ALWAYS, ALWAYS, ALWAYS, NEVER, NEVER)]
+    assert found == [ALL, DISCARDED, DISCARDED, NONE_MADE, NONE_MADE, ALL]
+    assert run.so_far == EarlyCounts(6 * LAYERS, 4 * LAYERS, 2 * LAYERS)
+    assert run.module.last_report is not None
+    numbers = run.module.last_report.to_dict()
+    assert [numbers[f"early_{name}_chunks"] for name in ("planned", "made", "kept")] == [LAYERS] * 3
+    assert numbers["run_early_kept_chunks"] == 2 * LAYERS
+    assert "made for 4 of 4 chunks, kept for 4; in all steps so far made for 16 of 24" in str(run.module.last_report)
+    run.module.close()
+
+
+def test_a_step_left_out_after_an_overflow_keeps_none() -> None:
+    run = Run(unified_dtype="float16", scale=2.0**40)
+    before = [weight.clone() for weight in run.module.state_dict().values()]
+    assert run.step() == DISCARDED
+    assert all(torch.equal(*pair) for pair in zip(before, run.module.state_dict().values(), strict=True))
+    assert run.so_far == DISCARDED
+    run.module.close()
+
+
+def test_states_that_could_not_be_made_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    run.step()
+    run.module.settle()
+    early_fails(monkeypatch, MemoryError(), at=1, times=2)
+    run.optimizers[0].backward(run.case.loss(run.module, run.case.inp))
+    for ticket in [ticket for chunk in engine_of(run.module).chunks for ticket in chunk.home_uses.to_write()]:
+        ticket.synchronize()
+    run.optimizers[0].step()
+    assert run.counts == EarlyCounts(LAYERS, LAYERS, LAYERS - 2)
+    run.module.close()
+
+
+def test_a_step_that_fails_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    run.step()
+    run.optimizers[0].backward(run.case.loss(run.module, run.case.inp))
+    with monkeypatch.context() as failing:
+        failing.setattr(engine_of(run.module).window, "flush", lambda: (_ for _ in ()).throw(RuntimeError("no memory")))
+        with pytest.raises((StepError, RuntimeError)):
+            run.optimizers[0].step()
+    assert run.so_far == ALL
+    run.module.close()
+
+
+def test_several_optimizers_plan_and_make_none() -> None:
+    """They share the memory of chunks, so nothing is updated early."""
+    run = Run(optimizers=2)
+    assert run.step() == run.step(ALWAYS) == run.so_far == EarlyCounts()
+    run.module.close()
+
+
+def test_a_plan_without_early_updates_counts_none() -> None:
+    it = chain(LAYERS)
+    module = ElixirModule(it.model, make_plan(it, "streamed", split_number=LAYERS), device=gpu.DEVICE)
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()), max_norm=ALWAYS)
+    optimizer.backward(it.loss(module, it.inp))
+    optimizer.step()
+    assert module.last_report is not None
+    assert module.last_report.early == EarlyCounts()
+    assert "new states" not in str(module.last_report)
+    module.close()
