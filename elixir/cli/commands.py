@@ -18,9 +18,9 @@ from elixir.show import tables
 if TYPE_CHECKING:
     from elixir.hardware import HardwareProfile
     from elixir.plan import Plan
-    from elixir.search.answer import Answer
+    from elixir.search.advice import Answer
     from elixir.search.batches import BatchChoice
-    from elixir.search.request import SearchRequest
+    from elixir.search.request import Question, SearchRequest
     from elixir.step_trace import StepTrace
 
 DEFAULT_HARDWARE = "h200"
@@ -76,10 +76,10 @@ def run_plan(args: argparse.Namespace) -> int:
         answer = choice.answer
     else:
         from elixir.search import plan_from_trace
+        from elixir.search.request import Question
 
-        if args.allow:
-            trace, request = _with_allowed(args, trace, hardware, request)
-        answer = plan_from_trace(trace, hardware, request)
+        question = Question(trace, hardware, request)
+        answer = plan_from_trace(*(_with_allowed(args, question) if args.allow else question))
     return _say_plan(args, answer, choice)
 
 
@@ -112,18 +112,15 @@ def _say_plan(args: argparse.Namespace, answer: Answer, choice: BatchChoice | No
     return 0
 
 
-def _with_allowed(
-    args: argparse.Namespace, trace: StepTrace, hardware: HardwareProfile, request: SearchRequest
-) -> tuple[StepTrace, SearchRequest]:
-    """The step and the question with the best of the changes that `--allow` names; says which were made."""
+def _with_allowed(args: argparse.Namespace, question: Question) -> Question:
+    """The question with the best of the changes that `--allow` names; says which were made."""
     from elixir.search.advice import best_allowed
-    from elixir.search.planner import PlannerTries
 
-    trace, request, taken = best_allowed(trace, hardware, request, args.allow, PlannerTries(hardware))
+    question, taken = best_allowed(question, args.allow)
     for change in taken:
         flags = " ".join(f"{tables.flag_of(name)} {value}".rstrip() for name, value in change.options)
         output.note(f"allowed and taken: {change.action} ({flags})")
-    return trace, request
+    return question
 
 
 def run_check(args: argparse.Namespace) -> int:

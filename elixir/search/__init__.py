@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from elixir.search.answer import Answer, plan_from_trace
+from elixir.search.advice import Answer
 from elixir.search.batches import search_batches
-from elixir.search.searches import minimum_waste_search, optimal_search, simple_search
+from elixir.search.searches import minimum_waste_search, optimal_search, plan_from_trace, simple_search
 
 __all__ = ["Answer", "minimum_waste_search", "optimal_search", "plan_from_trace", "search_batches", "simple_search"]

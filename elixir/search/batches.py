@@ -11,7 +11,7 @@ from typing import Any
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
-from elixir.search.answer import Answer
+from elixir.search.advice import Answer, with_levers
 from elixir.search.planner import plan_or_shortage
 from elixir.search.request import Progress, Question, SearchRequest, check_count
 from elixir.search.simulator import Rates, main_dtype
@@ -138,7 +138,7 @@ class _Trials:
         self._before = before
         self._tried: dict[tuple[int, str], BatchOption] = {}
         self._best: tuple[float, Answer, BatchOption] | None = None
-        self._nearest: PlanError | None = None
+        self._nearest: tuple[PlanError, Question] | None = None
 
     def step_s(self, batch: int, checkpoint: str) -> float:
         """Seconds of one way; infinite without a plan, or without one that could win."""
@@ -177,7 +177,9 @@ class _Trials:
     def choice(self) -> BatchChoice:
         """The fastest."""
         if self._best is None:
-            raise self._nearest or PlanError("no way to cut the batch was tried", needed_bytes=0, available_bytes=0)
+            if self._nearest is None:
+                raise PlanError("no way to cut the batch was tried", needed_bytes=0, available_bytes=0)
+            raise with_levers(*self._nearest)
         return BatchChoice(self._best[1], self._best[2], tuple(self._tried.values()))
 
     def _try(self, option: BatchOption) -> BatchOption:
@@ -185,11 +187,12 @@ class _Trials:
         least_s = option.accumulation * _compute_s(trace, self._hardware, self._request.world_size)
         if self._best is not None and least_s > self._best[0]:
             return replace(option, reason=f"compute alone takes {least_s:.4g} s, longer than another way's step")
-        request = replace(self._request, accumulation=option.accumulation)
+        question = Question(trace, self._hardware, replace(self._request, accumulation=option.accumulation))
         try:
-            plan = plan_or_shortage(trace, self._hardware, request)
+            plan = plan_or_shortage(*question)
         except PlanError as error:
-            self._nearest = min((known for known in (self._nearest, error) if known is not None), key=_lacking)
+            if self._nearest is None or _lacking(error) < _lacking(self._nearest[0]):
+                self._nearest = error, question
             return replace(option, reason=str(error).splitlines()[0])
         step_s, predicted = plan.predicted.seconds["total"], plan.predicted
         option = replace(
@@ -200,7 +203,7 @@ class _Trials:
         )
         logger.debug("%d x %d, checkpointing %s: %.4g s", option.accumulation, option.batch, option.checkpoint, step_s)
         if self._best is None or round(step_s, 9) < round(self._best[0], 9):
-            self._best = (step_s, Answer(plan, Question(trace, self._hardware, request)), option)
+            self._best = (step_s, Answer(plan, question), option)
         return option
 
 

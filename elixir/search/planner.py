@@ -12,15 +12,6 @@ from elixir.garbage import garbage_collection_paused
 from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import MASTER_BYTES, check_kind, is_adam, is_copied, optimizer_name, state_size
 from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPrediction
-from elixir.search.advice import (
-    Case,
-    Tries,
-    lacks_device,
-    lacks_room,
-    moments_instead,
-    settled_arguments,
-    shortage,
-)
 from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.problem import MemoryModel, Setting, Spill
 from elixir.search.propose import (
@@ -35,7 +26,8 @@ from elixir.search.propose import (
     settled,
     weigh,
 )
-from elixir.search.request import HomeChoice, SearchRequest, check_count
+from elixir.search.propose.shortage import Unmet, lacks_device, lacks_room, moments_instead, shortage
+from elixir.search.request import HomeChoice, Question, SearchRequest, check_count
 from elixir.search.simulator import Rates, SimulatedCost, extremes, main_dtype, say_if_network_unknown
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
@@ -46,41 +38,10 @@ PREFETCH_DEPTH = 1
 """Chunks fetched ahead with overlap: one lets a transfer run during the use before it, and each takes a block."""
 
 
-class PlannerTries(Tries):
-    """Plans of one machine."""
-
-    def __init__(self, hardware: HardwareProfile) -> None:
-        self._hardware = hardware
-
-    def lacking_bytes(self, trace: StepTrace, request: SearchRequest) -> int:
-        setting = setting_for(trace, self._hardware, request)
-        return lacks_room(trace, setting, budgets_of(self._hardware, request))
-
-    def least_host_bytes(self, trace: StepTrace, request: SearchRequest) -> int | None:
-        if request.placement != "auto" or request.search != "optimal" or not request.overlap:
-            return None
-        space = SearchSpace(trace, self._hardware, setting_for(trace, self._hardware, request))
-        none = replace(budgets_of(self._hardware, request), host_bytes=0)
-        found = find_best(space, none, space.sizes(outsized=True), PREFETCH_DEPTH, briefly=True)
-        nearest = found.best or found.least_host
-        return None if nearest is None else nearest.need.host_bytes
-
-    def plan(self, trace: StepTrace, request: SearchRequest, *, briefly: bool) -> Plan | None:
-        setting, budgets = setting_for(trace, self._hardware, request), budgets_of(self._hardware, request)
-        if lacks_room(trace, setting, budgets) or lacks_device(trace, budgets):
-            return None
-        found, _ = _search(SearchSpace(trace, self._hardware, setting), budgets, request, briefly=briefly)
-        return None if found is None else _plan_of(found, budgets, request)
-
-
-def plan_or_shortage(
-    trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, *, others_tried: bool = False
-) -> Plan:
-    """As `elixir.search.plan_from_trace`, but the error says only what is missing: nothing else is planned for it.
-
-    With `others_tried` it leaves out what changes would save that `with_what_suffices` tries.
-    """
-    setting, budgets = setting_for(trace, hardware, request), budgets_of(hardware, request)
+def plan_or_shortage(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> Plan:
+    """As `elixir.search.plan_from_trace`, but the error says only what is missing: nothing else is planned for it."""
+    question = Question(trace, hardware, request)
+    setting, budgets = setting_for(*question), budgets_of(hardware, request)
     say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
     if budgets.device_reserve_bytes or budgets.host_reserve_bytes:
         logger.info(
@@ -88,31 +49,59 @@ def plan_or_shortage(
             format_bytes(budgets.device_reserve_bytes),
             format_bytes(budgets.host_reserve_bytes),
         )
-    found, least_host_bytes = None, None
-    on_disk = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes))
+    plan, tried, searched = _planned(question, setting, budgets)
+    if plan is None:
+        unmet = Unmet(question, tried)
+        raise shortage(
+            unmet, budgets, lambda: _search(unmet.space, budgets, request)[1] if searched is None else searched
+        )
+    instead = moments_instead(Unmet(question, setting), budgets) if plan.uses_disk else None
+    if instead is not None:
+        logger.warning(
+            "states go to the disk, which makes steps slower and wears the drive: with moments=%r none would need to",
+            instead,
+        )
+    return plan
+
+
+def planned(question: Question, *, briefly: bool = False) -> Plan | None:
+    """The plan; None where nothing fits. `briefly`, without the sizes that are tried when nothing else fits."""
+    setting, budgets = setting_for(*question), budgets_of(question.hardware, question.request)
+    return _planned(question, setting, budgets, briefly=briefly)[0]
+
+
+def _planned(
+    question: Question, setting: Setting, budgets: Budgets, *, briefly: bool = False
+) -> tuple[Plan | None, Setting, int | None]:
+    """The plan or None, the setting that was tried last, and the least host bytes of all that fit the device there,
+    None where nothing was searched."""
+    trace, hardware, request = question
+    on_disk = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes)) if budgets.disk_bytes else setting
     if lacks_room(trace, setting, budgets) or lacks_device(trace, budgets):
-        setting = on_disk if budgets.disk_bytes else setting
-    else:
-        found, least_host_bytes = _search(SearchSpace(trace, hardware, setting), budgets, request)
-        if found is None and budgets.disk_bytes and least_host_bytes < LARGEST_BYTES:
-            in_memory, setting = Case(trace, hardware, setting, request), on_disk
-            found, least_host_bytes = _search(SearchSpace(trace, hardware, setting), budgets, request)
-            instead = None if found is None else moments_instead(in_memory, budgets)
-            if instead is not None:
-                logger.warning(
-                    "states go to the disk, which makes steps slower and wears the drive: with moments=%r "
-                    "none would need to",
-                    instead,
-                )
-    if found is None:
-        tried = settled_arguments(trace, hardware, request) if others_tried else ()
-        short, searched = Case(trace, hardware, setting, request), least_host_bytes
+        return None, on_disk, None
+    found, least_host_bytes = _search(SearchSpace(trace, hardware, setting), budgets, request, briefly=briefly)
+    if found is None and budgets.disk_bytes and least_host_bytes < LARGEST_BYTES:
+        setting = on_disk
+        found, least_host_bytes = _search(SearchSpace(trace, hardware, setting), budgets, request, briefly=briefly)
+    return None if found is None else _plan_of(found, budgets, request), setting, least_host_bytes
 
-        def least() -> int:
-            return _search(short.space, budgets, request)[1] if searched is None else searched
 
-        raise shortage(short, budgets, least, tried)
-    return _plan_of(found, budgets, request)
+def lacks_memory(question: Question) -> bool:
+    """Whether weights and states exceed all memory together, whatever a batch takes."""
+    budgets = budgets_of(question.hardware, question.request)
+    return bool(lacks_room(question.trace, setting_for(*question), budgets))
+
+
+def least_host_bytes(question: Question) -> int | None:
+    """Host memory of a machine for a plan with overlap and chunks of a sensible size; None where none is enough."""
+    request = question.request
+    if request.placement != "auto" or request.search != "optimal" or not request.overlap:
+        return None
+    space = SearchSpace(question.trace, question.hardware, setting_for(*question))
+    none = replace(budgets_of(question.hardware, request), host_bytes=0)
+    found = find_best(space, none, space.sizes(outsized=True), PREFETCH_DEPTH, briefly=True)
+    nearest = found.best or found.least_host
+    return None if nearest is None else nearest.need.host_bytes
 
 
 def budgets_of(hardware: HardwareProfile, request: SearchRequest) -> Budgets:

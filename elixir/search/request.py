@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from elixir.errors import GONE, InputError, InputTypeError, unknown_name
 from elixir.hardware import HardwareProfile
@@ -157,7 +157,7 @@ class StepQuestion:
 
     @classmethod
     def again(cls, made: StepTrace | Plan) -> StepQuestion:
-        """The step that was traced for `made`, without its optimizer.
+        """The step that was traced for `made`.
 
         Raises:
             InputError: it has something that does not follow from the name of its model.
@@ -167,6 +167,7 @@ class StepQuestion:
             raise InputError(
                 f"the step of {made.model_name} does not follow from its name, so it cannot be traced again"
             )
+        optimizer = made.optimizer.split(" ")[0]
         return cls(
             model=made.model_name,
             batch=step.samples or 1,
@@ -174,6 +175,7 @@ class StepQuestion:
             dtype=None if made.dtype == "as built" else made.dtype,
             checkpoint=step.checkpoint,
             use_fused_kernels=step.fused_kernels,
+            optimizer=optimizer if isinstance(made, StepTrace) and optimizer != "none" else None,
         )
 
     @property
@@ -239,8 +241,7 @@ class StepQuestion:
             )
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A step, a machine, and what is asked of its plan."""
 
     trace: StepTrace

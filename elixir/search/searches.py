@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.errors import InputTypeError
+from elixir.errors import InputTypeError, PlanError
 from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names, warn_if_doubtful, warn_if_other_device
-from elixir.search.answer import Answer, plan_from_trace
+from elixir.search.advice import Answer, with_levers
 from elixir.search.budgets import host_memory_here, on_rank_0, warn_if_disk_full
-from elixir.search.planner import simple_plan
+from elixir.search.planner import plan_or_shortage, simple_plan
 from elixir.search.request import OPTIONS, Question, SearchRequest, StepQuestion, bound, options_of, takes
 from elixir.step_trace import StepTrace
 
@@ -24,6 +24,27 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_HARDWARE = "h200"
 """Machine planned for where none is named and no known GPU is found here."""
+
+
+def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRequest | int, **options: Any) -> Answer:
+    """The fastest plan within the budgets, by the time model; the same plan in every process.
+
+    Args:
+        trace: what one step of one rank needs.
+        hardware: the machine, by whose rates candidates are compared.
+        asked: a request, or the number of ranks.
+        options: fields of `SearchRequest`, such as ``device_memory="80GiB"``.
+
+    Raises:
+        InputError, InputTypeError: an argument makes no sense, or the machine's
+            disk is unknown and `disk_memory` is given.
+        PlanError: nothing fits; carries what would, and what to change.
+    """
+    question = Question(trace, hardware, SearchRequest.of(asked, **options))
+    try:
+        return Answer(plan_or_shortage(*question), question)
+    except PlanError as error:
+        raise with_levers(error, question) from None
 
 
 def answer_to(step: StepQuestion, profile: HardwareProfile, request: SearchRequest, *, read_host: bool) -> Answer:

@@ -9,7 +9,7 @@ from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from elixir.search.whatif import NEGLIGIBLE_SHARE, Change, ChunkReasons, Explanation, Spot
+from elixir.search.whatif import NEGLIGIBLE_SHARE, ChunkReasons, Difference, Explanation, Spot
 from elixir.show.style import RESOURCE_LABELS
 from elixir.show.tables import list_table
 from elixir.units import format_bytes, format_seconds
@@ -17,7 +17,7 @@ from elixir.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from elixir.search.advice import PlanLever
+    from elixir.search.advice import Effect
 
 _MOST_RUNS = 3
 
@@ -108,7 +108,7 @@ def _grouped(explanation: Explanation, lists: Sequence[list[ChunkReasons]]) -> t
 def explanation_record(explanation: Explanation) -> dict[str, Any]:
     """All of it as one object; keys ending in ``_bytes`` and ``_s`` say units."""
 
-    def of_change(change: Change) -> dict[str, Any]:
+    def of_change(change: Difference) -> dict[str, Any]:
         return {**dataclasses.asdict(change), "fits": change.fits}
 
     return {
@@ -128,12 +128,16 @@ def explanation_record(explanation: Explanation) -> dict[str, Any]:
         ],
         "blocks": [of_change(change) for change in explanation.blocks],
         "after_norm": None if explanation.after_norm is None else of_change(explanation.after_norm),
-        "levers": [dataclasses.asdict(lever) for lever in explanation.levers],
+        "levers": [{name: getattr(lever, name) for name in _OF_MACHINE} for lever in explanation.levers],
         "changes": [_of_training(lever) for lever in explanation.changes],
     }
 
 
-def _of_training(lever: PlanLever) -> dict[str, Any]:
+_OF_MACHINE = ("action", "step_s", "change_s")
+"""Fields of a lever of the machine in a record."""
+
+
+def _of_training(lever: Effect) -> dict[str, Any]:
     record: dict[str, Any] = {"action": lever.action, "options": dict(lever.options), "samples_gain": lever.gain}
     if lever.plan is not None:
         predicted = lever.plan.predicted
@@ -200,14 +204,14 @@ def blocks_table(explanation: Explanation) -> Table:
 def levers_table(explanation: Explanation) -> Table:
     """Gains of one change of machine each, planned again (rich)."""
     rows = [
-        [lever.action, format_seconds(lever.step_s), _percent(lever.change_s, explanation.step_s)]
+        [lever.action, format_seconds(lever.step_s or 0.0), _percent(lever.change_s or 0.0, explanation.step_s)]
         for lever in explanation.levers
     ]
     return list_table("what one lever would bring, planned again", ("lever", "step", "change"), rows)
 
 
 def _options(members: Sequence[ChunkReasons]) -> tuple[Option, ...]:
-    by_spot: dict[Spot, list[Change]] = {}
+    by_spot: dict[Spot, list[Difference]] = {}
     for chunk in members:
         for other in chunk.elsewhere:
             by_spot.setdefault(other.spot, []).append(other.change)
@@ -258,7 +262,7 @@ def _summary(group: Group, count: int, step_s: float) -> str:
     return f"{here}; every other place is slower, {one}{best.spot} the least: {_range(best)}."
 
 
-def _fits(change: Change) -> str:
+def _fits(change: Difference) -> str:
     memories = ("device memory", "host memory", "disk")
     lacking = [
         f"{format_bytes(amount)} of {memory}"
@@ -268,7 +272,7 @@ def _fits(change: Change) -> str:
     return f"lacks {' and '.join(lacking)}" if lacking else "yes"
 
 
-def _lacking(change: Change) -> tuple[int, int, int]:
+def _lacking(change: Difference) -> tuple[int, int, int]:
     return change.lacks_device_bytes, change.lacks_host_bytes, change.lacks_disk_bytes
 
 

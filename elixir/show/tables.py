@@ -17,7 +17,7 @@ from elixir.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from elixir.search.advice import PlanLever
+    from elixir.search.advice import Effect
     from elixir.search.batches import BatchChoice
 
 Record = dict[str, Any]
@@ -135,7 +135,7 @@ def record_of(artifact: Artifact) -> Record:
     raise InputTypeError(f"expected a StepTrace, HardwareProfile or Plan, found {type(artifact).__name__}")
 
 
-def plan_levers_table(plan: Plan, levers: Sequence[PlanLever]) -> Table:
+def plan_levers_table(plan: Plan, levers: Sequence[Effect]) -> Table:
     """The effect of one change each on a plan: seconds, memory, speed (rich)."""
     body = [["as planned", *_lever_cells(plan, 1.0)]]
     for lever in levers:

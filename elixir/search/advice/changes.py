@@ -1,4 +1,4 @@
-"""Changes that a user may make to a step: each as arguments, and as the trace and the request that they give."""
+"""Changes that a user may make: of the step, of what is asked of its plan, and of the machine."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from elixir.errors import InputError
-from elixir.hardware import HardwareProfile
-from elixir.optimizer_states import state_size
-from elixir.search.request import SearchRequest, StepQuestion
-from elixir.step_trace import StepTrace
+from elixir.hardware import HardwareProfile, RateFit
+from elixir.optimizer_states import is_adam, optimizer_name
+from elixir.plan import Plan
+from elixir.search.budgets import CUDA_CONTEXT_BYTES
+from elixir.search.request import Question, StepQuestion
+from elixir.units import format_bytes
 
 Kind = Literal["moments", "kernels", "accumulation", "checkpointing", "placement", "machine"]
 MORE_BATCHES = 4
 """How many times as many batches a step that accumulates has."""
+FACTOR = 2
+"""How many times as much of a part of the machine a change gives."""
 
 
 @dataclass(frozen=True)
@@ -24,60 +27,49 @@ class Change:
     kinds: tuple[Kind, ...]
     action: str
     """In the imperative."""
-    options: tuple[tuple[str, str], ...]
+    options: tuple[tuple[str, str], ...] = ()
     """Arguments that do it, with their values; a switch has none."""
     request: tuple[tuple[str, Any], ...] = ()
     """Fields of `SearchRequest`."""
-    samples: int | None = None
-    """Samples of a batch; None: as traced, like the next two."""
-    checkpoint: str | None = None
-    fused_kernels: bool | None = None
-
-    @property
-    def traces(self) -> bool:
-        """Whether it takes another trace."""
-        return not (self.samples is None and self.checkpoint is None and self.fused_kernels is None)
+    step: tuple[tuple[str, Any], ...] = ()
+    """Fields of `StepQuestion`, which take another trace."""
+    hardware: HardwareProfile | None = None
+    """Another machine; None: the same."""
 
     def __add__(self, other: Change) -> Change:
-        """Both at once; of different kinds."""
+        """Both at once; of different kinds, and of the same machine."""
         return Change(
             self.kinds + other.kinds,
             f"{self.action}, and {other.action}",
             self.options + other.options,
             self.request + other.request,
-            self.samples if other.samples is None else other.samples,
-            self.checkpoint if other.checkpoint is None else other.checkpoint,
-            self.fused_kernels if other.fused_kernels is None else other.fused_kernels,
+            self.step + other.step,
         )
 
-    def applied(
-        self, trace: StepTrace, hardware: HardwareProfile, request: SearchRequest
-    ) -> tuple[StepTrace, SearchRequest]:
-        """The step and the question with it.
+    def applied(self, question: Question) -> Question:
+        """The question with it.
 
         Raises:
             InputError: it does not go with what else is asked.
             TraceError: the step cannot be traced so.
         """
-        asked = replace(request, **dict(self.request))
-        return (_traced_again(trace, hardware, self) if self.traces else trace), asked
+        trace, hardware = question.trace, self.hardware or question.hardware
+        if self.step:
+            trace = replace(StepQuestion.again(trace), **dict(self.step)).trace(hardware)
+        return Question(trace, hardware, replace(question.request, **dict(self.request)))
 
 
-def can_trace_again(trace: StepTrace) -> bool:
-    """Whether the step follows from the model's name."""
-    return trace.step.checkpoint is not None
-
-
-def job_changes(trace: StepTrace, request: SearchRequest) -> Iterator[Change]:
+def of_the_training(question: Question) -> Iterator[Change]:
     """Changes of the training, not of the machine, whose options are not what they would set already."""
-    if request.moments == "float32" and _is_adam(request):
+    trace, request = question.trace, question.request
+    if request.moments == "float32" and is_adam(optimizer_name(request.optimizer_type)):
         for moments in ("bfloat16", "8bit"):
             action = f"keep Adam's moments in {'8 bits' if moments == '8bit' else moments}"
             yield Change(("moments",), action, (("moments", moments),), (("moments", moments),))
-    if not can_trace_again(trace):
-        return
+    if trace.step.checkpoint is None:
+        return  # it cannot be traced again
     if not trace.step.fused_kernels:
-        yield Change(("kernels",), "use fused kernels", (("fused_kernels", ""),), fused_kernels=True)
+        yield Change(("kernels",), "use fused kernels", (("fused_kernels", ""),), step=(("use_fused_kernels", True),))
     forms = ["none", "non-reentrant"]
     if len(trace.checkpointed_modules) > 1:
         forms.append(f"non-reentrant:{len(trace.checkpointed_modules) // 2}")
@@ -85,41 +77,98 @@ def job_changes(trace: StepTrace, request: SearchRequest) -> Iterator[Change]:
         if form != trace.step.checkpoint:
             action = "checkpoint no activations" if form == "none" else "checkpoint activations"
             action += f" of the first {form.partition(':')[2]} layers" if ":" in form else ""
-            yield Change(("checkpointing",), action, (("checkpoint", form),), checkpoint=form)
+            yield Change(("checkpointing",), action, (("checkpoint", form),), step=(("checkpoint", form),))
 
 
-def smaller_batch(trace: StepTrace, request: SearchRequest) -> Iterator[Change]:
-    """The same step in twice as many batches of half the samples."""
-    samples = trace.step.samples
-    if samples and samples % 2 == 0 and can_trace_again(trace):
-        twice, half = 2 * request.accumulation, samples // 2
-        options = (("batch", str(half)), ("accumulation", str(twice)))
-        action = f"cut the step into {twice} batches of {half}"
-        yield Change(("accumulation",), action, options, (("accumulation", twice),), samples=half)
-
-
-def more_batches(request: SearchRequest) -> Iterator[Change]:
-    """More samples a step, so that updates are fewer."""
-    count = MORE_BATCHES * request.accumulation
+def for_speed(question: Question) -> Iterator[Change]:
+    """Changes of the training, one of which has more samples a step, so that updates are fewer."""
+    yield from of_the_training(question)
+    count = MORE_BATCHES * question.request.accumulation
     action = f"accumulate {count} batches a step"
     yield Change(("accumulation",), action, (("accumulation", str(count)),), (("accumulation", count),))
 
 
-def _is_adam(request: SearchRequest) -> bool:
-    try:
-        state_size(request.optimizer_type, "8bit")
-    except InputError:
-        return False
-    return True
+def for_memory(question: Question) -> Iterator[Change]:
+    """Changes of the training that may take less memory, and leave its samples a step."""
+    yield from (change for change in of_the_training(question) if ("checkpoint", "none") not in change.step)
+    trace, request = question.trace, question.request
+    samples = trace.step.samples
+    if samples and samples % 2 == 0 and trace.step.checkpoint is not None:
+        twice, half = 2 * request.accumulation, samples // 2
+        options = (("batch", str(half)), ("accumulation", str(twice)))
+        action = f"cut the step into {twice} batches of {half}"
+        yield Change(("accumulation",), action, options, (("accumulation", twice),), (("batch", half),))
+    if request.placement != "auto":
+        action = f"let weights and states live on host and device (instead of placement '{request.placement}')"
+        yield Change(("placement",), action, (("placement", "auto"),), (("placement", "auto"),))
 
 
-def _traced_again(trace: StepTrace, hardware: HardwareProfile, change: Change) -> StepTrace:
-    asked: dict[str, Any] = {
-        "batch": change.samples,
-        "checkpoint": change.checkpoint,
-        "use_fused_kernels": change.fused_kernels,
+def more_machine(question: Question, which: Literal["device", "host"], size: str, size_bytes: int) -> Iterator[Change]:
+    """So much of the memory that is short, as far as one can ask for it, and twice the ranks."""
+    hardware, ranks = question.hardware, FACTOR * question.request.world_size
+    there = hardware.device_memory_bytes - CUDA_CONTEXT_BYTES
+    if which == "host" or size_bytes <= there or hardware.device_kind == "cpu":
+        action = "give the host more memory" if which == "host" else "let the plan have more of the device"
+        # A budget that is given leaves no reserve to ask for.
+        request = ((f"{which}_memory", size), (f"{which}_reserve", None))
+        yield Change(("machine",), action, ((f"{which}_memory", size),), request)
+    if ranks <= hardware.devices_per_host or hardware.network_bytes_per_s is not None:
+        yield Change(("machine",), f"run on {ranks} ranks", (("world_size", str(ranks)),), (("world_size", ranks),))
+
+
+def better_machine(plan: Plan, hardware: HardwareProfile) -> Iterator[Change]:
+    """`FACTOR` times each part of the machine that the plan uses; first, nothing."""
+    device, host = FACTOR * plan.device_budget_bytes, FACTOR * plan.host_budget_bytes
+    yield Change(("machine",), "plan again, nothing changed")
+    yield Change(("machine",), f"device memory of {format_bytes(device)}", request=(("device_memory", device),))
+    hosted = plan.predicted.host_step_bytes > 0
+    if hosted:
+        yield Change(("machine",), f"host memory of {format_bytes(host)}", request=(("host_memory", host),))
+    for what, name, used in (
+        ("host_link", "the link to the host", hosted),
+        ("disk", "the disk", plan.uses_disk),
+        ("host_adam", "the host's Adam", any(c.trainable and c.state_home != "device" for c in plan.chunks)),
+        ("peers", "the network between devices", plan.world_size > 1),
+        ("device", "the device's compute and memory bandwidth", True),
+    ):
+        if used:
+            yield Change(("machine",), f"{FACTOR} x {name}", hardware=faster(hardware, what))
+
+
+_FIELDS = {
+    "host_link": ("host_to_device_bytes_per_s", "device_to_host_bytes_per_s", "host_memory_bytes_per_s"),
+    "host_adam": ("host_adam_numel_per_s",),
+    "peers": ("device_to_device_bytes_per_s", "network_bytes_per_s"),
+    "device": ("device_memory_bytes_per_s", "device_adam_numel_per_s"),
+    "disk": ("disk_read_bytes_per_s", "disk_write_bytes_per_s"),
+}
+"""Part that gets faster -> plain rates of the profile. Host memory goes with the link, which it feeds."""
+_FITS = {
+    "host_link": ("host_to_device", "device_to_host", "host_memory"),
+    "host_adam": ("host_adam",),
+    "peers": ("device_to_device", "all_gather", "reduce_scatter"),
+    "device": ("matmul", "attention", "elementwise", "activation", "reduction", "device_adam"),
+    "disk": ("disk_read", "disk_write"),
+}
+"""Part that gets faster -> families of fits."""
+
+
+def faster(hardware: HardwareProfile, what: str, factor: float = FACTOR) -> HardwareProfile:
+    """The machine with some of its rates `factor` times as high; latencies stay.
+
+    Args:
+        what: ``host_link``, ``host_adam``, ``peers`` (devices of one machine, and machines), ``disk`` or ``device``
+            (all that it computes, its own memory included).
+    """
+    changes: dict[str, object] = {}
+    for name in _FIELDS[what]:
+        value = getattr(hardware, name, None)
+        if value is not None:
+            changes[name] = value * factor
+    if what == "device":
+        changes["flops_per_s"] = {dtype: rate * factor for dtype, rate in hardware.flops_per_s.items()}
+    changes["fits"] = {
+        key: RateFit(fit.latency_s, fit.per_s * factor, fit.error) if key.split(".")[0] in _FITS[what] else fit
+        for key, fit in hardware.fits.items()
     }
-    optimizer = trace.optimizer.split(" ")[0]
-    step = replace(StepQuestion.again(trace), optimizer=None if optimizer == "none" else optimizer)
-    given = {name: value for name, value in asked.items() if value is not None}
-    return replace(step, **given).trace(hardware)
+    return replace(hardware, name=f"{hardware.name} with {factor:g} x {what}", **changes)  # type: ignore[arg-type]

@@ -1,202 +1,138 @@
-"""Why nothing fits, how much would, and what to change: every saving is the outcome of planning again."""
+"""Where nothing fits: the changes that suffice, found by planning with each of them, and what others would save."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import get_args
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from elixir.errors import Lever, PlanError, readable_bytes
-from elixir.hardware import HardwareProfile
-from elixir.optimizer_states import MASTER_BYTES, MomentKind, is_adam, moments_size, optimizer_name
-from elixir.plan import Home
-from elixir.search.budgets import CUDA_CONTEXT_BYTES
-from elixir.search.problem import MemoryModel, Placement, Setting, Spill
-from elixir.search.propose import Budgets, PlacementBuilder, SearchSpace, spilled
-from elixir.search.request import SearchRequest
+from elixir.search.advice.answer import Answer, evaluate
+from elixir.search.advice.changes import Change, for_memory, more_machine
+from elixir.search.planner import budgets_of, least_host_bytes, setting_for
+from elixir.search.problem import Spill
+from elixir.search.propose import Budgets
+from elixir.search.propose.shortage import Unmet, lacks_room, least_bytes, live_bytes
+from elixir.search.request import Question
+from elixir.search.simulator import main_dtype
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 
-
-@dataclass(frozen=True)
-class Case:
-    """The trace, setting and request of a search."""
-
-    trace: StepTrace
-    hardware: HardwareProfile
-    setting: Setting
-    request: SearchRequest
-
-    @cached_property
-    def space(self) -> SearchSpace:
-        """The case, ready to be searched, without overlap: that is given up before a search fails."""
-        return SearchSpace(self.trace, self.hardware, replace(self.setting, overlap=False))
+MOST_PAIRS = 8
+"""Pairs of changes that are planned if no change is enough alone."""
 
 
-@dataclass(frozen=True)
-class _Least:
-    """The least need over the candidates, and what is in it."""
-
-    bytes: int
-    parts: dict[str, int]
-
-
-def shortage(
-    case: Case, budgets: Budgets, least_host_bytes: Callable[[], int], settled: Collection[str] = ()
-) -> PlanError:
-    """The error for a case that has no plan within its budgets.
+def with_levers(error: PlanError, question: Question) -> PlanError:
+    """The error with levers: first what suffices, the fastest step first; then what saves most; then what is not enough
+    alone.
 
     Args:
-        case: what was asked for.
-        budgets: what it was searched with.
-        least_host_bytes: gives the least host need of all that the search finds to fit the device; called only if the
-            device would do.
-        settled: arguments of which others will say whether they suffice; what they save is not worked out.
+        error: what was found to be missing.
+        question: as asked.
     """
-    device = _least_device(case)
-    if device.bytes > budgets.device_bytes:
-        return PlanError(
-            _device_message(case, budgets, device),
-            needed_bytes=device.bytes,
-            available_bytes=budgets.device_bytes,
-            levers=tuple(_device_levers(case, budgets, device, settled)),
-        )
-    estimate = _least_host(case, budgets.device_bytes)
-    host = replace(estimate, bytes=min(estimate.bytes, least_host_bytes()))
-    provided = f", with as much on the device as {format_bytes(budgets.device_bytes)} hold"
-    if case.request.placement == "cpu":
-        provided = ", where placement 'cpu' puts all weights and states"
+    budgets = budgets_of(question.hardware, question.request)
+    short_of_device = error.available_bytes == budgets.device_bytes and error.available_bytes != budgets.host_bytes
+    needed_bytes = error.needed_bytes
+    if not short_of_device:  # the least host memory without overlap is hardly less than with it, and makes slow steps
+        needed_bytes = max(needed_bytes, least_host_bytes(question) or 0)
+    size = readable_bytes(needed_bytes, up=True).replace(" ", "")
+    job = list(for_memory(question))
+    machine = more_machine(question, "device" if short_of_device else "host", size, needed_bytes)
+    tried = {change: _tried(change, question) for change in (*job, *machine)}
+    found, short = tried, {change: answer for change, answer in tried.items() if answer is None}
+    if len(short) == len(tried):
+        found = {pair: _tried(pair, question) for pair in _pairs(job)}
+    enough = {change: answer for change, answer in found.items() if answer is not None}
+    levers = [_lever(change, answer) for change, answer in (enough | short).items()]
+    settled = {name for change in tried for name, _ in change.options}
+    fewer_bits = any(change.kinds == ("moments",) for change in enough)
+    levers += _estimated(error, question, budgets, settled, short_of_device=short_of_device, fewer_bits=fewer_bits)
+    if short_of_device and not enough:
+        lacking = lacks_room(question.trace, setting_for(*question), budgets)
+        if lacking:  # or one would cut the batch until the device does, and then hear of the host
+            action = "give the host more memory as well, for weights and optimizer states"
+            levers.append(Lever(action, lacking, "adds", argument="host_memory"))
+    levers += _lora(question.trace, budgets)
     return PlanError(
-        f"{case.trace.model_name} at world size {case.setting.world_size} does not fit the host memory{provided}",
-        needed_bytes=host.bytes,
-        available_bytes=budgets.host_bytes,
-        levers=tuple(_host_levers(case, budgets, host, settled)),
+        error.what, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes, levers=tuple(levers)
     )
 
 
-def _device_message(case: Case, budgets: Budgets, least: _Least) -> str:
-    where = f"{case.trace.model_name} at world size {case.setting.world_size}"
-    table = case.space.table
-    rest = least.parts["activations"] + least.parts["buffers"]
-    largest = max(range(len(table.aligned)), key=lambda index: (table.aligned[index], -index))
-    if case.request.placement == "cuda":
-        return f"{where}: weights and states of every chunk on the device (placement 'cuda') exceed its memory"
-    parameter = case.trace.parameters[largest]
-    together = 2 if parameter.trainable else 1
-    if rest <= budgets.device_bytes < rest + together * table.aligned[largest]:
-        gradient = " with its gradient" if parameter.trainable else ""
-        return (
-            f"{where}: parameter {parameter.name!r} of {format_bytes(table.bytes[largest])}{gradient} is larger than "
-            "every chunk that fits the device; split it into several"
-        )
-    if rest > budgets.device_bytes:
-        return f"{where}: activations, inputs and buffers alone exceed the device memory, wherever weights are kept"
-    return f"{where} does not fit the device memory, even with everything else on the host"
+def _tried(change: Change, question: Question) -> Answer | None:
+    return evaluate(change, question, briefly=change.kinds != ("machine",))
 
 
-def _device_levers(case: Case, budgets: Budgets, least: _Least, settled: Collection[str]) -> Iterator[Lever]:
-    setting, trace = case.setting, case.trace
-    if budgets.device_reserve_bytes:
-        yield Lever("keep back less of the device", budgets.device_reserve_bytes, "adds", "device_reserve")
-    if case.hardware.device_kind == "cuda" and least.bytes <= case.hardware.device_memory_bytes - CUDA_CONTEXT_BYTES:
-        more = least.bytes - budgets.device_bytes
-        yield Lever("let the plan have more of the device", more, "adds", "device_memory", _enough(least.bytes))
-    halved = _with_half_batch(case)
-    if "batch" not in settled and (saved := least.bytes - _least_device(halved).bytes) > 0:
-        yield Lever("halve the batch of each rank, or the length of its sequences", saved, argument="batch")
-    if not trace.checkpointed_modules:
+def _lever(change: Change, answer: Answer | None) -> Lever:
+    name, value = change.options[0]
+    if answer is None:
+        return Lever(change.action, 0, argument=name, options=change.options, enough=False)
+    step_s = answer.plan.predicted.step_s
+    return Lever(change.action, 0, argument=name, value=value, options=change.options, step_s=step_s)
+
+
+def _pairs(changes: Sequence[Change]) -> list[Change]:
+    """Two changes of different kinds at once, those that save most of each kind first."""
+    strongest = [change for change in changes if dict(change.options).get("moments") != "bfloat16"]
+    pairs = (one + other for one, other in itertools.combinations(strongest, 2) if one.kinds != other.kinds)
+    return list(itertools.islice(pairs, MOST_PAIRS))
+
+
+def _estimated(
+    error: PlanError,
+    question: Question,
+    budgets: Budgets,
+    settled: Collection[str],
+    *,
+    short_of_device: bool,
+    fewer_bits: bool,
+) -> Iterator[Lever]:
+    """Levers that are not planned but counted: by how much each lowers the least memory that is needed.
+
+    Args:
+        error: what was found to be missing.
+        question: as asked.
+        budgets: what it came to.
+        settled: arguments that were tried.
+        short_of_device: the device's memory is short, not the host's.
+        fewer_bits: moments in fewer bits suffice, so that no disk is needed.
+    """
+    which = "device" if short_of_device else "host"
+    reserve_bytes = budgets.device_reserve_bytes if short_of_device else budgets.host_reserve_bytes
+    if reserve_bytes:
+        yield Lever(f"keep back less of the {which}", reserve_bytes, "adds", f"{which}_reserve")
+    if short_of_device and not question.trace.checkpointed_modules and "checkpoint" not in settled:
         yield Lever("turn on activation checkpointing and trace again", 0, argument="checkpoint")
-    doubled = _twice_the_ranks(case)
-    if "world_size" not in settled and (saved := least.bytes - _least_device(doubled).bytes) > 0:
-        ranks = 2 * setting.world_size
-        yield Lever(f"run on {ranks} ranks", saved, argument="world_size", value=str(ranks))
-    if case.request.placement == "cuda":
-        moved = least.bytes - _least_device(_asking(case, placement="auto")).bytes
-        if moved > 0:
-            action = "let weights and states live on the host (placement 'auto')"
-            yield Lever(action, moved, argument="placement", value="auto")
-    if case.request.search != "optimal":
-        chosen = least.bytes - _least_device(_asking(case, search="optimal")).bytes
-        if chosen > 0:
-            yield Lever("let optimal_search choose the chunk size", chosen)
+    setting, ranks = setting_for(*question), 2 * question.request.world_size
+    if budgets.disk_bytes:
+        setting = replace(setting, spill=Spill(budgets.host_bytes, budgets.disk_bytes))
+    unmet = Unmet(question, setting)
+    more = replace(setting, world_size=ranks, ranks_per_host=question.hardware.ranks_per_host(ranks))
+    half = ", or the length of its sequences" if short_of_device else ", which leaves device memory to states"
+    halved = question._replace(trace=_half_batch(question.trace))
+    others = [
+        (f"halve the batch of each rank{half}", "batch", "", Unmet(halved, setting)),
+        (f"run on {ranks} ranks", "world_size", str(ranks), Unmet(question, more)),
+    ]
+    if question.request.search != "optimal":
+        optimal = question._replace(request=replace(question.request, search="optimal"))
+        others.append(("let optimal_search choose the chunk size", "", "", Unmet(optimal, setting)))
+    if not short_of_device:
+        spilled = Unmet(question, replace(setting, spill=Spill(0, LARGEST_BYTES)))
+        others.append((_disk_action(unmet), "disk_memory", "", spilled))
+    for action, argument, value, other in others:
+        if argument not in settled:
+            saved = error.needed_bytes - least_bytes(other, None if short_of_device else budgets.device_bytes)
+            if saved > 0:
+                last = fewer_bits and argument == "disk_memory"
+                yield Lever(action, saved, argument=argument, value=value, comes_last=last)
 
 
-def _host_levers(case: Case, budgets: Budgets, least: _Least, settled: Collection[str]) -> Iterator[Lever]:
-    more = max(least.bytes - budgets.host_bytes, 0)
-    if budgets.host_reserve_bytes:
-        yield Lever("keep back less of the host", budgets.host_reserve_bytes, "adds", "host_reserve")
-    yield Lever("give the host more memory", more, "adds", "host_memory", _enough(least.bytes))
-    ranks = str(2 * case.setting.world_size)
-    half = "halve the batch of each rank, which leaves device memory to states"
-    for action, other, argument, value in (
-        (f"run on {ranks} ranks", _twice_the_ranks(case), "world_size", ranks),
-        (half, _with_half_batch(case), "batch", ""),
-    ):
-        if argument not in settled and (saved := least.bytes - _least_host(other, budgets.device_bytes).bytes) > 0:
-            yield Lever(action, saved, argument=argument, value=value)
-    for kind, other in _fewer_bits(case) if "moments" not in settled else ():
-        saved = least.bytes - _least_host(other, budgets.device_bytes).bytes
-        if saved > 0:
-            yield Lever(f"keep Adam's moments in {kind} (moments)", saved, argument="moments", value=kind)
-    disk = Spill(0, LARGEST_BYTES)
-    on_disk = replace(case, setting=replace(case.setting, spill=disk))
-    saved = least.bytes - _least_host(on_disk, budgets.device_bytes).bytes
-    if saved > 0:
-        instead = "moments" not in settled and moments_instead(case, budgets) is not None
-        yield Lever(_disk_action(case), saved, argument="disk_memory", comes_last=instead)
-    if case.request.placement == "cpu":
-        saved = least.bytes - _least_host(_asking(case, placement="auto"), budgets.device_bytes).bytes
-        if saved > 0:
-            action = "let weights and states live on the device too (placement 'auto')"
-            yield Lever(action, saved, argument="placement", value="auto")
-
-
-def moments_instead(case: Case, budgets: Budgets) -> MomentKind | None:
-    """The kind of moments in fewer bits with which no disk is needed, that with most bits first; None if there is
-    none."""
-    for kind, other in _fewer_bits(case):
-        if 0 < _least_host(other, budgets.device_bytes).bytes <= budgets.host_bytes:
-            return kind
-    return None
-
-
-def _fewer_bits(case: Case) -> Iterator[tuple[MomentKind, Case]]:
-    """The case with each kind of moments that has fewer bits, without a disk."""
-    kinds: tuple[MomentKind, ...] = get_args(MomentKind)
-    wide = any(p.trainable and dtype_bytes(p.dtype) > MASTER_BYTES for p in case.trace.parameters)
-    if wide or not is_adam(optimizer_name(case.request.optimizer_type)):
-        return
-    for kind in kinds[kinds.index(case.setting.moments) + 1 :]:
-        yield kind, replace(case, setting=replace(case.setting, states=moments_size(kind), moments=kind, spill=None))
-
-
-def _enough(needed_bytes: int) -> str:
-    """A size, rounded up, as budgets are given."""
-    return readable_bytes(needed_bytes, up=True).replace(" ", "")
-
-
-def _disk_action(case: Case) -> str:
-    if case.setting.spill is not None:
+def _disk_action(unmet: Unmet) -> str:
+    if unmet.setting.spill is not None:
         return "give states more of the disk (disk_memory)"
-    measured = (
-        "" if case.hardware.knows_disk else ", once `elixir hardware --measure --disk-folder DIR` has measured it"
-    )
+    known = unmet.question.hardware.knows_disk
+    measured = "" if known else ", once `elixir hardware --measure --disk-folder DIR` has measured it"
     return f"let states live on a disk (disk_memory){measured}"
-
-
-def _twice_the_ranks(case: Case) -> Case:
-    ranks = 2 * case.setting.world_size
-    per_host = case.hardware.ranks_per_host(ranks)
-    return replace(case, setting=replace(case.setting, world_size=ranks, ranks_per_host=per_host))
-
-
-def _asking(case: Case, **options: str) -> Case:
-    return replace(case, request=SearchRequest.of(case.request, **options))
-
-
-def _with_half_batch(case: Case) -> Case:
-    return replace(case, trace=_half_batch(case.trace))
 
 
 def _half_batch(trace: StepTrace) -> StepTrace:
@@ -209,68 +145,16 @@ def _half_batch(trace: StepTrace) -> StepTrace:
     return replace(trace, accesses=accesses, input_bytes=trace.input_bytes // 2)
 
 
-def _models(case: Case) -> Iterator[MemoryModel]:
-    """Those that the search tries."""
-    space = case.space
-    tiers = space.tiers(case.request.placement, all_sizes=case.request.search == "optimal")
-    sizes = [size for tier in tiers for size in tier()]
-    for size in dict.fromkeys(sizes):
-        yield space.model(size)
-
-
-def _least_device(case: Case) -> _Least:
-    """The least device memory any candidate needs, whatever the host has."""
-    found: _Least | None = None
-    for model in _models(case):
-        for placement, blocks in _emptiest(model, case):
-            need = model.need(placement, blocks)
-            if found is None or need.device_bytes < found.bytes:
-                found = _Least(need.device_bytes, need.device_parts)
-    if found is None:  # there is always the size of the largest parameter
-        raise PlanError("no chunk size can be tried", needed_bytes=0, available_bytes=0)
-    return found
-
-
-def _emptiest(model: MemoryModel, case: Case) -> Iterator[tuple[Placement, int]]:
-    """Placements and blocks that may need least of the device: all on the host; or all on the device."""
-    if case.request.placement != "cuda":
-        builder = _start(model, 0 if case.request.placement == "auto" else LARGEST_BYTES)
-        yield builder.placement(), min(builder.blocks, builder.streamed)
-    if case.request.placement != "cpu":
-        yield Placement.everywhere(Home.RESIDENT, len(model.work.chunks)), 0
-        if case.setting.world_size > 1:
-            shards = Placement(tuple(Home.RESIDENT if out else Home.DEVICE for out in model.outsized.tolist()))
-            yield shards, model.work.schedule(shards.residents, 0).min_blocks
-
-
-def _start(model: MemoryModel, budget_bytes: int) -> PlacementBuilder:
-    """As the search begins with the fewest blocks: on the host, but for moves that lower the peak down to a budget."""
-    builder = PlacementBuilder(
-        model, model.work.schedule(PlacementBuilder(model, 0).placement().residents, 0).min_blocks
-    )
-    builder.squeeze(budget_bytes)
-    return builder
-
-
-def _least_host(case: Case, device_bytes: int) -> _Least:
-    """The least host memory of any candidate that fits the device."""
-    found: _Least | None = None
-    for model in _models(case):
-        if case.request.placement != "cpu":
-            everything = Placement.everywhere(Home.RESIDENT, len(model.work.chunks))
-            if model.need(everything, 0).device_bytes <= device_bytes:
-                return _Least(0, {})
-        builder = _start(model, device_bytes if case.request.placement == "auto" else LARGEST_BYTES)
-        if builder.peak_bytes() > device_bytes:
-            continue
-        if case.request.placement != "cpu":
-            chunks = range(len(model.work.chunks))
-            single = case.setting.world_size == 1
-            builder.move_all(chunks, state=True, resident=single, budget_bytes=device_bytes)
-            if not single:
-                builder.move_all(chunks, state=False, resident=False, budget_bytes=device_bytes)
-        placement = spilled(model, builder.placement(), host_bytes=0)
-        need = model.need(placement, min(builder.blocks, builder.streamed))
-        if found is None or need.host_bytes < found.bytes:
-            found = _Least(need.host_bytes, need.host_parts)
-    return found or _Least(0, {})
+def _lora(trace: StepTrace, budgets: Budgets) -> Iterator[Lever]:
+    """Training a few added weights leaves the weights, once, and what a batch takes."""
+    if not any(param.trainable for param in trace.parameters):
+        return
+    width = dtype_bytes(main_dtype(trace))
+    takes = trace.numel * width
+    live = live_bytes(trace)
+    if live <= budgets.device_bytes and takes + live <= budgets.device_bytes + budgets.host_bytes:
+        action = (
+            f"train with LoRA (a model of peft, not planned here): frozen weights take {format_bytes(takes)} of device "
+            f"and host together, activations {format_bytes(live)} of the device"
+        )
+        yield Lever(action, 0)

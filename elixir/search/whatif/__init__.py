@@ -1,24 +1,21 @@
-"""Questions asked of a planner: sweep, explain, bottlenecks."""
+"""Questions asked of a planner: sweep, explain."""
 
 from __future__ import annotations
 
-from elixir.search.whatif.bottlenecks import faster, lever_effects
-from elixir.search.whatif.explain import NEGLIGIBLE_SHARE, Change, ChunkReasons, Explanation, Spot
+from elixir.search.whatif.explain import NEGLIGIBLE_SHARE, ChunkReasons, Difference, Explanation, Spot
 from elixir.search.whatif.sweep import doublings, fit
 from elixir.search.whatif.trial import HOST_PER_DEVICE_BYTE, SweepRow, budgets_on_paper, with_network
 
 __all__ = [
     "HOST_PER_DEVICE_BYTE",
     "NEGLIGIBLE_SHARE",
-    "Change",
     "ChunkReasons",
+    "Difference",
     "Explanation",
     "Spot",
     "SweepRow",
     "budgets_on_paper",
     "doublings",
-    "faster",
     "fit",
-    "lever_effects",
     "with_network",
 ]

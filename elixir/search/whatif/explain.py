@@ -14,12 +14,11 @@ from typing import Literal
 from elixir.errors import InputError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Home, Plan
-from elixir.search.advice import PlanLever, plan_levers
-from elixir.search.planner import PREFETCH_DEPTH, PlannerTries
+from elixir.search.advice import Answer, Effect
+from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.problem import HOMES, MemoryModel, Placement, placement_of, setting_of, workload_of
 from elixir.search.propose import Candidate, possible_homes, weigh
 from elixir.search.simulator import SimulatedCost, simulate_step
-from elixir.search.whatif.bottlenecks import LeverEffect, lever_effects, request_of
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes
 
@@ -59,7 +58,7 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class Change:
+class Difference:
     """A plan with one thing changed, against the plan as it is."""
 
     step_s: float
@@ -68,7 +67,7 @@ class Change:
     moved_change_bytes: int
     """Over all links, per rank and step."""
     device_change_bytes: int
-    """Change of the peak."""
+    """Difference of the peak."""
     host_change_bytes: int
     lacks_device_bytes: int
     """By how much the peak exceeds the budget; 0 where it fits."""
@@ -87,7 +86,7 @@ class Elsewhere:
     """One chunk in another spot."""
 
     spot: Spot
-    change: Change
+    change: Difference
 
 
 @dataclass(frozen=True)
@@ -113,14 +112,14 @@ class Explanation:
     critical_s: dict[str, float]
     """Seconds by resource on the longest chain of work of the step; sums to `step_s`."""
     chunks: tuple[ChunkReasons, ...]
-    blocks: tuple[Change, ...]
+    blocks: tuple[Difference, ...]
     """One rCache block fewer and one more, where that is possible."""
-    levers: tuple[LeverEffect, ...]
+    levers: tuple[Effect, ...]
     """Changes of the machine; empty where they were not asked for."""
-    after_norm: Change | None = None
+    after_norm: Difference | None = None
     """No chunk speculating, but all updated once the norm is known; None if none speculates."""
-    changes: tuple[PlanLever, ...] = ()
-    """Changes of the training, those of `Plan.levers`; likewise."""
+    changes: tuple[Effect, ...] = ()
+    """Changes of the training, those of `Answer.levers`; likewise."""
 
 
 def explain(
@@ -137,8 +136,8 @@ def explain(
         plan: made from `trace`.
         trace: the step that was planned.
         hardware: the machine whose rates count.
-        levers: also plan again with more of what the machine is made of (`lever_effects`), and with changes of the
-            training (`plan_levers`).
+        levers: also plan again with more of what the machine is made of (`Answer.machine_levers`), and with changes
+            of the training (`Answer.levers`).
         progress: told what comes next, how much is done, and of how much.
 
     Raises:
@@ -166,6 +165,7 @@ def explain(
                 speculates=chunk.speculates,
             )
         )
+    again = Answer.of(plan, trace, hardware)
     return Explanation(
         step_s=step.step_s,
         bound_by=step.bound_by,
@@ -173,10 +173,8 @@ def explain(
         chunks=tuple(chunks),
         blocks=tuple(variants.blocks()),
         after_norm=variants.after_norm(),
-        levers=lever_effects(plan, trace, hardware, progress=progress) if levers else (),
-        changes=plan_levers(plan, trace, hardware, request_of(plan, hardware), PlannerTries(hardware))
-        if levers
-        else (),
+        levers=again.machine_levers(progress) if levers else (),
+        changes=again.levers() if levers else (),
     )
 
 
@@ -216,17 +214,17 @@ class _Variants:
             home = home.having(update="early")
         return Placement((*homes[:index], home, *homes[index + 1 :]))
 
-    def change(self, placement: Placement, wanted_blocks: int) -> Change:
+    def change(self, placement: Placement, wanted_blocks: int) -> Difference:
         """Against the plan as it is, with as near to so many blocks as the placement allows."""
         return self._against(self._weighed(placement, wanted_blocks))
 
-    def after_norm(self) -> Change | None:
+    def after_norm(self) -> Difference | None:
         """Against the plan as it is, with no chunk speculating; None if none does."""
         if not self._plan.speculates:
             return None
         return self._against(self._weighed(self._placement.updated_early(()), self._plan.block_count))
 
-    def blocks(self) -> Iterator[Change]:
+    def blocks(self) -> Iterator[Difference]:
         """One block fewer, one more."""
         now = self._plan.block_count
         for count in (now - 1, now + 1):
@@ -242,9 +240,9 @@ class _Variants:
         blocks = max(min(wanted_blocks, streamed), schedule.min_blocks)
         return weigh(self._model, placement, blocks, depth, self._cost)
 
-    def _against(self, other: Candidate) -> Change:
+    def _against(self, other: Candidate) -> Difference:
         base, plan = self._base, self._plan
-        return Change(
+        return Difference(
             step_s=other.seconds["total"],
             change_s=other.seconds["total"] - base.seconds["total"],
             moved_change_bytes=_moved_bytes(other) - _moved_bytes(base),

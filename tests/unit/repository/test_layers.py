@@ -40,9 +40,9 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"simulator"}),
         frozenset({"propose"}),
         frozenset({"budgets"}),
-        frozenset({"advice"}),
         frozenset({"planner"}),
-        frozenset({"answer", "batches", "replan", "searches", "whatif"}),
+        frozenset({"advice"}),
+        frozenset({"batches", "replan", "searches", "whatif"}),
     ),
     "wrapper": (
         frozenset({"fetch_on_use", "loss_scale", "options", "phase", "run_errors", "state_reader"}),

@@ -13,12 +13,11 @@ from benchmark.certificate.lower_bound import lower_bound
 from elixir.errors import InputError, PlanError
 from elixir.optimizer_states import StateSize
 from elixir.plan import Home, Plan
-from elixir.search import plan_from_trace
+from elixir.search import Answer, plan_from_trace
 from elixir.search.budgets import warn_if_disk_full
 from elixir.search.problem import MemoryModel, Placement, Setting, Spill
 from elixir.search.propose import Budgets, SearchSpace, spilled
 from elixir.search.simulator import simulate_step
-from elixir.search.whatif import lever_effects
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.chains import NUMEL, Speeds, chain
@@ -125,7 +124,7 @@ def test_a_faster_disk_is_a_lever(stack: StepTrace, limits: tuple[int, int]) -> 
     device, host = limits
     slow = replace(FAST, disk_read_bytes_per_s=1e7, disk_write_bytes_per_s=1e7)
     plan = plan_from_trace(stack, slow, 1, device_memory=device, host_memory=int(0.8 * host), disk_memory="1GiB").plan
-    (lever,) = (lever for lever in lever_effects(plan, stack, slow) if "the disk" in lever.action)
+    (lever,) = (lever for lever in Answer.of(plan, stack, slow).machine_levers() if "the disk" in lever.action)
     assert lever.change_s < 0
 
 

@@ -11,10 +11,10 @@ import pytest
 from elixir.errors import InputError, PlanError
 from elixir.hardware import preset
 from elixir.search import plan_from_trace
-from elixir.search.advice import best_allowed, samples_per_s
-from elixir.search.advice.changes import job_changes
-from elixir.search.planner import PlannerTries
-from elixir.search.request import SearchRequest, StepQuestion
+from elixir.search.advice import Answer, best_allowed
+from elixir.search.advice.changes import of_the_training
+from elixir.search.planner import planned
+from elixir.search.request import Question, SearchRequest, StepQuestion
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.synthetic_trace import StackShape, stack_trace
@@ -110,29 +110,26 @@ def test_levers_of_a_plan_are_plans(trace: StepTrace) -> None:
 
 
 def test_only_what_is_allowed_is_done(trace: StepTrace) -> None:
-    request = SearchRequest(world_size=1, device_memory=GIB, host_memory=8 * GIB)
-    tries = PlannerTries(MACHINE)
-    _, same, taken = best_allowed(trace, MACHINE, request, (), tries)
-    assert (same, taken) == (request, ())
-    _, asked, taken = best_allowed(trace, MACHINE, request, ("moments", "accumulation"), tries)
+    question = Question(trace, MACHINE, SearchRequest(world_size=1, device_memory=GIB, host_memory=8 * GIB))
+    assert best_allowed(question, ()) == (question, ())
+    asked, taken = best_allowed(question, ("moments", "accumulation"))
     assert {kind for change in taken for kind in change.kinds} <= {"moments", "accumulation"}
-    plain, better = (tries.plan(trace, one, briefly=True) for one in (request, asked))
+    plain, better = (planned(one, briefly=True) for one in (question, asked))
     assert plain is not None
     assert better is not None
-    assert samples_per_s(better) > samples_per_s(plain)
-    assert replace(asked, moments="float32", accumulation=1) == request
+    assert Answer(better, asked).samples_per_s > Answer(plain, question).samples_per_s
+    assert replace(asked.request, moments="float32", accumulation=1) == question.request
     with pytest.raises(InputError, match="cannot be allowed"):
-        best_allowed(trace, MACHINE, request, ("placement",), tries)
+        best_allowed(question, ("placement",))
 
 
 def test_a_trace_without_an_optimizer_has_the_levers_of_one_with_it() -> None:
     # What a plan's file is explained with, traced again by name, has none.
-    request = SearchRequest(world_size=1)
     step = StepQuestion(model="opt-125m", batch=2, seq=64, dtype="bfloat16")
     traces = [replace(step, optimizer=optimizer).trace(MACHINE) for optimizer in ("AdamW", None)]
     steps = [
-        {change.action: change.applied(trace, MACHINE, request)[0].step for change in job_changes(trace, request)}
-        for trace in traces
+        {change.action: change.applied(question).trace.step for change in of_the_training(question)}
+        for question in (Question(trace, MACHINE, SearchRequest(world_size=1)) for trace in traces)
     ]
     assert any(other != traces[0].step for other in steps[0].values())
     assert steps[0] == steps[1]

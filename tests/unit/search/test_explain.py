@@ -15,9 +15,10 @@ from elixir.errors import InputError
 from elixir.hardware import HardwareProfile, RateFit, preset
 from elixir.models import build, default_input, default_step
 from elixir.plan import ChunkPlan, Plan
-from elixir.search import plan_from_trace, simple_search
+from elixir.search import Answer, plan_from_trace, simple_search
+from elixir.search.advice import faster
 from elixir.search.simulator import simulate_step
-from elixir.search.whatif import Explanation, Spot, faster, lever_effects
+from elixir.search.whatif import Explanation, Spot
 from elixir.search.whatif.explain import explain
 from elixir.show import blocks_table, elsewhere_table, explanation_record, kinds, levers_table, runs, summary_text
 from elixir.step_trace import StepTrace
@@ -212,14 +213,14 @@ def test_a_trace_of_another_batch_is_refused(plan: Plan) -> None:
 @pytest.mark.slow
 def test_levers_plan_for_as_many_batches_as_the_plan(trace: StepTrace) -> None:
     several = plan_from_trace(trace, HARDWARE, 1, device_memory=1500 * MIB, host_memory="4GiB", accumulation=4).plan
-    levers = {x.action: x for x in lever_effects(several, trace, HARDWARE)}
+    levers = {x.action: x for x in Answer.of(several, trace, HARDWARE).machine_levers()}
     # One batch would take a quarter; nothing is to be gained where nothing changes.
     assert levers["plan again, nothing changed"].step_s == pytest.approx(several.predicted.seconds["total"])
 
 
 def test_levers_never_lengthen_the_step_and_come_by_effect(plan: Plan, trace: StepTrace) -> None:
     now_s = simulate_step(plan, trace, HARDWARE).step_s
-    levers = lever_effects(plan, trace, HARDWARE)
+    levers = Answer.of(plan, trace, HARDWARE).machine_levers()
     assert [lever.change_s for lever in levers] == sorted(lever.change_s for lever in levers)
     for lever in levers:
         assert lever.step_s <= now_s
@@ -254,7 +255,7 @@ def test_a_badly_made_plan_is_beaten_by_planning_again(trace: StepTrace) -> None
     plan = simple_search(
         trace, 1, split_number=12, allocate_factor=0.3, shard_device="cpu", hardware=HARDWARE, device_memory="20GiB"
     ).plan
-    again = [x for x in lever_effects(plan, trace, HARDWARE) if x.action == "plan again, nothing changed"]
+    again = [x for x in Answer.of(plan, trace, HARDWARE).machine_levers() if x.action == "plan again, nothing changed"]
     assert again[0].change_s < 0
     # One chunk moved into free room helps as well, and the summary says so.
     assert "plan again" in summary_text(explain(plan, trace, HARDWARE, levers=False))

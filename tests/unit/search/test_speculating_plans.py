@@ -21,7 +21,6 @@ from elixir.search.replan import correct
 from elixir.search.request import SearchRequest
 from elixir.search.simulator import SimulatedCost, simulate_step, step, worth_stepping
 from elixir.search.simulator.in_backward import worth_stepping_within
-from elixir.search.whatif.bottlenecks import request_of
 from elixir.show import plan_record
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
@@ -129,7 +128,7 @@ def test_a_plan_remembers_the_wish(stack: StepTrace, wish: bool | None) -> None:
     plan = planned(stack, speculate=wish)
     assert Plan.from_json(plan.to_json()).may_speculate is wish
     assert setting_of(plan, 1).speculate is wish
-    assert request_of(plan, SLOW).speculate is wish
+    assert Answer.of(plan, stack, SLOW).question.request.speculate is wish
     if wish is not False:
         with pytest.raises(InputError, match="'may_speculate' must be true or null"):
             replace(plan, may_speculate=False)
@@ -232,7 +231,7 @@ def test_states_that_no_kernel_makes_are_copied_first(stack: StepTrace, kernel: 
     assert seconds[1] / seconds[0] == pytest.approx(1 + 3 * 12 / 30)
     assert simulate_step(looped, stack, SLOW).step_s == pytest.approx(looped.predicted.step_s, rel=1e-9)
     assert setting_of(looped, 1).copied
-    assert plan_from_trace(stack, SLOW, request_of(looped, SLOW)).chunks == looped.chunks
+    assert plan_from_trace(*Answer.of(looped, stack, SLOW).question).chunks == looped.chunks
     narrow = planned(stack, optimizer_type=looped.optimizer, moments="bfloat16")
     assert not setting_of(narrow, 1).copied  # stepped by this project, whatever the class
 

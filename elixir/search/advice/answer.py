@@ -1,0 +1,180 @@
+"""`Answer`: a plan, and the question that it answers; `evaluate` asks the question again with a `Change`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from elixir.errors import InputError, PlanError, TraceError
+from elixir.hardware import HardwareProfile
+from elixir.plan import Plan
+from elixir.search.advice.changes import Change, Kind, better_machine, for_speed
+from elixir.search.planner import lacks_memory, planned
+from elixir.search.request import Question, SearchRequest
+from elixir.search.simulator import simulate_step
+from elixir.step_trace import StepTrace
+
+ALLOWED: tuple[Kind, ...] = ("moments", "kernels", "accumulation", "checkpointing")
+"""Kinds of changes that a user may allow: they change numerics, or what a step is."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A change, and the plan that it gives."""
+
+    change: Change
+    plan: Plan | None
+    """None where nothing fits with it."""
+    step_s: float | None
+    """Seconds of the step with it; None likewise, as in the next two."""
+    change_s: float | None
+    """Negative where the step gets shorter."""
+    gain: float | None
+    """Samples a second over those of the plan as it is."""
+
+    @property
+    def action(self) -> str:
+        """The thing to do."""
+        return self.change.action
+
+    @property
+    def options(self) -> tuple[tuple[str, str], ...]:
+        """Arguments that do it, with their values; a switch has none."""
+        return self.change.options
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The outcome of a search. It can be used wherever a plan can, and has all attributes of its plan.
+
+    It equals its plan. `save` and `to_json` write the plan alone: what else an answer knows is not in the file.
+    """
+
+    plan: Plan
+    question: Question
+
+    @classmethod
+    def of(cls, plan: Plan, trace: StepTrace, hardware: HardwareProfile) -> Answer:
+        """The answer that a plan from a file is, asked for this machine."""
+        request = SearchRequest(
+            world_size=plan.world_size,
+            optimizer_type=plan.optimizer,
+            overlap=plan.overlap,
+            device_memory=plan.device_budget_bytes,
+            host_memory=plan.host_budget_bytes,
+            disk_memory=plan.disk_budget_bytes if hardware.knows_disk else None,
+            placement=plan.placement,
+            accumulation=plan.accumulation,
+            moments=plan.moments,
+            speculate=plan.may_speculate,
+            clipping=plan.clipping,
+        )
+        return cls(plan, Question(trace, hardware, request))
+
+    @property
+    def trace(self) -> StepTrace:
+        """The step that was planned."""
+        return self.question.trace
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of all ranks together; micro-batches where samples are not known."""
+        plan = self.plan
+        return (plan.step.samples or 1) * plan.accumulation * plan.world_size / plan.predicted.step_s
+
+    def levers(self) -> tuple[Effect, ...]:
+        """The step with one thing changed, planned again: moments in fewer bits, fused kernels, accumulation, other
+        activation checkpointing; the most samples a second first, and last what does not fit.
+
+        What takes another trace is there for models that are known by name.
+        """
+        found = []
+        for change in for_speed(self.question):
+            # As a user's own search would: a row promises what planning with the change then gives.
+            other = evaluate(change, self.question)
+            if other is None:
+                found.append(Effect(change, None, None, None, None))
+                continue
+            step_s = other.plan.predicted.step_s
+            gain = other.samples_per_s / self.samples_per_s
+            found.append(Effect(change, other.plan, step_s, step_s - self.plan.predicted.step_s, gain))
+        return tuple(sorted(found, key=lambda row: (row.gain is None, -(row.gain or 0.0), row.action)))
+
+    def machine_levers(self, progress: Callable[[str, int, int], None] | None = None) -> tuple[Effect, ...]:
+        """The step planned again as things are, and with twice each part of the machine; the shortest first.
+
+        A lever never makes the step longer: the plan as it is remains a choice.
+
+        Args:
+            progress: told before each lever.
+        """
+        plan, trace, hardware = self.plan, self.trace, self.question.hardware
+        now_s = simulate_step(plan, trace, hardware).step_s
+        changes, found = list(better_machine(plan, hardware)), []
+        for done, change in enumerate(changes):
+            if progress is not None:
+                progress(change.action, done, len(changes))
+            other = evaluate(change, self.question)
+            possible_s = [now_s] if other is None else [now_s, other.plan.predicted.step_s]
+            if change.hardware is not None:
+                possible_s.append(simulate_step(plan, trace, change.hardware).step_s)
+            step_s = min(possible_s)
+            found.append(Effect(change, None if other is None else other.plan, step_s, step_s - now_s, now_s / step_s))
+        return tuple(sorted(found, key=lambda row: (row.change_s, row.action)))
+
+    def __eq__(self, other: object) -> bool:
+        return self.plan == (other.plan if isinstance(other, Answer) else other)
+
+    def __str__(self) -> str:
+        return str(self.plan)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `copy` and `pickle` ask for such before there is a plan
+            raise AttributeError(name)
+        return getattr(self.plan, name)
+
+
+def evaluate(change: Change, question: Question, *, briefly: bool = False) -> Answer | None:
+    """The answer to the question with the change; None where nothing fits, or it cannot be asked.
+
+    Args:
+        change: what is done differently.
+        question: as asked.
+        briefly: without the sizes that are tried when nothing else fits.
+    """
+    try:
+        if lacks_memory(Change(change.kinds, change.action, request=change.request).applied(question)):
+            return None  # nothing that another trace shows could change that
+        asked = change.applied(question)
+        plan = planned(asked, briefly=briefly)
+    except (InputError, PlanError, TraceError):
+        return None
+    return None if plan is None else Answer(plan, asked)
+
+
+def best_allowed(question: Question, kinds: Collection[str]) -> tuple[Question, tuple[Change, ...]]:
+    """The question with the allowed changes that give most samples a second, chosen one after the other, and these.
+
+    Args:
+        question: as asked.
+        kinds: of `ALLOWED`.
+
+    Raises:
+        InputError: a kind is unknown.
+    """
+    unknown = [kind for kind in kinds if kind not in ALLOWED]
+    if unknown:
+        raise InputError(f"{unknown[0]!r} cannot be allowed; expected some of {', '.join(ALLOWED)}")
+    taken: list[Change] = []
+    plan = planned(question, briefly=True)
+    speed = 0.0 if plan is None else Answer(plan, question).samples_per_s
+    for kind in ALLOWED:
+        asked = [change for change in for_speed(question) if kind in kinds and change.kinds == (kind,)]
+        found = [(change, evaluate(change, question, briefly=True)) for change in asked]
+        better = [(answer.samples_per_s, change, answer) for change, answer in found if answer is not None]
+        best = max(better, key=lambda each: each[0], default=None)
+        if best is not None and best[0] > speed:
+            speed, question = best[0], best[2].question
+            taken.append(best[1])
+    return question, tuple(taken)

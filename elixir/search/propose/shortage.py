@@ -1,0 +1,178 @@
+"""The least memory with which a question would have a plan: what is short where nothing fits, and by how much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import get_args
+
+from elixir.errors import PlanError
+from elixir.optimizer_states import MASTER_BYTES, MomentKind, is_adam, moments_size, optimizer_name
+from elixir.plan import Home
+from elixir.search.problem import MemoryModel, MemoryNeed, Placement, Setting
+from elixir.search.propose.disk_overflow import spilled
+from elixir.search.propose.greedy import PlacementBuilder
+from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.request import Question
+from elixir.step_trace import StepTrace
+from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
+
+
+@dataclass(frozen=True)
+class Unmet:
+    """A question that has no plan, as it concerns a machine."""
+
+    question: Question
+    setting: Setting
+
+    @cached_property
+    def space(self) -> SearchSpace:
+        """Ready to be searched, without overlap: that is given up before a search fails."""
+        return SearchSpace(self.question.trace, self.question.hardware, replace(self.setting, overlap=False))
+
+
+def shortage(unmet: Unmet, budgets: Budgets, least_host_bytes: Callable[[], int]) -> PlanError:
+    """The error for a question that has no plan within its budgets, without levers.
+
+    Args:
+        unmet: what was asked for.
+        budgets: what it was searched with.
+        least_host_bytes: gives the least host need of all that the search finds to fit the device; called only if the
+            device would do.
+    """
+    where = f"{unmet.question.trace.model_name} at world size {unmet.setting.world_size}"
+    device = _least_device(unmet)
+    if device.device_bytes > budgets.device_bytes:
+        what = f"{where}{_device_message(unmet, budgets, device)}"
+        return PlanError(what, needed_bytes=device.device_bytes, available_bytes=budgets.device_bytes)
+    provided = f", with as much on the device as {format_bytes(budgets.device_bytes)} hold"
+    if unmet.question.request.placement == "cpu":
+        provided = ", where placement 'cpu' puts all weights and states"
+    return PlanError(
+        f"{where} does not fit the host memory{provided}",
+        needed_bytes=min(_least_host(unmet, budgets.device_bytes), least_host_bytes()),
+        available_bytes=budgets.host_bytes,
+    )
+
+
+def least_bytes(unmet: Unmet, device_bytes: int | None) -> int:
+    """The least device memory of any candidate; the least host memory of those that fit `device_bytes` of it."""
+    return _least_device(unmet).device_bytes if device_bytes is None else _least_host(unmet, device_bytes)
+
+
+def _device_message(unmet: Unmet, budgets: Budgets, least: MemoryNeed) -> str:
+    table = unmet.space.table
+    rest = least.device_parts["activations"] + least.device_parts["buffers"]
+    largest = max(range(len(table.aligned)), key=lambda index: (table.aligned[index], -index))
+    if unmet.question.request.placement == "cuda":
+        return ": weights and states of every chunk on the device (placement 'cuda') exceed its memory"
+    parameter = unmet.question.trace.parameters[largest]
+    together = 2 if parameter.trainable else 1
+    if rest <= budgets.device_bytes < rest + together * table.aligned[largest]:
+        gradient = " with its gradient" if parameter.trainable else ""
+        return (
+            f": parameter {parameter.name!r} of {format_bytes(table.bytes[largest])}{gradient} is larger than "
+            "every chunk that fits the device; split it into several"
+        )
+    if rest > budgets.device_bytes:
+        return ": activations, inputs and buffers alone exceed the device memory, wherever weights are kept"
+    return " does not fit the device memory, even with everything else on the host"
+
+
+def moments_instead(unmet: Unmet, budgets: Budgets) -> MomentKind | None:
+    """The kind of moments in fewer bits with which no disk is needed, that with most bits first; None if there is
+    none."""
+    for kind, other in _fewer_bits(unmet):
+        if 0 < _least_host(other, budgets.device_bytes) <= budgets.host_bytes:
+            return kind
+    return None
+
+
+def _fewer_bits(unmet: Unmet) -> Iterator[tuple[MomentKind, Unmet]]:
+    """The question with each kind of moments that has fewer bits, without a disk."""
+    kinds: tuple[MomentKind, ...] = get_args(MomentKind)
+    wide = any(p.trainable and dtype_bytes(p.dtype) > MASTER_BYTES for p in unmet.question.trace.parameters)
+    if wide or not is_adam(optimizer_name(unmet.question.request.optimizer_type)):
+        return
+    for kind in kinds[kinds.index(unmet.setting.moments) + 1 :]:
+        yield kind, replace(unmet, setting=replace(unmet.setting, states=moments_size(kind), moments=kind, spill=None))
+
+
+def _models(unmet: Unmet) -> Iterator[MemoryModel]:
+    """Those that the search tries."""
+    space = unmet.space
+    tiers = space.tiers(unmet.question.request.placement, all_sizes=unmet.question.request.search == "optimal")
+    sizes = [size for tier in tiers for size in tier()]
+    for size in dict.fromkeys(sizes):
+        yield space.model(size)
+
+
+def _least_device(unmet: Unmet) -> MemoryNeed:
+    """The need of the candidate that takes the least device memory, whatever the host has."""
+    needs = (model.need(*emptiest) for model in _models(unmet) for emptiest in _emptiest(model, unmet))
+    return min(needs, key=lambda need: need.device_bytes)  # there is always the size of the largest parameter
+
+
+def _emptiest(model: MemoryModel, unmet: Unmet) -> Iterator[tuple[Placement, int]]:
+    """Placements and blocks that may need least of the device: all on the host; or all on the device."""
+    if unmet.question.request.placement != "cuda":
+        builder = _start(model, 0 if unmet.question.request.placement == "auto" else LARGEST_BYTES)
+        yield builder.placement(), min(builder.blocks, builder.streamed)
+    if unmet.question.request.placement != "cpu":
+        yield Placement.everywhere(Home.RESIDENT, len(model.work.chunks)), 0
+        if unmet.setting.world_size > 1:
+            shards = Placement(tuple(Home.RESIDENT if out else Home.DEVICE for out in model.outsized.tolist()))
+            yield shards, model.work.schedule(shards.residents, 0).min_blocks
+
+
+def _start(model: MemoryModel, budget_bytes: int) -> PlacementBuilder:
+    """As the search begins with the fewest blocks: on the host, but for moves that lower the peak down to a budget."""
+    builder = PlacementBuilder(
+        model, model.work.schedule(PlacementBuilder(model, 0).placement().residents, 0).min_blocks
+    )
+    builder.squeeze(budget_bytes)
+    return builder
+
+
+def _least_host(unmet: Unmet, device_bytes: int) -> int:
+    """The least host memory of any candidate that fits the device; 0 where none does."""
+    placement, found = unmet.question.request.placement, []
+    for model in _models(unmet):
+        if placement != "cpu":
+            everything = Placement.everywhere(Home.RESIDENT, len(model.work.chunks))
+            if model.need(everything, 0).device_bytes <= device_bytes:
+                return 0
+        builder = _start(model, device_bytes if placement == "auto" else LARGEST_BYTES)
+        if builder.peak_bytes() > device_bytes:
+            continue
+        if placement != "cpu":
+            chunks = range(len(model.work.chunks))
+            single = unmet.setting.world_size == 1
+            builder.move_all(chunks, state=True, resident=single, budget_bytes=device_bytes)
+            if not single:
+                builder.move_all(chunks, state=False, resident=False, budget_bytes=device_bytes)
+        away = spilled(model, builder.placement(), host_bytes=0)
+        found.append(model.need(away, min(builder.blocks, builder.streamed)).host_bytes)
+    return min(found, default=0)
+
+
+def lacks_room(trace: StepTrace, setting: Setting, budgets: Budgets) -> int:
+    """Bytes by which weights, master weights and states exceed all devices, hosts and disks; 0 where they do not.
+
+    Each lies somewhere, once, wherever that is.
+    """
+    machines = math.ceil(setting.world_size / setting.ranks_per_host)
+    there = setting.world_size * budgets.device_bytes + machines * (budgets.host_bytes + budgets.disk_bytes)
+    return max(trace.param_bytes + trace.state_bytes(setting.states) - there, 0)
+
+
+def lacks_device(trace: StepTrace, budgets: Budgets) -> int:
+    """Bytes by which what a batch takes exceeds a device, wherever weights are; 0 where it does not."""
+    return max(live_bytes(trace) - budgets.device_bytes, 0)
+
+
+def live_bytes(trace: StepTrace) -> int:
+    """Device memory that a batch takes at its fullest, wherever weights are."""
+    return max((access.live_bytes for access in trace.accesses), default=0) + trace.buffer_bytes
