@@ -1,13 +1,13 @@
 """From what a step needs and what a machine can do to what goes where, and when.
 
 `request` says what is asked. From there up: `problem` (pure data and bytes) < `simulator` (seconds) < `propose`
-(candidates) < `advice` (what to change) < `planner` (candidate to plan) < `searches`, `batches`, `replan` and `whatif`
+(candidates) < `planner` (candidate to plan) < `advise` (what to change) < `searches`, `batches`, `replan` and `whatif`
 (questions asked of a planner). `docs/design/search.md` says what it does and by which formulas.
 """
 
 from __future__ import annotations
 
-from elixir.search.advice import Answer
+from elixir.search.advise import Answer
 from elixir.search.batches import search_batches
 from elixir.search.searches import minimum_waste_search, optimal_search, plan_from_trace, simple_search
 

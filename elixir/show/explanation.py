@@ -17,7 +17,7 @@ from elixir.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from elixir.search.advice import Effect
+    from elixir.search.advise import Effect
 
 _MOST_RUNS = 3
 

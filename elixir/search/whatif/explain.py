@@ -14,7 +14,7 @@ from typing import Literal
 from elixir.errors import InputError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Home, Plan
-from elixir.search.advice import Answer, Effect
+from elixir.search.advise import Answer, Effect
 from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.problem import HOMES, MemoryModel, Placement, placement_of, setting_of, workload_of
 from elixir.search.propose import Candidate, possible_homes, weigh

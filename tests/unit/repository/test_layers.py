@@ -41,7 +41,7 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"propose"}),
         frozenset({"budgets"}),
         frozenset({"planner"}),
-        frozenset({"advice"}),
+        frozenset({"advise"}),
         frozenset({"batches", "replan", "searches", "whatif"}),
     ),
     "wrapper": (

@@ -16,7 +16,7 @@ from elixir.hardware import HardwareProfile, RateFit, preset
 from elixir.models import build, default_input, default_step
 from elixir.plan import ChunkPlan, Plan
 from elixir.search import Answer, plan_from_trace, simple_search
-from elixir.search.advice import faster
+from elixir.search.advise import faster
 from elixir.search.simulator import simulate_step
 from elixir.search.whatif import Explanation, Spot
 from elixir.search.whatif.explain import explain

@@ -6,8 +6,8 @@ without a plan what would suffice.
 
 from __future__ import annotations
 
-from elixir.search.advice.answer import Answer, Effect, best_allowed, evaluate
-from elixir.search.advice.changes import Change, faster
-from elixir.search.advice.infeasible import with_levers
+from elixir.search.advise.answer import Answer, Effect, best_allowed, evaluate
+from elixir.search.advise.changes import Change, faster
+from elixir.search.advise.infeasible import with_levers
 
 __all__ = ["Answer", "Change", "Effect", "best_allowed", "evaluate", "faster", "with_levers"]

@@ -9,7 +9,7 @@ from typing import Any
 from elixir.errors import InputError, PlanError, TraceError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
-from elixir.search.advice.changes import Change, Kind, better_machine, for_speed
+from elixir.search.advise.changes import Change, Kind, better_machine, for_speed
 from elixir.search.planner import lacks_memory, planned
 from elixir.search.request import Question, SearchRequest
 from elixir.search.simulator import simulate_step

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from elixir.errors import Lever, PlanError, readable_bytes
-from elixir.search.advice.answer import Answer, evaluate
-from elixir.search.advice.changes import Change, for_memory, more_machine
+from elixir.search.advise.answer import Answer, evaluate
+from elixir.search.advise.changes import Change, for_memory, more_machine
 from elixir.search.planner import budgets_of, least_host_bytes, setting_for
 from elixir.search.problem import Spill
 from elixir.search.propose import Budgets
