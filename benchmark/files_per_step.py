@@ -105,9 +105,11 @@ def wrapped(early: bool) -> tuple[Any, Any]:
         speculate=False,
     )
     plan = getattr(found, "plan", found)  # older trees give the plan itself
-    chunks = tuple(
-        replace(chunk, resident=False, weight_home="host", state_home="host", speculates=early) for chunk in plan.chunks
+    update = (
+        {"update": "early" if early else "after_norm"} if hasattr(plan.chunks[0], "update") else {"speculates": early}
     )
+    away = {"resident": False, "weight_home": "host", "state_home": "host", **update}
+    chunks = tuple(replace(chunk, **away) for chunk in plan.chunks)
     if len(chunks) != 1:
         raise RuntimeError(f"the model has {len(chunks)} chunks, expected one")
     module = elixir.ElixirModule(model, replace(plan, chunks=chunks, may_speculate=early), device="cpu")

@@ -4,7 +4,7 @@
     python benchmark/golden_plans.py --write    records them anew; a commit that does so says why
 
 A case is a command line of `elixir` with its JSON output. Before hashing, fingerprints, versions, dates and the time a trace took are left out,
-fields are mapped to the names in `RENAMED`, and floats are rounded to ten digits, since libraries may sum in another order.
+fields are mapped to those of `FORMER`, and floats are rounded to ten digits, since libraries may sum in another order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,13 @@ LEFT_OUT = ("fingerprint", "schema_version", "version", "created", "date", "torc
 """A field whose name contains one of these says who made the file, when, from what and how quickly, not what was
 planned."""
 
-RENAMED: dict[str, str] = {"grad_access": "grad_event", "reduce_order": "grad_rank"}
-"""Name of a field today -> its name when the hashes were recorded."""
-
-GONE: dict[str, str] = {"speculates": "steps_in_backward", "may_speculate": "may_step_in_backward"}
-"""Name of a field -> one next to it that plans had when the hashes were recorded, and that was false in all of these."""
+FORMER: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "grad_access": lambda access: {"grad_event": access},
+    "reduce_order": lambda order: {"grad_rank": order},
+    "update": lambda update: {"speculates": update == "early", "steps_in_backward": False},
+    "may_speculate": lambda wish: {"may_speculate": wish, "may_step_in_backward": False},
+}
+"""Name of a field today -> the fields that said the same when the hashes were recorded."""
 
 BIG = "--dtype bf16 --checkpoint non-reentrant"
 CASES = (
@@ -87,9 +90,9 @@ CASES = (
 def normalised(value: Any) -> Any:
     """`value` without what says who made it, with the recorded names and rounded floats."""
     if isinstance(value, dict):
-        kept = {RENAMED.get(key, key): item for key, item in value.items() if not any(w in key for w in LEFT_OUT)}
-        kept |= {gone: False for field, gone in GONE.items() if field in value}
-        return {key: normalised(item) for key, item in kept.items()}
+        former = [FORMER[key](item) for key, item in value.items() if key in FORMER]
+        kept = {key: item for key, item in value.items() if not (key in FORMER or any(w in key for w in LEFT_OUT))}
+        return {key: normalised(item) for fields in (kept, *former) for key, item in fields.items()}
     if isinstance(value, list):
         return [normalised(item) for item in value]
     return float(f"{value:.10g}") if isinstance(value, float) else value

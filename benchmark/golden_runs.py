@@ -195,10 +195,10 @@ def plan_of(run: Run, homes: str) -> Any:
     for index, chunk in enumerate(plan.chunks):
         resident, weights, states = HOMES[homes][index % len(HOMES[homes])]
         states = states if chunk.trainable else weights
-        early = run.early and chunk.trainable and states == "host"
-        chunks.append(
-            dataclasses.replace(chunk, resident=resident, weight_home=weights, state_home=states, speculates=early)
-        )
+        early: Any = run.early and chunk.trainable and states == "host"
+        # Older trees have another field for it.
+        update = {"update": "early" if early else "after_norm"} if hasattr(chunk, "update") else {"speculates": early}
+        chunks.append(dataclasses.replace(chunk, resident=resident, weight_home=weights, state_home=states, **update))
     return dataclasses.replace(plan, chunks=tuple(chunks), may_speculate=run.early, accumulation=run.batches)
 
 

@@ -60,7 +60,7 @@ def compare(options: dict[str, Any], place: Place) -> Row:
             continue
         if row.get("clipped_steps") == row.get("steps"):  # a run soon makes no new states that are never kept
             plan = dataclasses.replace(
-                plan, chunks=tuple(dataclasses.replace(chunk, speculates=False) for chunk in plan.chunks)
+                plan, chunks=tuple(dataclasses.replace(chunk, update="after_norm") for chunk in plan.chunks)
             )
         simulated = simulate_step(plan, trace, hardware, accumulation=row["batch"] // row["micro"])
         cases.append(

@@ -140,7 +140,7 @@ def with_early_states(plan: Plan) -> Plan:
     """The plan with new states made in backward of all chunks that the host steps, whatever pays: a rehearsal is to show
     what becomes of them."""
     chunks = [
-        dataclasses.replace(c, speculates=c.trainable and c.state_home == "host" and c.grad_entry is not None)
+        dataclasses.replace(c, update="early") if c.state_home == "host" and c.grad_entry is not None else c
         for c in plan.chunks
     ]
     return dataclasses.replace(plan, chunks=tuple(chunks), may_speculate=True)

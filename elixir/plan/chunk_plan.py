@@ -145,9 +145,10 @@ class ChunkPlan:
     grad_entry: int | None = None
     """Index of the entry of `Plan.order` during which its last gradient arrives; None where it gets none. Between the
     gathers of this entry and those of the next is the place of its reduction, the same on all ranks."""
-    speculates: bool = False
-    """Whether the host makes its new states as soon as its gradients are there, next to the old ones, of which
-    `ElixirOptimizer.step` keeps those that are right. It takes the host memory of its states twice."""
+    update: Update = "after_norm"
+    """When its states are updated. With ``early``, the host makes new states as soon as its gradients are there, next
+    to the old ones, of which `ElixirOptimizer.step` keeps those that are right. It takes the host memory of its states
+    twice."""
 
     def __post_init__(self) -> None:
         check_at_least(1, "numel", self.numel)
@@ -165,12 +166,12 @@ class ChunkPlan:
         self._check_homes()
 
     def _check_homes(self) -> None:
-        if self.speculates and (not self.trainable or self.state_home != "host" or self.grad_entry is None):
-            raise InputError(
-                "field 'speculates' is for trainable chunks with gradients whose states live on the host, found "
-                f"state_home {self.state_home!r}, trainable {self.trainable}, grad_entry {self.grad_entry}"
-            )
         home = self.home
+        if home.early and (not self.trainable or self.grad_entry is None):
+            raise InputError(
+                "field 'update' may be 'early' for trainable chunks with gradients, found trainable "
+                f"{self.trainable}, grad_entry {self.grad_entry}"
+            )
         if not self.trainable and not home.without_states:
             raise InputError(
                 f"field 'state_home' must be the weight home {self.weight_home!r} for a frozen chunk, which has no "
@@ -179,8 +180,13 @@ class ChunkPlan:
 
     @cached_property
     def home(self) -> Home:
-        """Where its weights and its states live; `InputError` for what no plan can have."""
-        return Home.find(self.resident, self.weight_home, self.state_home, "early" if self.speculates else "after_norm")
+        """Where its weights and its states live, and how it is updated; `InputError` for what no plan can have."""
+        return Home.find(self.resident, self.weight_home, self.state_home, self.update)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether it is updated early."""
+        return self.home.early
 
     @property
     def update_home(self) -> Memory:

@@ -129,8 +129,8 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 17
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {14: {"read_budgets": []}, 15: {}, 16: {}}
+    schema_version: ClassVar[int] = 18
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {14: {"read_budgets": []}, 15: {}, 16: {}, 17: {}}
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
@@ -174,7 +174,7 @@ class Plan(Artifact):
     """How Adam's moments are kept; ``float32`` for every other optimizer, as their states are."""
     may_speculate: bool | None = False
     """Whether the search might have the host make new states in backward, next to the old ones: true wherever that
-    shortens the step, None where it clearly does; `ChunkPlan.speculates` says which chunks do."""
+    shortens the step, None where it clearly does; `ChunkPlan.update` says of which."""
     clipping: bool = False
     """Whether its seconds have the norm of all gradients in them, which clipping needs, and loss scaling in float16. It
     runs with clipping and without, whatever this says."""
@@ -197,17 +197,21 @@ class Plan(Artifact):
 
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
-        """Until version 16 the host could step chunks in place during backward."""
+        """Until version 16 the host could step chunks in place during backward, and until 17 ``speculates`` said what
+        is updated early."""
         chunks = data.get("chunks")
         if not isinstance(chunks, list):
             return data
         found = [chunk.copy() if isinstance(chunk, dict) else chunk for chunk in chunks]
-        if any(chunk.pop("steps_in_backward", False) for chunk in found if isinstance(chunk, dict)):
-            raise ArtifactError(
-                f"{source}: field 'steps_in_backward' is true, but chunks are stepped in place during backward no "
-                f"more, since new states made there are as fast; {cls.anew}",
-                field="steps_in_backward",
-            )
+        for chunk in found:
+            if isinstance(chunk, dict) and chunk.pop("steps_in_backward", False):
+                raise ArtifactError(
+                    f"{source}: field 'steps_in_backward' is true, but chunks are stepped in place during backward no "
+                    f"more, since new states made there are as fast; {cls.anew}",
+                    field="steps_in_backward",
+                )
+            if isinstance(chunk, dict) and type(chunk.get("speculates")) is bool:
+                chunk["update"] = "early" if chunk.pop("speculates") else "after_norm"
         return data | {"chunks": found}
 
     @property

@@ -407,7 +407,7 @@ def _chunk_plans(trace: StepTrace, best: Candidate) -> tuple[ChunkPlan, ...]:
                 resident=home.resident,
                 reduce_order=order.get(index),
                 grad_entry=best.work.grad_entry(index),
-                speculates=home.early,
+                update=home.update,
             )
         )
     return tuple(plans)

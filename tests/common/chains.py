@@ -98,7 +98,7 @@ def chain_plan(
 
 def speculating(plan: Plan, *chunks: int) -> Plan:
     """The plan with new states of just these chunks made in backward."""
-    made = tuple(replace(c, speculates=index in chunks) for index, c in enumerate(plan.chunks))
+    made = tuple(replace(c, update="early" if index in chunks else "after_norm") for index, c in enumerate(plan.chunks))
     return replace(plan, chunks=made, may_speculate=bool(chunks))
 
 

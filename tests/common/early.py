@@ -73,7 +73,7 @@ def speculating(case: Case, homes: str = "streamed", **options: Any) -> Plan:
 def all_speculating(plan: Plan) -> Plan:
     """The plan with every chunk that the host steps speculating."""
     chunks = [
-        replace(chunk, speculates=chunk.trainable and chunk.state_home == "host" and chunk.grad_entry is not None)
+        replace(chunk, update="early") if chunk.state_home == "host" and chunk.grad_entry is not None else chunk
         for chunk in plan.chunks
     ]
     return replace(plan, chunks=tuple(chunks), may_speculate=True)

@@ -97,7 +97,9 @@ def _one_refuses(rank: int, world_size: int) -> None:
     plan = all_speculating(rehomed(plan_for(model, inp, "host", loss=hf_loss), "states"))
     module = ElixirModule(model, plan, device="cpu")
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
-    other = ElixirModule(tiny("gpt2"), replace(plan, chunks=tuple(replace(c, speculates=False) for c in plan.chunks)))
+    other = ElixirModule(
+        tiny("gpt2"), replace(plan, chunks=tuple(replace(c, update="after_norm") for c in plan.chunks))
+    )
     its = ElixirOptimizer(other, torch.optim.AdamW(other.parameters(), lr=1e-3))
     for _ in range(3):
         for each, steps in ((module, optimizer), (other, its)):

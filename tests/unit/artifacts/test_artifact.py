@@ -110,7 +110,7 @@ def plans(draw: st.DrawFn) -> Plan:
         draw(st.integers(1, 4)), world_size=world_size, resident=draw(st.floats(0.3, 1.0)), frozen=draw(st.floats(0, 1))
     )
     counts, words = st.integers(0, 2**60 - 1), st.text(max_size=8)
-    parts = draw(st.dictionaries(words, counts, max_size=2))
+    parts = draw(st.dictionaries(words, st.integers(0, 2**59 - 1), max_size=2))  # whose sum is a field, too
     seconds = st.floats(0, 1e9)
     predicted = PlanPrediction(
         device_peak_bytes=sum(parts.values()),

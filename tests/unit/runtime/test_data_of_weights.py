@@ -42,11 +42,16 @@ def _case() -> Case:
     return Case(Net(), {"input": torch.randn(4, 8)}, square_loss)
 
 
-def _plan(it: Case, state_home: str = "device", *, speculates: bool = False, **options: Any) -> Plan:
+def _plan(it: Case, state_home: str = "device", *, early: bool = False, **options: Any) -> Plan:
     plan = make_plan(it, "resident", **options)
-    home = {"resident": True, "weight_home": "device", "state_home": state_home, "speculates": speculates}
+    home = {
+        "resident": True,
+        "weight_home": "device",
+        "state_home": state_home,
+        "update": "early" if early else "after_norm",
+    }
     chunks = tuple(replace(chunk, **home) for chunk in plan.chunks)  # type: ignore[arg-type]
-    return replace(plan, chunks=chunks, may_speculate=speculates)
+    return replace(plan, chunks=chunks, may_speculate=early)
 
 
 def _assign(parameters: list[nn.Parameter]) -> None:
@@ -82,7 +87,7 @@ def test_writes_through_data_have_the_bits_of_plain_pytorch(
     home: str, how: str, between: bool, look: bool, tmp_path: Any
 ) -> None:
     it = _case()
-    plan = _plan(it, "host" if home == "early" else home, speculates=home == "early")
+    plan = _plan(it, "host" if home == "early" else home, early=home == "early")
     options = {"disk_folder": tmp_path} if home == "disk" else {}
     with Pair(it, plan, **options) as pair:
         pair.train(2)

@@ -394,7 +394,7 @@ def test_moving_to_and_from_such_a_plan() -> None:
 
 
 def make_ordinary(plan: Any) -> Any:
-    return replace(plan, chunks=tuple(replace(chunk, speculates=False) for chunk in plan.chunks))
+    return replace(plan, chunks=tuple(replace(chunk, update="after_norm") for chunk in plan.chunks))
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -62,7 +62,7 @@ def with_chunk(plan: Plan, index: int, spot: Spot) -> Plan:
     now, stays = plan.chunks[index], spot.states == "host"
     chunk = dataclasses.replace(
         now,
-        speculates=now.speculates and stays,
+        update=now.update if stays else "after_norm",
         resident=spot.weights == "resident",
         weight_home="host" if spot.weights == "host" else "device",
         state_home=spot.states if spot.states != "none" else ("host" if spot.weights == "host" else "device"),  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_chunks_that_speculate_and_the_step_without_that(plan: Plan, trace: Step
     assert plan.speculates
     assert [chunk.speculates for chunk in found.chunks] == [chunk.speculates for chunk in plan.chunks]
     none = dataclasses.replace(
-        plan, chunks=tuple(dataclasses.replace(chunk, speculates=False) for chunk in plan.chunks)
+        plan, chunks=tuple(dataclasses.replace(chunk, update="after_norm") for chunk in plan.chunks)
     )
     after = found.after_norm
     assert after is not None

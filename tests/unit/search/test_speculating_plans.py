@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elixir.errors import InputError
+from elixir.errors import ArtifactError, InputError
 from elixir.hardware import HardwareProfile, preset
 from elixir.plan import CHECKPOINT_PART, Home, Plan
 from elixir.search import Answer, plan_from_trace
@@ -196,7 +196,9 @@ def test_a_plan_that_is_made_again_speculates_with_all_that_pay(stack: StepTrace
     least = planned(stack, speculate=True).predicted.device_peak_bytes  # leaves no room for states on the device
     best = planned(stack, speculate=True, placement="auto", device_memory=least)
     only = chosen(best)[0]
-    chunks = tuple(replace(chunk, speculates=index == only) for index, chunk in enumerate(best.chunks))
+    chunks = tuple(
+        replace(chunk, update="early" if index == only else "after_norm") for index, chunk in enumerate(best.chunks)
+    )
     step_s = simulate_step(replace(best, chunks=chunks), stack, SLOW).step_s
     seen = replace(steady(best), step_s=step_s)
     again = correct(stack, SLOW, replace(best, chunks=chunks), [seen], "Adam").plan
@@ -204,12 +206,25 @@ def test_a_plan_that_is_made_again_speculates_with_all_that_pay(stack: StepTrace
     assert chosen(again) == chosen(best)
 
 
+@pytest.mark.parametrize("version", [15, 17])
+def test_an_earlier_file_says_in_another_field_what_is_updated_early(stack: StepTrace, version: int) -> None:
+    plan = planned(stack, speculate=True)
+    data = plan.to_dict() | {"schema_version": version}
+    for chunk in data["chunks"]:
+        chunk["speculates"] = chunk.pop("update") == "early"
+    assert plan.speculates
+    assert Plan.from_dict(data) == plan
+    data["chunks"][0]["speculates"] = 1
+    with pytest.raises(ArtifactError, match=r"chunks\[0\]"):
+        Plan.from_dict(data)
+
+
 def test_files_say_it_and_refuse_what_cannot_be(stack: StepTrace) -> None:
     plan = planned(stack, speculate=True)
     assert Plan.from_json(plan.to_json()) == plan
     chunk = plan.chunks[chosen(plan)[0]]
     for wrong in ({"state_home": "device", "weight_home": "device"}, {"grad_entry": None}):
-        with pytest.raises(InputError, match="'speculates'"):
+        with pytest.raises(InputError, match="'update'"):
             replace(chunk, **wrong)  # type: ignore[arg-type]
 
 
