@@ -219,6 +219,18 @@ class Plan(Artifact):
         """Whether any chunk's states live there."""
         return any(chunk.state_home == "disk" for chunk in self.chunks)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers of chunks by where they live."""
+        states = [chunk.state_home for chunk in self.chunks if chunk.trainable]
+        return {
+            "chunks": len(self.chunks),
+            "resident_chunks": sum(chunk.resident for chunk in self.chunks),
+            "weights_on_host_chunks": sum(chunk.weight_home == "host" for chunk in self.chunks),
+            "states_on_host_chunks": states.count("host"),
+            "states_on_disk_chunks": states.count("disk"),
+        }
+
     def extent_bytes(self, chunk: ChunkPlan) -> int:
         """Bytes of one rank's masters and states of a chunk where they live on a disk."""
         return extent_bytes(chunk.numel // self.world_size, itemsize_of(chunk.dtype), self.state_size)

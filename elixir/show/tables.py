@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from elixir.artifact import Artifact
 from elixir.errors import InputTypeError
 from elixir.hardware import HardwareProfile, fit_unit
-from elixir.plan import ChunkPlan, Plan
+from elixir.plan import ChunkPlan, Plan, PlanPrediction
 from elixir.show.style import part_label
 from elixir.step_trace import StepShape, StepTrace
 from elixir.units import format_bytes, format_seconds
@@ -27,32 +27,26 @@ def trace_record(trace: StepTrace) -> Record:
     """The answer to "what does this step need?" as one flat object; keys ending in ``_bytes`` and ``_s`` say units."""
     return {
         "model": trace.model_name,
-        "device": trace.device,
-        "dtype": trace.dtype,
-        "optimizer": trace.optimizer,
+        **_fields(trace, "device dtype optimizer"),
         **_step_record(trace.step),
         "parameters": trace.numel,
-        "param_bytes": trace.param_bytes,
-        "grad_bytes": trace.grad_bytes,
-        "optimizer_bytes": trace.optimizer_bytes,
-        "buffer_bytes": trace.buffer_bytes,
-        "input_bytes": trace.input_bytes,
-        "workspace_bytes": trace.workspace_bytes,
-        "activation_peak_bytes": trace.activation_peak_bytes,
-        "backward_peak_bytes": trace.backward_peak_bytes,
-        "step_peak_bytes": trace.step_peak_bytes,
-        "planned_peak_bytes": trace.planned_peak_bytes,
-        "peak_module": trace.peak_module,
-        "peak_operator": trace.peak_operator,
+        **_fields(
+            trace,
+            "param_bytes grad_bytes optimizer_bytes buffer_bytes input_bytes workspace_bytes activation_peak_bytes "
+            "backward_peak_bytes step_peak_bytes planned_peak_bytes peak_module peak_operator",
+        ),
         "accesses": len(trace.accesses),
-        "operators": trace.operators,
-        "flops": trace.flops,
+        **_fields(trace, "operators flops"),
         "checkpointed_modules": len(trace.checkpointed_modules),
         "unused_parameters": list(trace.unused_parameters),
         "assumptions": list(trace.assumptions),
-        "model_fingerprint": trace.model_fingerprint,
-        "trace_s": trace.trace_s,
+        **_fields(trace, "model_fingerprint trace_s"),
     }
+
+
+def _fields(of: Artifact | PlanPrediction, names: str) -> Record:
+    """Fields and properties whose names a record keeps, by name."""
+    return {name: getattr(of, name) for name in names.split()}
 
 
 def _step_record(step: StepShape) -> Record:
@@ -66,45 +60,25 @@ def _step_record(step: StepShape) -> Record:
 
 def plan_record(plan: Plan) -> Record:
     """A plan as one flat object: the setting, the choices, the prediction."""
-    trainable = [chunk for chunk in plan.chunks if chunk.trainable]
     predicted = plan.predicted
     return {
         "model": plan.model_name,
         "model_fingerprint": plan.model_fingerprint,
         "hardware": plan.hardware_name,
-        "hardware_fingerprint": plan.hardware_fingerprint,
-        "world_size": plan.world_size,
-        "dtype": plan.dtype,
-        "optimizer": plan.optimizer,
-        "moments": plan.moments,
+        **_fields(plan, "hardware_fingerprint world_size dtype optimizer moments"),
         **_step_record(plan.step),
         "accumulation": plan.accumulation,
         "speculating_chunks": sum(chunk.speculates for chunk in plan.chunks),
-        "clipping": plan.clipping,
-        "overlap": plan.overlap,
-        "placement": plan.placement,
-        "device_budget_bytes": plan.device_budget_bytes,
-        "host_budget_bytes": plan.host_budget_bytes,
-        "disk_budget_bytes": plan.disk_budget_bytes,
-        "device_reserve_bytes": plan.device_reserve_bytes,
-        "host_reserve_bytes": plan.host_reserve_bytes,
-        "host_threads": plan.host_threads,
-        "start_up_s": plan.start_up_s,
-        "chunks": len(plan.chunks),
-        "resident_chunks": sum(chunk.resident for chunk in plan.chunks),
-        "weights_on_host_chunks": sum(chunk.weight_home == "host" for chunk in plan.chunks),
-        "states_on_host_chunks": sum(chunk.state_home == "host" for chunk in trainable),
-        "states_on_disk_chunks": sum(chunk.state_home == "disk" for chunk in trainable),
-        "block_count": plan.block_count,
-        "block_bytes": plan.block_bytes,
-        "grad_block_count": plan.grad_block_count,
-        "prefetch_depth": plan.prefetch_depth,
-        "device_peak_bytes": predicted.device_peak_bytes,
-        "host_peak_bytes": predicted.host_peak_bytes,
-        "disk_peak_bytes": predicted.disk_peak_bytes,
+        **_fields(
+            plan,
+            "clipping overlap placement device_budget_bytes host_budget_bytes disk_budget_bytes device_reserve_bytes "
+            "host_reserve_bytes host_threads start_up_s",
+        ),
+        **plan.counts,
+        **_fields(plan, "block_count block_bytes grad_block_count prefetch_depth"),
+        **_fields(predicted, "device_peak_bytes host_peak_bytes disk_peak_bytes"),
         **{f"{link}_bytes": amount for link, amount in sorted(predicted.moved_bytes.items())},
-        "loads": predicted.loads,
-        "hits": predicted.hits,
+        **_fields(predicted, "loads hits"),
         **{f"{part}_s": seconds for part, seconds in sorted(predicted.seconds.items())},
         "plan_fingerprint": plan.fingerprint,
     }

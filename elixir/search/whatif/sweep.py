@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elixir.errors import InputError, InputTypeError, PlanError
-from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names
+from elixir.errors import InputError, PlanError
+from elixir.hardware import HardwareProfile, preset, preset_names
 from elixir.search.request import Progress, SearchRequest, StepQuestion, check_count
+from elixir.search.searches import profile_for
 from elixir.search.whatif.trial import (
     HOST_PER_DEVICE_BYTE,
     SweepRow,
@@ -73,7 +74,7 @@ def sweep(
         TraceError: no combination could even be traced. One that fails alone is a row with its reason.
     """
     request = SearchRequest.of(asked or ON_PAPER, **options)
-    profiles = [with_network(_profile(machine), network_bytes_per_s) for machine in machines]
+    profiles = [with_network(profile_for(machine), network_bytes_per_s) for machine in machines]
     for name, values in (
         ("models", models),
         ("machines", machines),
@@ -130,7 +131,7 @@ def fit(
     request = SearchRequest.of(asked or ON_PAPER, **options)
     profiles = [
         with_network(profile, network_bytes_per_s)
-        for profile in (map(preset, preset_names()) if machines is None else map(_profile, machines))
+        for profile in (map(preset, preset_names()) if machines is None else map(profile_for, machines))
         if machines is not None or profile.device_kind == "cuda"
     ]
     check_count("batch", batch)
@@ -170,11 +171,3 @@ def doublings(most: int) -> tuple[int, ...]:
     """
     powers = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     return tuple(dict.fromkeys((*powers, most)))
-
-
-def _profile(machine: HardwareProfile | str) -> HardwareProfile:
-    if isinstance(machine, HardwareProfile):
-        return machine
-    if isinstance(machine, str):
-        return load_hardware(machine)
-    raise InputTypeError(f"a machine is a HardwareProfile or the name of a preset, got {type(machine).__name__}")

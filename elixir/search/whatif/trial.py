@@ -156,32 +156,24 @@ def try_out(
 
 
 def _measures(plan: Plan, step: Simulation, samples: int) -> dict[str, Any]:
-    trainable = [chunk for chunk in plan.chunks if chunk.trainable]
-    moved = plan.predicted.moved_bytes
+    predicted = plan.predicted
+    fastest_s, slowest_s = predicted.range_s or (None, None)
     per_s = plan.world_size * plan.accumulation / step.step_s if step.step_s else None
     return {
         "step_s": step.step_s,
         "samples_per_s": None if per_s is None else samples * per_s,
         "tokens_per_s": None if per_s is None or plan.step.tokens is None else plan.step.tokens * per_s,
-        "fastest_s": None if plan.predicted.range_s is None else plan.predicted.range_s[0],
-        "slowest_s": None if plan.predicted.range_s is None else plan.predicted.range_s[1],
-        "device_flops_per_s": plan.predicted.flops_per_s,
-        "peak_share": plan.predicted.peak_share,
-        "device_peak_bytes": plan.predicted.device_peak_bytes,
-        "host_peak_bytes": plan.predicted.host_peak_bytes,
+        "fastest_s": fastest_s,
+        "slowest_s": slowest_s,
+        "device_flops_per_s": predicted.flops_per_s,
+        "peak_share": predicted.peak_share,
+        "device_peak_bytes": predicted.device_peak_bytes,
+        "host_peak_bytes": predicted.host_peak_bytes,
+        "disk_peak_bytes": predicted.disk_peak_bytes,
         "bound_by": step.bound_by,
-        "chunks": len(plan.chunks),
-        "resident_chunks": sum(chunk.resident for chunk in plan.chunks),
-        "weights_on_host_chunks": sum(chunk.weight_home == "host" for chunk in plan.chunks),
-        "states_on_host_chunks": sum(chunk.state_home == "host" for chunk in trainable),
+        **plan.counts,
         "block_count": plan.block_count,
-        "host_to_device_bytes": moved["host_to_device"],
-        "device_to_host_bytes": moved["device_to_host"],
-        "network_bytes": moved["network"],
-        "disk_peak_bytes": plan.predicted.disk_peak_bytes,
-        "states_on_disk_chunks": sum(chunk.state_home == "disk" for chunk in trainable),
-        "disk_read_bytes": moved["disk_read"],
-        "disk_write_bytes": moved["disk_write"],
+        **{f"{link}_bytes": amount for link, amount in predicted.moved_bytes.items()},
     }
 
 
