@@ -16,6 +16,8 @@ Memory = Literal["device", "host"]
 Phase = Literal["forward", "recompute", "backward"]
 Update = Literal["after_norm", "early"]
 """When a chunk's states are updated: see `Home`."""
+UPDATES: dict[Update, str] = {"early": "made in backward"}
+"""How the text of a plan counts chunks that are not updated after the norm."""
 
 PARAM_ALIGNMENT_BYTES = 512
 """Parameters start at multiples of this inside a chunk: other offsets change the bits some kernels give."""
@@ -72,7 +74,7 @@ class Home(Enum):
         self.states_on_disk = states == "disk"
         self.early = update == "early"
         """Whether new states are made during backward next to the old ones: a second set."""
-        self.without_states = self.states_on_device == self.weights_on_device and states != "disk" and not self.early
+        self.without_states = update == "after_norm" and states == ("host" if weights == "host" else "device")
         """Whether a frozen chunk may be there."""
         self.returns = self.weights_on_device and not self.states_on_device
         """Whether the host updates weights that live on the device, to which new ones return."""
@@ -167,9 +169,9 @@ class ChunkPlan:
 
     def _check_homes(self) -> None:
         home = self.home
-        if home.early and (not self.trainable or self.grad_entry is None):
+        if self.update != "after_norm" and (not self.trainable or self.grad_entry is None):
             raise InputError(
-                "field 'update' may be 'early' for trainable chunks with gradients, found trainable "
+                f"field 'update' may be {self.update!r} for trainable chunks with gradients, found trainable "
                 f"{self.trainable}, grad_entry {self.grad_entry}"
             )
         if not self.trainable and not home.without_states:

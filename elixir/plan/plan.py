@@ -8,6 +8,7 @@ Every class here checks its values: what exists can be run. An `InputError` name
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -16,6 +17,7 @@ from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.hardware import preset_names
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, check_adam, extent_bytes, moments_size
 from elixir.plan.chunk_plan import (
+    UPDATES,
     ChunkPlan,
     ChunkUse,
     alignment_bytes,
@@ -454,6 +456,7 @@ class Plan(Artifact):
         streamed = sum(not chunk.resident for chunk in self.chunks)
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
         host, disk = (sum(chunk.state_home == home for chunk in trainable) for home in ("host", "disk"))
+        updates = Counter(chunk.update for chunk in trainable)
         predicted, moved = self.predicted, self.predicted.moved_bytes
         shown = [link for link in LINKS if link not in DISK_LINKS or self.uses_disk]
         links = ", ".join(f"{link.replace('_', ' ')} {format_bytes(moved[link])}" for link in shown)
@@ -467,7 +470,7 @@ class Plan(Artifact):
             "states": f"{host} of {len(trainable)} trainable chunks on the host"
             + (f", {disk} on the disk" if self.uses_disk else "")
             + (f", moments in {self.moments}" if self.moments != "float32" else "")
-            + (f", {sum(chunk.speculates for chunk in trainable)} made in backward" if self.speculates else ""),
+            + "".join(f", {count} {UPDATES[update]}" for update, count in updates.items() if update in UPDATES),
             "rCache": f"{blocks}, prefetch {self.prefetch_depth} ahead"
             if streamed
             else "none: every chunk is resident",

@@ -14,7 +14,7 @@ _RESIDENT, _SHARDS = HOMES.index(Home.RESIDENT), HOMES.index(Home.DEVICE)
 _HOME_OF = {
     (home.resident, home.weights_on_device, home.states_on_device): home
     for home in HOMES
-    if not (home.states_on_disk or home.early)
+    if home.update == "after_norm" and not home.states_on_disk
 }
 
 
