@@ -176,7 +176,7 @@ def plan_of(run: Run, homes: str) -> Any:
     from elixir.search import simple_search
 
     model, inp = model_of(run.family)
-    plan = simple_search(
+    found: Any = simple_search(
         model,
         run.ranks,
         split_number=8,
@@ -190,7 +190,8 @@ def plan_of(run: Run, homes: str) -> Any:
         moments=run.moments,
         clipping=run.max_norm is not None,
         speculate=False,
-    ).plan
+    )
+    plan = getattr(found, "plan", found)  # older trees give the plan alone
     chunks = []
     for index, chunk in enumerate(plan.chunks):
         resident, weights, states = HOMES[homes][index % len(HOMES[homes])]

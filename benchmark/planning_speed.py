@@ -6,7 +6,7 @@
 nobody; a version traces the step of OPT-175B itself. Parts:
 
 * ``trace``: `trace_step` of one step, and ``plan``: `plan_from_trace` at 1, 8 and 64 ranks, with the trace given;
-* ``levers``: `Plan.levers()` after the plan of a smaller model; ``no``: an infeasible request with its advice. The
+* ``levers``: `Answer.levers()` after the plan of a smaller model; ``no``: an infeasible request with its advice. The
   other version has neither, or not the same, so these stand alone.
 
 Appends to ``results/planning_speed.csv``: p20, p50 and p80 of all runs, and the median over that of the other version.
@@ -73,7 +73,7 @@ def work(parts: list[str]) -> dict[str, list[float]]:
             found[f"plan opt-175b on {ranks}"] = seconds
     if "levers" in parts:
         small = step("opt-1.3b", 4, 1024, "a100", checkpoint="non-reentrant")()
-        plan = plan_from_trace(small, preset("a100"), 1, device_memory="12GiB", host_memory="64GiB").plan
+        plan = plan_from_trace(small, preset("a100"), 1, device_memory="12GiB", host_memory="64GiB")
         found["levers opt-1.3b"] = [timed(plan.levers)]
     if "no" in parts:
         large = step("llama-3-8b", 2, 2048, "rtx4090", checkpoint="non-reentrant")()

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from elixir.search.request import Question, SearchRequest
     from elixir.step_trace import StepTrace
 
-DEFAULT_HARDWARE = "h200"
-
 
 def run_profile(args: argparse.Namespace) -> int:
     """Trace one training step and say what it needs."""
@@ -54,6 +52,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.search_batch:
         _check_search_batch(args, trace)
     if trace is None:
+        from elixir.search.searches import DEFAULT_HARDWARE
+
         hardware = hardware or files.find_hardware(DEFAULT_HARDWARE)
         if not args.search_batch:
             trace = from_flags.traced(args, hardware)
