@@ -67,6 +67,15 @@ def test_states_go_to_the_disk_only_where_nothing_fits_without(stack: StepTrace,
     check_consistent(short, stack)
 
 
+def test_a_lever_of_a_plan_on_the_disk_may_use_the_disk(stack: StepTrace, limits: tuple[int, int]) -> None:
+    device, host = limits
+    short = {"device_memory": device, "host_memory": int(0.8 * host), "disk_memory": "1GiB"}
+    answer = plan_from_trace(stack, FAST, 1, **short)
+    (more,) = (lever for lever in answer.levers() if lever.change.kinds == ("accumulation",))
+    assert more.plan == plan_from_trace(stack, FAST, 1, accumulation=4, **short).plan
+    assert more.plan.uses_disk
+
+
 def test_the_error_names_the_disk_and_what_it_would_save(stack: StepTrace, limits: tuple[int, int]) -> None:
     """With as much host memory as the lever leaves, and a disk, there is a plan; with a byte less there is none."""
     device, host = limits
