@@ -45,27 +45,31 @@ def announced(parameter: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def liger(kind: str) -> Callable[..., Any]:
-    """Liger-Kernel's layer_norm, rms_norm, swiglu or rotary.
+def liger_layer_norm() -> Callable[..., torch.Tensor]:
+    """Liger-Kernel's layer norm.
 
     Raises:
         Unavailable: it is not there, or has no such kernel.
     """
-    function = _function("liger", "liger_kernel.transformers.functional", _LIGER_NAMES[kind])
-    return _LIGER_CALLS[kind](function)
+    function = _liger("liger_layer_norm")
 
-
-def _liger_layer_norm(function: Any) -> Callable[..., torch.Tensor]:
-    def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         if x.is_meta:
             return F.layer_norm(x, weight.shape, weight, bias, eps)
         output: torch.Tensor = function(x, announced(weight), announced(bias), eps)
         return output
 
-    return layer_norm
+    return norm
 
 
-def _liger_rms_norm(function: Any) -> Callable[..., torch.Tensor]:
+def liger_rms_norm() -> Callable[..., torch.Tensor]:
+    """Liger-Kernel's RMS norm.
+
+    Raises:
+        Unavailable: as `liger_layer_norm`.
+    """
+    function = _liger("liger_rms_norm")
+
     def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.is_meta:
             return outline_rms_norm(x, weight, eps)
@@ -76,7 +80,14 @@ def _liger_rms_norm(function: Any) -> Callable[..., torch.Tensor]:
     return norm
 
 
-def _liger_swiglu(function: Any) -> Callable[..., torch.Tensor]:
+def liger_swiglu() -> Callable[..., torch.Tensor]:
+    """Liger-Kernel's product of SwiGLU's two factors.
+
+    Raises:
+        Unavailable: as `liger_layer_norm`.
+    """
+    function = _liger("liger_swiglu")
+
     def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         # Both keep the two factors and work out the rest anew, so ours has the memory of theirs.
         output: torch.Tensor = silu_mul(gate, up) if gate.is_meta else function(gate, up)
@@ -85,7 +96,14 @@ def _liger_swiglu(function: Any) -> Callable[..., torch.Tensor]:
     return gated
 
 
-def _liger_rotary(function: Any) -> Callable[..., Any]:
+def liger_rotary() -> Callable[..., Any]:
+    """Liger-Kernel's rotation of queries and keys.
+
+    Raises:
+        Unavailable: as `liger_layer_norm`.
+    """
+    function = _liger("liger_rope")
+
     def rotary(plain: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any, *rest: Any, **named: Any) -> Any:
         # The kernel reads (batch, heads, tokens, head) and tables of the same width; all else is the model's own.
         fits = not rest and not named and q.dim() == k.dim() == 4 and cos.dim() == sin.dim() == 3
@@ -94,17 +112,6 @@ def _liger_rotary(function: Any) -> Callable[..., Any]:
         return function(q, k, cos, sin)
 
     return rotary
-
-
-_LIGER_NAMES = {
-    "layer_norm": "liger_layer_norm", "rms_norm": "liger_rms_norm", "swiglu": "liger_swiglu", "rotary": "liger_rope",
-}  # fmt: skip
-_LIGER_CALLS: dict[str, Callable[[Any], Callable[..., Any]]] = {
-    "layer_norm": _liger_layer_norm,
-    "rms_norm": _liger_rms_norm,
-    "swiglu": _liger_swiglu,
-    "rotary": _liger_rotary,
-}
 
 
 def apex_rms_norm() -> Callable[..., torch.Tensor]:
@@ -160,6 +167,10 @@ def xformers_swiglu() -> Callable[..., torch.Tensor]:
         return output
 
     return block
+
+
+def _liger(name: str) -> Any:
+    return _function("liger", "liger_kernel.transformers.functional", name)
 
 
 def _apex(name: str) -> Any:

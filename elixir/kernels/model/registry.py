@@ -16,7 +16,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from elixir.errors import InputError, InputTypeError, unknown_name
@@ -58,18 +57,17 @@ class Choice:
 
 _CUDA = ("cuda",)
 _PLAIN = Provider(PLAIN, None)
-_LIGER = partial(partial, libraries.liger)
 
 # Best first. After `plain` come those that are only taken when asked for; docs/design/kernels.md says why for each.
 _PROVIDERS: dict[str, tuple[Provider, ...]] = {
     "layer_norm": (
         _PLAIN,
         Provider("apex", libraries.apex_layer_norm, _CUDA),
-        Provider("liger", _LIGER("layer_norm"), _CUDA),
+        Provider("liger", libraries.liger_layer_norm, _CUDA),
     ),
     "rms_norm": (
         Provider("apex", libraries.apex_rms_norm, _CUDA),
-        Provider("liger", _LIGER("rms_norm"), _CUDA),
+        Provider("liger", libraries.liger_rms_norm, _CUDA),
         Provider("torch", lambda: torch_rms_norm, _CUDA),
         Provider("elixir", lambda: rms_norm),
         _PLAIN,
@@ -79,11 +77,11 @@ _PROVIDERS: dict[str, tuple[Provider, ...]] = {
         _PLAIN,
     ),
     "rotary": (
-        Provider("liger", _LIGER("rotary"), _CUDA),
+        Provider("liger", libraries.liger_rotary, _CUDA),
         _PLAIN,
     ),
     "swiglu": (
-        Provider("liger", _LIGER("swiglu"), _CUDA),
+        Provider("liger", libraries.liger_swiglu, _CUDA),
         Provider("elixir", lambda: silu_mul),
         _PLAIN,
         Provider("xformers", libraries.xformers_swiglu, _CUDA, whole_block=True),
