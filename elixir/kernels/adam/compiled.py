@@ -157,12 +157,8 @@ class Background:
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = False
-        self._step: Step | None = None
-
-    @property
-    def step(self) -> Step | None:
+        self.step: Step | None = None
         """The compiled step once there is one."""
-        return self._step
 
     @property
     def started(self) -> bool:
@@ -183,12 +179,12 @@ class Background:
         self.start()
         if self._thread is not None:
             self._thread.join(timeout_s)
-        return self._step
+        return self.step
 
     def _run(self) -> None:
         try:
             began = time.monotonic()
-            self._step = self._build(self._run_child)
+            self.step = self._build(self._run_child)
             logger.info("%s is compiled, in %.1f s", self.name, time.monotonic() - began)
         except Exception as error:
             if not self._stopping:
