@@ -143,20 +143,12 @@ def check_tensors(
                 f"{name} has {tensor.numel()} elements on {tensor.device}, master has {master.numel()} on "
                 f"{master.device}; they must match"
             )
-    if at is not None:
-        needed, there = moment_numel(at + master.numel(), moments.kind), moments.exp_avg.numel()
-        if at < 0 or needed > there or moments.exp_avg.device != master.device:
-            raise InputError(
-                f"{master.numel()} weights on {master.device} at element {at} need {moments.kind} moments of {needed} "
-                "elements "
-                f"there, got {there} on {moments.exp_avg.device}"
-            )
-        return
-    expected = moment_numel(master.numel(), moments.kind)
+    expected = moment_numel((at or 0) + master.numel(), moments.kind)
+    more, where = ("", "") if at is None else (" or more", f" at element {at}")
     for tensor in (moments.exp_avg, moments.exp_avg_sq):
-        if tensor.shape != (expected,) or tensor.device != master.device:
+        fits = tensor.shape == (expected,) if at is None else at >= 0 and tensor.numel() >= expected
+        if not fits or tensor.device != master.device:
             raise InputError(
-                f"{moments.kind} moments of {master.numel()} weights on {master.device} have {expected} elements "
-                "there, "
-                f"got {tuple(tensor.shape)} on {tensor.device}; make them with make_moments"
+                f"{moments.kind} moments of {master.numel()} weights{where} on {master.device} have {expected}{more} "
+                f"elements there, got {tuple(tensor.shape)} on {tensor.device}; make them with make_moments"
             )
