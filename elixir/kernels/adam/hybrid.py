@@ -14,16 +14,19 @@ from elixir.files import PathLike
 from elixir.kernels.adam.disk_states import DiskStates, chosen
 from elixir.kernels.adam.eager import fused_step
 from elixir.kernels.adam.moments import Moments, make_moments
-from elixir.kernels.adam.rule import AdamOptions, check_step
+from elixir.kernels.adam.rule import AdamOptions, check_step, group_options
 from elixir.kernels.adam.step import adam_step
 from elixir.memory_order import is_dense
 from elixir.optimizer_states import check_kind
+from elixir.units import dtype_name
 
 BATCHED_NUMEL = 2**16
 """Parameters up to this size are stepped together, since one call each would cost more than their arithmetic."""
 
 _STEPPED = (torch.float32, torch.bfloat16, torch.float16)
 _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+_MOMENTS = ("exp_avg", "exp_avg_sq", *_SCALES)
+"""Names of moments in a state, in the order in which `Moments` takes them."""
 
 
 class _Item(NamedTuple):
@@ -268,10 +271,8 @@ class HybridAdam(torch.optim.Optimizer):
             master = flat(state["master"])
             if self._versions.get(parameter) != parameter._version:
                 _follow(master, weights)
-        names = ("exp_avg", "exp_avg_sq", *_SCALES) if _SCALES[0] in state else ("exp_avg", "exp_avg_sq")
-        kinds = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "8bit"}
-        kind = check_kind(kinds[state["exp_avg"].dtype])
-        moments = Moments(kind, *(flat(state[name]) for name in names))
+        kind = check_kind("8bit" if _SCALES[0] in state else dtype_name(state["exp_avg"].dtype))
+        moments = Moments(kind, *(flat(state[name]) for name in _MOMENTS if name in state))
         return _Item(parameter, flat(gradient), weights, master, moments)
 
     def _changed(self, item: _Item) -> None:
@@ -325,8 +326,7 @@ def _loaded(saved: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         found = ", ".join(sorted(saved))
         raise InputError(f"a state of Adam without amsgrad has step, exp_avg and exp_avg_sq; this one has {found}")
     state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]), device="cpu")}
-    names = [name for name in ("exp_avg", "exp_avg_sq", "master", *_SCALES) if name in saved]
-    for name in names:
+    for name in (name for name in (*_MOMENTS, "master") if name in saved):
         value = saved[name]
         if _SCALES[0] in saved and name != "master":
             state[name] = value.to(parameter.device, copy=True)
@@ -362,24 +362,8 @@ def _check_parameter(parameter: torch.Tensor) -> None:
 
 
 def _options(group: dict[str, Any]) -> AdamOptions:
-    """The numbers of a group as they are now: schedulers write to it."""
-    missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in group]
-    if missing:
-        raise InputError(f"a group of Adam has lr, betas, eps and weight_decay; this one lacks {', '.join(missing)}")
+    """The options of a group, which has none that `HybridAdam` lacks."""
     if group["amsgrad"]:
         raise InputError("HybridAdam has no amsgrad; use torch.optim.AdamW(amsgrad=True)")
     check_kind(group["moments"])
-    try:
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-    except (TypeError, ValueError):
-        raise InputError(f"betas must be two numbers, got {group['betas']!r}") from None
-    lr = group["lr"]
-    return AdamOptions(
-        float(lr) if isinstance(lr, torch.Tensor) else lr,
-        beta1,
-        beta2,
-        group["eps"],
-        group["weight_decay"],
-        bool(group["adamw_mode"]),
-        bool(group["maximize"]),
-    )
+    return group_options(group, decoupled=True)

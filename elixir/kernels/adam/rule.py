@@ -46,7 +46,7 @@ class AdamOptions:
 
 
 def group_options(group: Mapping[str, Any], *, decoupled: bool) -> AdamOptions:
-    """The options of a parameter group of torch's Adams or of `HybridAdam`, as they are now.
+    """The options of a parameter group of torch's Adams or of `HybridAdam`, as they are now: schedulers write to it.
 
     Args:
         group: of an optimizer.
@@ -54,13 +54,20 @@ def group_options(group: Mapping[str, Any], *, decoupled: bool) -> AdamOptions:
             `HybridAdam`, which has the second name alone.
 
     Raises:
-        InputError, InputTypeError: a value outside of its range, or no number.
+        InputError, InputTypeError: a value is absent, outside of its range, or no number.
     """
-    beta1, beta2 = group["betas"]
+    missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in group]
+    if missing:
+        raise InputError(f"a group of Adam has lr, betas, eps and weight_decay; this one lacks {', '.join(missing)}")
+    try:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+    except (TypeError, ValueError):
+        raise InputError(f"betas must be two numbers, got {group['betas']!r}") from None
+    lr = group["lr"]
     return AdamOptions(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
+        lr=lr.item() if hasattr(lr, "item") else lr,  # a tensor, or one of numpy
+        beta1=beta1,
+        beta2=beta2,
         eps=group["eps"],
         weight_decay=group["weight_decay"],
         decoupled=group.get("decoupled_weight_decay", group.get("adamw_mode", decoupled)),
