@@ -11,7 +11,6 @@ import ctypes
 import functools
 import hashlib
 import logging
-import math
 import os
 import platform
 import stat
@@ -24,7 +23,7 @@ import torch
 from elixir.kernels.adam.compiled import Combination, Run
 from elixir.kernels.adam.eager import eager_step
 from elixir.kernels.adam.moments import States, make_moments, noise_seed, write_moments
-from elixir.kernels.adam.rule import AdamOptions, adam_scalars
+from elixir.kernels.adam.rule import AdamOptions, adam_scalars, step_numbers
 from elixir.optimizer_states import BLOCK_NUMEL
 
 logger = logging.getLogger(__name__)
@@ -173,7 +172,7 @@ def _call(  # noqa: PLR0913 - as a step takes them
         weight_out, before.exp_avg_scale, before.exp_avg_sq_scale, after.exp_avg_scale, after.exp_avg_sq_scale,
     )  # fmt: skip
     states = _States(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
-    made = _torchs_numbers(options, step, factor) if torchs else _rules_numbers(options, step, factor)
+    made = _numbers(options, step, factor, torchs=torchs)
     # ctypes lets go of the interpreter's lock.
     library.elixir_adam(
         ctypes.byref(states),
@@ -192,18 +191,10 @@ def _call(  # noqa: PLR0913 - as a step takes them
         eager_step(gradient[rest], tail, None if weight_out is None else weight_out[rest], options, step, factor)
 
 
-def _torchs_numbers(options: AdamOptions, step: int, factor: float) -> _Numbers:
-    """In double precision, each rounded once, as torch's kernel does."""
-    l2 = 0.0 if options.decoupled else options.weight_decay
-    decay = 1.0 - options.lr * options.weight_decay if options.decoupled else 1.0
-    root = math.sqrt(1.0 - options.beta2**step)
-    sign = -1.0 if options.maximize else 1.0
-    step_size = options.lr / (1.0 - options.beta1**step)
-    keep1, keep2 = 1.0 - options.beta1, 1.0 - options.beta2
-    return _Numbers(factor, sign, l2, decay, keep1, options.beta2, keep2, root, options.eps, step_size)
-
-
-def _rules_numbers(options: AdamOptions, step: int, factor: float) -> _Numbers:
+def _numbers(options: AdamOptions, step: int, factor: float, *, torchs: bool) -> _Numbers:
+    """The numbers of a step: each rounded once, as torch's kernel does, or those of the rule."""
+    if torchs:
+        return _Numbers(*step_numbers(options, step, factor))
     factor, *rest = adam_scalars(options, step, factor).tolist()
     return _Numbers(factor, 1.0, *rest)
 

@@ -75,12 +75,30 @@ def group_options(group: Mapping[str, Any], *, decoupled: bool) -> AdamOptions:
     )
 
 
+def step_numbers(options: AdamOptions, step: int, factor: float) -> tuple[float, ...]:
+    """The numbers of a step in float64, as `torch.optim.Adam` computes them: factor and sign of the gradient, L2 term,
+    decay, 1 - beta1, beta2, 1 - beta2, root of the second moment's bias correction, eps, step size.
+
+    Maximising is a negative sign, the absent kind of decay a neutral number, so no variant needs separate code.
+    """
+    return (
+        factor,
+        -1.0 if options.maximize else 1.0,
+        0.0 if options.decoupled else options.weight_decay,
+        1.0 - options.lr * options.weight_decay if options.decoupled else 1.0,
+        1.0 - options.beta1,
+        options.beta2,
+        1.0 - options.beta2,
+        math.sqrt(1.0 - options.beta2**step),
+        options.eps,
+        options.lr / (1.0 - options.beta1**step),
+    )
+
+
 def adam_scalars(
     options: AdamOptions, step: int, factor: float = 1.0, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """The nine float32 numbers that `adam_rule` needs, computed in float64 as `torch.optim.Adam` does.
-
-    Maximising is a negative factor, the absent kind of decay a neutral number, so no variant needs separate code.
+    """The nine float32 numbers that `adam_rule` needs: `step_numbers`, with one factor and the root's reciprocal.
 
     Args:
         options: of the parameter group.
@@ -89,22 +107,8 @@ def adam_scalars(
         device: where the update will run.
     """
     check_step(step, factor)
-    decay = 1.0 - options.lr * options.weight_decay if options.decoupled else 1.0
-    l2 = 0.0 if options.decoupled else options.weight_decay
-    correction1 = 1.0 - options.beta1**step
-    correction2 = 1.0 - options.beta2**step
-    numbers_ = (
-        -factor if options.maximize else factor,
-        l2,
-        decay,
-        1.0 - options.beta1,
-        options.beta2,
-        1.0 - options.beta2,
-        1.0 / math.sqrt(correction2),
-        options.eps,
-        options.lr / correction1,
-    )
-    return numbers_on(device, numbers_, torch.float32)
+    factor, sign, *between, root, eps, step_size = step_numbers(options, step, factor)
+    return numbers_on(device, (sign * factor, *between, 1.0 / root, eps, step_size), torch.float32)
 
 
 def numbers_on(device: torch.device | str, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:

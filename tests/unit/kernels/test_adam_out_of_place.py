@@ -179,14 +179,14 @@ def test_a_kernel_that_was_begun_is_there_for_the_first_step() -> None:
 def test_a_kernel_with_other_bits_is_not_used(
     monkeypatch: pytest.MonkeyPatch, compiles: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = native._torchs_numbers
+    right = native._numbers
 
-    def wrong(options: AdamOptions, step: int, factor: float) -> Any:
-        found = right(options, step, factor)
+    def wrong(options: AdamOptions, step: int, factor: float, *, torchs: bool) -> Any:
+        found = right(options, step, factor, torchs=torchs)
         found.eps *= 1.01
         return found
 
-    monkeypatch.setattr(native, "_torchs_numbers", wrong)
+    monkeypatch.setattr(native, "_numbers", wrong)
     both_ways(gradient_of(1000, torch.float32), "float32", None)
     assert "does not give the bits of the eager step" in caplog.text
 
