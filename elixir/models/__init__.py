@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elixir.models.activation_checkpointing import CHECKPOINT_FORMS, checkpointable_layers, parse_checkpoint
+    from elixir.models.buffers import BufferPlace, buffer_places
     from elixir.models.casting import casts_buffers
     from elixir.models.loading import build, build_shape
     from elixir.models.model_fingerprint import fingerprint
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHECKPOINT_FORMS",
+    "BufferPlace",
     "ModelShape",
     "SharedMemory",
+    "buffer_places",
     "build",
     "build_shape",
     "casts_buffers",
@@ -42,6 +45,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BufferPlace": "elixir.models.buffers",
+    "buffer_places": "elixir.models.buffers",
     "CHECKPOINT_FORMS": "elixir.models.activation_checkpointing",
     "ModelShape": "elixir.models.shapes",
     "SharedMemory": "elixir.models.shared_memory",

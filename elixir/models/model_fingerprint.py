@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elixir.artifact import digest
 from elixir.errors import InputError
+from elixir.models.buffers import buffer_places
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -24,8 +23,7 @@ def fingerprint(model: nn.Module) -> str:
     # Identity is only a key here, never an order: dicts keep the order of `named_parameters`.
     names: dict[int, list[str]] = {}
     layout: dict[int, tuple[list[int], bool]] = {}
-    modules = list(model.named_modules(remove_duplicate=False))
-    for prefix, module in modules:
+    for prefix, module in model.named_modules(remove_duplicate=False):
         for own, param in module._parameters.items():
             if param is None:
                 continue
@@ -35,21 +33,11 @@ def fingerprint(model: nn.Module) -> str:
             names.setdefault(id(param), []).append(name)
             layout[id(param)] = (list(param.shape), param.requires_grad)
     parameters = [(first, *layout[key], aliases) for key, (first, *aliases) in names.items()]
-    return digest(parameters, _persistent_buffers(modules))
-
-
-def _persistent_buffers(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, list[int]]]:
-    found = []
-    for prefix, module in modules:
-        for name, buffer in module._buffers.items():
-            # torch has no public query for this, and `state_dict()` would run hooks that may gather full weights.
-            if buffer is None or name in module._non_persistent_buffers_set:
-                continue
-            full_name = f"{prefix}.{name}" if prefix else name
-            if is_lazy(buffer):
-                raise _lazy(full_name)
-            found.append((full_name, list(buffer.shape)))
-    return found
+    persistent = [place for place in buffer_places(model, remove_duplicate=False) if place.is_persistent]
+    for place in persistent:
+        if is_lazy(place.buffer):
+            raise _lazy(place.name)
+    return digest(parameters, [(place.name, list(place.buffer.shape)) for place in persistent])
 
 
 def _lazy(name: str) -> InputError:

@@ -19,6 +19,7 @@ from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import BufferKind, SizeClass
 from elixir.errors import InputError
 from elixir.memory_order import Order
+from elixir.models import buffer_places
 from elixir.plan import CHECKPOINT_PART, Plan
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import ElixirModule
@@ -291,14 +292,11 @@ class TrainingStates:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers by name, each once."""
-        seen: set[int] = set()
-        found: dict[str, torch.Tensor] = {}
-        for prefix, part in self._model.named_modules():
-            for key, buffer in part._buffers.items():
-                if buffer is not None and key not in part._non_persistent_buffers_set and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    found[f"{prefix}.{key}" if prefix else key] = buffer
-        return found
+        first: dict[torch.Tensor, str] = {}
+        for place in buffer_places(self._model):
+            if place.is_persistent:
+                first.setdefault(place.buffer, place.name)
+        return {name: buffer for buffer, name in first.items()}
 
     def orders(self) -> dict[str, Order]:
         """Name -> order of the elements of those parameters that are not contiguous."""

@@ -18,7 +18,7 @@ from elixir.chunk.group import Group
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware import other_device, total_host_bytes
 from elixir.memory_order import is_dense
-from elixir.models import fingerprint, refuse_compiled, refuse_unplannable
+from elixir.models import buffer_places, fingerprint, refuse_compiled, refuse_unplannable
 from elixir.plan import ChunkPlan, HasPlan, Plan, plan_of
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.units import dtype_name, format_bytes, parse_dtype
@@ -238,15 +238,13 @@ def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | N
         dtype: what floating ones are cast to; None leaves each in its dtype.
     """
     moved: dict[torch.Tensor, torch.Tensor] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            kept = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-            if buffer.device != device or buffer.dtype != kept:
-                if buffer not in moved:
-                    moved[buffer] = buffer.to(device, kept)
-                module._buffers[name] = moved[buffer]
+    for place in buffer_places(model):
+        buffer = place.buffer
+        kept = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+        if buffer.device != device or buffer.dtype != kept:
+            if buffer not in moved:
+                moved[buffer] = buffer.to(device, kept)
+            place.put(moved[buffer])
 
 
 def _check_disk_folders(plan: Plan, folders: Sequence[str]) -> None:

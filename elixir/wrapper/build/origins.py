@@ -11,6 +11,7 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk, Slot, become_real
 from elixir.errors import DiskError, ElixirError, InputError, NoMemoryError, RankError
+from elixir.models import buffer_places
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.build.weights import few
 from elixir.wrapper.engine import Engine
@@ -43,12 +44,7 @@ class Origins:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._parameters = {parameter: _Origin.of(parameter) for parameter in model.parameters()}
-        self._buffers = {
-            (module, key): (_Origin.of(buffer), buffer)
-            for module in model.modules()
-            for key, buffer in module._buffers.items()
-            if buffer is not None
-        }
+        self._buffers = [(place, _Origin.of(place.buffer)) for place in buffer_places(model)]
 
     @torch.no_grad()
     def undo(self, engine: Engine, *, alone: bool) -> None:
@@ -58,9 +54,9 @@ class Origins:
             engine: in whatever state it is; its chunks have the weights of which `Chunk.shows` says so.
             alone: the other ranks do not come here.
         """
-        for (module, key), (_, before) in self._buffers.items():
-            if getattr(module, key, None) is not before:
-                module._buffers[key] = before
+        for place, _ in self._buffers:
+            if getattr(place.module, place.key, None) is not place.buffer:
+                place.put(place.buffer)
         engine.give_up_memory()
         missing: list[str] = []
         for chunk in engine.chunks:
@@ -182,15 +178,16 @@ class Origins:
 
     def _buffers_back(self) -> None:
         moved: dict[torch.Tensor, torch.Tensor] = {}
-        for (module, key), (origin, before) in self._buffers.items():
-            buffer = getattr(module, key, None)  # a TorchScript module keeps its buffers in a form that lacks get()
-            if not isinstance(buffer, torch.Tensor) or (
-                buffer.device == origin.device and buffer.dtype == origin.dtype
-            ):
+        for place, origin in self._buffers:
+            # A TorchScript module keeps its buffers in a form that lacks get().
+            buffer = getattr(place.module, place.key, None)
+            if not isinstance(buffer, torch.Tensor):
+                continue
+            if buffer.device == origin.device and buffer.dtype == origin.dtype:
                 continue
             if buffer not in moved:
-                moved[buffer] = _uncast(buffer, before, origin)
-            module._buffers[key] = moved[buffer]
+                moved[buffer] = _uncast(buffer, place.buffer, origin)
+            place.put(moved[buffer])
 
 
 def _as_rounded(error: Exception | None) -> ElixirError | None:

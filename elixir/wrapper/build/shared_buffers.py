@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Lanes
+from elixir.models import BufferPlace, buffer_places
 from elixir.torch_private import has_internal_overlap, version_counter_kept
 
 _ALIGNMENT = 16
 """Bytes that every buffer's place in the message is a multiple of, so that it can be read in its own dtype there."""
-
-
-class _Place(NamedTuple):
-    """Where a buffer is registered."""
-
-    module: nn.Module
-    key: str
-    buffer: torch.Tensor
 
 
 class SharedBuffers:
@@ -78,19 +70,15 @@ class SharedBuffers:
             for name, value in self._receive(places).items():
                 made += _put(self._model, places, name, value)
 
-    def _places(self) -> dict[str, _Place]:
+    def _places(self) -> dict[str, BufferPlace]:
         """The buffers by name, each once; forwards may have registered others."""
-        seen: set[torch.Tensor] = set()
-        places: dict[str, _Place] = {}
-        for prefix, module in self._model.named_modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None and buffer not in seen:
-                    seen.add(buffer)
-                    places[f"{prefix}.{key}" if prefix else key] = _Place(module, key, buffer)
-        return places
+        first: dict[torch.Tensor, BufferPlace] = {}
+        for place in buffer_places(self._model):
+            first.setdefault(place.buffer, place)
+        return {place.name: place for place in first.values()}
 
     @torch.no_grad()
-    def _receive(self, places: dict[str, _Place]) -> dict[str, torch.Tensor]:
+    def _receive(self, places: dict[str, BufferPlace]) -> dict[str, torch.Tensor]:
         """Rank 0's values by name, on the ranks that are not rank 0."""
         answers = self._group.exchange("buffers", _digest(places))
         if any(answer != answers[0] for answer in answers) or None in answers:
@@ -112,10 +100,11 @@ class SharedBuffers:
         return received
 
 
-def _digest(places: dict[str, _Place]) -> int | None:
+def _digest(places: dict[str, BufferPlace]) -> int | None:
     """A digest of what a message of all buffers looks like; None where one cannot be part of one."""
     digest = 0
-    for name, (_, _, buffer) in places.items():
+    for name, place in places.items():
+        buffer = place.buffer
         if buffer.layout != torch.strided:
             return None
         said = f"{name} {tuple(buffer.shape)} {buffer.dtype} {buffer.device.type}"
@@ -139,7 +128,7 @@ def _used_by_compute(tensors: Iterable[torch.Tensor]) -> None:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def _put(model: nn.Module, places: dict[str, _Place], name: str, value: torch.Tensor) -> list[torch.Tensor]:
+def _put(model: nn.Module, places: dict[str, BufferPlace], name: str, value: torch.Tensor) -> list[torch.Tensor]:
     """Give a buffer rank 0's value; in place where it can be, so that all that hold it see it. What replaces it
     otherwise."""
     place = places.get(name)
@@ -147,16 +136,18 @@ def _put(model: nn.Module, places: dict[str, _Place], name: str, value: torch.Te
         prefix, _, key = name.rpartition(".")
         model.get_submodule(prefix)._buffers[key] = value
         return [value]
-    module, key, own = place
-    if own.shape != value.shape and key in module._non_persistent_buffers_set:
+    own = place.buffer
+    if own.shape != value.shape and not place.is_persistent:
         return []  # a cache that has grown with this rank's data, whose size the module keeps elsewhere
     if own.shape != value.shape or own.dtype != value.dtype or own.is_inference() or own.layout != value.layout:
-        module._buffers[key] = new = value.to(own.device)
+        new = value.to(own.device)
+        place.put(new)
         return [new]
     if has_internal_overlap(own):  # an expanded one, which cannot be written to
         if torch.equal(own, value):
             return []
-        module._buffers[key] = new = value.clone()
+        new = value.clone()
+        place.put(new)
         return [new]
     # What a graph has saved counts as unwritten, as under DDP: with two forwards before one backward it may be.
     with version_counter_kept(own):

@@ -17,6 +17,7 @@ from torch import nn
 
 from elixir.checkpoint_format import INDEX_NAME, open_checkpoint
 from elixir.errors import InputError, InputTypeError
+from elixir.models import buffer_places
 from elixir.wrapper.build.initialise import OwnInitialisation
 
 logger = logging.getLogger(__name__)
@@ -74,11 +75,9 @@ class WeightSource:
     def fill_buffers(self) -> None:
         """Give every buffer that is on meta, or in the values given, its value; on the CPU."""
         given = self._given or {}
-        for prefix, module in self._model.named_modules():
-            for name, buffer in module._buffers.items():
-                full = f"{prefix}.{name}" if prefix else name
-                if buffer is not None and full in given and name not in module._non_persistent_buffers_set:
-                    module._buffers[name] = _shaped(given[full], buffer, full).to(buffer.dtype, copy=True)
+        for place in buffer_places(self._model):
+            if place.name in given and place.is_persistent:
+                place.put(_shaped(given[place.name], place.buffer, place.name).to(place.buffer.dtype, copy=True))
         self._own.fill_buffers()
 
 
@@ -90,12 +89,7 @@ def check_weights(model: nn.Module, given: Weights, *, strict: bool) -> tuple[Ma
     """
     values = given if isinstance(given, Mapping) else _of_files(given)
     own = _names(model).values()
-    persistent = [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    ]
+    persistent = [place.name for place in buffer_places(model, remove_duplicate=False) if place.is_persistent]
     missing = [names[0] for names in own if not any(name in values for name in names)]
     missing += [name for name in persistent if name not in values]
     known = {name for names in own for name in names} | set(persistent)
