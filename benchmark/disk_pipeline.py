@@ -23,7 +23,7 @@ import torch
 from benchmark.common import append_rows, conditions, percentiles, print_table
 from elixir.chunk.buffers import Arena
 from elixir.chunk.disk import MASTERS, StateWindow, StoredStates
-from elixir.chunk.host_buffers import WINDOW, BufferKind, HostBuffers, SizeClass
+from elixir.chunk.host_buffers import WINDOW, BufferKind, HostBuffers
 from elixir.chunk.lanes import ThreadLane
 from elixir.extents import ExtentFile, whole_blocks
 from elixir.files import file_system
@@ -51,7 +51,7 @@ class Pipeline:
         self.disk, self.adam = ThreadLane("disk"), ThreadLane("host adam")
         buffers = HostBuffers(Arena(torch.device("cpu")))
         size = whole_blocks(12 * self.numel)
-        buffers.add(BufferKind(WINDOW, "state_window", (SizeClass(size, WINDOW_CHUNKS),), paged=True))
+        buffers.add(BufferKind(WINDOW, "state_window", size, WINDOW_CHUNKS, paged=True))
         self.window = StateWindow(self.disk, buffers, lambda nbytes: self.file)
         self.gradient = torch.randn(self.numel, generator=torch.Generator().manual_seed(0))
         self.states, self.parts = [], []

@@ -1,10 +1,9 @@
 """Host memory that no chunk owns: buffers through which data passes on its way, all of one rank under one owner.
 
-Buffers are of a *kind*: for one purpose, in size classes, so many of each. The buffers of a class take turns. The
-caller that takes one has its work on a lane come after the last work that reads or writes the buffer, and enters its
-own last work in `HostBuffer.uses`:
+Buffers are of a *kind*: some of one size for one purpose, which take turns. The caller that takes one has its work on a
+lane come after the last work that reads or writes the buffer, and enters its own last work in `HostBuffer.uses`:
 
-    buffers.add(BufferKind("snapshot", "checkpoint", (SizeClass(nbytes, count=2),)))
+    buffers.add(BufferKind("snapshot", "checkpoint", nbytes, count=2))
     buffer = buffers.take("snapshot", nbytes)
     copied = lane.submit(copy, after=[*buffer.uses.to_write(), ...])
     buffer.uses.written_by(other_lane.submit(write, after=[copied]))
@@ -40,22 +39,14 @@ WINDOW = "states from a disk"
 
 
 @dataclass(frozen=True)
-class SizeClass:
-    """Buffers of one size."""
-
-    nbytes: int
-    count: int
-
-
-@dataclass(frozen=True)
 class BufferKind:
     """Host buffers for one purpose.
 
     Attributes:
         name: of the purpose.
         counted_as: where the arena, and with it the plan, counts their bytes.
-        classes: sizes, smallest first. A request gets a buffer of the first class that has room; one that none has room
-            for makes a buffer of the last class grow.
+        buffer_bytes: size of each buffer. A request for more makes a buffer grow.
+        count: how many buffers take turns.
         at_once: make them now rather than when each is first taken. To pin memory in the middle of a step holds up the
             device.
         pin: whether a device copies from and to them.
@@ -64,7 +55,8 @@ class BufferKind:
 
     name: str
     counted_as: str
-    classes: tuple[SizeClass, ...]
+    buffer_bytes: int
+    count: int
     at_once: bool = True
     pin: bool = True
     paged: bool = False
@@ -72,7 +64,7 @@ class BufferKind:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers together."""
-        return sum(size.nbytes * size.count for size in self.classes)
+        return self.buffer_bytes * self.count
 
 
 @dataclass
@@ -98,7 +90,7 @@ class HostBuffers:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._kinds: dict[str, BufferKind] = {}
-        self._turns: dict[str, list[deque[HostBuffer]]] = {}  # by kind and size class; the next one first
+        self._turns: dict[str, deque[HostBuffer]] = {}  # by kind; the next one first
 
     def add(self, kind: BufferKind) -> None:
         """Take up a kind.
@@ -109,11 +101,9 @@ class HostBuffers:
         if kind.name in self._kinds:
             raise StateError(f"host buffers of the kind '{kind.name}' are there already")
         self._kinds[kind.name] = kind
-        self._turns[kind.name] = [deque(HostBuffer() for _ in range(size.count)) for size in kind.classes]
-        if kind.at_once:
-            for size, turns in zip(kind.classes, self._turns[kind.name], strict=True):
-                for buffer in turns:
-                    self._make_room(kind, buffer, size.nbytes)
+        self._turns[kind.name] = deque(HostBuffer() for _ in range(kind.count))
+        for buffer in self._turns[kind.name] if kind.at_once else ():
+            self._make_room(kind, buffer, kind.buffer_bytes)
 
     def replace(self, kind: BufferKind) -> None:
         """Take up a kind instead of one of that name, if there is one, whose buffers nothing may read or write."""
@@ -126,7 +116,7 @@ class HostBuffers:
         kind = self._kinds.pop(name, None)
         if kind is None:
             return
-        for buffer in (buffer for turns in self._turns.pop(name) for buffer in turns):
+        for buffer in self._turns.pop(name):
             buffer.uses.failures()  # a lane may still use the memory that is given up; its error is reported elsewhere
             self._give_up(kind, buffer)
 
@@ -144,13 +134,10 @@ class HostBuffers:
     def take(self, name: str, nbytes: int) -> HostBuffer:
         """The buffer of a kind whose turn it is, with room for `nbytes`. Work on it comes after
         `HostBuffer.uses`."""
-        kind = self._kinds[name]
-        last = len(kind.classes) - 1
-        index = next((index for index, size in enumerate(kind.classes) if size.nbytes >= nbytes), last)
-        turns = self._turns[name][index]
+        kind, turns = self._kinds[name], self._turns[name]
         buffer = turns[0]
         turns.rotate(-1)
-        self._make_room(kind, buffer, max(nbytes, kind.classes[index].nbytes))
+        self._make_room(kind, buffer, max(nbytes, kind.buffer_bytes))
         return buffer
 
     def take_alone(self, name: str, nbytes: int) -> HostBuffer:
@@ -164,7 +151,7 @@ class HostBuffers:
 
     def of(self, name: str) -> list[HostBuffer]:
         """All buffers of a kind."""
-        return [buffer for turns in self._turns[name] for buffer in turns]
+        return [*self._turns[name]]
 
     def failures(self) -> list[Exception]:
         """Errors of the work on buffers, once it is over; the buffers are free."""
@@ -201,7 +188,7 @@ class HostBuffers:
 def staging_kind(plan: Plan) -> BufferKind:
     """Buffers for the new weights of chunks that return to the device in fewer bits."""
     sizes = [chunk.weight_bytes // plan.world_size for chunk in plan.chunks if chunk.returns_rounded]
-    return BufferKind(STAGING, "staging", (SizeClass(max(sizes, default=0), min(len(sizes), STAGING_BUFFERS)),))
+    return BufferKind(STAGING, "staging", max(sizes, default=0), min(len(sizes), STAGING_BUFFERS))
 
 
 def window_kind(plan: Plan) -> BufferKind:
@@ -210,8 +197,7 @@ def window_kind(plan: Plan) -> BufferKind:
     largest = max((plan.extent_bytes(chunk) for chunk in chunks), default=0)
     # A device copies from masters only where weights are no narrower; all others are rounded elsewhere.
     copied = any(chunk.weight_home == "device" and not chunk.returns_rounded for chunk in chunks)
-    classes = (SizeClass(largest, min(len(chunks), WINDOW_CHUNKS)),)
-    return BufferKind(WINDOW, "state_window", classes, pin=copied, paged=True)
+    return BufferKind(WINDOW, "state_window", largest, min(len(chunks), WINDOW_CHUNKS), pin=copied, paged=True)
 
 
 def summands_kind(plan: Plan, device_type: str, *, backwards: int, wide: bool = False) -> BufferKind:
@@ -230,4 +216,4 @@ def summands_kind(plan: Plan, device_type: str, *, backwards: int, wide: bool = 
     ]
     count = max(min(len(sizes), PASSAGE_BUFFERS), 1)  # one for what no plan foresees
     at_once = bool(sizes) and backwards > 1 and device_type != "cpu"
-    return BufferKind(SUMMANDS, "gradients", (SizeClass(max(sizes, default=0), count),), at_once)
+    return BufferKind(SUMMANDS, "gradients", max(sizes, default=0), count, at_once)

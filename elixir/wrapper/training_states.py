@@ -16,7 +16,7 @@ import torch
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.disk import MASTERS, StoredStates
 from elixir.chunk.group import Group
-from elixir.chunk.host_buffers import BufferKind, SizeClass
+from elixir.chunk.host_buffers import BufferKind
 from elixir.errors import InputError
 from elixir.memory_order import Order
 from elixir.models import buffer_places
@@ -390,7 +390,7 @@ class TrainingStates:
     def make_pool(self, nbytes: int) -> torch.Tensor:
         """Host memory for copies, counted with the runtime's other buffers; pinned next to a CUDA device."""
         buffers = self._engine.host_buffers
-        buffers.add(BufferKind(_COPIES, CHECKPOINT_PART, (SizeClass(nbytes, 1),), at_once=False))
+        buffers.add(BufferKind(_COPIES, CHECKPOINT_PART, nbytes, count=1, at_once=False))
         return buffers.take(_COPIES, nbytes).memory
 
     def drop_pool(self) -> None:

@@ -14,7 +14,7 @@ from elixir.chunk.buffers import Arena, BlockPool
 from elixir.chunk.chunk import _ALLOWED, Chunk, ChunkState
 from elixir.chunk.gradients import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
-from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers, SizeClass
+from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
 from elixir.chunk.lanes import Emulation, make_lanes
 from elixir.errors import InputError, StateError
 from elixir.plan import ChunkPlan, ParamSlot
@@ -147,7 +147,7 @@ def make_flow(chunks: list[Chunk], block_count: int = 2, delay_s: float = 0.002)
     arena = Arena(CPU)
     lanes = make_lanes(CPU, Emulation(delay_s=delay_s))
     buffers = HostBuffers(arena)
-    buffers.add(BufferKind(SUMMANDS, "gradients", (SizeClass(0, 2),), at_once=False))
+    buffers.add(BufferKind(SUMMANDS, "gradients", 0, 2, at_once=False))
     return GradientFlow(
         chunks, arena, lanes, Group(), buffers, FlowOptions(block_count=block_count, block_bytes=384 * 4)
     ), arena
