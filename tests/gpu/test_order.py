@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from elixir.chunk.buffers import Arena
-from elixir.chunk.gradients import Passage
 from elixir.chunk.gradients.blocks import GradientBlocks, Leaving
+from elixir.chunk.gradients.transport import Transport
 from elixir.chunk.lanes import StreamLane, Ticket
 from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -233,13 +233,13 @@ def test_gradients_of_a_later_batch_are_copied_while_others_are_added(monkeypatc
     assert len(shards) > 2
     assert before == sum(shards) + 2 * max(shards)
     optimizer.backward(it.loss(module, it.inp))
-    add = Passage.add
+    add = Transport._add
 
-    def noted(passage: Passage, *args: Any, **options: Any) -> tuple[Ticket, Ticket]:
-        passed.append(add(passage, *args, **options))
+    def noted(transport: Transport, *args: Any, **options: Any) -> tuple[Ticket, Ticket]:
+        passed.append(add(transport, *args, **options))
         return passed[-1]
 
-    monkeypatch.setattr(Passage, "add", noted)
+    monkeypatch.setattr(Transport, "_add", noted)
     engine_of(module).lanes.host_adam.submit(gate.wait)
     # In a thread: once both buffers are full, backward waits for a gradient block that has left.
     backward = threading.Thread(target=optimizer.backward, args=(it.loss(module, it.inp),))

@@ -4,6 +4,5 @@ from __future__ import annotations
 
 from elixir.chunk.gradients.flow import FlowOptions, GradientFlow
 from elixir.chunk.gradients.gradient import ChunkGradient, GradState
-from elixir.chunk.gradients.transport import Passage
 
-__all__ = ["ChunkGradient", "FlowOptions", "GradState", "GradientFlow", "Passage"]
+__all__ = ["ChunkGradient", "FlowOptions", "GradState", "GradientFlow"]

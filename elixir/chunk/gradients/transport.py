@@ -21,59 +21,6 @@ from elixir.chunk.lanes import Lanes, Ticket, Work, settled
 from elixir.chunk.norms import PartNorms
 
 
-class Passage:
-    """Adds gradients to those of earlier backwards.
-
-    Gradients from a CUDA device to the host pass through a pinned buffer, and a thread of the host adds them: the
-    thread that submits compute goes on.
-
-    Args:
-        lanes: offload and the CPU Adam's, which has nothing to do while gradients are added.
-        buffers: have the kind `SUMMANDS`.
-    """
-
-    def __init__(self, lanes: Lanes, buffers: HostBuffers) -> None:
-        self._lanes, self._buffers = lanes, buffers
-
-    def add(
-        self,
-        add: Callable[[torch.Tensor], object],
-        gradients: torch.Tensor,
-        home: torch.Tensor,
-        *,
-        written: Sequence[Ticket] = (),
-        used: Sequence[Ticket] = (),
-        nbytes: int,
-    ) -> tuple[Ticket, Ticket]:
-        """Add `gradients` to what is in `home`.
-
-        Args:
-            add: does it, with the gradients where `home` is.
-            gradients: on the device.
-            home: on the device or the host.
-            written: tickets of what writes `gradients`.
-            used: tickets of what still uses `home`.
-            nbytes: moved between device and host.
-
-        Returns:
-            Tickets of the last read of `gradients`, and of the sum.
-        """
-        if gradients.device == home.device:
-            # `written` fills `gradients`; `used` reads or writes `home`, which this changes.
-            done = self._lanes.offload.submit(partial(add, gradients), after=[*written, *used], nbytes=nbytes)
-            return done, done
-        buffer = self._buffers.take(SUMMANDS, gradients.nbytes)
-        here = buffer.view(gradients.numel(), gradients.dtype)
-        copy = partial(here.copy_, gradients, non_blocking=True)
-        # `written` fills `gradients`; the sum before may still read the buffer that is overwritten, whether or not it
-        # has failed.
-        free = settled(buffer.uses.to_write())
-        gone = self._lanes.offload.submit(copy, after=[*written, *free], nbytes=nbytes)
-        # `gone` fills the buffer; `used` reads or writes `home`, which this changes.
-        added = self._lanes.host_adam.submit(partial(add, here), after=[gone, *used])
-        return gone, buffer.uses.written_by(added)
-
-
 @dataclass
 class MovedBytes:
     """Bytes of gradients that were moved since a step began."""
@@ -89,7 +36,7 @@ class Transport:
     """Submits the work that takes gradients home.
 
     Args:
-        lanes: network and offload are used.
+        lanes: network and offload are used, and the CPU Adam's, which has nothing to do while gradients are added.
         group: over which gradients are averaged.
         buffers: have the kind `SUMMANDS`.
         device: where gradients are made.
@@ -99,8 +46,7 @@ class Transport:
     def __init__(
         self, lanes: Lanes, group: Group, buffers: HostBuffers, device: torch.device, *, reduce_fp32: bool
     ) -> None:
-        self._lanes, self._group, self._device = lanes, group, device
-        self._passage = Passage(lanes, buffers)
+        self._lanes, self._group, self._buffers, self._device = lanes, group, buffers, device
         self._reduce_fp32 = reduce_fp32
         self.moved = MovedBytes()
 
@@ -132,7 +78,7 @@ class Transport:
         if gradient.holds:
             add = self._adding(gradient, mine.numel(), norms)
             home = gradient.memory[: mine.numel()]  # but for padding, all of it
-            gone, ready = self._passage.add(add, mine, home, written=written, used=used, nbytes=moved_bytes)
+            gone, ready = self._add(add, mine, home, written=written, used=used, nbytes=moved_bytes)
             summed: Ticket | None = ready
         else:
             gone = ready = self._copy(gradient, mine, norms, written, used, moved_bytes)
@@ -154,7 +100,7 @@ class Transport:
         moved_bytes = block.nbytes if gradient.chunk.plan.update_home == "host" else 0
         self.moved.offloaded += moved_bytes
         used = kept.uses.to_write()
-        gone, added = self._passage.add(kept.memory.add_, block, kept.memory, used=used, nbytes=moved_bytes)
+        gone, added = self._add(kept.memory.add_, block, kept.memory, used=used, nbytes=moved_bytes)
         kept.uses.written_by(added)
         return Leaving(opened.memory, gone, (kept.memory,), is_extra=True)
 
@@ -200,6 +146,47 @@ class Transport:
         self.moved.network += sent_bytes
         # What was kept must be in the block before it is averaged.
         return reduced, self._lanes.network.submit(reduce, after=written, nbytes=sent_bytes)
+
+    def _add(
+        self,
+        add: Callable[[torch.Tensor], object],
+        gradients: torch.Tensor,
+        home: torch.Tensor,
+        *,
+        written: Sequence[Ticket] = (),
+        used: Sequence[Ticket],
+        nbytes: int,
+    ) -> tuple[Ticket, Ticket]:
+        """Add `gradients` to those of earlier backwards, in `home`.
+
+        From a CUDA device to the host they pass through a pinned buffer, and a thread of the host adds them: the
+        thread that submits compute goes on.
+
+        Args:
+            add: does it, with the gradients where `home` is.
+            gradients: on the device.
+            home: on the device or the host.
+            written: tickets of what writes `gradients`.
+            used: tickets of what still uses `home`.
+            nbytes: moved between device and host.
+
+        Returns:
+            Tickets of the last read of `gradients`, and of the sum.
+        """
+        if gradients.device == home.device:
+            # `written` fills `gradients`; `used` reads or writes `home`, which this changes.
+            done = self._lanes.offload.submit(partial(add, gradients), after=[*written, *used], nbytes=nbytes)
+            return done, done
+        buffer = self._buffers.take(SUMMANDS, gradients.nbytes)
+        here = buffer.view(gradients.numel(), gradients.dtype)
+        copy = partial(here.copy_, gradients, non_blocking=True)
+        # `written` fills `gradients`; the sum before may still read the buffer that is overwritten, whether or not it
+        # has failed.
+        free = settled(buffer.uses.to_write())
+        gone = self._lanes.offload.submit(copy, after=[*written, *free], nbytes=nbytes)
+        # `gone` fills the buffer; `used` reads or writes `home`, which this changes.
+        added = self._lanes.host_adam.submit(partial(add, here), after=[gone, *used])
+        return gone, buffer.uses.written_by(added)
 
     def _copy(
         self,
