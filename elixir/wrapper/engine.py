@@ -172,10 +172,14 @@ class Engine:
             self._make_memory(plan)
         for chunk in self.chunks:
             chunk.attach()
+        self.places: dict[torch.Tensor, tuple[Chunk, Slot]] = {
+            slot.parameter: (chunk, slot) for chunk in self.chunks for slot in chunk.slots
+        }
+        """The chunk and the slot of every parameter."""
         self.tracked = [chunk for chunk in self.chunks if not self.is_ordinary(chunk)]
         """Chunks whose parameters may be placeholders, or whose weights may still be being updated."""
         self.uses = WeightUses(
-            self.cache, self.chunks, self.tracked, self.gradients, self.device, _weakly(self.backward_runs)
+            self.cache, self.chunks, self.places, self.gradients, self.device, _weakly(self.backward_runs)
         )
         parameters = {slot.parameter for chunk in self.tracked for slot in chunk.slots}
         self._access = ParameterAccess(self.model, self.uses, parameters) if self.tracked else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +88,7 @@ class WeightUses:
     Args:
         cache: the blocks.
         chunks: all chunks of the plan, by index.
-        tracked: those of them whose parameters announce their uses here.
+        places: the chunk and the slot of every parameter.
         gradients: know whose gradients have left.
         device: where compute runs.
         backward_runs: is told of every node of a backward, which need not have begun at an output of the model.
@@ -98,7 +98,7 @@ class WeightUses:
         self,
         cache: RCache,
         chunks: Sequence[Chunk],
-        tracked: Sequence[Chunk],
+        places: Mapping[torch.Tensor, tuple[Chunk, Slot]],
         gradients: GradientFlow,
         device: torch.device,
         backward_runs: Callable[[], None],
@@ -108,13 +108,8 @@ class WeightUses:
         self._device_type = device.type
         self._compute: torch.cuda.Stream | None = None  # that memory here was last used from
         self._chunks = chunks
-        self._chunk_of: dict[torch.Tensor, int] = {
-            slot.parameter: chunk.index for chunk in tracked for slot in chunk.slots
-        }
-        self._slot_of: dict[torch.Tensor, Slot] = {
-            slot.parameter: slot for chunk in tracked if not chunk.plan.resident for slot in chunk.slots
-        }
-        self.claims_saved = not all(chunk.plan.resident for chunk in tracked)
+        self._places = places
+        self.claims_saved = not all(chunk.plan.resident for chunk in chunks)
         """Weights of a resident chunk stay where they are until the optimizer's step, of which autograd is told."""
         self._threads: dict[int, _ThreadState] = {}
         self.gathered: dict[int, frozenset[nn.Parameter]] = {}
@@ -132,24 +127,27 @@ class WeightUses:
         if compiling():
             raise compiled_over_moving_weights(f"what reads a weight of shape {list(parameters[0].shape)}")
         self.order_compute()
-        state, streamed = self._state(), []
+        state = self._state()
+        streamed: list[int] = []
         inside = bool(state.scopes) or backward_is_running()
-        for index in dict.fromkeys(self._chunk_of[parameter] for parameter in parameters):
-            chunk = self._chunks[index]
-            if index in self.gathered:
+        for chunk, slot in (self._places[parameter] for parameter in parameters):
+            if chunk.index in self.gathered or chunk.index in streamed:
                 continue
             if chunk.plan.resident:
                 self._wait_for_update(chunk)
                 continue
             if not inside:
-                self._refuse_outside(chunk, parameters, function)
+                raise InputError(
+                    f"{function} reads {slot.name} outside of the model's forward, where nothing says how long it is "
+                    "needed; do it inside `with model.gathered(parameters)`"
+                )
             if chunk.dtype == torch.float32 and torch.is_autocast_enabled(self._device_type):
                 raise InputError(
                     "torch.autocast over weights that are streamed keeps a cast copy of every weight until backward, "
                     "which is the memory that streaming saves; leave autocast out and plan with unified_dtype="
                     f"{torch.get_autocast_dtype(self._device.type)}, which casts the weights once"
                 )
-            streamed.append(index)
+            streamed.append(chunk.index)
         if not streamed:
             return
         if functorch_level() is not None:
@@ -180,16 +178,22 @@ class WeightUses:
 
     def view(self, tensor: torch.Tensor) -> _Part | None:
         """Where a tensor lies, if it lies in a block and so is to be tracked."""
-        return self._part(tensor)
+        found = self._cache.chunk_at(tensor)
+        if found is None:
+            return None
+        index, offset = found
+        chunk = self._chunks[index]
+        parameter = chunk.parameter_at(offset * tensor.itemsize // chunk.dtype.itemsize)
+        return _Part(index, offset, tensor.dtype, tensor.size(), tensor.stride(), parameter, parameter._version)
 
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
         """Has writes through ``data`` of resident weights counted; those to blocks are announced."""
-        return self._chunks[self._chunk_of[parameter]].lend(data)
+        return self._places[parameter][0].lend(data)
 
     def has_room_for(self, parameters: list[nn.Parameter]) -> bool:
         """Whether blocks that nothing has pinned can hold all of them at once."""
-        chunks = {self._chunk_of[each] for each in parameters if each in self._chunk_of}
-        return self._cache.has_room_for({index for index in chunks if not self._chunks[index].plan.resident})
+        chunks = [self._places[each][0] for each in parameters if each in self._places]
+        return self._cache.has_room_for({chunk.index for chunk in chunks if not chunk.plan.resident})
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether a module that is running here, or else the node that is, keeps the parameter's chunk."""
@@ -225,7 +229,7 @@ class WeightUses:
         inside = bool(self._state().scopes) or backward_is_running()
         alike = self._chunks[0].alone or (of_weights and function in _ALIKE_ON_ALL_RANKS)
         for parameter in parameters:
-            chunk = self._chunks[self._chunk_of[parameter]]
+            chunk, _ = self._places[parameter]
             if parameter in self.gathered.get(chunk.index, ()):
                 continue
             if not (inside and alike) or chunk.index in self.gathered or not chunk.may_be_written_inside:
@@ -241,7 +245,7 @@ class WeightUses:
     def wrote(self, parameters: list[nn.Parameter]) -> None:
         """Bring home at once what was written to a block: from there the weights come the next time."""
         for parameter in parameters:
-            chunk = self._chunks[self._chunk_of[parameter]]
+            chunk, _ = self._places[parameter]
             if not self.loading and chunk.index not in self.gathered:
                 chunk.take_written(parameter)
 
@@ -255,24 +259,18 @@ class WeightUses:
 
     def reads_gradient(self, parameter: nn.Parameter) -> None:
         """Refuse to read None for a gradient that is elsewhere: the caller would go on as if there were none."""
-        chunk = self._chunks[self._chunk_of[parameter]]
-        if parameter.grad is not None:
-            return
-        for slot in chunk.slots:
-            if slot.parameter is parameter and self._gradients.holds(chunk, slot.name) and not _is_applied():
-                raise InputError(
-                    f"{slot.name}.grad is None because its gradient lies sharded at the home of its optimizer states: "
-                    "clip with max_norm= or model.clip_grad_norm_(), which gives the norm, step and zero_grad() with "
-                    "the ElixirOptimizer, and "
-                    "change gradients in a hook (parameter.register_hook)"
-                )
+        chunk, slot = self._places[parameter]
+        if parameter.grad is None and self._gradients.holds(chunk, slot.name) and not _is_applied():
+            raise InputError(
+                f"{slot.name}.grad is None because its gradient lies sharded at the home of its optimizer states: "
+                "clip with max_norm= or model.clip_grad_norm_(), which gives the norm, step and zero_grad() with the "
+                "ElixirOptimizer, and change gradients in a hook (parameter.register_hook)"
+            )
 
     def drops_gradient(self, parameter: nn.Parameter) -> None:
         """The gradient is dropped where it lies."""
-        chunk = self._chunks[self._chunk_of[parameter]]
-        for slot in chunk.slots:
-            if slot.parameter is parameter:
-                self._gradients.drop(chunk, slot.name)
+        chunk, slot = self._places[parameter]
+        self._gradients.drop(chunk, slot.name)
 
     def entered(self, module: nn.Module) -> None:
         """A module starts to run; inside backward, a recompute begins, which ends what ran before it."""
@@ -294,11 +292,12 @@ class WeightUses:
             _refuse_forward_mode()
         if type(tensor) is TrackedView:  # it may lie elsewhere by now
             return tensor.elixir_place if tensor.elixir_listener is self else None
-        slot = self._slot_of.get(tensor) if type(tensor) in TRACKED_PARAMETERS else None
-        if slot is None:
-            return self._part(tensor)
-        chunk, version = self._chunk_of[slot.parameter], slot.parameter._version
-        return _Part(chunk, slot.offset, tensor.dtype, slot.shape, slot.stride, slot.parameter, version)
+        place = self._places.get(tensor) if type(tensor) in TRACKED_PARAMETERS else None
+        if place is None or place[0].plan.resident:
+            return self.view(tensor)
+        chunk, slot = place
+        version = slot.parameter._version
+        return _Part(chunk.index, slot.offset, tensor.dtype, slot.shape, slot.stride, slot.parameter, version)
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """The weight from wherever it is now, for the node that runs."""
@@ -347,13 +346,6 @@ class WeightUses:
             if chunk.whole is not None:  # see `publish`
                 chunk.point_into(chunk.whole)
 
-    def _refuse_outside(self, chunk: Chunk, parameters: list[nn.Parameter], function: str) -> None:
-        name = next(slot.name for slot in chunk.slots for parameter in parameters if slot.parameter is parameter)
-        raise InputError(
-            f"{function} reads {name} outside of the model's forward, where nothing says how long it is "
-            "needed; do it inside `with model.gathered(parameters)`"
-        )
-
     def _enter_node(self, state: _ThreadState) -> None:
         node = current_graph_task_id(), current_node_number()
         if node != state.node:
@@ -368,15 +360,6 @@ class WeightUses:
             state = self._threads[thread] = _ThreadState()
         return state
 
-    def _part(self, tensor: torch.Tensor) -> _Part | None:
-        found = self._cache.chunk_at(tensor)
-        if found is None:
-            return None
-        index, offset = found
-        chunk = self._chunks[index]
-        parameter = chunk.parameter_at(offset * tensor.itemsize // chunk.dtype.itemsize)
-        return _Part(index, offset, tensor.dtype, tensor.size(), tensor.stride(), parameter, parameter._version)
-
     @staticmethod
     def _refuse_changed(part: _Part, when: str) -> None:
         if part.parameter._version != part.version:
@@ -389,9 +372,9 @@ class WeightUses:
     def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is TrackedView:
             return _copied(tensor)  # a use, since it may have been made in a module that has returned long ago
-        if type(tensor) in TRACKED_PARAMETERS and tensor in self._chunk_of:
+        if type(tensor) in TRACKED_PARAMETERS and tensor in self._places:
             # A module around this one announces when it reads it; outside of all modules it is a copy, and a use.
-            stays = len(self._state().scopes) > 1 or self._chunks[self._chunk_of[tensor]].plan.resident
+            stays = len(self._state().scopes) > 1 or self._places[tensor][0].plan.resident
             return tensor if stays else _copied(tensor)
         with DisableTorchFunctionSubclass():  # where a tensor lies is asked, not what it holds
             lies_in_block = self._cache.chunk_at(tensor) is not None

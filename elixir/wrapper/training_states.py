@@ -287,7 +287,7 @@ class TrainingStates:
                 if known != name:
                     found[name] = known
         persistent = set(self.buffers())
-        parameters = {slot.name for chunk in self._engine.chunks for slot in chunk.slots}
+        parameters = self.parameters()
         return {name: target for name, target in found.items() if target in persistent or target in parameters}
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -300,16 +300,12 @@ class TrainingStates:
 
     def orders(self) -> dict[str, Order]:
         """Name -> order of the elements of those parameters that are not contiguous."""
-        slots = (slot for chunk in self._engine.chunks for slot in chunk.slots)
-        return {slot.name: slot.order for slot in slots if slot.order is not None}
+        return {slot.name: slot.order for _, slot in self._engine.places.values() if slot.order is not None}
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], bool]]:
         """Name -> shape, and whether it is trained."""
-        return {
-            slot.name: (tuple(slot.shape), chunk.plan.trainable)
-            for chunk in self._engine.chunks
-            for slot in chunk.slots
-        }
+        places = self._engine.places.values()
+        return {slot.name: (tuple(slot.shape), chunk.plan.trainable) for chunk, slot in places}
 
     def groups(self, optimizer: ElixirOptimizer) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
         """(names, options) of an optimizer's groups; the options are the live ones."""
@@ -324,8 +320,7 @@ class TrainingStates:
 
     def names_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the parameters of a group of an optimizer."""
-        names = {slot.parameter: slot.name for chunk in self._engine.chunks for slot in chunk.slots}
-        return tuple(names[parameter] for parameter in group["params"])
+        return tuple(self._engine.places[parameter][1].name for parameter in group["params"])
 
     def said_of(self, name: str) -> dict[str, Any]:
         """Other values from which an optimizer goes on."""

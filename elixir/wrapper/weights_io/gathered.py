@@ -25,7 +25,7 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
         wanted: parameters to show.
         write: whether what is written to them becomes the weights, unless an exception ends it.
     """
-    uses, parameters = engine.uses, _of_model(engine.chunks, wanted)
+    uses, parameters = engine.uses, _of_model(engine, wanted)
     uses.refuse_inside("gathered()")
     engine.settle_together("gathered()")
     opened: list[tuple[Chunk, torch.Tensor, list[Slot]]] = []
@@ -90,14 +90,13 @@ def _given(engine: Engine) -> dict[nn.Parameter, torch.Tensor]:
     }
 
 
-def _of_model(chunks: Sequence[Chunk], wanted: Wanted) -> set[nn.Parameter] | None:
+def _of_model(engine: Engine, wanted: Wanted) -> set[nn.Parameter] | None:
     if wanted is None:
         return None
     if isinstance(wanted, nn.Module):
         wanted = wanted.parameters()
     found = [wanted] if isinstance(wanted, nn.Parameter) else list(wanted)
-    own = {slot.parameter for chunk in chunks for slot in chunk.slots}
-    foreign = [item for item in found if not (isinstance(item, nn.Parameter) and item in own)]
+    foreign = [item for item in found if not (isinstance(item, nn.Parameter) and item in engine.places)]
     if foreign:
         raise InputError(
             f"gathered() takes parameters of this model, or modules of it; {len(foreign)} of {len(found)} are none"

@@ -52,11 +52,10 @@ class SharedWeights:
         if not self._found:
             return
         engine.renew_shared = self.renew
-        slots = {slot.parameter: (chunk, slot) for chunk in engine.chunks for slot in chunk.slots}
         tensors = self._tensors()
         for shared in self._found:
-            tensor, weight = tensors[shared.name], slots[tensors[shared.weight]]  # type: ignore[index]
-            home = slots.get(tensor) if isinstance(tensor, nn.Parameter) else None
+            tensor, weight = tensors[shared.name], engine.places[tensors[shared.weight]]
+            home = engine.places.get(tensor) if isinstance(tensor, nn.Parameter) else None
             chunk, slot = weight
             in_place = engine.is_ordinary(chunk) and chunk.masters is None and home is None
             if in_place and chunk.whole is not None and tensor.dtype == chunk.dtype:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.chunk.chunk import Chunk, Slot
+from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
@@ -77,9 +77,7 @@ class ModelState:
     def __init__(self, engine: Engine, buffers: Callable[[], dict[torch.Tensor, torch.Tensor]]) -> None:
         self._engine, self._model, self._buffers = engine, engine.model, buffers
         self._uses = engine.uses
-        self._slots: dict[nn.Parameter, tuple[Chunk, Slot]] = {
-            slot.parameter: (chunk, slot) for chunk in engine.chunks for slot in chunk.slots
-        }
+        self._places = engine.places
         self._tracked = frozenset(chunk.index for chunk in engine.tracked)
         self._full: bool | None = None
         """While the wrapper's own state dict is made: whether this rank wants it."""
@@ -161,9 +159,9 @@ class ModelState:
         original(destination, prefix, keep_vars)
         for name, parameter in module._parameters.items():
             key = prefix + name
-            if parameter not in self._slots or not isinstance(destination.get(key), torch.Tensor):
+            if parameter not in self._places or not isinstance(destination.get(key), torch.Tensor):
                 continue
-            chunk, slot = self._slots[parameter]
+            chunk, slot = self._places[parameter]
             if self._full is None and (keep_vars or chunk.index not in self._tracked):
                 continue
             if self._only is not None and not self._only(key, parameter):
@@ -196,9 +194,9 @@ class ModelState:
     ) -> None:
         """Load one module: its parameters are given separate memory, and what was written there goes home."""
         own = [
-            self._slots[parameter]
+            self._places[parameter]
             for parameter in dict.fromkeys(module._parameters.values())
-            if parameter in self._slots and self._slots[parameter][0].index not in self._uses.gathered
+            if parameter in self._places and self._places[parameter][0].index not in self._uses.gathered
         ]
         self._refuse_shown(module, state, prefix)
         if not own:
@@ -233,8 +231,8 @@ class ModelState:
     def _refuse_shown(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Raise where values would be loaded into memory that `ElixirModule.gathered` shows and takes nothing from."""
         for name, parameter in module._parameters.items():
-            if parameter in self._slots and prefix + name in state:
-                writable = self._uses.gathered.get(self._slots[parameter][0].index)
+            if parameter in self._places and prefix + name in state:
+                writable = self._uses.gathered.get(self._places[parameter][0].index)
                 if writable is not None and parameter not in writable:
                     raise InputError(
                         f"load_state_dict() writes to {prefix + name}, which gathered() shows for reading: use "
