@@ -115,12 +115,8 @@ class SharedWeights:
 
     def _values(self, copy: _Copy) -> torch.Tensor:
         chunk, slot = copy.weight
-        if chunk.whole is not None and self._engine.is_ordinary(chunk):
-            memory = chunk.with_moved(chunk.whole)
-        elif chunk.whole is not None or chunk.alone:
-            memory = chunk.shard_weights if chunk.whole is None else chunk.whole
-        else:
-            memory = self._engine.whole(chunk)
+        here = chunk.whole is None and chunk.alone
+        memory = chunk.shard_weights if here else self._engine.whole(chunk)
         return copy.shared.of(memory, slot.offset)
 
     @staticmethod
