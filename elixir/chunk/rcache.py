@@ -61,8 +61,8 @@ class RCache:
         lanes: fetch and network are used.
         group: over which chunks are sharded.
         gradients: with several ranks, use the network in the same order, and are told of every position.
+        backward_from: first position that is not forward.
         evict_always: evict whatever is not pinned after every use; for tests.
-        backward_from: first position that is not forward; the end by default.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class RCache:
         pool: BlockPool,
         lanes: Lanes,
         group: Group,
-        gradients: GradientFlow | None = None,
+        gradients: GradientFlow,
         *,
+        backward_from: int,
         evict_always: bool = False,
-        backward_from: int | None = None,
     ) -> None:
         self._chunks = chunks
         self._schedule = schedule
@@ -87,7 +87,7 @@ class RCache:
         self._known = frozenset(chunk for chunks in schedule.policy.required for chunk in chunks)
         self._required = [frozenset(chunks) for chunks in schedule.policy.required]
         self._streaming = [position for position, chunks in enumerate(self._required) if chunks]
-        self._backward_from = len(self._required) if backward_from is None else backward_from
+        self._backward_from = backward_from
         self._together = group.size > 1
         self._position = -1
         self._view = schedule.policy.start()
@@ -126,13 +126,11 @@ class RCache:
             if not self._together or self._in_backward:
                 return
             self.end_forward()
-            alone = self._gradients is not None and not self._gradients.reducing
-            self._announce("backward without reduction" if alone else "backward")
+            self._announce("backward" if self._gradients.reducing else "backward without reduction")
             self._in_backward = True
             if self._position >= self._backward_from:
                 self._jump(self._backward_from - 1)  # another backward over the same forward
-            if self._gradients is not None:
-                self._gradients.begin()
+            self._gradients.begin()
 
     def end_backward(self) -> None:
         """Backward is over, and with it the order."""
@@ -281,7 +279,7 @@ class RCache:
         for position in range(self._position + 1, last + 1):
             if self._position >= 0:
                 self._view.passed(self._position)
-            if self._gradients is not None and self._in_backward and self._schedule.windows[position]:
+            if self._in_backward and self._schedule.windows[position]:
                 self._gradients.leave(position)
             if self._evict_always and self._together:
                 for index in [i for i in self._in_block.values() if i not in self._required[position]]:
@@ -294,7 +292,7 @@ class RCache:
                     self._fresh.remove(index)
                 else:
                     self.counts.hits += 1
-            if self._gradients is not None and self._in_backward:
+            if self._in_backward:
                 self._gradients.enter(position)
 
     def _jump(self, position: int) -> None:

@@ -12,7 +12,9 @@ from torch import nn
 
 from elixir.chunk.buffers import Arena, BlockPool
 from elixir.chunk.chunk import Chunk, ChunkState
+from elixir.chunk.gradients.flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
+from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.lanes import Emulation, Lanes, make_lanes
 from elixir.chunk.rcache import RCache
 from elixir.errors import InputError, StateError
@@ -33,7 +35,9 @@ def make_cache(
     evict_always: bool = False,
 ) -> RCache:
     """Chunk i holds the number i."""
-    pool = BlockPool(Arena(CPU), blocks, NUMEL * 4, poison=True)
+    arena, group = Arena(CPU), Group()
+    pool = BlockPool(arena, blocks, NUMEL * 4, poison=True)
+    none = GradientFlow([], arena, lanes, group, HostBuffers(arena), FlowOptions(block_count=0, block_bytes=0))
     chunks = []
     for index in range(chunk_count):
         plan = ChunkPlan("float32", True, NUMEL, (ParamSlot(f"p{index}", 0, NUMEL),), "host", "host", resident=False)
@@ -41,7 +45,8 @@ def make_cache(
         chunk.shard = torch.full((NUMEL,), float(index))
         chunk.hold_placeholders()
         chunks.append(chunk)
-    return RCache(chunks, schedule, pool, lanes, Group(), evict_always=evict_always)
+    end = len(schedule.windows)
+    return RCache(chunks, schedule, pool, lanes, group, none, backward_from=end, evict_always=evict_always)
 
 
 def check(cache: RCache, chunks: tuple[int, ...]) -> None:
