@@ -16,6 +16,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,14 +53,9 @@ def liger_layer_norm() -> Callable[..., torch.Tensor]:
         Unavailable: it is not there, or has no such kernel.
     """
     function = _liger("liger_layer_norm")
-
-    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-        if x.is_meta:
-            return F.layer_norm(x, weight.shape, weight, bias, eps)
-        output: torch.Tensor = function(x, announced(weight), announced(bias), eps)
-        return output
-
-    return norm
+    return _outlined(
+        lambda x, weight, bias, eps: function(x, announced(weight), announced(bias), eps), _plain_layer_norm
+    )
 
 
 def liger_rms_norm() -> Callable[..., torch.Tensor]:
@@ -68,16 +64,9 @@ def liger_rms_norm() -> Callable[..., torch.Tensor]:
     Raises:
         Unavailable: as `liger_layer_norm`.
     """
-    function = _liger("liger_rms_norm")
-
-    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if x.is_meta:
-            return outline_rms_norm(x, weight, eps)
-        # in_place would write the input's gradient over the output's, which hooks and other uses may still read.
-        output: torch.Tensor = function(x, announced(weight), eps, offset=0.0, casting_mode="llama", in_place=False)
-        return output
-
-    return norm
+    # in_place would write the input's gradient over the output's, which hooks and other uses may still read.
+    function = partial(_liger("liger_rms_norm"), offset=0.0, casting_mode="llama", in_place=False)
+    return _outlined(lambda x, weight, eps: function(x, announced(weight), eps), outline_rms_norm)
 
 
 def liger_swiglu() -> Callable[..., torch.Tensor]:
@@ -86,14 +75,8 @@ def liger_swiglu() -> Callable[..., torch.Tensor]:
     Raises:
         Unavailable: as `liger_layer_norm`.
     """
-    function = _liger("liger_swiglu")
-
-    def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        # Both keep the two factors and work out the rest anew, so ours has the memory of theirs.
-        output: torch.Tensor = silu_mul(gate, up) if gate.is_meta else function(gate, up)
-        return output
-
-    return gated
+    # Both keep the two factors and work out the rest anew, so ours has the memory of theirs.
+    return _outlined(_liger("liger_swiglu"), silu_mul)
 
 
 def liger_rotary() -> Callable[..., Any]:
@@ -121,14 +104,7 @@ def apex_rms_norm() -> Callable[..., torch.Tensor]:
         Unavailable: it is not there, was built without the extension, or is the other project of that name.
     """
     function = _apex("fused_rms_norm_affine")
-
-    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if x.is_meta:
-            return outline_rms_norm(x, weight, eps)
-        output: torch.Tensor = function(x, announced(weight), tuple(weight.shape), eps)
-        return output
-
-    return norm
+    return _outlined(lambda x, weight, eps: function(x, announced(weight), tuple(weight.shape), eps), outline_rms_norm)
 
 
 def apex_layer_norm() -> Callable[..., torch.Tensor]:
@@ -139,13 +115,10 @@ def apex_layer_norm() -> Callable[..., torch.Tensor]:
     """
     function = _apex("fused_layer_norm_affine")
 
-    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-        if x.is_meta:
-            return F.layer_norm(x, weight.shape, weight, bias, eps)
-        output: torch.Tensor = function(x, announced(weight), announced(bias), tuple(weight.shape), eps)
-        return output
+    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Any:
+        return function(x, announced(weight), announced(bias), tuple(weight.shape), eps)
 
-    return norm
+    return _outlined(norm, _plain_layer_norm)
 
 
 def xformers_swiglu() -> Callable[..., torch.Tensor]:
@@ -167,6 +140,20 @@ def xformers_swiglu() -> Callable[..., torch.Tensor]:
         return output
 
     return block
+
+
+def _outlined(kernel: Callable[..., Any], outline: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`kernel`, and on meta `outline`, which takes the memory that the kernel takes."""
+
+    def either(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        output: torch.Tensor = (outline if x.is_meta else kernel)(x, *rest)
+        return output
+
+    return either
+
+
+def _plain_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def _liger(name: str) -> Any:
