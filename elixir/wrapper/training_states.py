@@ -15,7 +15,6 @@ import torch
 
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.disk import MASTERS, StoredStates
-from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import BufferKind
 from elixir.errors import InputError
 from elixir.memory_order import Order
@@ -190,8 +189,12 @@ class TrainingStates:
         for name, optimizer in optimizers.items():
             if optimizer.module is not module:
                 raise InputError(f"{name!r} is an optimizer of another ElixirModule; save each module with its own")
-        self._engine = engine_of(module)
+        self._engine = engine = engine_of(module)
         self._model = module.module
+        self.group = engine.group
+        """The ranks that share the chunks; its collectives belong to the network lane."""
+        self.device = engine.device
+        """Where compute runs."""
         self.optimizers = dict(optimizers)
         self._steppers = {name: stepper_of(optimizer) for name, optimizer in optimizers.items()}
 
@@ -199,16 +202,6 @@ class TrainingStates:
     def plan(self) -> Plan:
         """The plan at work."""
         return self._engine.plan
-
-    @property
-    def group(self) -> Group:
-        """The ranks that share the chunks; its collectives belong to the network lane."""
-        return self._engine.group
-
-    @property
-    def device(self) -> torch.device:
-        """Where compute runs."""
-        return self._engine.device
 
     @property
     def reader(self) -> StateReader | None:

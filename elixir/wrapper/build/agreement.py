@@ -7,7 +7,7 @@ several models, or, where chunks are whole on every rank, several models side by
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -101,7 +101,8 @@ def agree_on_values(group: Group, model: nn.Module, given: Weights | None, *, st
             raise InputError(
                 f"the weights given are not the same on all ranks ({few(different)}); load the same ones everywhere"
             )
-    own = dict(_own_tensors(model, with_parameters=given is None or not strict))
+    own: dict[str, torch.Tensor] = dict(model.named_parameters()) if given is None or not strict else {}
+    own |= model.named_buffers()
     lacking, different = _compare(group, "values", own.items())
     if lacking:
         raise InputError(
@@ -116,12 +117,6 @@ def agree_on_values(group: Group, model: nn.Module, given: Weights | None, *, st
             "torch.manual_seed, and nothing has to be sent",
             few(different),
         )
-
-
-def _own_tensors(model: nn.Module, *, with_parameters: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    if with_parameters:
-        yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _compare(group: Group, what: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[str]]:
