@@ -342,7 +342,8 @@ class Engine:
     def watch_output(self, output: Any) -> None:
         """Notice the beginning of backward at what it begins with, before any of the model's nodes run."""
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-            output.register_hook(_weakly(self._begins))
+            begins = _weakly(self.backward_runs)
+            output.register_hook(lambda gradient: begins())
 
     def backward_runs(self) -> None:
         """Backward is running; the first time, have autograd call when it is over."""
@@ -523,10 +524,6 @@ class Engine:
     def _wants_norms(self) -> bool:
         """Whether a step is going to ask for the norm of the gradients that come now."""
         return any(stepper.wants_norm for stepper in self.steppers)
-
-    def _begins(self, gradient: torch.Tensor) -> None:
-        """Backward has come to an output of the model."""
-        self.backward_runs()
 
     def _arrived(self, index: int, place: int, parameter: nn.Parameter) -> None:
         """Autograd has accumulated a gradient: it leaves for its home.
