@@ -35,14 +35,13 @@ class OwnInitialisation:
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        self._modules = dict(model.named_modules())
+        self._modules = dict(model.named_modules(remove_duplicate=False))
         self._seed = seed
-        self._places: dict[nn.Parameter, list[tuple[str, str]]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
+        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    self._places.setdefault(parameter, []).append((path, name))
-            self._modules.setdefault(path, module)
+                    self._places.setdefault(parameter, []).append((module, name))
 
     def parameter(self, name: str) -> torch.Tensor:
         """Initial values of a parameter, on the CPU.
@@ -113,18 +112,17 @@ class OwnInitialisation:
         return False
 
     @contextlib.contextmanager
-    def _substituted(self, values: dict[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    def _substituted(self, values: dict[nn.Parameter, nn.Parameter]) -> Iterator[None]:
         """Modules have `values` instead of their parameters."""
-        places = [
-            (self._modules[path], name, parameter) for parameter in values for path, name in self._places[parameter]
-        ]
         try:
-            for module, name, parameter in places:
-                module._parameters[name] = values[parameter]
+            for parameter, value in values.items():
+                for module, name in self._places[parameter]:
+                    module._parameters[name] = value
             yield
         finally:
-            for module, name, parameter in places:
-                module._parameters[name] = parameter
+            for parameter in values:
+                for module, name in self._places[parameter]:
+                    module._parameters[name] = parameter
 
     @contextlib.contextmanager
     def _seeded(self, name: str) -> Iterator[None]:
