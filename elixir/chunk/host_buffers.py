@@ -107,8 +107,7 @@ class HostBuffers:
 
     def replace(self, kind: BufferKind) -> None:
         """Take up a kind instead of one of that name, if there is one, whose buffers nothing may read or write."""
-        if kind.name in self._kinds:
-            self.drop(kind.name)
+        self.drop(kind.name)
         self.add(kind)
 
     def drop(self, name: str) -> None:

@@ -399,24 +399,19 @@ class RCache:
         # The optimizer's step writes the shard that is read here: a block would hold weights of two steps. That compute
         # still reads the weights that were in the block is the lane's affair: it comes after compute that has been
         # submitted.
-        after = chunk.home_uses.to_read()
+        source, after = shard, chunk.home_uses.to_read()
         host_bytes = shard.nbytes if chunk.plan.weight_home == "host" else 0
         self.counts.host_to_device_bytes += host_bytes
-        if self._group.size == 1:
-            # `after` protects the shard, see above.
-            fetched = self._lanes.fetch.submit(
-                lambda: whole.copy_(shard, non_blocking=True), after=after, nbytes=host_bytes
-            )
-            chunk.filled = chunk.home_uses.read_by("fetch", fetched)
-            return
-        source = shard
-        if host_bytes:
+        if host_bytes or self._group.size == 1:
             source = part = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
             # `after` protects the shard, see above.
             fetched = self._lanes.fetch.submit(
                 lambda: part.copy_(shard, non_blocking=True), after=after, nbytes=host_bytes
             )
-            after = [chunk.home_uses.read_by("fetch", fetched)]
+            chunk.filled = chunk.home_uses.read_by("fetch", fetched)
+            after = [chunk.filled]
+        if self._group.size == 1:
+            return
         network_bytes = whole.nbytes - shard.nbytes
         self.counts.network_bytes += network_bytes
         # Other ranks get what this rank's part of the block holds, so the fetch must have filled it.
