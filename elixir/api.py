@@ -23,17 +23,18 @@ from elixir.check import check_given, raise_refusals, refusals
 from elixir.chunk.group import Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
 from elixir.hardware import HardwareProfile, check_host_threads
+from elixir.kernels.adam import COPIED, ONE_PASS
 from elixir.microbench import with_disk
 from elixir.models import refuse_compiled
 from elixir.optimizer_states import LOOPS, check_kind, family_of, moments_of
 from elixir.plan import HasPlan, Plan, plan_of
-from elixir.search.replan import Observation, correct
+from elixir.search.replan import EarlyShares, Observation, correct
 from elixir.search.request import Function, SearchRequest, StepQuestion, bound, check_options, options_of, takes
 from elixir.search.searches import answer_to, profile_for
 from elixir.step_trace import StepTrace
 from elixir.units import parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.account import StepReport
+from elixir.wrapper.account import EarlyCounts, StepReport
 from elixir.wrapper.build.chunks import agree_on_plan, compute_device
 from elixir.wrapper.build.weights import check_weights
 from elixir.wrapper.engine import engine_of
@@ -435,4 +436,14 @@ class _Replanning:
             device_peak_bytes=device_peak,
             host_peak_bytes=last.observed["host_peak"],
             batches=statistics.median_low(self._batches[WARM_UP_STEPS:]),
+            early=_early_shares(reports),
         )
+
+
+def _early_shares(reports: Sequence[StepReport]) -> EarlyShares:
+    """How the early updates of these steps went."""
+    counts = sum((report.early for report in reports), EarlyCounts())
+    if not counts.planned:
+        return EarlyShares()
+    run = sum(report.host_forms.get(form, 0) for report in reports for form in (ONE_PASS, COPIED))
+    return EarlyShares(counts.made / counts.planned, min(run / counts.planned, 1.0), counts.kept / counts.planned)

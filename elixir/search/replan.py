@@ -1,7 +1,8 @@
 """A second plan from what the first steps showed: the same chunks, other homes.
 
 The time model is corrected by what was observed: the links by bytes over busy seconds, the host's Adam by elements over
-busy seconds, compute by the one factor that makes the present plan's simulated step as long as the measured one. The
+busy seconds, compute by the one factor that makes the present plan's simulated step as long as the measured one. Steps
+are simulated as they went: with early states kept, discarded, or not made. Where few are kept, none are planned. The
 budgets are corrected by how far the memory predicted was off. Then the same search runs over the same packing.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elixir.errors import InputError, PlanError
 from elixir.hardware import HardwareProfile
@@ -17,7 +18,7 @@ from elixir.plan import Plan, same_packing
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.problem import MemoryModel, placement_of, setting_of, workload_of
 from elixir.search.propose import Budgets, SearchSpace, find_best
-from elixir.search.simulator import SimulatedCost, adam_share, simulate_step
+from elixir.search.simulator import SimulatedCost, adam_share, out_of_place_share, simulate_step
 from elixir.step_trace import StepTrace
 
 MEMORY_TOLERANCE = 0.03
@@ -26,7 +27,21 @@ WORTHWHILE = 0.05
 """A new plan must be predicted to be faster by this share."""
 LEAST_BUSY_S = 1e-3
 """A resource that worked for less in a step tells nothing about its speed."""
-_SCALE_STEPS = 40
+LEAST_KEPT = 0.5
+"""A second plan updates nothing early if a smaller share of the new states was kept."""
+_SCALE_STEPS = 24  # as many halvings find the factor to six digits
+
+
+@dataclass(frozen=True)
+class EarlyShares:
+    """How early updates went, as shares of those that the plan foresees."""
+
+    made: float = 1.0
+    """Updates that were asked for during backward."""
+    run: float = 1.0
+    """Updates that CPU Adam made; it begins none that was discarded before."""
+    kept: float = 1.0
+    """Updates whose new states were right."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,7 @@ class Observation:
     """Host bytes of this rank."""
     batches: int | None = None
     """Forwards per step; None: as many as the plan is for."""
+    early: EarlyShares = field(default_factory=EarlyShares)
 
 
 @dataclass(frozen=True)
@@ -57,8 +73,9 @@ class Correction:
 
 
 def worst(observations: list[Observation]) -> Observation:
-    """One for all ranks: the slowest step, the fullest memories, and the slowest of each resource."""
-    first = observations[0]
+    """One for all ranks: the slowest step, the fullest memories, the slowest of each resource, the fewest early states
+    kept."""
+    first, least = observations[0], min(observations, key=lambda seen: seen.early.kept)
     lanes = sorted(first.busy_s)
     return Observation(
         step_s=max(seen.step_s for seen in observations),
@@ -69,6 +86,7 @@ def worst(observations: list[Observation]) -> Observation:
         device_peak_bytes=max(seen.device_peak_bytes for seen in observations),
         host_peak_bytes=max(seen.host_peak_bytes for seen in observations),
         batches=max((seen.batches for seen in observations if seen.batches is not None), default=None),
+        early=least.early,
     )
 
 
@@ -83,15 +101,57 @@ def calibrated(
         rates["host_to_device_bytes_per_s"] = up_bytes / up
     if offload > LEAST_BUSY_S and seen.offloaded_bytes:
         rates["device_to_host_bytes_per_s"] = seen.offloaded_bytes / offload
-    stepped = sum(c.numel for c in plan.chunks if c.trainable and c.update_home == "host") // plan.world_size
+    ranks = hardware.ranks_per_host(plan.world_size)
+    stepped = _stepped_numel(plan, ranks, seen)
     if adam > LEAST_BUSY_S and stepped:
-        ranks = hardware.ranks_per_host(plan.world_size)
         # A profile's rate is that of float32 moments, from which `Rates` makes the plan's again.
         rates["host_adam_numel_per_s"] = stepped * ranks / adam / adam_share(plan.moments)
     measured = {name.removesuffix("_bytes_per_s").removesuffix("_numel_per_s") for name in rates}
     fits = {key: fit for key, fit in hardware.fits.items() if key.split(".")[0] not in measured}
     machine = replace(hardware, fits=fits, **rates)  # type: ignore[arg-type]
-    return machine, _compute_scale(trace, machine, plan, seen.step_s)
+    return machine, _compute_scale(trace, machine, plan, seen)
+
+
+def _stepped_numel(plan: Plan, ranks_per_host: int, seen: Observation) -> float:
+    """Elements that CPU Adam of one rank could have stepped in place by the work of one step.
+
+    New states that were made early and discarded are work, too, after which it steps the chunk in place.
+    """
+    numel = {
+        early: sum(c.numel for c in plan.chunks if c.trainable and c.update_home == "host" and c.home.early == early)
+        for early in (False, True)
+    }
+    in_place = numel[False] + (1 - seen.early.kept) * numel[True]
+    out_of_place = max(seen.early.run, seen.early.kept) * numel[True]
+    return (in_place + out_of_place * out_of_place_share(setting_of(plan, ranks_per_host))) / plan.world_size
+
+
+def simulated_s(
+    plan: Plan, trace: StepTrace, hardware: HardwareProfile, seen: Observation, *, compute_scale: float = 1.0
+) -> float:
+    """Seconds of a step of the plan if early states are made, kept and discarded as often as was observed.
+
+    Args:
+        plan: the one that was observed, or another.
+        trace, hardware, compute_scale: those of `simulate_step`.
+        seen: how often early states were made and kept.
+    """
+    early = seen.early if any(chunk.home.early for chunk in plan.chunks) else EarlyShares()
+    kinds = (
+        (early.kept, plan, False),
+        (early.made - early.kept, plan, True),
+        (1 - early.made, _without_early(plan), False),
+    )
+    return math.fsum(
+        share * simulate_step(each, trace, hardware, compute_scale=compute_scale, clipped=discarded).step_s
+        for share, each, discarded in kinds
+        if share > 0
+    )
+
+
+def _without_early(plan: Plan) -> Plan:
+    """The plan as it runs while nothing is updated early."""
+    return replace(plan, chunks=tuple(replace(chunk, update="after_norm") for chunk in plan.chunks))
 
 
 def correct(
@@ -123,15 +183,21 @@ def correct(
         host_reserve_bytes=plan.host_reserve_bytes,
     )
     machine, scale = calibrated(trace, hardware, plan, seen)
-    space = _space(trace, machine, plan, ranks, scale)
+    setting = setting_of(plan, ranks)
+    keeps = seen.early.kept >= LEAST_KEPT
+    if not keeps:
+        setting = replace(setting, speculate=False)
+    space = SearchSpace(trace, machine, setting, SimulatedCost(trace, machine, setting, compute_scale=scale))
     found = _best_with_packing(space, budgets, plan, optimizer)
     if found is None:
         return Correction(None, "no other plan of the same chunks fits what was observed")
-    here = simulate_step(plan, trace, machine, ranks_per_host=ranks, compute_scale=scale).step_s
-    gain = 1 - found.predicted.seconds["total"] / here
+    now_s, then_s = (simulated_s(each, trace, machine, seen, compute_scale=scale) for each in (plan, found))
+    gain = 1 - then_s / now_s
     over = _too_full(seen.device_peak_bytes, foreseen, plan.device_budget_bytes)
     over = over or _too_full(host_seen, predicted.host_step_bytes, plan.host_budget_bytes)
     what = f"step {seen.step_s:.4g} s where {predicted.seconds['total']:.4g} s was predicted"
+    if not keeps:
+        what += f"; of the early updates {seen.early.kept:.0%} were kept, so none are planned"
     if found.chunks == plan.chunks and found.block_count == plan.block_count:
         return Correction(None, f"{what}; the plan stays the best")
     if over:
@@ -160,11 +226,6 @@ def _too_full(seen: int, predicted: int, budget: int) -> bool:
     return seen > (1 + MEMORY_TOLERANCE) * predicted and seen > budget
 
 
-def _space(trace: StepTrace, hardware: HardwareProfile, plan: Plan, ranks_per_host: int, scale: float) -> SearchSpace:
-    setting = setting_of(plan, ranks_per_host)
-    return SearchSpace(trace, hardware, setting, SimulatedCost(trace, hardware, setting, compute_scale=scale))
-
-
 def _best_with_packing(space: SearchSpace, budgets: Budgets, plan: Plan, optimizer: str) -> Plan | None:
     capacity = plan.block_bytes or max(chunk.weight_bytes for chunk in plan.chunks)
     depth = PREFETCH_DEPTH if plan.overlap else 0
@@ -178,14 +239,16 @@ def _best_with_packing(space: SearchSpace, budgets: Budgets, plan: Plan, optimiz
     return made if same_packing(made, plan) else None
 
 
-def _compute_scale(trace: StepTrace, hardware: HardwareProfile, plan: Plan, step_s: float) -> float:
-    """The factor on compute times with which the simulated step takes `step_s`; it grows with the factor."""
+def _compute_scale(trace: StepTrace, hardware: HardwareProfile, plan: Plan, seen: Observation) -> float:
+    """The factor on compute times with which the simulated step takes as long as the observed; it grows with the
+    factor."""
+    step_s = seen.step_s
     if not (math.isfinite(step_s) and step_s > 0):
         raise InputError(f"a measured step must take a finite time above 0 s, found {step_s}")
     low, high = 1e-4, 1e4
     for _ in range(_SCALE_STEPS):
         middle = math.sqrt(low * high)
-        if simulate_step(plan, trace, hardware, compute_scale=middle).step_s < step_s:
+        if simulated_s(plan, trace, hardware, seen, compute_scale=middle) < step_s:
             low = middle
         else:
             high = middle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elixir.search.simulator.collectives import Cluster, gather_s
 from elixir.search.simulator.events import WorkTimes
-from elixir.search.simulator.in_backward import can_step, worth_stepping
+from elixir.search.simulator.in_backward import can_step, out_of_place_share, worth_stepping
 from elixir.search.simulator.rates import (
     ADAM_TRAFFIC_BYTES,
     ARITHMETIC_NUMEL_PER_S,
@@ -45,6 +45,7 @@ __all__ = [
     "extremes",
     "gather_s",
     "main_dtype",
+    "out_of_place_share",
     "say_if_network_unknown",
     "simulate_step",
     "with_host_speed",

@@ -52,6 +52,7 @@ class Machine:
         early_share: seconds of an early update, which keeps the old states, over one in place.
         clipping: a step reads the norm of all gradients before it updates anything.
         accumulates: with several batches a step; then the pass that adds gradients sums what leaves for the host.
+        clipped: gradients turn out to be clipped: the host discards states made early, and makes them again.
     """
 
     def __init__(  # noqa: PLR0913 - the modes of a step, each a flag
@@ -66,6 +67,7 @@ class Machine:
         early_share: float = 1.0,
         clipping: bool = False,
         accumulates: bool = False,
+        clipped: bool = False,
     ) -> None:
         chunks = range(len(times.bytes))
         self._times, self._placement, self._recording = times, placement, record
@@ -73,6 +75,7 @@ class Machine:
         self._early_share = early_share
         self.in_last_batch = True
         """Whether the batch that runs is the last of its step: before, gradients are not whole."""
+        self._keeps = not clipped
         self._clipping, self._sums_early = clipping, clipping and not accumulates
         self._together = times.world_size > 1
         copied = [0.0] * len(chunks) if self._together else times.device_copy_s
@@ -96,6 +99,7 @@ class Machine:
         self._grad_blocks = self._free_blocks = grad_blocks
         self._leaving: deque[tuple[float, bool]] = deque()  # gradients: when they are gone, and whether from a block
         self._holds = [False] * len(chunks)  # whether a gradient waits at home, to which the next is added
+        self._early_runs: list[tuple[float, float]] = []  # begin and end of the early updates of this step
         self._added_s = 0.0  # when the last gradient that passed has been added
         self.now_s = 0.0
         self.spans: list[Span] = []
@@ -120,6 +124,7 @@ class Machine:
         self._passed = deque((max(0.0, at - passed) for at in self._passed), maxlen=PASSAGE_BUFFERS)
         self._added_s = max(0.0, self._added_s - passed)
         self._unwritten = deque((c, max(0.0, at - passed)) for c, at in self._unwritten)
+        self._early_runs = [(start - passed, end - passed) for start, end in self._early_runs]
         self.now_s = 0.0
         self._forget()
         self.spans = before
@@ -163,6 +168,9 @@ class Machine:
         self._since_s = self.now_s
         if self._clipping:
             self._read_norm()
+        if not self._keeps:
+            self._give_up()
+        self._early_runs.clear()
         began_s = self.now_s
         for c in times.update_order:
             if placement.state_on_device[c]:
@@ -171,7 +179,7 @@ class Machine:
                 self.device_adam_s += times.device_adam_s[c]
                 self._computed(self.now_s)
                 done_s = 0.0
-            elif c in placement.early:
+            elif c in placement.early and self._keeps:
                 done_s = self._keep(c, began_s if self._ahead else self.now_s)
             else:
                 done_s = self._update_and_return(c, began_s if self._ahead else self.now_s, self.now_s)
@@ -221,7 +229,13 @@ class Machine:
         The optimizer's step makes them those of the chunk, and then weights return to where they live.
         """
         seconds = self._times.host_adam_in_backward_s[c] * self._early_share
-        self._updated_s[c] = self._run(HOST_ADAM, "early update", c, home_s, seconds)
+        done_s = self._updated_s[c] = self._run(HOST_ADAM, "early update", c, home_s, seconds)
+        self._early_runs.append((done_s - seconds, done_s))
+
+    def _give_up(self) -> None:
+        """`EarlyUpdates.give_up`: the host ends the early update that it has begun, and begins no other one."""
+        begun = (end_s for start_s, end_s in self._early_runs if start_s <= self.now_s)
+        self._free_s[HOST_ADAM] = min(self._free_s[HOST_ADAM], max((self.now_s, *begun)))
 
     def _keep(self, c: int, submitted_s: float) -> float:
         """New states become those of the chunk; when its new weights are where they live."""

@@ -30,6 +30,8 @@ class Case:
     """Whether a step reads the norm of all gradients."""
     accumulates: bool = False
     """Whether a step has several batches."""
+    clipped: bool = False
+    """Whether gradients turn out to be clipped, so that states made in backward are made again."""
 
     def machine(self, *, record: bool) -> Machine:
         kind = SharedCores if self.times.rates.contention else Machine
@@ -43,6 +45,7 @@ class Case:
             early_share=self.early_share,
             clipping=self.clipping,
             accumulates=self.accumulates,
+            clipped=self.clipped,
         )
 
     def events(self, walk: ScheduleResult, *, updated: bool, record: bool = False) -> Events:

@@ -104,6 +104,7 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
     network_bytes_per_s: float | None = None,
     network_latency_s: float | None = None,
     algorithm: Algorithm = "ring",
+    clipped: bool = False,
 ) -> Simulation:
     """The last of `steps` training steps of `plan`, on one rank of many alike.
 
@@ -119,6 +120,7 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
         network_bytes_per_s: between machines, per machine and direction; the profile's by default.
         network_latency_s: of one step of a collective between machines; likewise.
         algorithm: of collectives that the profile has not measured at this world size.
+        clipped: gradients are clipped, so that states which were made early are discarded and made again.
 
     Raises:
         InputError, InputTypeError: the plan is not of this trace, or an argument makes no sense.
@@ -168,6 +170,7 @@ def simulate_step(  # noqa: PLR0913 - what a user may assume otherwise, one by o
         early_share=out_of_place_share(setting),
         clipping=plan.clipping,
         accumulates=accumulation > 1,
+        clipped=clipped,
     )
     return _replay(case, accumulation, 1 + _steps_before(case) if steps is None else steps)
 

@@ -17,8 +17,9 @@ from elixir import api
 from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
 from elixir.hardware import preset
 from elixir.plan import Plan
-from elixir.search.replan import Correction, Observation, calibrated, correct
+from elixir.search.replan import Correction, Observation, calibrated, correct, simulated_s
 from elixir.search.simulator import simulate_step
+from elixir.wrapper.account import EarlyCounts
 from elixir.wrapper.engine import engine_of
 from tests.common.failing import Fault
 from tests.common.observed import steady
@@ -179,6 +180,40 @@ def test_counts_the_batches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert [one.batches for one in seen] == [3]
+    model.close()
+
+
+def test_a_run_that_is_always_clipped_is_planned_again_without_early_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("opt", layers=4)
+    # Backward is long enough for CPU Adam, which is slower than the device's.
+    cpu = preset("cpu")
+    flops = dict.fromkeys(cpu.flops_per_s, 1e10)
+    machine = replace(cpu, flops_per_s=flops, host_adam_numel_per_s=3e7, device_adam_numel_per_s=1e8)
+    found: list[tuple[Observation, Correction]] = []
+
+    def without_noise(
+        trace: Any, hardware: Any, plan: Plan, observations: list[Observation], optimizer: str
+    ) -> Correction:
+        (seen,) = observations
+        step_s, busy = simulated_s(plan, trace, hardware, seen), dict.fromkeys(seen.busy_s, 0.0)
+        made = correct(trace, hardware, plan, [replace(seen, step_s=step_s, busy_s=busy)], optimizer)
+        found.append((seen, made))
+        return made
+
+    monkeypatch.setattr(api, "correct", without_noise)
+    options = {"hardware": machine, "device_memory": "2500KiB", "host_memory": "1GiB", "speculate": True}
+    model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, max_norm=1e-6, **options)
+    planned = sum(chunk.home.early for chunk in model.plan.chunks)
+    assert planned
+    trained(model, optimizer, it.inp, 1)
+    assert model.last_report.early == EarlyCounts(planned, planned, 0)
+    trained(model, optimizer, it.inp, api.WARM_UP_STEPS + api.MEASURED_STEPS)
+    ((seen, correction),) = found
+    assert seen.early.kept == 0
+    assert correction.plan is not None
+    assert model.plan.chunks == correction.plan.chunks
+    assert not any(chunk.home.early for chunk in model.plan.chunks)
+    assert model.last_report.early == EarlyCounts()
     model.close()
 
 

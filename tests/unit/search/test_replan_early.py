@@ -1,0 +1,85 @@
+"""A second plan after steps whose early states were discarded: the host is not taken for slow, and none are planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elixir.hardware import HardwareProfile, preset
+from elixir.plan import Plan
+from elixir.search import plan_from_trace
+from elixir.search.replan import EarlyShares, Observation, calibrated, correct, simulated_s, worst
+from elixir.search.simulator import simulate_step
+from elixir.step_trace import StepTrace
+from tests.common.observed import steady
+from tests.common.synthetic_trace import StackShape, stack_trace
+
+Planned = tuple[StepTrace, HardwareProfile, Plan]
+KEPT, DISCARDED, NOT_MADE = EarlyShares(), EarlyShares(made=1.0, run=1.0, kept=0.0), EarlyShares(0.0, 0.0, 0.0)
+
+
+@pytest.fixture(scope="module")
+def planned() -> Planned:
+    """Everything fits the device, and the host makes states during backward, since that is free."""
+    trace, machine = stack_trace(StackShape(1024, 6, 4096, 5000, 512), batch=2, seq=512), preset("h200")
+    plan = plan_from_trace(trace, machine, 1, host_memory="64GiB", speculate=True).plan
+    assert any(chunk.home.early for chunk in plan.chunks)
+    return trace, machine, plan
+
+
+def after_norm(plan: Plan) -> Plan:
+    return replace(plan, chunks=tuple(replace(chunk, update="after_norm") for chunk in plan.chunks))
+
+
+def run_of(planned: Planned, early: EarlyShares) -> Observation:
+    """The observation of a simulated run of the plan on the very machine that it was made for."""
+    trace, machine, plan = planned
+    step = simulate_step(after_norm(plan) if early.made == 0 else plan, trace, machine, clipped=early.kept == 0)
+    busy = {"fetch": 0.0, "offload": 0.0, "refresh": 0.0, "host_adam": step.busy_s["host_adam"]}
+    return steady(plan, step_s=step.step_s, busy_s=busy, early=early)
+
+
+@pytest.mark.parametrize("early", [KEPT, DISCARDED, NOT_MADE])
+def test_the_machine_is_as_fast_as_it_is(planned: Planned, early: EarlyShares) -> None:
+    trace, machine, plan = planned
+    seen = run_of(planned, early)
+    found, compute = calibrated(trace, machine, plan, seen)
+    assert found.host_adam_numel_per_s == pytest.approx(machine.host_adam_numel_per_s, rel=1e-3)
+    assert compute == pytest.approx(1.0, rel=1e-3)
+    assert simulated_s(plan, trace, found, seen, compute_scale=compute) == pytest.approx(seen.step_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("early", [DISCARDED, NOT_MADE])
+def test_a_run_that_keeps_none_is_planned_without(planned: Planned, early: EarlyShares) -> None:
+    trace, machine, plan = planned
+    seen = run_of(planned, early)
+    found = correct(trace, machine, plan, [seen], plan.optimizer)
+    assert found.plan is not None
+    assert not any(chunk.home.early for chunk in found.plan.chunks)
+    assert found.plan.predicted.step_s < 0.95 * seen.step_s
+    best = plan_from_trace(trace, machine, 1, host_memory="64GiB", speculate=False).plan
+    assert found.plan.predicted.step_s <= 1.02 * best.predicted.step_s
+    assert "of the early updates 0% were kept" in found.reason
+
+
+def test_a_run_that_keeps_all_stays(planned: Planned) -> None:
+    trace, machine, plan = planned
+    found = correct(trace, machine, plan, [run_of(planned, KEPT)], plan.optimizer)
+    assert found.plan is None
+    assert "were kept" not in found.reason
+
+
+def test_steps_of_several_kinds_take_as_long_as_their_mean(planned: Planned) -> None:
+    trace, machine, plan = planned
+    kept, discarded, not_made = (run_of(planned, early).step_s for early in (KEPT, DISCARDED, NOT_MADE))
+    assert kept < not_made <= discarded
+    seen = steady(plan, early=EarlyShares(made=0.75, run=0.5, kept=0.5))
+    assert simulated_s(plan, trace, machine, seen) == pytest.approx(kept / 2 + discarded / 4 + not_made / 4)
+    assert simulated_s(after_norm(plan), trace, machine, seen) == pytest.approx(not_made)
+
+
+def test_the_rank_that_kept_the_fewest_counts(planned: Planned) -> None:
+    _, _, plan = planned
+    some = EarlyShares(1.0, 1.0, 0.25)
+    assert worst([steady(plan), steady(plan, early=some), steady(plan)]).early == some
