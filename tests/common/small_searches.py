@@ -182,9 +182,5 @@ def best_of_all(search: SmallSearch, *, skip: bool = False) -> Candidate | None:
 
 
 def _floors(search: SmallSearch, model: MemoryModel, placements: list[Placement]) -> npt.NDArray[np.float64]:
-    resident, weight, state = (
-        np.array([getattr(placement, name) for placement in placements], dtype=bool)
-        for name in ("resident", "weight_on_device", "state_on_device")
-    )
-    blocks = np.full(len(placements), len(model.work.chunks))
-    return search.space.cost.floor_s(model.work, np.arange(len(model.work.chunks)), resident, weight, state, blocks)
+    codes, count = np.array([placement.codes for placement in placements]), len(model.work.chunks)
+    return search.space.cost.floor_s(model.work, np.arange(count), codes, np.full(len(placements), count))

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from elixir.plan import Home
-from elixir.search.problem import HOMES, RESIDENT, STATES, WEIGHTS, MemoryModel, Placement
+from elixir.search.problem import HOMES, STATES, MemoryModel, Placement
 from elixir.search.propose.candidate import Candidate, Found, early_host_bytes, updated_early
 from elixir.search.propose.climb import DECIMALS, EXACTLY, LESS_FULL, NEAR, climb, farthest, halved
 from elixir.search.propose.fillings import Fillings
@@ -75,8 +75,8 @@ class EarlyUpdates:
         fit = np.sum(list(self.model.host(codes).values()), axis=0) <= self._budgets.host_bytes
         if not fit.any():
             return math.inf
-        homes, none = (RESIDENT[codes], WEIGHTS[codes], STATES[codes]), np.zeros(len(counts), dtype=np.int64)
-        floors_s = self._cost.floor_s(work, np.arange(len(work.chunks)), *homes, none, early=True)
+        none = np.zeros(len(counts), dtype=np.int64)
+        floors_s = self._cost.floor_s(work, np.arange(len(work.chunks)), codes, none, early=True)
         least = int(np.argmin(np.where(fit, np.round(floors_s, DECIMALS), np.inf)))
         self._promising = int(counts[least])
         early_bytes = np.sum(list(self.model.host(np.where(STATES[codes], codes, _EARLY)).values()), axis=0)

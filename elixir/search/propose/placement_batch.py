@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from elixir.plan import Home
-from elixir.search.problem import HOMES, RESIDENT, STATES, WEIGHTS, Codes, Floats, Ints, MemoryModel, Placement
+from elixir.search.problem import HOMES, RESIDENT, Codes, Floats, Ints, MemoryModel, Placement
 from elixir.search.simulator import SimulatedCost
 
 
@@ -99,13 +99,5 @@ class Variants:
         return Look(
             blocks=blocks,
             host_bytes=np.sum(list(host.values()), axis=0),
-            floor_s=self.cost.floor_s(
-                model.work,
-                some,
-                RESIDENT[codes],
-                WEIGHTS[codes],
-                STATES[codes],
-                np.maximum(blocks, 0),
-                early=early,
-            ),
+            floor_s=self.cost.floor_s(model.work, some, codes, np.maximum(blocks, 0), early=early),
         )

@@ -11,7 +11,7 @@ from itertools import chain
 
 import numpy as np
 
-from elixir.search.problem import Bools, Floats, Ints
+from elixir.search.problem import RESIDENT, STATES, WEIGHTS, Bools, Codes, Floats, Ints
 from elixir.search.simulator.events import WorkTimes
 
 
@@ -70,17 +70,16 @@ class Floor:
         self._used_place: Ints = np.argsort(np.argsort(self._before_s, kind="stable"), kind="stable")
         self._sent_place, self._after_sent_s = times.sent
 
-    def seconds(
-        self, chunks: Ints, resident: Bools, weight: Bools, state: Bools, blocks: Ints, *, prefetch: bool = True
-    ) -> Floats:
+    def seconds(self, chunks: Ints, codes: Codes, blocks: Ints, *, prefetch: bool = True) -> Floats:
         """The least a step with these homes, and no more than so many blocks, can take.
 
         Args:
-            chunks: those that the columns of the next three stand for; what others do only comes on top.
-            resident, weight, state: [placement, chunk], as in `Placement`.
+            chunks: those that the columns of `codes` stand for; what others do only comes on top.
+            codes: [placement, chunk], numbers of homes.
             blocks: by placement.
             prefetch: chunks may be fetched ahead of their use; otherwise compute waits for each load.
         """
+        resident, weight, state = RESIDENT[codes], WEIGHTS[codes], STATES[codes]
         trained, forward, backward = self._trained[chunks], self._forward[chunks], self._backward[chunks]
         fetch_s, gather_s = self._fetch_s[chunks], self._gather_s[chunks]
         on_host, on_device, away = trained & ~state, trained & state, ~weight

@@ -20,10 +20,7 @@ from elixir.hardware import HardwareProfile
 from elixir.plan import HasPlan, Plan, plan_of
 from elixir.schedule import ScheduleResult
 from elixir.search.problem import (
-    RESIDENT,
-    STATES,
-    WEIGHTS,
-    Bools,
+    Codes,
     Floats,
     Ints,
     MemoryModel,
@@ -338,9 +335,7 @@ class SimulatedCost:
         self,
         work: Workload,
         chunks: Ints,
-        resident: Bools,
-        weight: Bools,
-        state: Bools,
+        codes: Codes,
         blocks: Ints,
         *,
         early: bool = False,
@@ -354,17 +349,14 @@ class SimulatedCost:
         floor = known.early_floor if early else known.floor
         # Batches after the first have their compute at least.
         more_s = (self._setting.accumulation - 1) * known.times.total_s
-        return floor.seconds(chunks, resident, weight, state, blocks, prefetch=prefetch) + more_s
+        return floor.seconds(chunks, codes, blocks, prefetch=prefetch) + more_s
 
     def floor_of(
         self, work: Workload, placement: Placement, blocks: int, depth: int = 1, *, early: bool = False
     ) -> float:
         """`floor_s` of one placement, with chunks fetched `depth` ahead."""
-        codes = placement.codes[None]
-        homes = RESIDENT[codes], WEIGHTS[codes], STATES[codes]
-        chunks = np.arange(codes.shape[1])
-        found = self.floor_s(work, chunks, *homes, np.array([blocks]), early=early, prefetch=depth > 0)
-        return float(found[0])
+        chunks, codes = np.arange(len(placement.codes)), placement.codes[None]
+        return float(self.floor_s(work, chunks, codes, np.array([blocks]), early=early, prefetch=depth > 0)[0])
 
     def _case(self, work: Workload, placement: Placement, result: ScheduleResult, *, overlap: bool) -> Case:
         known = self.known(work)

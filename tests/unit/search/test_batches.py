@@ -107,10 +107,7 @@ def test_all_ways_to_count_memory_agree_with_several_batches(world_size: int) ->
         assert (look.blocks[0], look.host_bytes[0]) == (0, need.host_bytes)
         assert variants.look(codes[None], need.device_bytes - 1).blocks[0] == -1
         fewest = model.work.schedule(placement.residents, 1).min_blocks
-        flags = (placement.resident, placement.weight_on_device, placement.state_on_device)
-        floor = space.cost.floor_s(
-            model.work, np.arange(count), *(np.array([flag]) for flag in flags), np.array([fewest])
-        )
+        floor = space.cost.floor_s(model.work, np.arange(count), codes[None], np.array([fewest]))
         assert floor[0] <= weigh(model, placement, fewest, 1, space.cost).seconds["total"]
 
 

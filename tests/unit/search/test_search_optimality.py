@@ -68,15 +68,8 @@ def test_variants_need_what_the_memory_model_says_and_floors_lie_below_simulatio
                 schedule = model.work.schedule(placement.residents, depth)
                 blocks = max(schedule.min_blocks, draw.randint(0, streamed))
                 candidate = weigh(model, placement, blocks, depth, search.space.cost)
-                flags = (placement.resident, placement.weight_on_device, placement.state_on_device)
-                floor = search.space.cost.floor_s(
-                    model.work,
-                    np.arange(len(code)),
-                    *(np.array([flag]) for flag in flags),
-                    np.array([blocks]),
-                    prefetch=depth > 0,
-                )
-                assert floor[0] <= candidate.seconds["total"] * (1 + 1e-12)
+                floor_s = search.space.cost.floor_of(model.work, placement, blocks, depth)
+                assert floor_s <= candidate.seconds["total"] * (1 + 1e-12)
                 second = model.second_set_bytes * model.setting.ranks_per_host
                 some = search.space.cost.early_choices(
                     model.work,
