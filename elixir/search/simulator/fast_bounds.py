@@ -20,14 +20,14 @@ class Floor:
 
     Args:
         times: seconds of every piece of work.
-        speculating: the host may make new states before forward begins, which then need not wait for that.
+        early: the host may make new states before forward begins, which then need not wait for that.
         clipping, accumulates, ahead: as in `Machine`.
     """
 
     def __init__(
         self,
         times: WorkTimes,
-        speculating: bool = False,
+        early: bool = False,
         *,
         clipping: bool = False,
         accumulates: bool = False,
@@ -44,11 +44,11 @@ class Floor:
             for chunks in (times.entry_chunks[: work.first_backward], times.entry_chunks[work.first_backward :])
         )
         self._forward, self._backward = forward, backward
-        early = [speculating and work.can_step_in_backward(chunk) for chunk in range(count)]
-        self._updated_behind = np.array([not can for can in early], dtype=bool)
+        before = [early and work.can_step_in_backward(chunk) for chunk in range(count)]
+        self._updated_behind = np.array([not can for can in before], dtype=bool)
         # Between the last first use and the first gradient the host has nothing to update, so the rest of a step must
         # do.
-        self._early, self._idle_s = any(early), times.without_updates_s
+        self._early, self._idle_s = any(before), times.without_updates_s
         self._before_backward_s, self._after_s = before_backward_s, times.total_s - before_backward_s
         # Updates come in this order; from a chunk's first use on, that much of forward is left.
         self._place: Ints = np.full(count, count, dtype=np.int64)
