@@ -124,9 +124,9 @@ class _ChunkReader:
 
     def __init__(self, states: ChunkStates, small: dict[str, SmallStates]) -> None:
         self.chunk_states, self._small = states, small
-        found = states.stretches()
+        found = states.tensors()
         self.layout = {_key(each.kind, each.name): each for each in found}
-        self.states_only = [each for each in found if each.is_state]
+        self.states_only = [each for each in found if each.kind != WEIGHT]
         """Those that are no weights."""
         chunk = states.chunk
         # Without masters, resident weights are what the model reads: anybody may write to them, and nobody tells.
@@ -139,8 +139,8 @@ class _ChunkReader:
                 key,
                 each.shape,
                 each.dtype,
-                each.start,
-                each.numel,
+                each.first,
+                each.tensor.numel(),
                 BLOCK_NUMEL if each.has_codes else None,
                 each.order,
             )
@@ -151,7 +151,7 @@ class _ChunkReader:
         self.chunk_states.wait()  # the step before the save still writes the masters and states to be read
 
     def read(self) -> dict[str, LiveTensor]:
-        found: dict[str, LiveTensor] = {_key(each.kind, each.name): each for each in self.chunk_states.stretches()}
+        found: dict[str, LiveTensor] = {_key(each.kind, each.name): each for each in self.chunk_states.tensors()}
         if {key: each.nbytes for key, each in found.items()} != {key: e.nbytes for key, e in self.layout.items()}:
             raise StateError(
                 f"the states of chunk {self.chunk_states.chunk.index} changed their layout while they were saved"

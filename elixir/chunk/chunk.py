@@ -14,8 +14,7 @@ from torch import nn
 
 from elixir.access import absent, storage_of, unmarked
 from elixir.chunk.disk import StoredStates
-from elixir.chunk.lanes import Ticket, failure
-from elixir.chunk.memory_uses import MemoryUses
+from elixir.chunk.lanes import MemoryUses, Ticket, failure
 from elixir.errors import InputError, StateError
 from elixir.memory_order import Order, flattened, is_dense, order_of
 from elixir.plan import ChunkPlan, ParamSlot
@@ -87,6 +86,24 @@ class Slot:
         return flattened(values, self.order)
 
 
+@dataclass(frozen=True)
+class Held:
+    """The part of a parameter that this rank's shard has."""
+
+    slot: Slot
+    place: int
+    """Position of the parameter among those of the chunk."""
+    first: int
+    """Its first element in the flattened parameter."""
+    part: slice
+    """Where it lies in the shard."""
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return int(self.part.stop - self.part.start)
+
+
 def become_real(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """A parameter on meta gets `value`; it keeps its identity, its attributes and whether it is trained."""
     with unmarked():  # `value` may be a placeholder, which nothing reads here
@@ -143,6 +160,12 @@ class Chunk:
             for parameter, slot in zip(parameters, plan.parameters, strict=True)
         )
         self.shard_numel = plan.numel // world_size
+        self.shard_start = rank * self.shard_numel
+        """First element of this rank's shard."""
+        self.mine = slice(self.shard_start, self.shard_start + self.shard_numel)
+        """This rank's shard, in the chunk."""
+        self.held = {held.slot.name: held for held in self._held()}
+        """By name, the parts of parameters that this rank's shard has; parameters of which it has none are left out."""
         self.state = ChunkState.HOME
         self.pins = 0
         """How many scopes and autograd nodes are using the block; it cannot be evicted meanwhile."""
@@ -193,18 +216,20 @@ class Chunk:
         return plan.trainable and (self.low_precision or plan.state_home != plan.weight_home)
 
     @property
-    def shard_start(self) -> int:
-        """First element of this rank's shard."""
-        return self.rank * self.shard_numel
-
-    @property
     def shard_weights(self) -> torch.Tensor:
         """This rank's part of the weights, wherever they are."""
         if self.shard is not None:
             return self.shard
         if self.whole is None:
             raise StateError(f"rank {self.rank}: chunk {self.index} has no weights yet")
-        return self.whole[self.shard_start : self.shard_start + self.shard_numel]
+        return self.whole[self.mine]
+
+    def _held(self) -> Iterator[Held]:
+        for place, slot in enumerate(self.slots):
+            begin = max(slot.offset - self.shard_start, 0)
+            stop = min(slot.offset + slot.numel - self.shard_start, self.shard_numel)
+            if begin < stop:
+                yield Held(slot, place, self.shard_start + begin - slot.offset, slice(begin, stop))
 
     @property
     def weight_bytes(self) -> int:
@@ -248,8 +273,7 @@ class Chunk:
 
     def wants(self, slot: Slot) -> bool:
         """Whether this rank keeps any element of a parameter."""
-        start, end = self.shard_start, self.shard_start + self.shard_numel
-        return self.whole is not None or (slot.offset < end and slot.offset + slot.numel > start)
+        return self.whole is not None or slot.name in self.held
 
     @contextlib.contextmanager
     def at_hand(self, *, write: bool = False, alone: bool = False) -> Iterator[None]:
@@ -294,18 +318,17 @@ class Chunk:
     def write(self, slot: Slot, values: torch.Tensor) -> None:
         """Take `values` for one parameter's weights, in its shape and any floating dtype: masters are not rounded."""
         self.about_to_write()
-        flat, start = slot.flattened(values), self.shard_start
+        flat, held = slot.flattened(values), self.held.get(slot.name)
         if self.whole is not None:
             self.whole[slot.offset : slot.offset + slot.numel].copy_(flat)
-        begin, end = max(slot.offset, start), min(slot.offset + slot.numel, start + self.shard_numel)
-        if begin >= end:
+        if held is None:
             return
-        own = flat[begin - slot.offset : end - slot.offset]
+        own = flat[held.first : held.first + held.numel]
         if self.shard is not None:
-            self.shard[begin - start : end - start].copy_(own)
+            self.shard[held.part].copy_(own)
         if self.masters is not None:
             with self.at_hand(write=True):
-                self.masters[begin - start : end - start].copy_(own)
+                self.masters[held.part].copy_(own)
 
     def synchronize_weights(self) -> None:
         """Blocks until the weights at home, and the gathered ones of a resident chunk, are those of the last step."""
@@ -341,14 +364,13 @@ class Chunk:
     def take(self, memory: torch.Tensor, slots: Sequence[Slot]) -> None:
         """Writes the gathered weights of some parameters from `memory` into their home."""
         self.about_to_write()
-        start, end = self.shard_start, self.shard_start + self.shard_numel
         for slot in slots:
-            begin, stop = slot.offset, slot.offset + slot.numel
             if self.whole is not None:
+                begin, stop = slot.offset, slot.offset + slot.numel
                 self.whole[begin:stop].copy_(memory[begin:stop])
-            begin, stop = max(begin, start), min(stop, end)
-            if self.shard is not None and begin < stop:
-                self.shard[begin - start : stop - start].copy_(memory[begin:stop])
+            if self.shard is not None and slot.name in self.held:
+                part = self.held[slot.name].part
+                self.shard[part].copy_(memory[self.mine][part])
         self.follow_writes()
 
     @property
@@ -368,14 +390,13 @@ class Chunk:
         memory = self.memory if self.whole is None else self.whole
         if memory is None:
             raise StateError(f"rank {self.rank}: chunk {self.index} has no gathered weights that were written to")
-        start, end = self.shard_start, self.shard_start + self.shard_numel
-        begin, stop = max(slot.offset, start), min(slot.offset + slot.numel, end)
-        if begin < stop:
-            own = memory[begin:stop]
+        if slot.name in self.held:
+            part = self.held[slot.name].part
+            own = memory[self.mine][part]
             if self.shard is not None:
-                self.shard[begin - start : stop - start].copy_(own)
+                self.shard[part].copy_(own)
             if self.masters is not None and self.stored is None:
-                _follow(self.masters[begin - start : stop - start], own)
+                _follow(self.masters[part], own)
         if self.state is ChunkState.CACHED:
             self._versions[place] = parameter._version
 

@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterator
 
 from elixir.chunk.buffers import Arena
 from elixir.chunk.host_buffers import WINDOW, HostBuffer, HostBuffers
-from elixir.chunk.lanes import Lane, Ticket, Work, failure, over, settled
-from elixir.chunk.memory_uses import MemoryUses
+from elixir.chunk.lanes import Lane, MemoryUses, Ticket, Work, failure, over, settled
 from elixir.errors import DiskError, StateError
 from elixir.extents import ExtentFile, StoredTensors, TensorFile, whole_blocks
 

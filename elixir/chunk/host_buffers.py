@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from elixir.chunk.buffers import Arena
-from elixir.chunk.memory_uses import MemoryUses
+from elixir.chunk.lanes import MemoryUses
 from elixir.errors import StateError
 from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS, Plan
 from elixir.units import dtype_bytes

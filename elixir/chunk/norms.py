@@ -8,7 +8,6 @@ backward runs, and the step has only to sum one number per parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -61,15 +60,6 @@ def _host_norm(gradient: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A parameter's part of a shard, in elements from its start."""
-
-    place: int
-    begin: int
-    end: int
-
-
 class PartNorms:
     """The norms of the parameters' parts of one shard of gradients, as of one moment.
 
@@ -81,13 +71,8 @@ class PartNorms:
     """
 
     def __init__(self, chunk: Chunk, device: torch.device | str) -> None:
-        first, numel = chunk.shard_start, chunk.shard_numel
-        bounds = (
-            _Part(place, max(slot.offset - first, 0), min(slot.offset - first + slot.numel, numel))
-            for place, slot in enumerate(chunk.slots)
-        )
-        self._parts = [part for part in bounds if part.begin < part.end]
-        self._index = {part.place: index for index, part in enumerate(self._parts)}
+        self._parts = [held.part for held in chunk.held.values()]
+        self._index = {held.place: index for index, held in enumerate(chunk.held.values())}
         self.values = torch.zeros(len(self._parts), dtype=norm_dtype(chunk.dtype), device=device)
         """One per parameter of which the shard has a part."""
         self.ready: Ticket | None = None
@@ -97,18 +82,18 @@ class PartNorms:
     def measure(self, shard: torch.Tensor) -> None:
         """Fill in the norms of what `shard` holds."""
         if self._parts:
-            torch.stack(norms_of([shard[part.begin : part.end] for part in self._parts]), out=self.values)
+            torch.stack(norms_of([shard[part] for part in self._parts]), out=self.values)
 
     def add_and_measure(self, home: torch.Tensor, gradients: torch.Tensor) -> None:
         """Add `gradients` to `home`, both on the host, and fill in the norms of the sums while they are cached."""
         if not self._parts:
             home.add_(gradients)
             return
-        stops = [part.begin for part in self._parts[1:]] + [home.numel()]
+        stops = [part.start for part in self._parts[1:]] + [home.numel()]
         start = 0
         for index, (part, stop) in enumerate(zip(self._parts, stops, strict=True)):
             home[start:stop].add_(gradients[start:stop])  # with the gap up to the next parameter, which is nobody's
-            self.values[index] = _host_norm(home[part.begin : part.end])
+            self.values[index] = _host_norm(home[part])
             start = stop
 
     def of(self, place: int) -> torch.Tensor:

@@ -403,7 +403,7 @@ class RCache:
         host_bytes = shard.nbytes if chunk.plan.weight_home == "host" else 0
         self.counts.host_to_device_bytes += host_bytes
         if host_bytes or self._group.size == 1:
-            source = part = whole[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
+            source = part = whole[chunk.mine]
             # `after` protects the shard, see above.
             fetched = self._lanes.fetch.submit(
                 lambda: part.copy_(shard, non_blocking=True), after=after, nbytes=host_bytes

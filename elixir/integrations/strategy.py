@@ -190,7 +190,7 @@ class StrategyMixin(_Base):  # type: ignore[misc]
             raise Planned(dry_run(self.lightning_module, self.optimizers, **options))
         module, optimizers = wrap(self.lightning_module, self.optimizers, **options)
         for each in optimizers:
-            stepper_of(each).asked_for_norm = clips  # so from the first step on
+            stepper_of(each).norm.was_asked_for = clips  # so from the first step on
         self.elixir = self.precision_plugin.elixir = Run(module, optimizers, is_main=self.is_global_zero)
         self.optimizers = optimizers
 

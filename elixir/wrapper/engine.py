@@ -71,7 +71,7 @@ class AnyStepper(Protocol):
     def check_plan(self, plan: Plan) -> None:
         """Refuse a plan that this cannot step by."""
 
-    def speculate(self, chunk: Chunk) -> None:
+    def update_early(self, chunk: Chunk) -> None:
         """Make new states of a chunk in backward next to the old ones, once `home` says that its gradients have
         arrived."""
 
@@ -139,7 +139,7 @@ class Engine:
         """Host to device since the last report, for weights on the device that the host has updated."""
         self.regathered_bytes = 0
         """Network, likewise, for resident weights whose shards have been updated."""
-        self.speculated_chunks = self.kept_chunks = 0
+        self.early_chunks = self.kept_chunks = 0
         """In the last step: chunks whose new states were made in backward, and those whose were kept."""
         self.host_forms: deque[str] = deque(maxlen=_FORMS_KEPT)
         """Forms of the steps that CPU Adam has made since the last report."""
@@ -519,7 +519,7 @@ class Engine:
         """All gradients of a chunk are on their way home."""
         if chunk.plan.speculates:
             for stepper in self.steppers:
-                stepper.speculate(chunk)
+                stepper.update_early(chunk)
 
     def _wants_norms(self) -> bool:
         """Whether a step is going to ask for the norm of the gradients that come now."""

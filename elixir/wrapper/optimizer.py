@@ -82,7 +82,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         engine.loss_scale = scale
         engine.steppers.append(self._stepper)
         if init_step:
-            self._stepper.make_states()
+            self._stepper.shards.make_states()
         share_hooks(optimizer, self)
         # Who keeps the optimizer given must not keep the model by it.
         states = ShardedStates(weakref.ref(self._stepper), weakref.WeakMethod(self._drop_states))
@@ -112,11 +112,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
     @property
     def max_norm(self) -> float:
         """Every `step` clips the norm of the gradients to it; 0 for no clipping. May be set between steps."""
-        return self._stepper.max_norm
+        return self._stepper.norm.max_norm
 
     @max_norm.setter
     def max_norm(self, norm: float | None) -> None:
-        self._stepper.max_norm = norm or 0.0
+        self._stepper.norm.max_norm = norm or 0.0
 
     @property
     def grad_norm(self) -> torch.Tensor | None:

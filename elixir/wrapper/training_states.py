@@ -7,14 +7,13 @@ back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from elixir.chunk.chunk import Chunk, Slot
-from elixir.chunk.disk import MASTERS, StoredStates
+from elixir.chunk.chunk import Chunk
+from elixir.chunk.disk import MASTERS
 from elixir.chunk.host_buffers import BufferKind
 from elixir.errors import InputError
 from elixir.memory_order import Order
@@ -25,81 +24,14 @@ from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of
 from elixir.wrapper.run_errors import Call, ErrorKind, changed_in_part
 from elixir.wrapper.state_reader import StateReader
-from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
+from elixir.wrapper.step.shard import Shard
 from elixir.wrapper.step.states import SCALE_SUFFIX, SavedStates, SmallStates, StateTensor, small_states
 
-__all__ = ["SCALE_SUFFIX", "WEIGHT", "ChunkStates", "SavedStates", "SmallStates", "Stretch", "TrainingStates"]
+__all__ = ["SCALE_SUFFIX", "WEIGHT", "ChunkStates", "SavedStates", "SmallStates", "TrainingStates"]
 
 _COPIES = "copies for a checkpoint"
 WEIGHT = "weight"
 """Kind of the tensors that are weights: masters, if there are any."""
-
-
-@dataclass(frozen=True)
-class _OnDisk:
-    """Where the elements of a stretch are on a disk."""
-
-    stored: StoredStates
-    region: str
-    start: int
-    """First element of the stretch in the region."""
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Elements of one saved tensor that this rank has."""
-
-    kind: str
-    name: str
-    """Name of the parameter."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    order: Order | None
-    """In which its elements lie."""
-    start: int
-    """First element in the flattened tensor."""
-    tensor: torch.Tensor
-    """The live elements, flat."""
-    has_codes: bool = False
-    """Whether these are codes of 8 bits, in blocks of which the first begins where the parameter begins."""
-    on_disk: _OnDisk | None = None
-    """Where they are read from, if they live on a disk; `tensor` then only says how many there are."""
-
-    @classmethod
-    def of(cls, state: StateTensor, stored: StoredStates | None) -> Stretch:
-        """An optimizer's state, which may lie on a disk."""
-        slot, width = state.segment.slot, state.width
-        shape = tuple(slot.shape) if width == 1 else (-(-slot.numel // width),)
-        on_disk = None if stored is None else _OnDisk(stored, state.region, state.start)
-        first = state.segment.first // width
-        return cls(state.kind, slot.name, shape, state.order, first, state.tensor, state.has_codes, on_disk)
-
-    @property
-    def is_state(self) -> bool:
-        """Whether it is the state of an optimizer, and no weight."""
-        return self.kind != WEIGHT
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which it is saved."""
-        return self.tensor.dtype
-
-    @property
-    def numel(self) -> int:
-        """Elements of the stretch."""
-        return self.tensor.numel()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stretch as it is saved."""
-        return self.tensor.nbytes
-
-    def values(self, first: int, stop: int) -> torch.Tensor:
-        """Elements from `first` to `stop` of the stretch, where they lie; of those on a disk, in separate memory."""
-        disk = self.on_disk
-        if disk is None:
-            return self.tensor[first:stop]
-        return disk.stored.read(disk.region, disk.start + first, disk.start + stop)
 
 
 class ChunkStates:
@@ -110,15 +42,15 @@ class ChunkStates:
 
     Args:
         chunk: the chunk.
-        parts: its optimizers.
+        shards: its optimizers' parts of it.
     """
 
-    def __init__(self, chunk: Chunk, parts: Sequence[ChunkOptimizer]) -> None:
-        self.chunk, self.parts = chunk, tuple(parts)
+    def __init__(self, chunk: Chunk, shards: Sequence[Shard]) -> None:
+        self.chunk, self.shards = chunk, tuple(shards)
         self._updated = chunk.home_uses.to_read()
         self._written = [] if chunk.stored is None else chunk.stored.extent_uses.to_read()
         self._weights_of_then = self.target
-        self._states_of_then = [part.states for part in self.parts]
+        self._states_of_then = [shard.states for shard in self.shards]
 
     @property
     def is_settled(self) -> bool:
@@ -126,18 +58,18 @@ class ChunkStates:
 
         Classes that are not torch's may make more of them in any step.
         """
-        return all(ticket.done() for ticket in self._updated) or all(part.has_all_states for part in self.parts)
+        return all(ticket.done() for ticket in self._updated) or all(shard.has_all_states for shard in self.shards)
 
     def wait(self) -> None:
         """Wait for the update that was under way when this was made; raises what it raised."""
         for ticket in (*self._updated, *self._written):
             ticket.synchronize()  # it still writes the weights, masters and states that are read next
 
-    def stretches(self) -> list[Stretch]:
+    def tensors(self) -> list[StateTensor]:
         """Everything to save, as it lies in live memory; call this when no update is under way."""
         found = list(self._weights())
         for states in self._states_of_then:
-            found += [Stretch.of(each, self.chunk.stored) for each in states.tensors()]
+            found += states.tensors()
         return found
 
     def small(self) -> dict[str, SmallStates]:
@@ -147,13 +79,11 @@ class ChunkStates:
             found |= small_states(states)
         return found
 
-    def _weights(self) -> Iterator[Stretch]:
-        memory = self._weights_of_then
-        for slot, start, stop in self.cuts():
-            at = slot.offset + start - self.chunk.shard_start
-            on_disk = None if self.chunk.stored is None else _OnDisk(self.chunk.stored, MASTERS, at)
-            values = memory[at : at + stop - start]
-            yield Stretch(WEIGHT, slot.name, tuple(slot.shape), slot.order, start, values, on_disk=on_disk)
+    def _weights(self) -> Iterator[StateTensor]:
+        memory, stored = self._weights_of_then, self.chunk.stored
+        for held in self.chunk.held.values():
+            where = MASTERS, held.part.start, stored
+            yield StateTensor(WEIGHT, held, memory[held.part], held.slot.order, *where)
 
     @property
     def target(self) -> torch.Tensor:
@@ -161,17 +91,9 @@ class ChunkStates:
         hand."""
         return self.chunk.shard_weights if self.chunk.masters is None else self.chunk.masters
 
-    def cuts(self) -> Iterator[tuple[Slot, int, int]]:
-        """(parameter, first, stop) of the elements of each flattened parameter that this rank has."""
-        first, last = self.chunk.shard_start, self.chunk.shard_start + self.chunk.shard_numel
-        for slot in self.chunk.slots:
-            start, stop = max(slot.offset, first), min(slot.offset + slot.numel, last)
-            if start < stop:
-                yield slot, start - slot.offset, stop - slot.offset
-
     def load_states(self, saved: SavedStates) -> set[str]:
         """Goes on from saved states; notes on what is not exact."""
-        return set().union(*(part.load(saved) for part in self.parts))
+        return set().union(*(shard.load(saved) for shard in self.shards))
 
 
 class TrainingStates:
@@ -256,8 +178,8 @@ class TrainingStates:
         found = []
         for chunk in ordered:
             if frozen or chunk.plan.trainable:
-                parts = [stepper.parts[chunk.index] for stepper in self._steppers.values() if chunk.plan.trainable]
-                found.append(ChunkStates(chunk, parts))
+                shards = [stepper.shards[chunk.index] for stepper in self._steppers.values() if chunk.plan.trainable]
+                found.append(ChunkStates(chunk, shards))
         return found
 
     def follow_writes(self) -> None:
@@ -318,11 +240,11 @@ class TrainingStates:
     def said_of(self, name: str) -> dict[str, Any]:
         """Other values from which an optimizer goes on."""
         stepper = self._steppers[name]
-        return {"class": type(stepper.user.given).__name__, "asked_for_norm": stepper.asked_for_norm}
+        return {"class": type(stepper.user.given).__name__, "asked_for_norm": stepper.norm.was_asked_for}
 
     def load_said(self, name: str, said: Mapping[str, Any]) -> None:
         """Go on from what `said_of` gave."""
-        self._steppers[name].asked_for_norm = bool(said.get("asked_for_norm"))
+        self._steppers[name].norm.was_asked_for = bool(said.get("asked_for_norm"))
 
     @torch.no_grad()
     def load(
@@ -347,10 +269,9 @@ class TrainingStates:
             with chunk.at_hand(write=True):
                 target = states.target
                 try:
-                    for slot, start, stop in states.cuts():
-                        if slot.name not in skipped:
-                            at = slot.offset + start - chunk.shard_start
-                            notes |= fill_weights(slot.name, start, target[at : at + stop - start])
+                    for name, held in chunk.held.items():
+                        if name not in skipped:
+                            notes |= fill_weights(name, held.first, target[held.part])
                     notes |= states.load_states(saved)
                 finally:
                     saved.filled()  # masters are read next, and nothing may fill the window's buffer later

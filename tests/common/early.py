@@ -15,6 +15,7 @@ from elixir.wrapper import ElixirModule
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.class_states import ClassStates
 from elixir.wrapper.step.fused_states import FusedStates
+from elixir.wrapper.step.shard import ShardState
 from tests.common.parity import Case, Pair, make_plan, mixed, square_loss
 
 HOMES = ("streamed", "states", "mixed")
@@ -82,7 +83,7 @@ def all_speculating(plan: Plan) -> Plan:
 def attempts(module: ElixirModule) -> list[int]:
     """Chunks with new states that no `step` has looked at."""
     (stepper,) = engine_of(module).steppers
-    return sorted(stepper.speculation._attempts)  # type: ignore[attr-defined]
+    return sorted(shard.chunk.index for shard in stepper.shards if shard.state is ShardState.EARLY)  # type: ignore[attr-defined]
 
 
 def early_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, *, at: int = 1, times: int | None = None) -> None:

@@ -18,7 +18,6 @@ from elixir.wrapper.engine import engine_of
 from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.options import Debug
 from elixir.wrapper.step.states import small_states
-from elixir.wrapper.training_states import Stretch
 from tests.common import gpu
 from tests.common.file_faults import Crash, Operation
 from tests.common.parity import Case
@@ -109,9 +108,11 @@ class Run:
         """All that a checkpoint should bring back, of this rank."""
         self.module.settle()
         found: dict[str, Any] = {f"model.{name}": value for name, value in self.module.state_dict().items()}
-        for part in stepper_of(self.optimizer).parts.values():
-            for each in (Stretch.of(state, part.chunk.stored) for state in part.states.tensors()):
-                found[f"{each.kind}.{each.name}.{each.start}"] = each.values(0, each.numel).detach().cpu().clone()
+        for part in stepper_of(self.optimizer).shards:
+            for each in part.states.tensors():
+                found[f"{each.kind}.{each.name}.{each.first}"] = (
+                    each.values(0, each.tensor.numel()).detach().cpu().clone()
+                )
             found |= {f"small.{name}": vars(small) for name, small in small_states(part.states).items()}
         found["groups"] = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups

@@ -49,7 +49,7 @@ def _trained(model: Any, plan: Plan, inp: Any, options: dict[str, Any]) -> tuple
         optimizer.backward(hf_loss(module, inp))
         assert bool(attempts(module)) == plan.speculates
         optimizer.step()
-        kept.append(engine_of(module).steppers[0].speculation.kept)  # type: ignore[attr-defined]
+        kept.append(engine_of(module).steppers[0].early.kept)  # type: ignore[attr-defined]
         optimizer.zero_grad()
     state = module.state_dict()
     module.close()

@@ -115,7 +115,7 @@ _HOME: dict[str, Memory] = {"resident": "device", "host": "host", "mixed": "host
 
 def _state_bytes(stepper: Any, plan: Plan, home: Memory) -> int:
     """Bytes of masters and states of all chunks whose states live there."""
-    parts = [part for part in stepper.parts.values() if part.chunk.plan.update_home == home]
+    parts = [part for part in stepper.shards if part.chunk.plan.update_home == home]
     kept = sum(part.states.nbytes for part in parts)
     return kept + sum(part.chunk.masters.nbytes for part in parts if part.chunk.masters is not None)
 

@@ -10,8 +10,7 @@ import torch
 
 from elixir.chunk.buffers import Arena
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.lanes import Lane, settled
-from elixir.chunk.memory_uses import MemoryUses
+from elixir.chunk.lanes import Lane, MemoryUses, settled
 from elixir.chunk.norms import PartNorms
 from elixir.errors import StateError
 
@@ -151,9 +150,7 @@ class ChunkGradient:
 
     def parts_of(self, names: Collection[str]) -> list[torch.Tensor]:
         """The parts of the shard that are some parameters'."""
-        first = self.chunk.shard_start
-        bounds = ((s.offset - first, s.offset - first + s.numel) for s in self.chunk.slots if s.name in names)
-        return [self.memory[max(begin, 0) : max(end, 0)] for begin, end in bounds]
+        return [self.memory[held.part] for name, held in self.chunk.held.items() if name in names]
 
     def keep(self, opened: OpenChunk, device: torch.device) -> KeptGradients:
         """Where this rank keeps whole gradients to itself, those in `opened` too."""

@@ -68,7 +68,7 @@ class Transport:
         used = gradient.uses.to_write()
         has_kept = gradient.kept is not None
         written, kept_alive = self._return_kept(gradient, block)
-        mine = block[chunk.shard_start : chunk.shard_start + chunk.shard_numel]
+        mine = block[chunk.mine]
         if self._group.size > 1:
             early = None if gradient.holds else norms
             mine, reduced = self._reduce(block, mine, f"gradients of chunk {chunk.index}", written, early)

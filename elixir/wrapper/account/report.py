@@ -350,7 +350,7 @@ def make_report(
         micro_batches=expected.micro_batches,
         early=EarlyCounts(
             _planned_early(plan, engine.group.rank) if expected.micro_batches and len(engine.steppers) == 1 else 0,
-            engine.speculated_chunks,
+            engine.early_chunks,
             engine.kept_chunks,
         ),
         host_forms=dict(Counter(engine.host_forms.popleft() for _ in range(len(engine.host_forms)))),
@@ -359,7 +359,7 @@ def make_report(
         grad_norm=engine.steppers[0].grad_norm if len(engine.steppers) == 1 else None,
         world_size=plan.world_size,
     )
-    engine.speculated_chunks = engine.kept_chunks = 0
+    engine.early_chunks = engine.kept_chunks = 0
     engine.gradients.forget_counts()
     engine.refreshed_bytes = engine.regathered_bytes = 0
     for lane in lanes.all():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +46,7 @@ class ClassStates(States):
         segments: its parts.
         extent: has the states, where they live on a disk.
         on_host: whether they live in memory of the host that no child process gets.
+        shared: an optimizer that other shards are stepped by, too; its groups have the parameters of one call.
     """
 
     by_torch = True
@@ -57,17 +60,17 @@ class ClassStates(States):
         weights: torch.Tensor | None = None,
         extent: StoredStates | None = None,
         on_host: bool = False,
+        shared: torch.optim.Optimizer | None = None,
     ) -> None:
         self.master, self.segments, self.weights = master, segments, weights
         self._user, self._extent, self._on_host = user, extent, on_host
-        self.optimizer, self.is_known = user.over(segments), user.is_known
+        self.optimizer, self.is_known = shared or user.over(segments), user.is_known
+        self.shares_call = shared is not None
 
     def set_options(self, options: list[dict[str, Any]]) -> None:
         """See `States`."""
         for group, values in zip(self.optimizer.param_groups, options, strict=True):
             set_options(group, values)
-
-    # --- steps -----------------------------------------------------------------------------------------------------
 
     def step(
         self,
@@ -79,68 +82,16 @@ class ClassStates(States):
     ) -> set[str]:
         """See `States`."""
         if into is not None:
-            return self._step_into(into, arrived, float(factor), weight_out)
-        kept = [self.kept(segment) for segment, _ in arrived]
-        if weight_out is None or self.master.device.type != "cpu" or not can_step_like(self.optimizer, kept):
-            self.step_by_class(arrived, factor)
-            return {BY_CLASS}
-        forms = set()
-        for each, (segment, gradient) in zip(kept, arrived, strict=True):
-            group = self.optimizer.param_groups[segment.group]
-            out = weight_out[segment.start : segment.start + gradient.numel()]
-            forms.add(step_like(self.optimizer, group, gradient, each, out, float(factor)))
-        return forms
+            return _step_into(self, into, arrived, float(factor), weight_out)
+        return _step_in_place(self, arrived, factor, weight_out)
 
-    def kept(self, segment: Segment) -> Kept:
-        """A segment as the kernels of known classes step it."""
-        return Kept(segment.weights, self.optimizer.state.get(segment.weights, {}))
-
-    def step_by_class(self, arrived: Arrived, factor: float | torch.Tensor) -> None:
-        """Makes one step by the class's own code."""
-        before = [segment.weights.grad for segment in self.segments]  # of ordinary parameters, which keep theirs
-        for segment in self.segments:
-            segment.weights.grad = None
-        for segment, gradient in arrived:
-            # In float32 without a factor the gradient itself is stepped with, as plain PyTorch would.
-            value = gradient.to(segment.weights.dtype)
-            if isinstance(factor, torch.Tensor) or factor != 1.0:
-                value = value * factor if value is gradient else value.mul_(factor)
-            segment.weights.grad = shaped(value, segment.weights.shape, segment.order)
-        self.optimizer.step()
-        for segment, kept in zip(self.segments, before, strict=True):
-            segment.weights.grad = kept
-
-    def _step_into(
-        self, into: ClassStates, arrived: Arrived, factor: float, weight_out: torch.Tensor | None
-    ) -> set[str]:
-        if self._made_in_one_pass(into, arrived, factor, weight_out):
-            return {ONE_PASS}
-        into.copy(self)
-        mine = {segment.place: segment for segment in into.segments}
-        into.step_by_class([(mine[segment.place], gradient) for segment, gradient in arrived], factor)
-        if weight_out is not None:
-            weight_out.copy_(into.master)
-        return {COPIED}
-
-    def _made_in_one_pass(
-        self, into: ClassStates, arrived: Arrived, factor: float, weight_out: torch.Tensor | None
-    ) -> bool:
-        """Whether a kernel has made the states; if not, some may be there, and some not."""
-        before, after = ([states.kept(segment) for segment in states.segments] for states in (self, into))
-        if not can_step_like(into.optimizer, (*before, *after)):
-            return False
-        for segment, kept, new, (_, gradient) in zip(into.segments, before, after, arrived, strict=True):
-            out = None if weight_out is None else weight_out[segment.part]
-            group = into.optimizer.param_groups[segment.group]
-            if not step_out_of_place_like(into.optimizer, group, gradient, kept, new, out, factor):
-                return False
-        return True
+    def given(self, arrived: Arrived) -> AbstractContextManager[None]:
+        """See `States`."""
+        return _given(self, arrived)
 
     def call(self, method: str) -> None:
         """See `States`."""
         getattr(self.optimizer, method)()
-
-    # --- memory ----------------------------------------------------------------------------------------------------
 
     def make(self) -> bool:
         """See `States`: torch's Adams and `HybridAdam` can.
@@ -176,15 +127,20 @@ class ClassStates(States):
         buffers = {name: zeros(name) for name in names}
         for segment, place in zip(self.segments, places, strict=True):
             weights, group = segment.weights, optimizer.param_groups[segment.group]
-            state: dict[str, Any] = {"step": self._count_of(segment)}
+            state: dict[str, Any] = {"step": _new_count(segment, group)}
             for name in names if group["amsgrad"] else names[:2]:
                 state[name] = shaped(buffers[name][place : place + weights.numel()], weights.shape, segment.order)
             optimizer.state[weights] = state
 
-    def like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> ClassStates | None:
+    @property
+    def can_copy(self) -> bool:
         """See `States`."""
-        if not all(_can_copy(self.state_of(segment)) for segment in self.segments):
-            return None
+        kinds = (torch.Tensor, bool, int, float, type(None))
+        states = [self.state_of(segment) for segment in self.segments]
+        return all(state and all(isinstance(value, kinds) for value in state.values()) for state in states)
+
+    def like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> ClassStates:
+        """See `States`."""
         other = ClassStates(self._user, master, segments)
         for mine, theirs in zip(self.segments, segments, strict=True):
             other.optimizer.state[theirs.weights] = {
@@ -200,16 +156,6 @@ class ClassStates(States):
         self.master.copy_(other.master)
         for mine, theirs in zip(self.segments, other.segments, strict=True):
             _copy_state(other.state_of(theirs), self.optimizer.state[mine.weights])
-
-    def let_go(self) -> None:
-        """See `States`."""
-        self.master = self.master.new_empty(0)
-        self.weights = None
-        for segment in self.segments:
-            if segment.weights is not segment.source:  # the shape says which states are elementwise
-                segment.weights.data = segment.weights.new_empty(()).expand(segment.weights.shape)
-
-    # --- what there is ---------------------------------------------------------------------------------------------
 
     def state_of(self, segment: Segment) -> dict[str, Any]:
         """The state that the class keeps of a segment."""
@@ -237,7 +183,8 @@ class ClassStates(States):
                     own = _order_in_memory(value, kind, segment)
                     order = order if own == segment.order else own  # a class may lay out its states as it likes
                     flat = flattened(flat, own)
-                yield StateTensor(kind, segment, flat, _region(kind, value.dtype), segment.start, order)
+                region = _region(kind, value.dtype)
+                yield StateTensor(kind, segment.held, flat, order, region, segment.start, self._extent)
 
     def wide(self, each: StateTensor) -> torch.Tensor:
         """See `States`."""
@@ -256,13 +203,6 @@ class ClassStates(States):
                     fits = value.shape == segment.weights.shape
                     yield _region(kind, value.dtype) if fits else None, value, segment.start
 
-    @property
-    def nbytes(self) -> int:
-        """See `States`."""
-        return sum(tensor.nbytes for _, tensor, _ in self.memory() if tensor.numel() > 1)
-
-    # --- loading ---------------------------------------------------------------------------------------------------
-
     def load(self, saved: SavedStates) -> set[str]:
         """See `States`."""
         notes: set[str] = set()
@@ -280,45 +220,53 @@ class ClassStates(States):
         return notes
 
     def _load(self, segment: Segment, saved: SavedStates) -> set[str]:
-        name, made = segment.name, self.state_of(segment)
+        name, made, group = segment.name, self.state_of(segment), self.optimizer.param_groups[segment.group]
         kinds, small = saved.kinds(name), saved.small(name)
         if not kinds and small.step is None and not small.others:
-            # As before its first step: what lies ready for that is kept.
-            if isinstance(made.get("step"), torch.Tensor):
-                for value in made.values():
-                    if isinstance(value, torch.Tensor):
-                        value.zero_()
-            else:
-                self.optimizer.state.pop(segment.weights, None)
+            self._reset(segment)
             return set()
         notes: set[str] = set()
         state: dict[str, Any] = {}
         if small.step is not None and "step" not in small.others:
             count = made.get("step")
-            own = count if isinstance(count, torch.Tensor) else self._count_of(segment)
+            own = count if isinstance(count, torch.Tensor) else _new_count(segment, group)
             state["step"] = own.fill_(float(small.step))
         for kind in kinds:
             held = saved.held(kind, name)
             if held is not None:
-                state[kind] = self._take(held, made.get(kind), segment)
+                state[kind] = _take(held, made.get(kind), segment)
                 continue
+            state[kind] = self._filled(kind, segment, saved)
             wanted = kept_dtype(saved, kind, segment)
-            state[kind] = mine = self._to_fill(kind, segment, saved)
-            if order_of(mine.shape, mine.stride()) == segment.order:
-                saved.fill(kind, name, segment.first, flattened(mine.detach(), segment.order))
-            else:
-                flat = mine.new_empty(mine.numel())
-                saved.fill(kind, name, segment.first, flat)
-                saved.filled()  # what it reads is copied next
-                mine.copy_(shaped(flat, mine.shape, segment.order))
             if saved.has_codes(kind, name) or saved.dtype(kind, name) != wanted:
                 notes |= other_form(saved, name, dtype_name(wanted), kind)
-        device = self._counts_on(segment)
+        device = _counts_on(segment, group)
         for kind, value in small.others.items():
             found = scalar_state(value)
             state[kind] = found.to(device) if isinstance(found, torch.Tensor) else found
         self.optimizer.state[segment.weights] = state
         return notes
+
+    def _reset(self, segment: Segment) -> None:
+        """A segment is as before its first step: what lies ready for that is kept."""
+        made = self.state_of(segment)
+        if not isinstance(made.get("step"), torch.Tensor):
+            self.optimizer.state.pop(segment.weights, None)
+            return
+        for value in made.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+
+    def _filled(self, kind: str, segment: Segment, saved: SavedStates) -> torch.Tensor:
+        mine = self._to_fill(kind, segment, saved)
+        if order_of(mine.shape, mine.stride()) == segment.order:
+            saved.fill(kind, segment.name, segment.first, flattened(mine.detach(), segment.order))
+        else:
+            flat = mine.new_empty(mine.numel())
+            saved.fill(kind, segment.name, segment.first, flat)
+            saved.filled()  # what it reads is copied next
+            mine.copy_(shaped(flat, mine.shape, segment.order))
+        return mine
 
     def _to_fill(self, kind: str, segment: Segment, saved: SavedStates) -> torch.Tensor:
         """The state that the class has made if it is one to go on with, otherwise another."""
@@ -338,25 +286,102 @@ class ClassStates(States):
         region = self._extent.region(_region(kind, dtype), self.master.numel(), dtype)
         return region[segment.part].view(segment.weights.shape)
 
-    @staticmethod
-    def _take(held: torch.Tensor, made: Any, segment: Segment) -> torch.Tensor:
-        """A flat state of another home, in memory that the class has made for it, or else in its own."""
-        weights = segment.weights
-        if isinstance(made, torch.Tensor) and made.dim() and made.dtype == held.dtype and made.numel() == held.numel():
-            return made.copy_(shaped(held, made.shape, segment.order))
-        return shaped(held.to(weights.device).detach(), weights.shape, segment.order)
 
-    def _counts_on(self, segment: Segment) -> torch.device:
-        """Where torch keeps the count of steps of a segment: a fused step on a device reads it there."""
-        fused = self.optimizer.param_groups[segment.group].get("fused")
-        return segment.weights.device if fused else torch.device("cpu")
+def _counts_on(segment: Segment, group: Mapping[str, Any]) -> torch.device:
+    """Where torch keeps the count of steps of a segment: a fused step on a device reads it there."""
+    return segment.weights.device if group.get("fused") else torch.device("cpu")
 
-    def _count_of(self, segment: Segment) -> torch.Tensor:
-        wide = torch.get_default_dtype() == torch.float64 and not self.optimizer.param_groups[segment.group].get(
-            "fused"
-        )
-        dtype = torch.float64 if wide else torch.float32
-        return torch.zeros((), dtype=dtype, device=self._counts_on(segment))
+
+def _new_count(segment: Segment, group: Mapping[str, Any]) -> torch.Tensor:
+    wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+    return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=_counts_on(segment, group))
+
+
+def _step_in_place(
+    states: ClassStates, arrived: Arrived, factor: float | torch.Tensor, weight_out: torch.Tensor | None
+) -> set[str]:
+    """Makes one step; arguments and result as of `States.step`."""
+    kept = [_kept(states, segment) for segment, _ in arrived]
+    if weight_out is None or states.master.device.type != "cpu" or not can_step_like(states.optimizer, kept):
+        _step_by_class(states, arrived, factor)
+        return {BY_CLASS}
+    forms = set()
+    for each, (segment, gradient) in zip(kept, arrived, strict=True):
+        group, out = states.optimizer.param_groups[segment.group], weight_out[segment.part]
+        forms.add(step_like(states.optimizer, group, gradient, each, out, float(factor)))
+    return forms
+
+
+def _step_into(
+    old: ClassStates, new: ClassStates, arrived: Arrived, factor: float, weight_out: torch.Tensor | None
+) -> set[str]:
+    """Makes one step of `old` into `new`; arguments and result as of `States.step`."""
+    if _made_in_one_pass(old, new, arrived, factor, weight_out):
+        return {ONE_PASS}
+    new.copy(old)
+    mine = {segment.place: segment for segment in new.segments}
+    _step_by_class(new, [(mine[segment.place], gradient) for segment, gradient in arrived], factor)
+    if weight_out is not None:
+        weight_out.copy_(new.master)
+    return {COPIED}
+
+
+@contextlib.contextmanager
+def _given(states: ClassStates, arrived: Arrived, factor: float | torch.Tensor = 1.0) -> Iterator[None]:
+    """Inside of it a call of the class finds the gradients, multiplied by `factor`."""
+    segments = states.segments
+    if states.shares_call:
+        segments = [segment for segment, _ in arrived]
+        for segment in segments:
+            states.optimizer.param_groups[segment.group]["params"].append(segment.weights)
+    before = [segment.weights.grad for segment in segments]  # of ordinary parameters, which keep theirs
+    for segment in segments:
+        segment.weights.grad = None
+    for segment, gradient in arrived:
+        # In float32 without a factor the gradient itself is stepped with, as plain PyTorch would.
+        value = gradient.to(segment.weights.dtype)
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            value = value * factor if value is gradient else value.mul_(factor)
+        segment.weights.grad = shaped(value, segment.weights.shape, segment.order)
+    try:
+        yield
+    finally:
+        for group in states.optimizer.param_groups if states.shares_call else ():
+            group["params"] = []
+    for segment, kept in zip(segments, before, strict=True):
+        segment.weights.grad = kept
+
+
+def _step_by_class(states: ClassStates, arrived: Arrived, factor: float | torch.Tensor) -> None:
+    with _given(states, arrived, factor):
+        states.optimizer.step()
+
+
+def _kept(states: ClassStates, segment: Segment) -> Kept:
+    return Kept(segment.weights, states.state_of(segment))
+
+
+def _made_in_one_pass(
+    old: ClassStates, new: ClassStates, arrived: Arrived, factor: float, weight_out: torch.Tensor | None
+) -> bool:
+    """Whether a kernel has made the states; if not, some may be there, and some not."""
+    before, after = ([_kept(states, segment) for segment in states.segments] for states in (old, new))
+    if not can_step_like(new.optimizer, (*before, *after)):
+        return False
+    for segment, mine, theirs, (_, gradient) in zip(new.segments, before, after, arrived, strict=True):
+        out = None if weight_out is None else weight_out[segment.part]
+        group = new.optimizer.param_groups[segment.group]
+        if not step_out_of_place_like(new.optimizer, group, gradient, mine, theirs, out, factor):
+            return False
+    return True
+
+
+def _take(held: torch.Tensor, made: Any, segment: Segment) -> torch.Tensor:
+    """A flat state of another home, in memory that the class has made for it, or else in its own."""
+    weights = segment.weights
+    if isinstance(made, torch.Tensor) and made.dim() and made.dtype == held.dtype and made.numel() == held.numel():
+        return made.copy_(shaped(held, made.shape, segment.order))
+    return shaped(held.to(weights.device).detach(), weights.shape, segment.order)
 
 
 def _region(kind: str, dtype: torch.dtype) -> str:
@@ -380,13 +405,6 @@ def _order_in_memory(value: torch.Tensor, kind: str, segment: Segment) -> Order 
             "cannot be saved; have the class keep state.contiguous()"
         )
     return order_of(value.shape, value.stride())
-
-
-def _can_copy(state: Mapping[str, Any]) -> bool:
-    """Whether a parameter's state is there, and all of it can be copied."""
-    return bool(state) and all(
-        isinstance(value, (torch.Tensor, bool, int, float, type(None))) for value in state.values()
-    )
 
 
 def _copied_scalar(value: Any) -> Any:

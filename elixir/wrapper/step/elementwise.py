@@ -145,15 +145,18 @@ class _Trial:
         if all(callable(getattr(self._whole, mode, None)) for mode in MODES):
             for mode in ("eval", "eval", "train", "train"):
                 self._switch(mode)
+        self._refuse_other_states(counts or {})
+        return frozenset(self._changed - self._unforeseen)
+
+    def _refuse_other_states(self, counts: dict[str, float]) -> None:
         odd = next((key for key in self._whole.state if not isinstance(key, torch.Tensor)), None)
         if odd is not None:
             raise _refusal(self._cls, f"it keeps a state {odd!r} for no parameter, and shards have those of parameters")
-        counted = {name for name, count in _counts(self._whole).items() if count != (counts or {}).get(name)}
+        counted = {name for name, count in _counts(self._whole).items() if count != counts.get(name)}
         if counted:
             raise _refusal(
                 self._cls, f"its step changes {min(counted)!r} of the object, and each shard has another object"
             )
-        return frozenset(self._changed - self._unforeseen)
 
     def _gradients(self) -> Iterator[list[torch.Tensor]]:
         """Gradients of all sizes, at right angles to the rows of the weights, and along them: some rules ask for that.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir.chunk.disk import StoredStates
 from elixir.chunk.pinned import host_zeros
 from elixir.errors import InputError
 from elixir.kernels.adam import (
@@ -42,8 +43,6 @@ _MOMENTS = tuple(field.name for field in fields(Moments) if field.name != "kind"
 """In the order in which they are made."""
 _PIECE_NUMEL = 2**20
 """Elements that are converted at once where states come in another form: 4 MiB of float32, whole blocks of codes."""
-MakeRegion = Callable[[str, int, torch.dtype], torch.Tensor]
-"""Makes a flat tensor of zeros in a region of an extent, given its name, elements and dtype."""
 
 
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
@@ -95,7 +94,7 @@ class FusedStates(States):
         decoupled: AdamW's decay, where a group does not say.
         moments: how they are kept.
         number: of the optimizer among those of the module, whose shards share an extent.
-        region: makes the moments in an extent; None where they are in memory.
+        extent: has the moments, where they live on a disk.
     """
 
     by_torch, is_known = False, True
@@ -109,12 +108,12 @@ class FusedStates(States):
         decoupled: bool,
         moments: MomentKind = "float32",
         number: int = 0,
-        region: MakeRegion | None = None,
+        extent: StoredStates | None = None,
         weights: torch.Tensor | None = None,
     ) -> None:
         self.master, self.segments, self.weights = master, segments, weights
         self._numel, self._device = master.numel(), master.device
-        self._decoupled, self._kind, self._number, self._make_region = decoupled, moments, number, region
+        self._decoupled, self._kind, self._number, self._extent = decoupled, moments, number, extent
         self.param_groups = [dict(group) for group in groups]
         self._steps: dict[nn.Parameter, torch.Tensor] = {}  # by segment, the number of its last step
         self._moments: Moments | None = None
@@ -183,9 +182,6 @@ class FusedStates(States):
         old, new = (AdamStates(states.master[part], states.moments) for states in (self, into))
         return adam_step_out_of_place(gradient, old, new, out, options, number, factor, at=part.start)
 
-    def call(self, method: str) -> None:
-        """See `States`: Adam has no such method."""
-
     # --- memory ----------------------------------------------------------------------------------------------------
 
     @property
@@ -195,8 +191,8 @@ class FusedStates(States):
             zeros: Callable[[int, torch.dtype], torch.Tensor] | None = None
             if self._device.type == "cpu":
                 zeros = host_zeros
-            if self._make_region is not None:
-                make, names = self._make_region, iter(_MOMENTS)
+            if self._extent is not None:
+                make, names = self._extent.region, iter(_MOMENTS)
                 zeros = lambda numel, dtype: make(self._region(next(names), dtype), numel, dtype)  # noqa: E731
             self._moments = make_moments(self._numel, self._kind, self._device, zeros=zeros)
         return self._moments
@@ -222,24 +218,12 @@ class FusedStates(States):
         for segment in self.segments:
             self.count(segment).copy_(other.count(theirs_by_place[segment.place]))
 
-    def let_go(self) -> None:
-        """See `States`."""
-        self.master = self.master.new_empty(0)
-        self.weights = None
-        for segment in self.segments:
-            segment.weights.data = segment.weights.new_empty(()).expand(segment.weights.shape)
-
     def memory(self) -> Iterator[tuple[str | None, torch.Tensor, int]]:
         """See `States`."""
         for kind in _MOMENTS if self._moments is not None else ():
             tensor = getattr(self._moments, kind)
             if tensor is not None:
                 yield self._region(kind, tensor.dtype), tensor, 0
-
-    @property
-    def nbytes(self) -> int:
-        """See `States`."""
-        return 0 if self._moments is None else self._moments.nbytes
 
     def _region(self, kind: str, dtype: torch.dtype) -> str:
         """Moments of a whole shard have parts of it that are another optimizer's, so each optimizer has its own."""
@@ -260,10 +244,6 @@ class FusedStates(States):
         count = self._steps.get(segment.weights)
         return count is not None and bool(count > 0)
 
-    def lacking(self) -> list[Segment]:
-        """See `States`: all states are there from the first moment."""
-        return []
-
     def scalars(self, segment: Segment) -> dict[str, Any]:
         """See `States`."""
         count = self._steps.get(segment.weights)
@@ -272,22 +252,22 @@ class FusedStates(States):
     def tensors(self) -> Iterator[StateTensor]:
         """See `States`."""
         for segment in filter(self.begun, self.segments):
-            part, blocks = segment.part, _blocks(segment)
+            part, blocks, order = segment.part, _blocks(segment), segment.slot.order
             for kind in ADAM_KINDS:
                 codes, scales = getattr(self.moments, kind), getattr(self.moments, kind + SCALE_SUFFIX)
-                region, order = self._region(kind, codes.dtype), segment.slot.order
+                where = self._region(kind, codes.dtype), part.start, self._extent
                 yield StateTensor(
-                    kind, segment, codes[part], region, part.start, order, scales is not None, keeps_dtype=False
+                    kind, segment.held, codes[part], order, *where, has_codes=scales is not None, keeps_dtype=False
                 )
                 if scales is not None:
                     # By `Plan.alignment_bytes` no block has elements of another parameter or rank.
                     name = kind + SCALE_SUFFIX
-                    region = self._region(name, scales.dtype)
-                    yield StateTensor(name, segment, scales[blocks], region, blocks.start, None, width=BLOCK_NUMEL)
+                    where = self._region(name, scales.dtype), blocks.start, self._extent
+                    yield StateTensor(name, segment.held, scales[blocks], None, *where, width=BLOCK_NUMEL)
 
     def wide(self, each: StateTensor) -> torch.Tensor:
         """See `States`."""
-        part = each.segment.part
+        part = each.held.part
         return read_moments(self.moments, part.stop - part.start, part.start)[ADAM_KINDS.index(each.kind)]
 
     # --- loading ---------------------------------------------------------------------------------------------------

@@ -10,11 +10,14 @@ flattened parameter. Counts of steps and other scalars belong to the parameter a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 import torch
 
+from elixir.chunk.chunk import Held
+from elixir.chunk.disk import StoredStates
 from elixir.errors import InputError
 from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name
@@ -32,28 +35,63 @@ MakeMemory = Callable[[int, torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True)
 class StateTensor:
-    """An elementwise state of one segment, or the scales of its codes of 8 bits."""
+    """One tensor that this rank has of a parameter: a state of each element, scales of 8-bit codes, or weights."""
 
     kind: str
-    segment: Segment
+    held: Held
+    """The part of the parameter."""
     tensor: torch.Tensor
-    """The live elements, flat."""
-    region: str
-    """Name of the region of an extent in which it lies, where the states live on a disk."""
-    start: int
-    """Its first element in that region."""
+    """The live elements, flat; on a disk they are there only while the chunk is at hand."""
     order: Order | None
     """In which the elements lie in the parameter."""
+    region: str
+    """Name of the region of an extent in which it lies, where it lives on a disk."""
+    start: int
+    """Its first element in that region."""
+    extent: StoredStates | None = None
+    """Has it, if it lives on a disk."""
     has_codes: bool = False
-    """Whether these are codes of 8 bits, in blocks of which the first begins where the shard begins."""
+    """Whether these are codes of 8 bits, in blocks of which the first begins where the parameter begins."""
     width: int = 1
     """Elements of the parameter for each of these: more than one for scales."""
     keeps_dtype: bool = True
     """Whether the state goes on in its dtype in any home; a plan decides otherwise."""
 
+    @property
+    def name(self) -> str:
+        """That of the parameter."""
+        return self.held.slot.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor, of which all ranks have parts."""
+        slot = self.held.slot
+        return tuple(slot.shape) if self.width == 1 else (-(-slot.numel // self.width),)
+
+    @property
+    def first(self) -> int:
+        """First element in the whole flattened tensor."""
+        return self.held.first // self.width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is saved."""
+        return self.tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as it is saved."""
+        return self.tensor.nbytes
+
+    def values(self, first: int, stop: int) -> torch.Tensor:
+        """Elements from `first` to `stop`, where they lie; of those on a disk, in separate memory."""
+        if self.extent is None:
+            return self.tensor[first:stop]
+        return self.extent.read(self.region, self.start + first, self.start + stop)
+
     def in_chunk(self, values: torch.Tensor) -> torch.Tensor:
         """Its values, flat, in the order in which the chunk has the elements of the parameter."""
-        slot = self.segment.slot
+        slot = self.held.slot
         if self.order == slot.order or self.width > 1:
             return values
         return flattened(shaped(values, slot.shape, self.order), slot.order)  # it is all of the parameter's
@@ -99,7 +137,10 @@ class SavedStates(Protocol):
 
 
 class States(Protocol):
-    """The states of one optimizer for one shard. Use them while masters and states are at hand (`Chunk.at_hand`)."""
+    """The states of one optimizer for one shard. Use them while masters and states are at hand (`Chunk.at_hand`).
+
+    An implementation inherits from it.
+    """
 
     master: torch.Tensor
     """The flat shard that is stepped: masters, or the weights themselves."""
@@ -138,15 +179,28 @@ class States(Protocol):
             The forms of the step (`elixir.kernels.adam`). With `BY_CLASS` nothing was written to `weight_out`.
         """
 
+    shares_call: bool = False
+    """Whether one call of the class may step these and the states of other shards."""
+
+    def given(self, arrived: Arrived) -> AbstractContextManager[None]:
+        """Inside of it a call of the class finds gradients, those of other states too whose `given` was entered; where
+        `shares_call`."""
+        return nullcontext()
+
     def call(self, method: str) -> None:
-        """Calls a method of the class that rewrites weights, such as schedule-free's ``eval``."""
+        """Calls a method of the class, such as schedule-free's ``eval``; there is none otherwise."""
+        return
 
     def make(self) -> bool:
         """Makes the states of zero steps now; False where only the first step of a class can."""
 
-    def like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> Self | None:
-        """Another set of such states over other memory, to be filled by `step` or `copy`; None while there are none, or
-        where they cannot be copied."""
+    @property
+    def can_copy(self) -> bool:
+        """Whether there are states by now, and all of them can be copied."""
+        return True
+
+    def like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> Self:
+        """Another set of such states over other memory, to be filled by `step` or `copy`; where `can_copy`."""
 
     def copy(self, other: Self) -> None:
         """Takes the values of another set over the same segments, its master too."""
@@ -167,18 +221,24 @@ class States(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of all of `memory`."""
+        return sum(tensor.nbytes for _, tensor, _ in self.memory())
 
     def begun(self, segment: Segment) -> bool:
         """Whether a segment has been stepped, rather than got states ahead of its first step."""
 
     def lacking(self) -> list[Segment]:
         """The segments without any states."""
+        return []
 
     def load(self, saved: SavedStates) -> set[str]:
         """Takes the states that are saved, and none where none are; notes on what is not exact."""
 
     def let_go(self) -> None:
         """Holds no weights and masters any more; `tensors` and `scalars` still show the states."""
+        self.master, self.weights = self.master.new_empty(0), None
+        for segment in self.segments:
+            if segment.weights is not segment.source:  # its shape says which states are elementwise
+                segment.weights.data = segment.weights.new_empty(()).expand(segment.weights.shape)
 
 
 def small_states(states: States) -> dict[str, SmallStates]:
@@ -187,31 +247,36 @@ def small_states(states: States) -> dict[str, SmallStates]:
     Raises:
         InputError: a state is neither elementwise nor a number.
     """
-    found: dict[str, SmallStates] = {}
-    for segment in states.segments:
-        if not states.begun(segment):
-            continue
-        small = found[segment.name] = SmallStates()
-        for kind, value in states.scalars(segment).items():
-            if kind == "step":
-                small.step = _count(value, segment.name)
-                if not isinstance(value, torch.Tensor):
-                    small.others[kind] = small.step
-            elif isinstance(value, torch.Tensor):
-                if value.dim():
-                    raise InputError(
-                        f"state {kind!r} of {segment.name} has shape {list(value.shape)}, neither that of its weights "
-                        "nor a number, so it cannot be saved"
-                    )
-                small.others[kind] = (dtype_name(value.dtype), value.item())
-            elif isinstance(value, (bool, int, float)):
-                small.others[kind] = value
-            elif value is not None:
-                raise InputError(
-                    f"state {kind!r} of {segment.name} is a {type(value).__name__}, which cannot be saved; states are "
-                    "tensors and numbers"
-                )
-    return found
+    return {segment.name: _small(states, segment) for segment in states.segments if states.begun(segment)}
+
+
+def _small(states: States, segment: Segment) -> SmallStates:
+    small = SmallStates()
+    for kind, value in states.scalars(segment).items():
+        if kind == "step":
+            small.step = _count(value, segment.name)
+            if isinstance(value, torch.Tensor):
+                continue
+            value = small.step
+        if value is not None:
+            small.others[kind] = _saved_scalar(kind, value, segment.name)
+    return small
+
+
+def _saved_scalar(kind: str, value: Any, name: str) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim():
+        raise InputError(
+            f"state {kind!r} of {name} has shape {list(value.shape)}, neither that of its weights nor a number, so it "
+            "cannot be saved"
+        )
+    if isinstance(value, torch.Tensor):
+        return dtype_name(value.dtype), value.item()
+    if not isinstance(value, (bool, int, float)):
+        raise InputError(
+            f"state {kind!r} of {name} is a {type(value).__name__}, which cannot be saved; states are tensors and "
+            "numbers"
+        )
+    return value
 
 
 def _count(value: Any, name: str) -> int:
@@ -236,7 +301,7 @@ class MovedStates(SavedStates):
     def _tensors(self, name: str) -> dict[str, StateTensor]:
         if name not in self._found and name in self._left:
             for each in self._left[name][0].tensors():
-                self._found.setdefault(each.segment.name, {})[each.kind] = each
+                self._found.setdefault(each.name, {})[each.kind] = each
         return self._found.get(name, {})
 
     def kinds(self, name: str) -> Collection[str]:
@@ -266,7 +331,7 @@ class MovedStates(SavedStates):
         """See `SavedStates`."""
         each = self._tensors(name)[kind]
         values = each.tensor if each.tensor.dtype == out.dtype else self._left[name][0].wide(each)
-        first = start - each.segment.first // each.width
+        first = start - each.first
         out.copy_(each.in_chunk(values)[first : first + out.numel()])
 
     def held(self, kind: str, name: str) -> torch.Tensor | None:

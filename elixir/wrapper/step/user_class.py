@@ -53,6 +53,7 @@ class UserOptimizer:
         moving: frozenset[str] = frozenset(),
     ) -> None:
         self.given = given
+        self._shared: torch.optim.Optimizer | None = None  # steps all shards on the device in one call
         self._groups, self._engine = groups, engine
         self._moving = moving
         self._moved: dict[tuple[int, str], dict[str, Any]] = {}
@@ -222,14 +223,26 @@ class UserOptimizer:
                 decoupled=isinstance(self.given, torch.optim.AdamW),
                 moments=self._engine.plan.moments,
                 number=self.number,
-                region=None if chunk.stored is None else chunk.stored.region,
+                extent=chunk.stored,
                 weights=weights,
             )
-        on_host = chunk.plan.state_home == "host"
-        made = ClassStates(self, master, segments, weights=weights, extent=chunk.stored, on_host=on_host)
-        if empty:
-            made.optimizer.state.clear()  # those of all chunks would be in memory until then
+        on_host, shared = chunk.plan.state_home == "host", None
+        if chunk.plan.update_home == "device" and self._shares_calls:
+            shared = self._shared = self._shared or self.over([])
+        made = ClassStates(self, master, segments, weights=weights, extent=chunk.stored, on_host=on_host, shared=shared)
+        for segment in segments if empty else ():
+            made.optimizer.state.pop(segment.weights, None)  # those of all chunks would be in memory until then
         return made
+
+    @property
+    def _shares_calls(self) -> bool:
+        """Whether its class steps any number of tensors by one kernel and needs no memory for that."""
+        adam = type(self.given) in (torch.optim.Adam, torch.optim.AdamW)
+        return adam and all(group.get("fused") for group in self._groups())
+
+    def forget_shared(self) -> None:
+        """The shards that share an optimizer have left their states to others."""
+        self._shared = None
 
 
 def _fuses(fused_kernels: bool, moments: str) -> bool:

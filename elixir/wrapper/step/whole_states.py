@@ -15,8 +15,8 @@ from elixir.errors import InputError, InputTypeError
 from elixir.memory_order import Order, is_dense, order_of
 from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
 from elixir.wrapper.step.class_states import wide_dtype
+from elixir.wrapper.step.shard import Shard
 from elixir.wrapper.step.states import ADAM_KINDS, SavedStates, SmallStates, small_states
 from elixir.wrapper.step.stepper import Stepper
 from elixir.wrapper.step.user_class import take_options
@@ -36,12 +36,12 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
     numbers = {name: number for number, name in enumerate(ordered)}
     found = _agreed_kinds(engine, stepper)
     state: dict[int, dict[str, Any]] = {numbers[name]: _plain(each) for name, each in found.small.items()}
-    for index, part in stepper.parts.items():
-        kinds = found.of_chunk.get(index, {})
-        with part.chunk.at_hand():
+    for shard in stepper.shards:
+        kinds = found.of_chunk.get(shard.chunk.index, {})
+        with shard.chunk.at_hand():
             for kind in sorted(kinds):
-                whole = _gathered(engine, part, kind, getattr(torch, kinds[kind]))
-                for slot in part.chunk.slots if wanted else ():
+                whole = _gathered(engine, shard, kind, getattr(torch, kinds[kind]))
+                for slot in shard.chunk.slots if wanted else ():
                     if kind in found.of_parameter.get(slot.name, ()):
                         value = slot.part_of(whole).to("cpu", copy=True)
                         state.setdefault(numbers[slot.name], {})[kind] = value
@@ -82,13 +82,13 @@ class _Kinds:
 
 def _agreed_kinds(engine: Engine, stepper: Stepper) -> _Kinds:
     mine, all_ranks = _Kinds(), _Kinds()
-    for index, part in stepper.parts.items():
-        mine.small |= small_states(part.states)
-        for each in part.states.tensors():
+    for shard in stepper.shards:
+        mine.small |= small_states(shard.states)
+        for each in shard.states.tensors():
             if each.width == 1:  # scales are part of what their codes mean
                 dtype = wide_dtype(each.tensor.dtype) if each.keeps_dtype else torch.float32
-                mine.of_chunk.setdefault(index, {})[each.kind] = dtype_name(dtype)
-                mine.of_parameter.setdefault(each.segment.name, set()).add(each.kind)
+                mine.of_chunk.setdefault(shard.chunk.index, {})[each.kind] = dtype_name(dtype)
+                mine.of_parameter.setdefault(each.name, set()).add(each.kind)
     answers = engine.exchange("optimizer states", (mine, engine.errors.of_disk))
     engine.errors.agree([lost for _, lost in answers])
     for theirs, _ in answers:
@@ -122,11 +122,11 @@ def load_whole_states(
     for rank, answer in enumerate(answers):
         if answer is not None:
             raise InputError(f"rank {rank}: {answer}")
-    for part in stepper.parts.values():
-        part.chunk.about_to_write()
+    for shard in stepper.shards:
+        shard.chunk.about_to_write()
         if source is not None:
-            with part.chunk.at_hand(write=True):
-                part.load(source)
+            with shard.chunk.at_hand(write=True):
+                shard.load(source)
     for group, loaded in zip(groups, options, strict=True):
         take_options(group, loaded)
 
@@ -225,18 +225,18 @@ def _check_state(slot: Slot, state: Mapping[str, Any], *, needs_adam: bool) -> N
         )
 
 
-def _gathered(engine: Engine, part: ChunkOptimizer, kind: str, dtype: torch.dtype) -> torch.Tensor:
+def _gathered(engine: Engine, shard: Shard, kind: str, dtype: torch.dtype) -> torch.Tensor:
     """One state of all parameters of a chunk, as they lie in the chunk; zeros if it has none."""
-    chunk: Chunk = part.chunk
-    shard = torch.zeros(chunk.shard_numel, dtype=dtype, device=engine.device)
-    for each in part.states.tensors():
+    chunk: Chunk = shard.chunk
+    mine = torch.zeros(chunk.shard_numel, dtype=dtype, device=engine.device)
+    for each in shard.states.tensors():
         if each.kind == kind:
-            shard[each.segment.part].copy_(each.in_chunk(part.states.wide(each)))
+            mine[each.held.part].copy_(each.in_chunk(shard.states.wide(each)))
     if engine.group.size == 1:
-        return shard
+        return mine
     whole = torch.empty(chunk.plan.numel, dtype=dtype, device=engine.device)
     gather = partial(
-        engine.group.gather, whole.view(torch.uint8), shard.view(torch.uint8), f"states of chunk {chunk.index}"
+        engine.group.gather, whole.view(torch.uint8), mine.view(torch.uint8), f"states of chunk {chunk.index}"
     )
     engine.lanes.network.submit(gather).synchronize()  # this thread reads `whole` next
     return whole

@@ -16,7 +16,7 @@ from elixir.checkpoint_format import open_checkpoint
 from elixir.errors import CheckpointError, DiskError, StepError
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.options import Debug
-from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
+from elixir.wrapper.step.shard import Shard
 from tests.common.early import all_speculating, attempts, backward_watched, chain, early_fails, rehomed
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.on_disk import on_disk
@@ -92,7 +92,7 @@ def failed_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     with Run(it, plan, two_groups()) as run:
         run.train(2)
         run.module.settle()
-        monkeypatch.setattr(ChunkOptimizer, "step", Failing(ChunkOptimizer.step, RuntimeError("once")))
+        monkeypatch.setattr(Shard, "step", Failing(Shard.step, RuntimeError("once")))
         run.step()
         yield run
 
@@ -155,8 +155,8 @@ def test_a_step_that_fails_leaves_those_of_other_chunks_alone(monkeypatch: pytes
     with Run(it, plan, two_groups()) as run:
         run.train(2)
         run.module.settle()
-        failing = Failing(ChunkOptimizer.step, RuntimeError("once"))
-        monkeypatch.setattr(ChunkOptimizer, "step", failing)
+        failing = Failing(Shard.step, RuntimeError("once"))
+        monkeypatch.setattr(Shard, "step", failing)
         run.step()
         with pytest.raises(StepError, match="once"):
             run.module.settle()

@@ -18,7 +18,7 @@ from elixir.kernels import HybridAdam
 from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.step.chunk_optimizer import ChunkOptimizer
+from elixir.wrapper.step.shard import Shard
 from tests.common.on_disk import in_memory, on_disk
 from tests.common.parity import Case, Pair, case, make_plan, square_loss
 from tests.unit.runtime.test_states_on_disk import assert_same
@@ -254,15 +254,15 @@ def test_states_that_are_loaded_go_to_the_window_at_once(tmp_path: Path, monkeyp
         saved, count = first.optimizer.state_dict(), len(plan.chunks)
     seen: list[bool] = []
 
-    def look(part: ChunkOptimizer, states: Any) -> Any:
+    def look(part: Shard, states: Any) -> Any:
         notes = load(part, states)
         window = {b.memory.untyped_storage().data_ptr() for b in pair.engine.host_buffers.of(WINDOW)}
         loaded = [tensor for _, tensor, _ in part.states.memory()]
         seen.append(bool(loaded) and all(v.untyped_storage().data_ptr() in window for v in loaded))
         return notes
 
-    load = ChunkOptimizer.load
-    monkeypatch.setattr(ChunkOptimizer, "load", look)
+    load = Shard.load
+    monkeypatch.setattr(Shard, "load", look)
     with Pair(
         case("gpt2", layers=1), plan, optimizer=lambda model: centered(model.parameters()), disk_folder=tmp_path
     ) as pair:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from elixir.wrapper.step.forecast import LONGEST_PAUSE_STEPS, REFUSALS, Forecast
+from elixir.wrapper.step.early_updates import LONGEST_PAUSE_STEPS, REFUSALS, Forecast
 
 
 def stepped(forecast: Forecast, *, clipped: bool = False, made: int = 1, kept: int | None = None) -> None:

@@ -25,7 +25,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/sma
 
 def moments_of(optimizer: ElixirOptimizer) -> Iterator[torch.Tensor]:
     """States of every chunk that the host steps."""
-    for part in engine_of(optimizer.module).steppers[0].parts.values():
+    for part in engine_of(optimizer.module).steppers[0].shards:
         if part.chunk.plan.state_home != "host":
             continue
         yield from (tensor for _, tensor, _ in part.states.memory())

@@ -230,7 +230,7 @@ class Contiguous(Lion):
 
 
 def averages(run: Run) -> dict[nn.Parameter, torch.Tensor]:
-    found = [(part, each) for part in stepper_of(run.optimizer).parts.values() for each in part.segments]
+    found = [(part, each) for part in stepper_of(run.optimizer).shards for each in part.segments]
     return {each.source: part.states.state_of(each)["exp_avg"] for part, each in found}
 
 

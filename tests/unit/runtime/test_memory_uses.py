@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elixir.chunk.lanes import ThreadLane
-from elixir.chunk.memory_uses import MemoryUses
+from elixir.chunk.lanes import MemoryUses, ThreadLane
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def trained(make: Any, mode: str, *, init_step: bool, dtype: torch.dtype | None)
     model = ElixirModule(copy.deepcopy(it.model), plan, device=gpu.DEVICE)
     before = copy.deepcopy(model.state_dict())
     optimizer = ElixirOptimizer(model, make(model.parameters()), init_step=init_step)
-    parts = stepper_of(optimizer).parts.values()
+    parts = list(stepper_of(optimizer).shards)
     if init_step:
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
         for part in parts:

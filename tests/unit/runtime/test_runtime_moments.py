@@ -142,7 +142,7 @@ def test_homes_change_no_bit_nor_does_moving_between_them(kind: str, family: str
         moved.train(2)
         moved.module.rehome(with_homes(plan, mode))
     ends.append(moved.weights())
-    assert all(isinstance(part.states, FusedStates) for part in engine_of(moved.module).steppers[0].parts.values())
+    assert all(isinstance(part.states, FusedStates) for part in engine_of(moved.module).steppers[0].shards)
     moved.module.close()
     assert all(same(ends[0], end) for end in ends[1:])
 
@@ -197,11 +197,11 @@ def test_other_kinds_of_moments_are_read_in_float32_on_the_way(kind: str) -> Non
     run.train(5)
     run.module.settle()
     before = {}
-    for part in engine_of(run.module).steppers[0].parts.values():
+    for part in engine_of(run.module).steppers[0].shards:
         for segment in part.segments:
             before[segment.name] = part.states.state_of(segment)["exp_avg"].flatten().clone()
     run.module.rehome(low)
-    for part in engine_of(run.module).steppers[0].parts.values():
+    for part in engine_of(run.module).steppers[0].shards:
         assert isinstance(part.states, FusedStates)
         for segment in part.segments:
             avg, _ = read_moments(part.states.moments, segment.weights.numel(), segment.start)

@@ -15,7 +15,7 @@ from torch import nn
 from elixir.errors import InputError, InputTypeError
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.step import check_elementwise, stepper
+from elixir.wrapper.step import check_elementwise, shards
 from tests.common import gpu
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan, square_loss
 
@@ -288,7 +288,7 @@ def test_thawing_needs_another_plan() -> None:
 def test_a_slow_class_on_the_host_is_said(
     options: dict[str, Any], told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stepper, "_SLOW_NUMEL", 1)
+    monkeypatch.setattr(shards, "_SLOW_NUMEL", 1)
     it = case("opt", layers=1)
     with Pair(it, make_plan(it, "streamed"), optimizer=lambda m: torch.optim.AdamW(m.parameters(), **options)):
         assert ("as long as with fused=True" in caplog.text) == told

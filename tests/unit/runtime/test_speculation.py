@@ -22,7 +22,8 @@ from elixir.kernels.adam import ONE_PASS, absent_kernels, when_compiled
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.step import class_states, speculation
+from elixir.wrapper.step import class_states
+from elixir.wrapper.step.early_updates import EarlyUpdates
 from tests.common import gpu
 from tests.common.debug import debugged
 from tests.common.early import (
@@ -53,9 +54,9 @@ def chain_plan(it: Case, homes: str = "streamed", **options: Any) -> Any:
     return speculating(it, homes, split_number=len(it.model.layers), **options)  # type: ignore[arg-type]
 
 
-def spec(pair: Pair) -> speculation.Speculation:
+def spec(pair: Pair) -> EarlyUpdates:
     (stepper,) = pair.engine.steppers
-    found: speculation.Speculation = stepper.speculation  # type: ignore[attr-defined]
+    found: EarlyUpdates = stepper.early  # type: ignore[attr-defined]
     return found
 
 
@@ -463,7 +464,7 @@ def steps(it: Case, plan: Any, norms: list[float], running: dict[str, Any], make
         optimizer.max_norm = norm
         optimizer.backward(it.loss(module, it.inp))
         optimizer.step()
-        kept.append(engine_of(module).steppers[0].speculation.kept)  # type: ignore[attr-defined]
+        kept.append(engine_of(module).steppers[0].early.kept)  # type: ignore[attr-defined]
         optimizer.zero_grad()
     state = module.state_dict(), optimizer.state_dict()["state"]
     module.close()
@@ -586,13 +587,13 @@ def test_memory_of_old_states_is_poisoned_once_new_ones_are_kept(homes: str) -> 
     with Pair(it, chain_plan(it, homes), max_norm=1e9) as pair:
         pair.train(1)
         (stepper,) = pair.engine.steppers
-        old = {index: part.states.master for index, part in stepper.parts.items()}  # type: ignore[attr-defined]
+        old = {part.chunk.index: part.states.master for part in stepper.shards}  # type: ignore[attr-defined]
         pair.backward()
         begun = attempts(pair.module)
         pair.step()
         settled(pair)
         assert begun
         assert all(old[index].isnan().all() for index in begun)
-        assert not any(part.states.master.isnan().any() for part in stepper.parts.values())  # type: ignore[attr-defined]
+        assert not any(part.states.master.isnan().any() for part in stepper.shards)  # type: ignore[attr-defined]
         pair.train(1)
         pair.assert_same_weights()

@@ -106,9 +106,7 @@ def test_a_buffer_is_not_written_to_before_its_weights_have_left() -> None:
     lanes = engine_of(module).lanes
     with held(lanes.refresh):
         optimizer.step()
-        second = [
-            part.chunk for part in engine_of(module).steppers[0].parts.values() if part.chunk.plan.returns_rounded
-        ][1]
+        second = [part.chunk for part in engine_of(module).steppers[0].shards if part.chunk.plan.returns_rounded][1]
         idle = lanes.host_adam.submit(lambda: None)
         assert not idle.done()
         stepped = [ticket for stage in engine_of(module).host_buffers.of(STAGING) for ticket in stage.uses.to_write()]

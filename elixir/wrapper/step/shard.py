@@ -1,0 +1,433 @@
+"""`Shard`: all that one optimizer has of one chunk on this rank, and the only ways from one state of it to the next."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Container, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from elixir.chunk.chunk import Chunk, Slot
+from elixir.chunk.disk import MASTERS
+from elixir.chunk.gradients import ChunkGradient
+from elixir.chunk.lanes import MemoryUses
+from elixir.errors import StateError
+from elixir.memory_order import shaped
+from elixir.wrapper.engine import Engine
+from elixir.wrapper.step.early import EarlyUpdate, Inputs, second_set
+from elixir.wrapper.step.segments import Arrived, Segment, cut_segments
+from elixir.wrapper.step.states import BY_CLASS, SavedStates, States
+from elixir.wrapper.step.user_class import UserOptimizer
+
+
+class ShardState(enum.Enum):
+    """Who holds the states of a shard.
+
+    Whether the work on them is over says `Chunk.home_uses`, and whether those on a disk are in memory says
+    `Chunk.stored`: neither is known to this thread without waiting.
+    """
+
+    AWAITED = "awaited"
+    """The shard is new under this plan, and the states that it had under the one before come next: what a class makes
+    by itself meanwhile is not kept."""
+    STEADY = "steady"
+    """`states` are those after the last update that was submitted, once its work is over."""
+    EARLY = "early"
+    """As `STEADY`; and an early update makes new states of them in `second`, which nobody else looks at."""
+    LEFT = "left"
+    """The states have left for another shard of the chunk."""
+
+
+_NEXT = {
+    ShardState.AWAITED: (ShardState.STEADY, ShardState.LEFT),
+    ShardState.STEADY: (ShardState.EARLY, ShardState.STEADY, ShardState.LEFT),
+    ShardState.EARLY: (ShardState.STEADY,),
+    ShardState.LEFT: (),
+}
+
+
+class ShardGradients:
+    """The gradients of one shard: autograd's own, or what the runtime has brought to the home of the states.
+
+    Args:
+        chunk: of the shard.
+        brought: what the runtime brings; None where the gradients stay with autograd.
+        slots: the parameters that the optimizer steps.
+    """
+
+    def __init__(self, chunk: Chunk, brought: ChunkGradient | None, slots: Sequence[Slot]) -> None:
+        self._chunk, self._brought = chunk, brought
+        self._empty = [slot for slot in slots if not slot.numel]
+        self.uses = MemoryUses() if brought is None else brought.uses
+        """Who uses the gradients at their home; nobody where they are autograd's own."""
+
+    @property
+    def are_brought(self) -> bool:
+        """Whether they lie at the home of the states, and not with autograd."""
+        return self._brought is not None
+
+    @property
+    def whole(self) -> torch.Tensor | None:
+        """The gradients of the whole shard, if they lie in one tensor."""
+        return None if self._brought is None else self._brought.memory
+
+    @property
+    def changes(self) -> int:
+        """How often they have become others."""
+        return 0 if self._brought is None else self._brought.changes
+
+    def of(self, segments: Sequence[Segment], used: Collection[str]) -> Arrived:
+        """The segments that got a gradient, with it, flat.
+
+        Args:
+            segments: those in question.
+            used: where gradients are brought, the parameters that got one on any rank.
+        """
+        if self._brought is not None:
+            memory = self._brought.memory
+            return [(segment, memory[segment.part]) for segment in segments if segment.name in used]
+        found = []
+        for segment in segments:
+            gradient, slot = segment.source.grad, segment.slot
+            if gradient is not None:
+                flat = slot.flattened(gradient)
+                if flat.data_ptr() != gradient.data_ptr():  # set by hand; clipping writes to what is returned here
+                    segment.source.grad = shaped(flat, slot.shape, slot.order)
+                found.append((segment, flat))
+        return found
+
+    def empty_with_gradient(self, used: Collection[str]) -> list[nn.Parameter]:
+        """The parameters without elements that got a gradient, which nobody steps; `used` as in `of`."""
+        return [
+            slot.parameter
+            for slot in self._empty
+            if (slot.parameter.grad is not None if self._brought is None else slot.name in used)
+        ]
+
+    def with_norms(self, arrived: Arrived) -> list[tuple[tuple[Segment, torch.Tensor], torch.Tensor | None]]:
+        """Each gradient with its norm, where that was summed on the way; compute and this thread may read what this
+        gives.
+
+        Where it was not, the gradient itself is waited for.
+        """
+        norms = None if self._brought is None else self._brought.norms
+        if norms is not None:
+            norms.wait()  # the lane that sums them writes their values
+            return [(item, norms.of(item[0].place)) for item in arrived]
+        # The step before may still multiply it in place, where no zero_grad() came in between.
+        for ticket in self.uses.to_read():
+            ticket.wait()  # compute reads the shard of gradients, which the ticket's work writes
+            if self._chunk.plan.update_home == "host":
+                ticket.synchronize()  # it is read by this thread
+        return [(item, None) for item in arrived]
+
+    def forget_norms(self) -> None:
+        """The gradients are not what they were when their norms were summed."""
+        if self._brought is not None:
+            self._brought.norms = None
+
+
+class WrittenWeights:
+    """The writes to the weights of one shard.
+
+    Resident weights may be written to, ordinary ones by anyone, others by their own forward.
+
+    Args:
+        chunk: of the shard.
+        segments: its parts.
+        elsewhere: the parameters of which other ranks may step parts.
+    """
+
+    def __init__(self, chunk: Chunk, segments: Sequence[Segment], elsewhere: Container[nn.Parameter]) -> None:
+        self._chunk, self._elsewhere = chunk, elsewhere
+        self._slots = [segment.slot for segment in segments]
+        self._seen = {segment.name: segment.version for segment in segments}  # versions of the parameters
+        self._data_writes = chunk.data_writes
+
+    def by_step(self, arrived: Arrived, used: Collection[str]) -> None:
+        """A step has written to weights; autograd learns that a backward over those of before would be wrong.
+
+        Args:
+            arrived: what this rank steps.
+            used: the parameters that got a gradient on any rank.
+        """
+        mine = {segment.name: segment for segment, _ in arrived}
+        for slot in self._chunk.slots:
+            segment = mine.get(slot.name)
+            if segment is not None:
+                if segment.weights is not segment.source:  # else the step itself has
+                    torch.autograd.graph.increment_version(slot.parameter)
+                self._seen[slot.name] = slot.parameter._version
+            elif slot.name in used and slot.parameter in self._elsewhere:
+                torch.autograd.graph.increment_version(slot.parameter)
+
+    @property
+    def are_there(self) -> bool:
+        """Whether resident weights were written to since the last step."""
+        if self._chunk.whole is None:
+            return False
+        written = self._chunk.data_writes != self._data_writes
+        return written or any(slot.parameter._version != self._seen[slot.name] for slot in self._slots)
+
+    def follow(self) -> None:
+        """Copies what was written to the masters."""
+        if not self.are_there:
+            return
+        # Another optimizer over this chunk may have stepped it: its lane writes masters, then brings the new weights.
+        self._chunk.synchronize_weights()
+        self._chunk.follow_writes()
+        # Also of what is never stepped, or masters would follow in each step.
+        self._seen = {slot.name: slot.parameter._version for slot in self._slots}
+        self._data_writes = self._chunk.data_writes
+
+
+class Shard:
+    """One optimizer's part of one chunk. Make it while masters and states are at hand (`Chunk.at_hand`).
+
+    Args:
+        engine: of the chunk.
+        user: the optimizer whose class or rule steps it.
+        chunk: is stepped.
+    """
+
+    def __init__(self, engine: Engine, user: UserOptimizer, chunk: Chunk) -> None:
+        self._engine, self._user, self.chunk = engine, user, chunk
+        brought = engine.gradients.by_chunk.get(chunk.index)
+        self.gradients = ShardGradients(chunk, brought, [s for s in chunk.slots if s.parameter in user.group_of])
+        self._separate = chunk.masters is not None
+        chunk.follow_writes()  # between wrapping and now
+        master = chunk.shard_weights if chunk.masters is None else chunk.masters
+        # Moments in fewer bits are stepped by one function wherever gradients are, float32 ones where they lie
+        # together.
+        gathered = brought is not None or engine.plan.moments != "float32"
+        fuses = user.fuses and gathered and master.dtype == torch.float32
+        ordinary = not self._separate and not fuses and engine.is_ordinary(chunk)
+        segments = cut_segments(chunk, master, user.group_of, ordinary=ordinary)
+        self.state = ShardState.AWAITED if chunk.index in engine.leaving else ShardState.STEADY
+        weights = chunk.shard if self._separate and chunk.plan.weight_home == "host" else None
+        empty = self.state is ShardState.AWAITED
+        self.states: States = user.states_over(chunk, master, segments, weights=weights, fuses=fuses, empty=empty)
+        """Those of now."""
+        self.second: States | None = None
+        """Takes the states of early updates; made when there are states to copy."""
+        self._early: EarlyUpdate | None = None
+        self._counted_states = chunk.stored is not None  # they are part of an extent, which is
+        self._counted_bytes = 0
+        self.writes = WrittenWeights(chunk, segments, user.group_of if self.gradients.are_brought else ())
+        copied = {segment.place for segment in segments if segment.weights is not segment.source}
+        self.copied = [chunk.slots[place] for place in sorted(copied)]
+        """The parameters that are not stepped themselves, so that they have to lie where their chunk does."""
+        self.stow()
+
+    def to(self, state: ShardState) -> None:
+        """Changes the state.
+
+        Raises:
+            StateError: the change is not allowed.
+        """
+        if state not in _NEXT[self.state]:
+            chunk = self.chunk
+            raise StateError(
+                f"rank {chunk.rank}: the shard of chunk {chunk.index} ({chunk.slots[0].name}, ...) cannot go from "
+                f"'{self.state.value}' to '{state.value}'"
+            )
+        self.state = state
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The parts of the shard that are stepped."""
+        return self.states.segments
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether it has states of a step, rather than none or those made ahead of the first."""
+        return any(self.states.begun(segment) for segment in self.segments)
+
+    @property
+    def has_all_states(self) -> bool:
+        """Whether every segment has states of a step, and no step makes others."""
+        return self.states.is_known and all(self.states.begun(segment) for segment in self.segments)
+
+    @property
+    def rests_without_gradients(self) -> bool:
+        """Whether a step without gradients does nothing."""
+        return self.states.is_known or not self.segments
+
+    @property
+    def follows_torch(self) -> bool:
+        """Whether autograd's own gradients are stepped by the user's class: all on the device, and nothing waits for
+        it."""
+        return not self.gradients.are_brought and self.states.by_torch
+
+    def make_states(self) -> bool:
+        """Makes the moments now, all zero, and counts of 0: the state in which the first step would find them.
+
+        False for a class that makes its states itself.
+        """
+        made = self.states.make()
+        if made and self.segments:
+            self.count_states()
+        return made
+
+    def stow(self) -> None:
+        """Where masters and states live on a disk, has all that there are by now lie in the chunk's extent.
+
+        The one place in which what an optimizer has made itself gets its part of the extent; tensors that are there
+        already only stay.
+        """
+        stored = self.chunk.stored
+        if stored is None:
+            return
+        stored.forget(self)
+        for segment in self.segments:
+            stored.show(self, segment.weights, MASTERS, segment.start)
+        for region, tensor, start in () if self.state is ShardState.AWAITED else self.states.memory():
+            if region is not None:
+                if not stored.has(region):
+                    stored.region(region, self.chunk.shard_numel, tensor.dtype)
+                stored.keep(self, tensor, region, start)
+
+    def leave(self) -> dict[str, tuple[States, Segment]]:
+        """The states and the segment by parameter, for `MovedStates`; nothing here holds them, or the weights, any
+        more."""
+        self.end_early(None)
+        self.to(ShardState.LEFT)
+        states, self.second = self.states, None
+        states.let_go()
+        del self.states
+        return {segment.name: (states, segment) for segment in states.segments if states.begun(segment)}
+
+    def load(self, saved: SavedStates) -> set[str]:
+        """Goes on from other states; notes on what is not exact.
+
+        Nothing else may read or step the chunk meanwhile, and it is at hand (`Chunk.at_hand`).
+        """
+        self.end_early(None)
+        notes = self.states.load(saved)
+        self.to(ShardState.STEADY)
+        self.stow()
+        if self.segments and len(self.states.lacking()) < len(self.segments):
+            self.count_states()
+        return notes
+
+    def count_states(self) -> None:
+        """Counts the memory of the states, as far as steps have made it."""
+        if self._counted_states:
+            return
+        self._counted_states = not self.states.lacking()  # a gradient may come to others later
+        nbytes = self.states.nbytes
+        self._engine.arena.count(nbytes - self._counted_bytes, self.chunk.plan.update_home, "optimizer_states")
+        self._counted_bytes = nbytes
+
+    def inputs(
+        self, used: Collection[str], factor: float | torch.Tensor, options: list[dict[str, object]], *, in_place: bool
+    ) -> Inputs:
+        """The inputs of an update of now; later other parameters may have gradients. Arguments as of `Inputs`."""
+        arrived = self.gradients.of(self.segments, used)
+        writes, changes = self.chunk.writes, self.gradients.changes
+        return Inputs(arrived, self.gradients.whole, factor, options, writes, changes, in_place)
+
+    def step(self, states: States, inputs: Inputs, staged: torch.Tensor | None = None) -> None:
+        """Steps in place; `writing` comes next.
+
+        Args:
+            states: those of when the step was submitted.
+            inputs: what the step is made of.
+            staged: takes the shard's new weights in their dtype, on their way to another memory.
+        """
+        arrived, factor = inputs.arrived, inputs.multiplied(states.master.dtype)
+        states.set_options(inputs.options)
+        out = staged
+        if self._writes_itself:
+            out = self.chunk.shard_weights if states.weights is None else states.weights
+        forms = states.step(arrived, inputs.gradients, factor, out)
+        if BY_CLASS in forms:
+            if out is not None:
+                self._copy(arrived, states.master, out)
+            self.stow()  # the first step of some classes makes states
+        if self.chunk.plan.update_home == "host":
+            self._engine.host_forms.extend(forms)
+        self.count_states()
+
+    def rewrite(self, method: str, options: list[dict[str, object]]) -> None:
+        """Rewrites the weights by a method of the user's class, such as schedule-free's ``eval``, and shows them.
+
+        Nothing else may read or step the chunk meanwhile.
+
+        Args:
+            method: of the class.
+            options: hyperparameters by group.
+        """
+        self.writes.follow()
+        self.chunk.about_to_write()
+        with self.chunk.at_hand(write=True):
+            self.states.set_options(options)
+            self.states.call(method)
+            arrived = [(segment, segment.weights.detach()) for segment in self.segments]
+            if self._separate:
+                self._copy(arrived, self.states.master, self.chunk.shard_weights)
+        self.writes.by_step(arrived, {slot.name for slot in self.chunk.slots})
+
+    @property
+    def _writes_itself(self) -> bool:
+        """Whether the step writes the weights: they are where their masters are, and it may do so in the same pass."""
+        plan = self.chunk.plan
+        able = plan.update_home == "host" or not self.states.by_torch
+        return able and self._separate and plan.weight_home == plan.update_home
+
+    def writing(self, arrived: Arrived, rounded: torch.Tensor | None = None) -> Callable[[], None]:
+        """Work that copies new weights to where they live, in their dtype, from and to the memory of now: from
+        `rounded`, which has that dtype, or else from the masters."""
+        if not self._separate or self._writes_itself:
+            return lambda: None
+        return partial(
+            self._copy, arrived, self.states.master if rounded is None else rounded, self.chunk.shard_weights
+        )
+
+    def _copy(self, arrived: Arrived, source: torch.Tensor, target: torch.Tensor) -> None:
+        """New weights of a whole shard; nobody writes to `source` before they are there."""
+        asynchronous = target.is_cuda and target.dtype == source.dtype
+        if len(arrived) == len(self.chunk.slots):
+            target.copy_(source, non_blocking=asynchronous)
+            return
+        for segment, _ in arrived:  # the others may be another optimizer's
+            target[segment.part].copy_(source[segment.part], non_blocking=asynchronous)
+
+    def make_second(self) -> bool:
+        """Whether there is a second set of states by now. It cannot be made while there are none to copy, nor where not
+        all of the shard is stepped by this optimizer."""
+        chunk = self.chunk
+        whole = bool(chunk.held) and len(chunk.held) == len(self.segments)
+        if self.second is None and whole and self.states.can_copy:
+            self.second = second_set(chunk, self.states, self._engine.arena, self._user.group_of)
+        return self.second is not None
+
+    def begin_early(self, inputs: Inputs) -> EarlyUpdate:
+        """An early update, which is the caller's to submit; after `make_second`."""
+        if self.second is None:
+            raise StateError(f"rank {self.chunk.rank}: chunk {self.chunk.index} has no second set of states")
+        self.to(ShardState.EARLY)
+        # The gradients arrive. The step before writes the old states, or brings weights out of the memory that the new
+        # ones take; the fetch before may read that memory as well.
+        after = [*self.gradients.uses.to_read(), *self.chunk.home_uses.to_write()]
+        self._early = EarlyUpdate(inputs, self.states, self.second, after)
+        return self._early
+
+    def end_early(self, inputs: Inputs | None) -> EarlyUpdate | None:
+        """Ends an early update, if one has begun: keeps its states if a step with `inputs` would make the same, and
+        discards them otherwise. The update that was kept."""
+        early, self._early = self._early, None
+        if early is None or self.second is None:
+            return None
+        self.to(ShardState.STEADY)
+        if inputs is None or not early.inputs.give_the_same(inputs) or not early.keep():
+            early.discard()
+            return None
+        old, self.states = self.states, self.second
+        self.second, shown = old, early.rounded
+        if old.weights is None:  # rounded weights on their way to a device come out of the same memory in each step
+            old.weights, self.states.weights, shown = shown, None, None
+        self.chunk.exchange_state(self.states.master, shown)
+        return early

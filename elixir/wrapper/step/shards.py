@@ -1,0 +1,144 @@
+"""`Shards`: the shards of one optimizer, in the order in which the next forward asks for their chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import torch
+
+from elixir.chunk.disk import StoredStates
+from elixir.errors import InputError
+from elixir.wrapper.engine import Engine
+from elixir.wrapper.step.segments import Segment
+from elixir.wrapper.step.shard import Shard
+from elixir.wrapper.step.states import MovedStates, States
+from elixir.wrapper.step.user_class import UserOptimizer
+
+logger = logging.getLogger(__name__)
+
+_SLOW_NUMEL = 10**7
+"""Weights whose steps by torch's Adams without ``fused=True`` are worth a word: some 30 ms on one core."""
+
+
+class Shards:
+    """The shards of one optimizer.
+
+    Args:
+        engine: of the chunks.
+        user: the optimizer whose class or rule steps them.
+    """
+
+    def __init__(self, engine: Engine, user: UserOptimizer) -> None:
+        self._engine, self._user = engine, user
+        self._by_chunk: dict[int, Shard] = {}
+        self._moving: dict[str, tuple[States, Segment]] = {}  # states that have left, by parameter
+        self._left: list[tuple[StoredStates, Shard]] = []  # until others have taken over their states
+        self._refuse_parameters()
+
+    def __iter__(self) -> Iterator[Shard]:
+        return iter(self._by_chunk.values())
+
+    def __getitem__(self, index: int) -> Shard:
+        """The shard of the chunk with this number."""
+        return self._by_chunk[index]
+
+    def make(self) -> None:
+        """Makes all shards, with the states that the plan foresees."""
+        self._make_shards()
+        for shard in self:
+            self._make_states(shard)
+
+    def forget(self) -> None:
+        """Takes all shards off their chunks."""
+        for shard in self:
+            if shard.chunk.stored is not None:
+                shard.chunk.stored.forget(shard)
+        self._by_chunk.clear()
+
+    def make_states(self) -> None:
+        """Makes all optimizer states before the first step, wherever they live; a class that cannot is logged."""
+        made = [shard.make_states() for shard in self if shard.chunk.plan.state_home == "device"]
+        made += [self._make_states(shard) for shard in self]
+        if not all(made):
+            logger.info(
+                "init_step=True has no effect: %s makes its states in its first step", type(self._user.given).__name__
+            )
+
+    def leave(self) -> None:
+        """Takes the states of this rank's part of each parameter off the chunks; none is stepped until `arrive`."""
+        for shard in self:
+            # States that a shard was to take over, and could not, are still where they were.
+            self._moving = shard.leave() | self._moving
+            if shard.chunk.stored is not None:
+                self._left.append((shard.chunk.stored, shard))
+        self._user.forget_shared()
+        self._by_chunk.clear()
+
+    def arrive(self) -> None:
+        """Goes on from the states that have left, under the engine's plan of now; each is let go of when its chunk has
+        taken it."""
+        self._make_shards()
+        passes = {slot.name for _, shard in self._left for slot in shard.chunk.slots}
+        for shard in self:
+            leaving = self._engine.leaving.get(shard.chunk.index)
+            with contextlib.nullcontext() if leaving is None else leaving.at_hand(), shard.chunk.at_hand(write=True):
+                self._make_states(shard)
+                mine = {each.name: self._moving[each.name] for each in shard.segments if each.name in self._moving}
+                shard.load(MovedStates(mine, passes))
+            for segment in shard.segments:  # only now: they may have gone to a disk that fails
+                self._moving.pop(segment.name, None)
+        for stored, shard in self._left:
+            stored.forget(shard)
+        self._left.clear()
+
+    def _make_shards(self) -> None:
+        plan = self._engine.plan
+        first: dict[int, int] = {}
+        for position, use in enumerate(plan.order):
+            for index in use.chunks:
+                first.setdefault(index, position)
+        for chunk in sorted(self._engine.chunks, key=lambda each: (first.get(each.index, len(first)), each.index)):
+            if chunk.plan.trainable:
+                with chunk.at_hand(alone=self._user.begins_with_states):
+                    self._by_chunk[chunk.index] = Shard(self._engine, self._user, chunk)
+
+    def _make_states(self, shard: Shard) -> bool:
+        """Made by the threads that step them, so that they lie next to these; see `Shard.make_states`."""
+        made = [True]
+        if shard.chunk.stored is not None:
+            with shard.chunk.at_hand():
+                made.append(shard.make_states())
+                shard.stow()
+        elif shard.chunk.plan.state_home == "host":
+            # This thread may read or move the states next; and if they have no room, wrapping must raise.
+            self._engine.lanes.host_adam.submit(lambda: made.append(shard.make_states())).synchronize()
+        return made[-1]
+
+    def _refuse_parameters(self) -> None:
+        own = {slot.parameter for chunk in self._engine.chunks for slot in chunk.slots}
+        mine = set(self._user.group_of)
+        foreign = len(mine - own)
+        if foreign:
+            raise InputError(f"{foreign} parameters of the optimizer are not parameters of the module")
+        taken = sum(len(mine & other.parameters) for other in self._engine.steppers)
+        if taken:
+            raise InputError(
+                f"{taken} parameters of the optimizer have an ElixirOptimizer already, and would be stepped twice; "
+                "give each parameter to one, or close the module and wrap the model again"
+            )
+
+    def say_if_slow(self) -> None:
+        """torch's Adams take one pass over memory after the other on the host, unless they are told not to."""
+        numel = sum(shard.chunk.plan.numel for shard in self if shard.chunk.plan.update_home == "host")
+        kind, groups = type(self._user.given), self._user.given.param_groups
+        plain = kind in (torch.optim.Adam, torch.optim.AdamW) and not self._user.fuses
+        slow = plain and numel >= _SLOW_NUMEL and not all(group.get("fused") for group in groups)
+        if slow and self._engine.group.rank == 0:
+            logger.warning(
+                "the host steps %.0f M weights with %s, which takes some 3 times as long as with fused=True, or as "
+                "elixir.HybridAdam",
+                numel / 1e6,
+                kind.__name__,
+            )

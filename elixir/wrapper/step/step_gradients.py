@@ -1,0 +1,142 @@
+"""`StepGradients`: of which gradients the next step is made, on which all ranks agree, and how they were scaled."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+
+from elixir.errors import InputError
+from elixir.torch_private import DisableTorchFunctionSubclass
+from elixir.wrapper.engine import Engine
+from elixir.wrapper.step.shards import Shards
+from elixir.wrapper.step.user_class import UserOptimizer, refuse_differing
+
+logger = logging.getLogger(__name__)
+
+
+class StepGradients:
+    """The gradients of one optimizer's next step.
+
+    Args:
+        engine: of the chunks.
+        user: the optimizer.
+        shards: what it steps.
+    """
+
+    def __init__(self, engine: Engine, user: UserOptimizer, shards: Shards) -> None:
+        self._engine, self._user, self._shards = engine, user, shards
+        self._made_by: float | None = None  # the loss scale that the gradients there are were multiplied by
+        self._has_warned = False
+        self.are_mixed = False
+        """Whether they are sums over backwards of several loss scales."""
+        self.used: set[str] = set()
+        """The parameters that got a gradient on any rank, once ranks have agreed."""
+
+    @property
+    def scale(self) -> float:
+        """By which the gradients there are were multiplied."""
+        return self._engine.loss_scale.value if self._made_by is None else self._made_by
+
+    def scaled(self, by: float) -> None:
+        """The gradients that come now are multiplied by a loss scale, and are added to those there are."""
+        if self.are_mixed or self._made_by not in (None, by):
+            # Another optimizer's overflow has changed it since. What nobody holds was cleared one by one.
+            self.are_mixed = self._are_held()
+        self._made_by = by
+
+    def cleared(self, scale: float | None) -> None:
+        """No gradients are there; or, of this loss scale, zeros."""
+        self._made_by, self.are_mixed = scale, False
+
+    def _are_held(self) -> bool:
+        """Whether this rank has gradients of parameters that the optimizer steps."""
+        mine = [(shard.chunk, slot) for shard in self._shards for slot in shard.chunk.slots]
+        with DisableTorchFunctionSubclass():
+            return any(
+                self._engine.gradients.holds(chunk, slot.name) or slot.parameter.grad is not None
+                for chunk, slot in mine
+                if slot.parameter in self._user.group_of
+            )
+
+    def stepped_groups(self) -> set[int]:
+        """The groups with a gradient on any rank."""
+        with DisableTorchFunctionSubclass():
+            return {
+                self._user.group_of[slot.parameter]
+                for shard in self._shards
+                for slot in shard.chunk.slots
+                if slot.parameter in self._user.group_of and (slot.name in self.used or slot.parameter.grad is not None)
+            }
+
+    def refuse_unreduced(self, what: str) -> None:
+        """Refuses `what` where gradients are of this rank alone."""
+        if not self._engine.gradients.reducing and self._engine.plan.world_size > 1:
+            raise InputError(f"{what} inside no_sync() would use this rank's gradients alone; call it outside")
+
+    def refuse_unseen(self) -> None:
+        """Refuses gradients that plain PyTorch would step with, and that would be left out here without a word."""
+        with DisableTorchFunctionSubclass():
+            for chunk in self._engine.chunks:
+                if self._engine.is_ordinary(chunk) and chunk.plan.trainable:
+                    continue
+                for slot in chunk.slots:
+                    if slot.parameter.requires_grad and not chunk.plan.trainable:
+                        raise InputError(
+                            f"{slot.name} was frozen when the model was planned, and is not now; plan again"
+                        )
+                    if slot.parameter.grad is not None and chunk.plan.trainable:
+                        raise InputError(
+                            f"the gradient of {slot.name} was set by hand, but gradients are taken as backward makes "
+                            "them; change them in a hook (parameter.register_hook), or change the loss"
+                        )
+
+    def agree(self, clip_limit: float | None = None, *, stepping: bool = False) -> None:
+        """Finds the parameters that got a gradient on any rank, the same on all ranks.
+
+        Args:
+            clip_limit: to which the norm is clipped in the step.
+            stepping: a step comes next, which all ranks must make alike.
+
+        Raises:
+            InputError: gradients on any rank are without the loss scale, or ranks would step by different options; then
+                on all.
+            DiskError, RankError: states on a disk of this rank, or of another, are lost.
+        """
+        unscaled = stepping and self._are_unscaled()
+        names = [slot.name for shard in self._shards for slot in shard.chunk.slots]
+        used: set[str] = set()
+        for gradient in self._engine.gradients.by_chunk.values():
+            used |= gradient.arrived
+        if self._engine.group.size > 1:
+            mine = bytes([*(name in used for name in names), unscaled, self.are_mixed])
+            said = self._options_said(clip_limit) if stepping else {}
+            digest = zlib.crc32(repr(said).encode())
+            answers = self._engine.exchange("gradients used", (mine, self._engine.errors.of_disk, digest))
+            self._engine.errors.agree([lost for _, lost, _ in answers])
+            if len({theirs for *_, theirs in answers}) > 1:
+                refuse_differing(self._engine.exchange("options", said))
+            *found, unscaled, self.are_mixed = (
+                any(flags) for flags in zip(*(flags for flags, *_ in answers), strict=True)
+            )
+            used = {name for name, flag in zip(names, found, strict=True) if flag}
+            self._engine.gradients.hold(used)
+        if unscaled:
+            raise InputError(
+                f"step() divides float16 gradients by the loss scale, {self._engine.loss_scale.value:g}, but these "
+                "were made by loss.backward(); call optimizer.backward(loss), which multiplies by it"
+            )
+        self.used = used
+
+    def _options_said(self, clip_limit: float | None) -> dict[str, str]:
+        data_writes = sum(shard.chunk.data_writes for shard in self._shards)
+        said = self._user.said_to_ranks(clip_limit)
+        return said | {"the number of writes through .data of weights": str(data_writes)}
+
+    def _are_unscaled(self) -> bool:
+        """Whether this rank has gradients without the loss scale by which they would be divided."""
+        if self._engine.holds_gradients():
+            return self._engine.loss_scale.used and self._made_by is None
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("step() found no gradients on this rank: call optimizer.backward(loss) before it")
+        return False

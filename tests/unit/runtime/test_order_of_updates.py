@@ -1,0 +1,123 @@
+"""One step: what is submitted in which order, in how many calls, and the states that a shard goes through."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.errors import StateError
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.engine import engine_of
+from elixir.wrapper.optimizer import stepper_of
+from elixir.wrapper.step import stepper
+from elixir.wrapper.step.shard import Shard, ShardState
+from elixir.wrapper.step.stepper import Stepper
+from tests.common import gpu
+from tests.common.early import chain, speculating
+from tests.common.parity import Pair, case, make_plan, mixed
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    """torch's own Adam that steps any number of tensors by one kernel."""
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+def seen_updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shard, Any]]:
+    """The shards and inputs that `update` and `update_together` get from here on, in order."""
+    seen: list[tuple[Shard, Any]] = []
+    update, together = stepper.update, stepper.update_together
+
+    def one(engine: Any, shard: Shard, inputs: Any) -> bool:
+        seen.append((shard, inputs))
+        return update(engine, shard, inputs)
+
+    def several(shards: Any) -> None:
+        seen.extend(shards)
+        together(shards)
+
+    monkeypatch.setattr(stepper, "update", one)
+    monkeypatch.setattr(stepper, "update_together", several)
+    return seen
+
+
+def test_the_host_gets_its_updates_before_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("gpt2")
+    plan = mixed(make_plan(it, "streamed"))
+    with Pair(it, plan, max_norm=1e-2) as pair:
+        pair.train(1)
+        seen = seen_updates(monkeypatch)
+        pair.train(1)
+        pair.assert_same_weights()
+    homes = [shard.chunk.plan.update_home for shard, _ in seen]
+    assert set(homes) == {"host", "device"}
+    if gpu.DEVICE == "cpu":
+        assert homes == sorted(homes, reverse=True)
+        return
+    # What needs no number comes before this thread waits for the norm.
+    tensors = [isinstance(inputs.factor, torch.Tensor) for _, inputs in seen]
+    assert tensors == sorted(tensors, reverse=True)
+    assert tensors == [shard.follows_torch for shard, _ in seen]
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e-2])
+def test_one_call_steps_all_chunks_on_the_device(max_norm: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case("gpt2")
+    plan = make_plan(it, "resident")
+    assert len(plan.chunks) > 2
+    with Pair(it, plan, optimizer=lambda model: fused(model.parameters()), max_norm=max_norm) as pair:
+        calls: list[int] = []
+        step = torch.optim.AdamW.step
+
+        def counted(self: torch.optim.AdamW, closure: Any = None) -> Any:
+            if self is not pair.plain_optimizer:
+                calls.append(sum(len(group["params"]) for group in self.param_groups))
+            return step(self, closure)
+
+        monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+        pair.train(3)
+        pair.assert_same_weights()
+        assert calls == [len(list(it.model.parameters()))] * 3
+
+
+def test_shards_that_share_a_call_are_stepped_once_after_a_move() -> None:
+    it = case("gpt2")
+    plan = mixed(make_plan(it, "streamed"))
+    chunks = [replace(chunk, resident=True, weight_home="device", state_home="device") for chunk in plan.chunks]
+    resident = replace(plan, chunks=tuple(chunks))
+    with Pair(it, plan, optimizer=lambda model: fused(model.parameters()), max_norm=1e-2) as pair:
+        pair.train(2)
+        pair.module.rehome(resident)
+        pair.train(2)
+        pair.module.rehome(plan)
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+def test_an_early_update_ends_in_step() -> None:
+    it = chain()
+    with Pair(it, speculating(it, "streamed", split_number=4), max_norm=1e9) as pair:
+        (found,) = pair.engine.steppers
+        assert isinstance(found, Stepper)
+        pair.train(2)
+        pair.backward()
+        assert {shard.state for shard in found.shards} == {ShardState.EARLY}
+        pair.step()
+        assert {shard.state for shard in found.shards} == {ShardState.STEADY}
+        assert found.early.kept == len(list(found.shards))
+
+
+def test_states_that_have_left_do_not_come_back() -> None:
+    it = case("gpt2", layers=1)
+    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(it.model.parameters()))
+    shards = list(stepper_of(optimizer).shards)
+    assert {shard.state for shard in shards} == {ShardState.STEADY}
+    engine_of(module).steppers[0].give_up_states()
+    for shard in shards:
+        with pytest.raises(StateError, match="cannot go from 'left' to 'steady'"):
+            shard.to(ShardState.STEADY)
+    engine_of(module).steppers[0].take_states()
+    module.close()
