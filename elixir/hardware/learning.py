@@ -33,22 +33,26 @@ _TIMES = ("launch_s", "network_latency_s")
 def learn(
     profile: HardwareProfile, reports: Sequence[Mapping[str, Any]], *, today: str | None = None
 ) -> HardwareProfile:
-    """The profile with which the runs would have been predicted right.
+    """The profile with which the runs would have been predicted right, and which knows how often early states are kept.
 
     All rates but the disk's are scaled by one factor, the geometric mean of measured over predicted seconds: a step
     does not tell which of them was off, and choices that depend on how they compare stay as they were measured. A
-    disk's are scaled by its own seconds where the reports have them: what it moved, and for how long, is known.
+    disk's are scaled by its own seconds where the reports have them: what it moved, and for how long, is known. Steps
+    that did not keep all states which the host was to make early were longer than predicted for that reason, so no rate
+    is learned from them.
 
     Args:
         profile: by which the plans of the runs were made.
-        reports: `StepReport.to_dict` of steps; those without ``step_s`` and ``predicted_step_s`` are left out.
+        reports: `StepReport.to_dict` of steps; those without ``step_s`` and ``predicted_step_s`` teach no rates.
         today: ISO date; None: today.
 
     Raises:
-        InputError: no report has both seconds, a number makes no sense, or the same reports were learned before.
+        InputError: no report has both seconds, or counts of early updates; a number makes no sense; or the same reports
+            were learned before.
     """
-    ratios = [ratio for report in reports if (ratio := _ratio(report)) is not None]
-    if not ratios:
+    early = [share for report in reports if (share := _kept(report)) is not None]
+    ratios = [ratio for report in reports if (ratio := _ratio(report)) is not None and _kept(report) in (None, 1.0)]
+    if not (ratios or early):
         raise InputError(
             "no step of the report has both 'step_s' and 'predicted_step_s'; save `model.last_report.to_dict()` of a "
             "steady step as JSON"
@@ -56,6 +60,9 @@ def learn(
     before, mark = profile.learned, digest([dict(report) for report in reports])
     if before is not None and mark in before.reports:
         raise InputError(f"these steps were learned before, on {before.date}; give the report of another run")
+    profile = _with_early(profile, early)
+    if not ratios:
+        return profile
     factor = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
     spread = max(max(ratios) / factor, factor / min(ratios))
     learned = Learned(
@@ -91,6 +98,29 @@ def learn(
         sources=profile.sources | learned_from,
         **changed,
     )
+
+
+def _with_early(profile: HardwareProfile, shares: Sequence[float]) -> HardwareProfile:
+    """The profile after steps that kept these shares of their early updates."""
+    if not shares:
+        return profile
+    before = profile.early_steps or 0
+    steps = before + len(shares)
+    kept = (before * (profile.early_kept or 0.0) + math.fsum(shares)) / steps
+    said = f"{steps} steps of runs whose plans update chunks early"
+    return dataclasses.replace(
+        profile, early_kept=min(kept, 1.0), early_steps=steps, sources=profile.sources | {"early_kept": said}
+    )
+
+
+def _kept(report: Mapping[str, Any]) -> float | None:
+    """The share of the early updates of a step that were kept; None if none was planned."""
+    planned, kept = (report.get(f"early_{name}_chunks", 0) for name in ("planned", "kept"))
+    if not (is_finite(planned) and is_finite(kept) and 0 <= kept <= planned):
+        raise InputError(
+            f"'early_kept_chunks' of a report must be from 0 to its 'early_planned_chunks' {planned!r}, found {kept!r}"
+        )
+    return float(kept / planned) if planned else None
 
 
 def _ratio(report: Mapping[str, Any]) -> float | None:

@@ -44,8 +44,9 @@ _POSITIVE_FIELDS = (
 )
 _NETWORK_FIELDS = ("network_bytes_per_s", "network_latency_s")
 _START_FIELDS = ("host_pin_bytes_per_s",)
-_NOT_NEGATIVE_FIELDS = ("network_latency_s", "contention")
+_NOT_NEGATIVE_FIELDS = ("network_latency_s", "contention", "early_steps")
 _SUSTAINED_FIELDS = ("sustained_flops_share", "sustained_memory_share", "launch_s")
+_SHARE_FIELDS = ("early_kept",)
 _DISK_FIELDS = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_free_bytes")
 
 
@@ -78,7 +79,8 @@ class HardwareProfile(Artifact):
     """
 
     artifact: ClassVar[str] = "hardware_profile"
-    schema_version: ClassVar[int] = 7
+    schema_version: ClassVar[int] = 8
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {7: {"early_kept": None, "early_steps": None}}
     anew: ClassVar[str] = "measure it anew with `elixir hardware --measure`, or name a preset"
 
     name: str
@@ -148,6 +150,12 @@ class HardwareProfile(Artifact):
     """How fast host memory is made ready when a model is wrapped: touched for the first time and, where the device is
     no CPU, registered with CUDA."""
 
+    early_kept: float | None = None
+    """Share of steps that kept new states which the host made in backward, from 0 to 1: those whose gradients were not
+    clipped. None: no run has said."""
+    early_steps: int | None = None
+    """Steps of runs from which that share is known."""
+
     def ranks_per_host(self, world_size: int) -> int:
         """How many of `world_size` ranks share a machine: one per device; on a ``cpu`` machine all of them."""
         return world_size if self.device_kind == "cpu" else min(world_size, self.devices_per_host)
@@ -182,6 +190,10 @@ class HardwareProfile(Artifact):
                 ) from None
 
     def _check_not_negative(self) -> None:
+        for name in _SHARE_FIELDS:
+            share = getattr(self, name)
+            if share is not None and not (is_finite(share) and 0 <= share <= 1):
+                raise InputError(f"hardware field '{name}' must be a share from 0 to 1, found {share!r}")
         for name in _NOT_NEGATIVE_FIELDS:
             value = getattr(self, name)
             if value is not None and not (is_finite(value) and value >= 0):
@@ -241,8 +253,9 @@ class HardwareProfile(Artifact):
             data["host_pin_bytes_per_s"],
             data["step_range"],
             data["learned"],
+            data["early_steps"],
         )
-        for name in (*_NETWORK_FIELDS, *_SUSTAINED_FIELDS, *_DISK_FIELDS):
+        for name in (*_NETWORK_FIELDS, *_SUSTAINED_FIELDS, *_DISK_FIELDS, *_SHARE_FIELDS):
             if data[name] is None:
                 del data[name]
         fits = {key: [fit.latency_s, fit.per_s] for key, fit in self.fits.items()}

@@ -13,6 +13,7 @@ from elixir.errors import InputError
 from elixir.hardware import HardwareProfile, RateFit, learn, load_hardware, preset
 from elixir.search import plan_from_trace
 from elixir.search.simulator import extremes
+from elixir.wrapper.account import EarlyCounts, StepReport
 from tests.common.synthetic_trace import StackShape, stack_trace
 
 TRACE = stack_trace(StackShape(1024, 6, 4096, 5000, 512))
@@ -65,6 +66,49 @@ def test_a_run_narrows_the_range() -> None:
     for hardware in (plain, measured, after):
         (_, low), (_, high) = extremes(hardware)
         assert low < 1 < high
+
+
+def counted(kept: int, planned: int = 4, **more: float) -> dict[str, float]:
+    return {"early_planned_chunks": planned, "early_made_chunks": kept, "early_kept_chunks": kept, **more}
+
+
+def test_how_often_early_states_were_kept_is_remembered() -> None:
+    before = preset("h200")
+    assert before.early_kept is None
+    run = {"step_s": 1.1, "predicted_step_s": 1.0}
+    after = learn(before, [counted(4, **run), counted(0), counted(2), counted(0, planned=0)])
+    assert (after.early_kept, after.early_steps) == (0.5, 3)
+    again = learn(after, [counted(4, **run), counted(4, **run), counted(4, **run)])
+    assert (again.early_kept, again.early_steps) == (0.75, 6)
+    assert HardwareProfile.from_json(again.to_json()) == again
+    assert "6 steps" in again.sources["early_kept"]
+    assert replace(after, early_kept=0.0).fingerprint != after.fingerprint == replace(after, early_steps=9).fingerprint
+    assert learn(after, [run]).early_kept == after.early_kept
+
+
+def test_clipped_steps_say_nothing_about_rates() -> None:
+    before = preset("h200")
+    clipped = counted(0, step_s=1.6, predicted_step_s=1.0)
+    after = learn(before, [clipped, clipped])
+    assert (after.early_kept, after.early_steps, after.learned) == (0.0, 2, None)
+    assert after.host_adam_numel_per_s == before.host_adam_numel_per_s
+    mixed = learn(before, [clipped, counted(4, step_s=1.2, predicted_step_s=1.0)])
+    assert mixed.host_adam_numel_per_s == pytest.approx(before.host_adam_numel_per_s / 1.2)
+    assert mixed.early_kept == 0.5
+
+
+@pytest.mark.parametrize("report", [counted(5), counted(-1), counted(1, planned=0)])
+def test_counts_that_make_no_sense_are_refused(report: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="early_kept_chunks"):
+        learn(preset("a100"), [report])
+
+
+def test_a_report_of_a_run_teaches_what_it_kept() -> None:
+    found = StepReport(
+        observed={}, predicted={}, demand_loads=0, deviations=0, waited_s={}, busy_s={}, refreshed_bytes=0, span=None,
+        predicted_step_s=None, early=EarlyCounts(planned=5, made=5, kept=1),
+    )  # fmt: skip
+    assert learn(preset("a100"), [found.to_dict()]).early_kept == pytest.approx(0.2)
 
 
 def test_what_cannot_be_learned_is_refused() -> None:

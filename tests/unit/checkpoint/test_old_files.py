@@ -86,4 +86,5 @@ def test_a_checkpoint_opens_without_a_model(folder: Path, name: str) -> None:
 @each_commit
 def test_a_trace_and_a_profile_are_planned_with(folder: Path) -> None:
     trace, profile = StepTrace.load(folder / "trace.json"), HardwareProfile.load(folder / "profile.json")
+    assert profile.early_kept is None
     assert plan_from_trace(trace, profile, 1, host_memory="1GiB").predicted.step_s > 0
