@@ -54,7 +54,7 @@ lint: $(VENV)/.installed-test
 # What takes the paths of CUDA: on a GPU, or on a device that is pretended.
 ON_CUDA := tests/gpu
 # ... and what takes longer.
-RUNTIME := staging speculation building rehome wrap user_errors user_mistakes \
+RUNTIME := staging speculation order_of_updates building rehome wrap user_errors user_mistakes \
            $(addprefix runtime_,state optimizer rules views asked_gradients training gradients precision moments fused) \
            states_on_disk disk_in_use
 KERNELS := hybrid_adam fused_kernels cross_entropy kernels_adam
