@@ -103,7 +103,8 @@ def outcome(case: str) -> str:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            status = elixir(case.split())
+            # What is not known of a machine is no part of this comparison.
+            status = elixir([*case.split(), *(["--assume", "nominal"] if case.startswith("plan ") else [])])
         except SystemExit as error:
             status = error.code
     if status:

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmark.common import RESULTS, print_table
 from elixir.hardware.learning import LEARNED_RANGE
-from elixir.search.simulator import MEASURED_RANGE
+from elixir.hardware.scenario import MEASURED_RANGE
 
 COVERED, COVERED_OTHER_CARD = 0.9, 0.8
 MARGIN = 1.01

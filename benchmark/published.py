@@ -35,12 +35,12 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmark.common import append_rows, conditions, print_table
-from elixir.hardware import HardwareProfile, preset
+from elixir.hardware import HardwareProfile, extremes, preset
 from elixir.models import build, default_step, input_to_trace
 from elixir.models.loading import build_config
 from elixir.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.simulator import Rates, extremes, main_dtype, simulate_step
+from elixir.search.simulator import Rates, main_dtype, simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer import trace_step
 from elixir.units import parse_dtype
@@ -110,8 +110,8 @@ class Run:
     def range_on(self, hardware: HardwareProfile) -> tuple[float, float]:
         """Between what seconds a step is predicted there."""
         fast, slow = (
-            simulate_step(self.plan, self.trace, machine, compute_scale=scale).step_s
-            for machine, scale in extremes(hardware)
+            simulate_step(self.plan, self.trace, scenario.machine(hardware), compute_scale=scale).step_s
+            for scenario, scale in extremes(hardware)
         )
         return fast, slow
 

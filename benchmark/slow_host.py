@@ -23,12 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmark.common import Row, append_rows, conditions, print_table
 from benchmark.situations import SITUATIONS, Situation, trace
 from elixir.errors import PlanError
-from elixir.hardware import HardwareProfile
+from elixir.hardware import HardwareProfile, Scenario
+from elixir.hardware.scenario import SLOW_HOST_ADAM
 from elixir.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.planner import plan_or_shortage
 from elixir.search.request import SearchRequest
-from elixir.search.simulator import SLOW_HOST_ADAM, simulate_step, with_host_speed
+from elixir.search.simulator import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import parse_bytes
 
@@ -84,7 +85,7 @@ def row_of(name: str) -> Row:
     """One situation."""
     it, began_s = CHOSEN[name], time.process_time()
     step, hardware = trace(it), it.hardware
-    slow = with_host_speed(hardware, host_adam=SLOW_HOST_ADAM)
+    slow = Scenario(SLOW_HOST_ADAM).machine(hardware)
     plan = plan_from_trace(step, hardware, request(it, it.host_memory))
     return row(name, it, plan, simulate_step(plan, step, slow).step_s, slow_steps(it, step, slow), began_s)
 

@@ -246,9 +246,12 @@ def _traced_hardware(trace: StepTrace, path: str) -> HardwareProfile:
 
 
 def _print_plan(plan: Plan, *, brief: bool = False) -> None:
-    output.say(str(plan))
+    from elixir.show.scenarios import regret_text, scenarios_table
+
+    output.say("\n".join(text for text in (str(plan), regret_text(plan)) if text))
     if not brief:
-        output.say_tables(tables.parts_table(plan), tables.homes_table(plan))
+        judged = [scenarios_table(plan)] if plan.predicted.judgements else []
+        output.say_tables(tables.parts_table(plan), tables.homes_table(plan), *judged)
 
 
 def _print_trace(trace: StepTrace, *, brief: bool = False) -> None:

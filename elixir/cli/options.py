@@ -198,6 +198,12 @@ FLAGS: dict[str, Flag] = {
         "const": False,
         "help": "for a run that does not clip gradients by their norm (default: it does)",
     },
+    "--assume": _flag(
+        "what to plan for: scenarios (the plan that loses least in all that the hardware profile thinks possible) or "
+        "nominal (the fastest at its rates) (default: scenarios)",
+        choices=("scenarios", "nominal"),
+        default="scenarios",
+    ),
     "--placement": _flag(
         "force every chunk's home (default: auto)", choices=("auto", "cuda", "cpu"), default="auto"
     ),
@@ -262,7 +268,7 @@ FLAGS: dict[str, Flag] = {
 """Every argument by its name, or by name and command where commands differ."""
 
 _BUDGETS = "--device-memory --host-memory --device-reserve --host-reserve --disk-memory"
-_SEARCH = "--accumulation --moments --speculate --no-clipping"
+_SEARCH = "--accumulation --moments --speculate --no-clipping --assume"
 _ASKED = "--batch --seq --dtype --activation-checkpointing --optimizer --fused-kernels --inp --step"
 _TRACED = f"{_ASKED} --optimizer-kernel"
 _AGAIN = {"": "plan trace --hardware --network", RETRACED: "--batch --seq --activation-checkpointing --fused-kernels"}

@@ -17,6 +17,7 @@ from elixir.hardware.profile import (
     warn_if_doubtful,
     warn_if_other_device,
 )
+from elixir.hardware.scenario import Scenario, extremes, scenarios, slowest_rates
 from elixir.hardware.threads import (
     HostShare,
     HostView,
@@ -38,6 +39,7 @@ __all__ = [
     "HostShare",
     "HostView",
     "RateFit",
+    "Scenario",
     "adam_threads",
     "binds",
     "check_host_threads",
@@ -46,6 +48,7 @@ __all__ = [
     "device_name_here",
     "doubtful_rates",
     "enough_threads",
+    "extremes",
     "fit_unit",
     "free_device_bytes",
     "free_host_bytes",
@@ -59,6 +62,8 @@ __all__ = [
     "preset_names",
     "quota_cores",
     "rank_threads",
+    "scenarios",
+    "slowest_rates",
     "total_host_bytes",
     "use_threads",
     "warn_if_doubtful",

@@ -46,7 +46,7 @@ _NETWORK_FIELDS = ("network_bytes_per_s", "network_latency_s")
 _START_FIELDS = ("host_pin_bytes_per_s",)
 _NOT_NEGATIVE_FIELDS = ("network_latency_s", "contention", "early_steps")
 _SUSTAINED_FIELDS = ("sustained_flops_share", "sustained_memory_share", "launch_s")
-_SHARE_FIELDS = ("early_kept",)
+_SHARE_FIELDS = ("host_adam_least", "link_least", "early_kept")
 _DISK_FIELDS = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_free_bytes")
 
 
@@ -80,7 +80,9 @@ class HardwareProfile(Artifact):
 
     artifact: ClassVar[str] = "hardware_profile"
     schema_version: ClassVar[int] = 8
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {7: {"early_kept": None, "early_steps": None}}
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {
+        7: dict.fromkeys(("host_adam_least", "link_least", "early_kept", "early_steps"))
+    }
     anew: ClassVar[str] = "measure it anew with `elixir hardware --measure`, or name a preset"
 
     name: str
@@ -150,6 +152,11 @@ class HardwareProfile(Artifact):
     """How fast host memory is made ready when a model is wrapped: touched for the first time and, where the device is
     no CPU, registered with CUDA."""
 
+    host_adam_least: float | None = None
+    """Part of its rate that CPU Adam may turn out to have, at most 1; None: as little as is known of such a profile
+    (`elixir.hardware.slowest_rates`)."""
+    link_least: float | None = None
+    """Likewise of the links between host and device."""
     early_kept: float | None = None
     """Share of steps that kept new states which the host made in backward, from 0 to 1: those whose gradients were not
     clipped. None: no run has said."""
@@ -192,7 +199,7 @@ class HardwareProfile(Artifact):
     def _check_not_negative(self) -> None:
         for name in _SHARE_FIELDS:
             share = getattr(self, name)
-            if share is not None and not (is_finite(share) and 0 <= share <= 1):
+            if share is not None and not (is_finite(share) and 0 <= share <= 1 and (share or name == "early_kept")):
                 raise InputError(f"hardware field '{name}' must be a share from 0 to 1, found {share!r}")
         for name in _NOT_NEGATIVE_FIELDS:
             value = getattr(self, name)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from elixir.artifact import Artifact, digest
 from elixir.errors import ArtifactError, InputError, InputTypeError
-from elixir.hardware import preset_names
+from elixir.hardware import Scenario, preset_names
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, check_adam, extent_bytes, moments_size
 from elixir.plan.chunk_plan import (
     UPDATES,
@@ -33,6 +33,22 @@ DISK_LINKS = ("disk_read", "disk_write")
 CHECKPOINT_PART = "checkpoint"
 """Its name in `PlanPrediction.host_parts`."""
 LINKS = ("host_to_device", "device_to_host", "network", *DISK_LINKS)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A plan in one scenario."""
+
+    scenario: Scenario
+    step_s: float
+    """Seconds of its step there."""
+    best_s: float
+    """The least that are known of any plan."""
+
+    @property
+    def regret(self) -> float:
+        """The share by which it is slower than the best."""
+        return self.step_s / self.best_s - 1 if self.best_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,11 @@ class PlanPrediction:
     """Peak of one device, dense, in the dtype of most parameters."""
     disk_peak_bytes: int = 0
     """Master weights and optimizer states on the disk of one machine, of all its ranks together."""
+    judgements: tuple[Judgement, ...] = ()
+    """The plan in each scenario that the hardware profile thinks possible, the nominal one first; empty where only that
+    one was planned for."""
+    regret_if_known: dict[str, float] = field(default_factory=dict)
+    """The worst regret that is left if one of the fields of `Scenario` is known, by its name."""
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -131,8 +152,11 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 18
-    earlier: ClassVar[dict[int, dict[str, Any]]] = {14: {"read_budgets": []}, 15: {}, 16: {}, 17: {}}
+    schema_version: ClassVar[int] = 19
+    earlier: ClassVar[dict[int, dict[str, Any]]] = {
+        14: {"read_budgets": [], "assume": "scenarios"},
+        **{version: {"assume": "scenarios"} for version in (15, 16, 17, 18)},
+    }
     dropped: ClassVar[tuple[str, ...]] = ("hedge", "may_step_in_backward")
     anew: ClassVar[str] = "plan it anew with `elixir plan`"
 
@@ -180,6 +204,9 @@ class Plan(Artifact):
     clipping: bool = False
     """Whether its seconds have the norm of all gradients in them, which clipping needs, and loss scaling in float16. It
     runs with clipping and without, whatever this says."""
+    assume: Literal["scenarios", "nominal"] = "scenarios"
+    """``scenarios``: it was chosen for its worst regret in all that the hardware profile thinks possible; ``nominal``:
+    it is the fastest at the profile's rates."""
     device_reserve_bytes: int = 0
     """Memory of one device, kept back of its budget for what no plan counts; 0 where the budget was given."""
     host_reserve_bytes: int = 0
@@ -200,7 +227,9 @@ class Plan(Artifact):
     @classmethod
     def renewed(cls, data: dict[str, Any], source: str) -> dict[str, Any]:
         """Until version 16 the host could step chunks in place during backward, and until 17 ``speculates`` said what
-        is updated early."""
+        is updated early. Until 18 no plan was judged in scenarios."""
+        if isinstance(data.get("predicted"), dict):
+            data = data | {"predicted": {"judgements": [], "regret_if_known": {}} | data["predicted"]}
         chunks = data.get("chunks")
         if not isinstance(chunks, list):
             return data

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError
 from elixir.garbage import garbage_collection_paused
-from elixir.hardware import HardwareProfile
+from elixir.hardware import HardwareProfile, Scenario, extremes, scenarios
 from elixir.optimizer_states import MASTER_BYTES, check_kind, is_adam, is_copied, optimizer_name, state_size
 from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPrediction
 from elixir.search.budgets import disk_budget, resolve_budgets
@@ -23,12 +23,13 @@ from elixir.search.propose import (
     as_it_runs,
     everything_resident,
     find_best,
+    find_surest,
     settled,
     weigh,
 )
 from elixir.search.propose.shortage import Unmet, lacks_device, lacks_room, moments_instead, shortage
 from elixir.search.request import HomeChoice, Question, SearchRequest, check_count
-from elixir.search.simulator import Rates, SimulatedCost, extremes, main_dtype, say_if_network_unknown
+from elixir.search.simulator import Rates, SimulatedCost, main_dtype, say_if_network_unknown
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 
@@ -114,7 +115,9 @@ def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: Sear
     if outcome.best is None:
         raise ValueError("a search that found something has a best")
     optimizer = optimizer_name(request.optimizer_type)
-    return to_plan(space, outcome.best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
+    plan = to_plan(space, outcome.best, budgets, optimizer, request.placement, fastest_s=outcome.fastest_s)
+    judged = replace(plan.predicted, judgements=outcome.judgements, regret_if_known=dict(outcome.regret_if_known))
+    return replace(plan, assume=request.assume, predicted=judged)
 
 
 def simple_plan(
@@ -189,6 +192,7 @@ def _search(
     `briefly`, they are not. With it the least host bytes of all that fit the device, at most `LARGEST_BYTES`.
     """
     placement, optimal = request.placement, request.search == "optimal"
+    possible = _scenarios(space, request)
     least_host_bytes = LARGEST_BYTES
     settings = [space.setting]
     if space.setting.overlap and not briefly:
@@ -199,7 +203,7 @@ def _search(
         for tier, sizes in enumerate(here.tiers(placement, all_sizes=optimal)):
             if placement == "auto":
                 classic = optimal and tier == 0 and not briefly
-                outcome = find_best(here, budgets, sizes(), depth, classic=classic, briefly=briefly)
+                outcome = find_surest(here, budgets, sizes(), depth, possible, classic=classic, briefly=briefly)
                 logger.debug("overlap %s, tier %d: %d candidates", setting.overlap, tier, outcome.candidates)
             else:
                 outcome = _forced(here, budgets, placement, sizes(), depth)
@@ -210,6 +214,14 @@ def _search(
             if briefly:
                 break
     return None, least_host_bytes
+
+
+def _scenarios(space: SearchSpace, request: SearchRequest) -> tuple[Scenario, ...]:
+    """Those for which a request is planned, the nominal one first."""
+    # Of early updates that the user decides on, clipping decides nothing.
+    clips = request.clipping is not False and space.setting.clipping and space.setting.speculate is None
+    found = scenarios(space.hardware, clips=clips)
+    return found[:1] if request.assume == "nominal" else found
 
 
 def _forced(space: SearchSpace, budgets: Budgets, placement: HomeChoice, sizes: tuple[int, ...], depth: int) -> Outcome:
@@ -366,8 +378,9 @@ def _for_checkpoints(model: MemoryModel, spare_bytes: int) -> dict[str, int]:
 def step_range_s(space: SearchSpace, best: Candidate) -> tuple[float, float]:
     """Between what the step may take, as far as the machine's rates are uncertain."""
     total_s = []
-    for hardware, compute_scale in extremes(space.hardware):
-        cost = SimulatedCost(space.trace, hardware, space.setting, compute_scale=compute_scale, like=space.cost)
+    for scenario, compute_scale in extremes(space.hardware):
+        machine = scenario.machine(space.hardware)
+        cost = SimulatedCost(space.trace, machine, space.setting, compute_scale=compute_scale, like=space.cost)
         total_s.append(best.seconds_by(cost)["total"])
     fastest, slowest = total_s
     return fastest, slowest

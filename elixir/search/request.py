@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HomeChoice = Literal["auto", "cuda", "cpu"]
 SearchName = Literal["optimal", "minimum_waste"]
+Assumption = Literal["scenarios", "nominal"]
 Size = str | int | None
 """Bytes, or text such as ``"80GiB"``."""
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -81,6 +82,9 @@ class SearchRequest:
     count."""
     host_reserve: Size = None
     """Likewise of one machine, where `host_memory` is None."""
+    assume: Assumption = "scenarios"
+    """``scenarios``: the plan loses least in all that the hardware profile thinks possible, such as a host slower than
+    it says, or steps that are all clipped. ``nominal``: the fastest plan at the profile's rates."""
     search: SearchName = "optimal"
     """``optimal`` tries several chunk sizes, ``minimum_waste`` only the one that pads least."""
 
@@ -89,7 +93,8 @@ class SearchRequest:
         if self.world_size > MOST_RANKS:
             raise InputError(f"world_size must be at most {MOST_RANKS:,}, got {self.world_size:,}")
         check_count("accumulation", self.accumulation)
-        for name, known in (("placement", get_args(HomeChoice)), ("search", get_args(SearchName))):
+        for name, kind in (("placement", HomeChoice), ("search", SearchName), ("assume", Assumption)):
+            known = get_args(kind)
             if getattr(self, name) not in known:
                 raise InputError(f"{name} must be one of {list(known)}, got {getattr(self, name)!r}")
         state_size(self.optimizer_type, self.moments)

@@ -9,7 +9,9 @@ from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from elixir.plan import Judgement
 from elixir.search.whatif import NEGLIGIBLE_SHARE, ChunkReasons, Difference, Explanation, Spot
+from elixir.show.scenarios import scenario_text
 from elixir.show.style import RESOURCE_LABELS
 from elixir.show.tables import list_table
 from elixir.units import format_bytes, format_seconds
@@ -32,6 +34,10 @@ class Option:
     most_change_s: float
     fitting_change_s: float | None
     """The change that shortens the step most among those that fit; None where none does."""
+    better_change_s: float | None
+    """Likewise among those that no search would pass over."""
+    passed_over: Judgement | None
+    """Why a search would pass over the first of these two."""
     device_change_bytes: int
     """Largest change of any of the chunks; so are the next two."""
     host_change_bytes: int
@@ -227,6 +233,8 @@ def _options(members: Sequence[ChunkReasons]) -> tuple[Option, ...]:
                 least_change_s=min(changes_s),
                 most_change_s=max(changes_s),
                 fitting_change_s=fitting[0].change_s if fitting else None,
+                better_change_s=next((change.change_s for change in fitting if change.passed_over is None), None),
+                passed_over=fitting[0].passed_over if fitting else None,
                 device_change_bytes=max((change.device_change_bytes for change in changes), key=abs),
                 host_change_bytes=max((change.host_change_bytes for change in changes), key=abs),
                 moved_change_bytes=max((change.moved_change_bytes for change in changes), key=abs),
@@ -243,10 +251,17 @@ def _summary(group: Group, count: int, step_s: float) -> str:
     slight_s, one = NEGLIGIBLE_SHARE * step_s, "one of them as " if count > 1 else ""
     if not group.options:
         return f"{here}; larger than a block, so there is no other place."
-    fitting = [(option.fitting_change_s, option) for option in group.options if option.fitting_change_s is not None]
-    change_s, option = min(fitting, key=lambda pair: pair[0], default=(0.0, group.options[0]))
+    better = [(option.better_change_s, option) for option in group.options if option.better_change_s is not None]
+    change_s, option = min(better, key=lambda pair: pair[0], default=(0.0, group.options[0]))
     if change_s < -slight_s:
         return f"{here}; {one}{option.spot} would fit and change the step by {_seconds(change_s)}: plan again."
+    fitting = [(option.fitting_change_s, option) for option in group.options if option.fitting_change_s is not None]
+    change_s, option = min(fitting, key=lambda pair: pair[0], default=(0.0, group.options[0]))
+    if change_s < -slight_s and option.passed_over is not None:
+        return (
+            f"{here}; {one}{option.spot} would fit and change the step by {_seconds(change_s)}, but the step take "
+            f"{option.passed_over.regret:.0%} more than it must if {scenario_text(option.passed_over.scenario)}."
+        )
     best = group.options[0]
     if best.median_change_s < -slight_s and not best.fitting:
         return f"{here}; {one}{best.spot} would change the step by {_range(best)}, but {best.lacks}."

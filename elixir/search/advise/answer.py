@@ -69,6 +69,7 @@ class Answer:
             moments=plan.moments,
             speculate=plan.may_speculate,
             clipping=plan.clipping,
+            assume=plan.assume,
         )
         return cls(plan, Question(trace, hardware, request))
 

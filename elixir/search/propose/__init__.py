@@ -10,11 +10,13 @@ from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.local_search import LocalSearch
 from elixir.search.propose.original_elixir import classic_candidates
 from elixir.search.propose.placement_batch import Variants, possible_homes
+from elixir.search.propose.regret import TIE, find_surest
 from elixir.search.propose.sizes import MAX_OUTSIZED, Budgets, SearchSpace
 
 __all__ = [
     "MAX_OUTSIZED",
     "MOST_AHEAD",
+    "TIE",
     "Budgets",
     "Candidate",
     "Fillings",
@@ -27,6 +29,7 @@ __all__ = [
     "classic_candidates",
     "everything_resident",
     "find_best",
+    "find_surest",
     "possible_homes",
     "settled",
     "spilled",

@@ -6,8 +6,9 @@ What the first Elixir would have chosen is a candidate, too: no plan that leaves
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from elixir.plan import Judgement
 from elixir.search.propose.candidate import Candidate, Found, early_instead
 from elixir.search.propose.climb import LITTLE_LESS, MUCH_LESS
 from elixir.search.propose.local_search import LocalSearch
@@ -39,6 +40,14 @@ class Outcome:
     """The one that needs the least host memory of those that fit the device."""
     fastest_s: float | None = None
     """Seconds of the fastest step there is; None where nothing fits."""
+    resident: Candidate | None = None
+    """The best with everything on the device."""
+    packings: tuple[int, ...] = ()
+    """Capacities by which the step was packed, the best first."""
+    judgements: tuple[Judgement, ...] = ()
+    """The best in each scenario; empty if it was chosen for one."""
+    regret_if_known: dict[str, float] = field(default_factory=dict)
+    """`PlanPrediction.regret_if_known`."""
 
 
 def find_best(
@@ -66,7 +75,9 @@ def find_best(
     found = search.found
     # On a CPU, the cores that would step a chunk meanwhile are those of compute, which no simulation knows.
     best = found.resident if found.resident is not None and space.hardware.device_kind == "cpu" else found.best
-    return Outcome(best, found.count, found.least_host, None if best is None else best.seconds["total"])
+    packings = [trials.model.work.packing.capacity_bytes for trials in sorted(search.trials, key=Trials.least_s)]
+    fastest_s = None if best is None else best.seconds["total"]
+    return Outcome(best, found.count, found.least_host, fastest_s, found.resident, tuple(packings))
 
 
 class _Search:
@@ -108,7 +119,7 @@ def fill(search: _Search) -> None:
 def begin_early(search: _Search) -> None:
     """Every packing, with early updates: as many states on the host as backward seems to hide."""
     space, found, plain_s = search.space, search.found, search.found.best_s
-    if space.setting.speculate is False or found.best is None:
+    if space.setting.speculate is False or space.cost.clipped or found.best is None:
         return
     for trials in search.trials[:SIZES_PLACED]:
         early = None if trials.best is None else early_instead(trials.best, space.cost, search.budgets)

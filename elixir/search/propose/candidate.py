@@ -50,16 +50,21 @@ class Candidate:
         return traffic(self.model, self.placement, schedule, self.schedule.blocks)
 
     @cached_property
+    def hosted_numel(self) -> int:
+        """Elements that the host steps."""
+        chunks = zip(self.work.chunks, self.placement.state_on_device, strict=True)
+        return sum(chunk.numel for chunk, on_device in chunks if chunk.grad_bytes and not on_device)
+
+    @cached_property
     def sort_key(self) -> tuple[float, int, int, int, int, int, int, int]:
         """Sorts candidates: fastest first, then fewest elements that the host steps, fewest bytes over its link, least
         memory, fewest chunks.
 
         Seconds are compared to a nanosecond, so that the last bits of a sum decide nothing.
         """
-        chunks = zip(self.work.chunks, self.placement.state_on_device, strict=True)
         return (
             round(self.seconds["total"], DECIMALS),
-            sum(chunk.numel for chunk, on_device in chunks if chunk.grad_bytes and not on_device),
+            self.hosted_numel,
             self.moved.link_bytes,
             self.need.device_bytes,
             self.need.host_bytes,

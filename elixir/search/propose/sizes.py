@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from elixir.hardware import HardwareProfile
+from elixir.hardware import HardwareProfile, Scenario
 from elixir.search.problem import (
     MIN_CHUNK_BYTES,
     MemoryModel,
@@ -80,6 +81,15 @@ class SearchSpace:
                 found = self._by_chunks[key] = self.cost.known(Workload(self.facts, packing)).model
             self._models[capacity_bytes] = found
         return found
+
+    def on(self, scenario: Scenario) -> SearchSpace:
+        """The same in another scenario; packings and their memory are shared."""
+        if scenario == Scenario():
+            return self
+        other = copy.copy(self)
+        machine = scenario.machine(self.hardware)
+        other.cost = SimulatedCost(self.trace, machine, self.setting, like=self.cost, clipped=scenario.clipped)
+        return other
 
     @cached_property
     def waste_size(self) -> int:

@@ -45,6 +45,10 @@ class Trials:
         self._fillings = Fillings(model, budgets.device_bytes, cost)
         self.early = EarlyUpdates(model, self._fillings, budgets, cost, found)
 
+    def least_s(self) -> float:
+        """Seconds of its best step, with early updates or without."""
+        return min(self.early.best_s, math.inf if self.best is None else self.best.seconds["total"])
+
     def order(self) -> Key:
         """Puts the packing with the best candidate first; those without any that fits come last."""
         return (math.inf,) if self.best is None else self.best.sort_key

@@ -17,23 +17,12 @@ from elixir.search.simulator.rates import (
 )
 from elixir.search.simulator.replay import RESOURCES, Span
 from elixir.search.simulator.step import SimulatedCost, Simulation, simulate_step
-from elixir.search.simulator.uncertainty import (
-    MEASURED_RANGE,
-    SLOW_HOST_ADAM,
-    SLOW_LINK,
-    extremes,
-    with_host_speed,
-    worst_case,
-)
 
 __all__ = [
     "ADAM_TRAFFIC_BYTES",
     "ARITHMETIC_NUMEL_PER_S",
     "DEVICE_ROUNDING_BYTES",
-    "MEASURED_RANGE",
     "RESOURCES",
-    "SLOW_HOST_ADAM",
-    "SLOW_LINK",
     "Cluster",
     "Rates",
     "SimulatedCost",
@@ -42,14 +31,11 @@ __all__ = [
     "WorkTimes",
     "adam_share",
     "can_step",
-    "extremes",
     "gather_s",
     "main_dtype",
     "out_of_place_share",
     "say_if_network_unknown",
     "simulate_step",
-    "with_host_speed",
     "with_link_speed",
-    "worst_case",
     "worth_stepping",
 ]

@@ -32,6 +32,7 @@ from elixir.search.problem import (
     workload_of,
 )
 from elixir.search.request import check_count
+from elixir.search.simulator.case import Case
 from elixir.search.simulator.collectives import Algorithm, check_positive
 from elixir.search.simulator.events import Events, WorkTimes
 from elixir.search.simulator.fast_bounds import Floor
@@ -44,7 +45,6 @@ from elixir.search.simulator.in_backward import (
 )
 from elixir.search.simulator.rates import Rates, main_dtype, say_if_network_unknown
 from elixir.search.simulator.replay import COMPUTE, RESOURCES, Machine, Span
-from elixir.search.simulator.scenario import Case
 from elixir.step_trace import StepTrace
 
 __all__ = ["RESOURCES", "SimulatedCost", "Simulation", "Span", "simulate_step"]
@@ -179,7 +179,7 @@ class SimulatedCost:
         trace: the step.
         hardware: the machine.
         setting: world size, ranks per machine, overlap (which decides how many gradient blocks there are).
-        compute_scale, network_bytes_per_s, network_latency_s, algorithm: those of `simulate_step`.
+        compute_scale, clipped: those of `simulate_step`.
         like: of the same trace and setting on another machine, whose view of each packing is shared.
 
     Raises:
@@ -193,21 +193,17 @@ class SimulatedCost:
         setting: Setting,
         *,
         compute_scale: float = 1.0,
-        network_bytes_per_s: float | None = None,
-        network_latency_s: float | None = None,
-        algorithm: Algorithm = "ring",
         like: SimulatedCost | None = None,
+        clipped: bool = False,
     ) -> None:
         check_positive("compute_scale", compute_scale)
+        self.clipped = clipped
         self._like = like
         self._rates = Rates(
             hardware,
             main_dtype(trace),
             setting.world_size,
             setting.ranks_per_host,
-            network_bytes_per_s=network_bytes_per_s,
-            network_latency_s=network_latency_s,
-            algorithm=algorithm,
             moments=setting.moments,
         )
         self._setting = setting
@@ -373,6 +369,7 @@ class SimulatedCost:
             early_share=self._early_share,
             clipping=self._setting.clipping,
             accumulates=self._setting.accumulation > 1,
+            clipped=self.clipped,
         )
 
     def known(self, work: Workload) -> Known:

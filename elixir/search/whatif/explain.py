@@ -3,6 +3,8 @@
 One chunk is moved at a time, all else staying as it is, and the changed plan is simulated by the same model as the
 search's. So a number here answers "what if only this were different", not "what if the search had begun elsewhere"; for
 that there are the levers, which plan again.
+
+A search passes over a shorter step that loses more in another scenario than the plan does.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile
-from elixir.plan import Home, Plan
+from elixir.hardware import HardwareProfile, Scenario
+from elixir.plan import Home, Judgement, Plan
 from elixir.search.advise import Answer, Effect
 from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.problem import HOMES, MemoryModel, Placement, placement_of, setting_of, workload_of
-from elixir.search.propose import Candidate, possible_homes, weigh
+from elixir.search.propose import TIE, Candidate, possible_homes, weigh
 from elixir.search.simulator import SimulatedCost, simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes
@@ -74,6 +76,8 @@ class Difference:
     lacks_host_bytes: int
     lacks_disk_bytes: int
     block_count: int
+    passed_over: Judgement | None = None
+    """The scenario for which a search leaves a faster one that fits: it loses more there than the plan anywhere."""
 
     @property
     def fits(self) -> bool:
@@ -190,7 +194,9 @@ class _Variants:
         ranks_per_host = hardware.ranks_per_host(plan.world_size)
         setting = setting_of(plan, ranks_per_host)
         self._model = MemoryModel(workload_of(plan, trace), setting)
+        self._trace, self._hardware = trace, hardware
         self._cost = SimulatedCost(trace, hardware, setting)
+        self._costs: dict[Scenario, SimulatedCost] = {}
         self._gathered = setting.world_size > 1 and all(chunk.resident for chunk in plan.chunks)
         self._placement = placement_of(plan)
         self._depth = plan.prefetch_depth if plan.block_count else PREFETCH_DEPTH * plan.overlap
@@ -242,7 +248,7 @@ class _Variants:
 
     def _against(self, other: Candidate) -> Difference:
         base, plan = self._base, self._plan
-        return Difference(
+        change = Difference(
             step_s=other.seconds["total"],
             change_s=other.seconds["total"] - base.seconds["total"],
             moved_change_bytes=_moved_bytes(other) - _moved_bytes(base),
@@ -253,6 +259,23 @@ class _Variants:
             lacks_disk_bytes=max(other.need.disk_bytes - plan.disk_budget_bytes, 0),
             block_count=other.schedule.blocks,
         )
+        faster = change.fits and change.change_s < -NEGLIGIBLE_SHARE * base.seconds["total"]
+        return replace(change, passed_over=self._loses_more(other)) if faster else change
+
+    def _loses_more(self, other: Candidate) -> Judgement | None:
+        """The scenario in which it has its worst regret, unless that is clearly less than the plan's own."""
+        known = self._plan.predicted.judgements
+        found = [replace(it, step_s=other.seconds_by(self._cost_in(it.scenario))["total"]) for it in known]
+        worst = max(found, key=lambda it: it.regret, default=None)
+        own = max((it.regret for it in known), default=0.0)
+        return worst if worst is not None and worst.regret > own - TIE else None
+
+    def _cost_in(self, scenario: Scenario) -> SimulatedCost:
+        machine, setting = scenario.machine(self._hardware), self._model.setting
+        if scenario not in self._costs:
+            cost = SimulatedCost(self._trace, machine, setting, like=self._cost, clipped=scenario.clipped)
+            self._costs[scenario] = cost
+        return self._costs[scenario]
 
     def _check(self, trace: StepTrace) -> None:
         """The order of use does not depend on the batch, but memory and time do; so they must agree."""

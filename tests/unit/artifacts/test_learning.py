@@ -10,9 +10,8 @@ import pytest
 
 from elixir.cli import main
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile, RateFit, learn, load_hardware, preset
+from elixir.hardware import HardwareProfile, RateFit, extremes, learn, load_hardware, preset
 from elixir.search import plan_from_trace
-from elixir.search.simulator import extremes
 from elixir.wrapper.account import EarlyCounts, StepReport
 from tests.common.synthetic_trace import StackShape, stack_trace
 

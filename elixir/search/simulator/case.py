@@ -1,5 +1,5 @@
-"""The scenario of a replay: a placement with its schedule, the work of a packing, and the chunks that lie in blocks
-from before."""
+"""The case of a replay: a placement with its schedule, the work of a packing, and the chunks that lie in blocks from
+before."""
 
 from __future__ import annotations
 

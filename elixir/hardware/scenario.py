@@ -1,0 +1,114 @@
+"""`Scenario`: one set of rates and circumstances that a profile thinks possible.
+
+A profile says by `Unknowns` which of its rates may be lower than it has them, and how often steps keep states that the
+host made early. `scenarios` has every combination. Plans are judged by all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+from elixir.hardware.fits import RateFit
+from elixir.hardware.profile import HardwareProfile
+
+SLOW_HOST_ADAM, FAST_HOST_ADAM = 0.3, 3.0
+"""CPU Adam of published offloading runs, over that of the presets: from 0.08 to 1.5, 0.28 in the median."""
+SLOW_LINK = 0.6
+"""Links over the preset's, where several devices share a switch."""
+UNKNOWN_RANGE = (0.72, 1.45)
+"""Steps over predicted seconds on a machine of which no run is known: shares that one card's published runs give, taken
+for another card (benchmark/published.py, ``card_out``)."""
+MEASURED_RANGE = (0.90, 1.12)
+"""Likewise on a machine whose rates were measured, as far as kernels and links tell of a whole step."""
+KNOWN = 0.97
+"""A rate that may be so much of the profile's is known. Likewise of steps that keep early states, or discard them."""
+
+_LINKS = ("host_to_device", "device_to_host")
+_HOST_ADAM = ("host_adam",)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One set of rates, as parts of the profile's, and circumstances."""
+
+    host_adam: float = 1.0
+    """CPU Adam."""
+    link: float = 1.0
+    """Links between host and device, either way."""
+    clipped: bool = False
+    """Whether every step is clipped, so that it discards states made early and makes them again."""
+
+    def machine(self, hardware: HardwareProfile) -> HardwareProfile:
+        """The machine with these rates."""
+        if self.host_adam == self.link == 1.0:
+            return hardware
+        factors = dict.fromkeys(_HOST_ADAM, self.host_adam) | dict.fromkeys(_LINKS, self.link)
+        return replace(
+            hardware,
+            host_adam_numel_per_s=hardware.host_adam_numel_per_s * self.host_adam,
+            host_to_device_bytes_per_s=hardware.host_to_device_bytes_per_s * self.link,
+            device_to_host_bytes_per_s=hardware.device_to_host_bytes_per_s * self.link,
+            fits={key: _scaled(fit, factors.get(key.split(".")[0], 1.0)) for key, fit in hardware.fits.items()},
+        )
+
+    def is_no_faster(self, other: Scenario) -> bool:
+        """Whether no step is shorter than in the other scenario: nothing that gets slower makes a step shorter."""
+        return self.host_adam <= other.host_adam and self.link <= other.link and self.clipped >= other.clipped
+
+
+def scenarios(hardware: HardwareProfile, *, clips: bool) -> tuple[Scenario, ...]:
+    """All that the profile thinks possible, the nominal one first.
+
+    Args:
+        hardware: the machine.
+        clips: whether the run clips gradients by their norm; without, early states are kept.
+    """
+    slow_adam, slow_link = slowest_rates(hardware)
+    kept = hardware.early_kept
+    clipped: tuple[bool, ...] = (False, True)
+    if not clips or (kept is not None and kept >= KNOWN):
+        clipped = (False,)
+    elif kept is not None and kept <= 1 - KNOWN:
+        clipped = (True,)
+    parts = ((1.0, slow) if slow < KNOWN else (1.0,) for slow in (slow_adam, slow_link))
+    adam, link = parts
+    return tuple(Scenario(a, b, c) for c, b, a in itertools.product(clipped, link, adam))
+
+
+def slowest_rates(hardware: HardwareProfile) -> tuple[float, float]:
+    """The parts of its rates that CPU Adam, and links, may turn out to have.
+
+    Of a preset little is known. A machine that was measured is as uncertain as its own fits are, and runs leave
+    nothing to be learned of either.
+    """
+    slow_adam, slow_link = hardware.host_adam_least, hardware.link_least
+    if hardware.learned is not None:
+        found = (1.0, 1.0)
+    elif hardware.measured_at is not None:
+        found = (_least(hardware, _HOST_ADAM), _least(hardware, _LINKS))
+    else:
+        found = (SLOW_HOST_ADAM, SLOW_LINK)
+    return (found[0] if slow_adam is None else slow_adam, found[1] if slow_link is None else slow_link)
+
+
+def extremes(hardware: HardwareProfile) -> tuple[tuple[Scenario, float], tuple[Scenario, float]]:
+    """The machine at its fastest and at its slowest, each with the multiple of compute's seconds.
+
+    A machine that was measured has one range for all; otherwise the host is the least certain of it.
+    """
+    known = hardware.measured_at is not None or hardware.learned is not None
+    low, high = hardware.step_range or (MEASURED_RANGE if known else UNKNOWN_RANGE)
+    if known:
+        return (Scenario(1 / low, 1 / low), low), (Scenario(1 / high, 1 / high), high)
+    return (Scenario(FAST_HOST_ADAM), low), (Scenario(*slowest_rates(hardware)), high)
+
+
+def _least(hardware: HardwareProfile, families: tuple[str, ...]) -> float:
+    """By the worst fit of measured points, a part of its rate."""
+    errors = [fit.error for key, fit in hardware.fits.items() if key.split(".")[0] in families]
+    return 1 / (1 + max(errors, default=0.0))
+
+
+def _scaled(fit: RateFit, factor: float) -> RateFit:
+    return fit if factor == 1.0 else RateFit(fit.latency_s, fit.per_s * factor, fit.error)

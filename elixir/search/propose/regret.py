@@ -1,0 +1,169 @@
+"""The plan with the least worst regret: the best plans of all scenarios, and some between them, judged in each.
+
+The regret of a plan in a scenario is its seconds there over the least that are known there, less 1. The worst is that
+of the scenario in which the plan loses most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+
+from elixir.hardware import Scenario
+from elixir.plan import Judgement
+from elixir.search.problem import Placement
+from elixir.search.propose.best import Outcome, find_best
+from elixir.search.propose.candidate import Candidate, early_instead
+from elixir.search.propose.sizes import Budgets, SearchSpace
+
+TIE = 0.01
+"""Worst regrets that are less apart are equal, as far as rates are known at all."""
+NEARLY = 1.01
+"""A scenario in which a known plan takes at most so many times what no plan can beat is not searched."""
+ENOUGH = 0.01
+"""No plan between those of the scenarios is looked for if one of these has no larger a regret."""
+PACKINGS = 3
+"""Packings that are searched in scenarios other than the nominal one: its best."""
+
+
+def find_surest(
+    space: SearchSpace,
+    budgets: Budgets,
+    sizes: Sequence[int],
+    prefetch_depth: int,
+    scenarios: Sequence[Scenario],
+    *,
+    classic: bool = False,
+    briefly: bool = False,
+) -> Outcome:
+    """Searches as `find_best` in each of `scenarios`, the first of which is the nominal one.
+
+    Args:
+        space, budgets, sizes, prefetch_depth, classic, briefly: as for `find_best`.
+        scenarios: all that are possible.
+    """
+    judged = Judged(space, scenarios)
+    found = find_best(judged.spaces[scenarios[0]], budgets, sizes, prefetch_depth, classic=classic, briefly=briefly)
+    if found.best is None or len(scenarios) == 1:
+        return found
+    judged.add(found.best, found.resident)
+    count, sizes = found.candidates, found.packings[:PACKINGS]
+    for scenario in scenarios[1:]:
+        if judged.best_s(scenario) > judged.least_s(scenario) * NEARLY:
+            # Slow links alone make few plans others.
+            short = briefly or scenario.link < 1
+            here = find_best(judged.spaces[scenario], budgets, sizes, prefetch_depth, briefly=short)
+            judged.add(here.best)
+            judged.searched.append(scenario)
+            count += here.candidates
+    if not briefly and min(map(judged.worst, judged.candidates)) > ENOUGH:
+        count += _between(judged, budgets, sizes, prefetch_depth)
+    best = judged.surest()
+    return replace(
+        found,
+        best=replace(best, seconds=best.seconds_by(judged.spaces[scenarios[0]].cost)),
+        candidates=count,
+        fastest_s=judged.best_s(scenarios[0]),
+        judgements=judged.judgements(best),
+        regret_if_known=judged.regret_if_known(),
+    )
+
+
+def _between(judged: Judged, budgets: Budgets, sizes: Sequence[int], prefetch_depth: int) -> int:
+    """Adds plans for rates in the middle, and for each placement the early updates that the other rates suggest."""
+    rates = [scenario for scenario in judged.spaces if not scenario.clipped] or list(judged.spaces)
+    slowest = min(rates, key=lambda scenario: (scenario.host_adam, scenario.link))
+    middle = replace(slowest, host_adam=slowest.host_adam**0.5, link=slowest.link**0.5)
+    count = 0
+    for scenario in dict.fromkeys((middle, replace(middle, clipped=True))):
+        found = find_best(judged.space.on(scenario), budgets, sizes, prefetch_depth, briefly=True)
+        judged.add(found.best)
+        count += found.candidates
+    costs = [judged.space.on(scenario).cost for scenario in (rates[0], middle, slowest)]
+    most = min(map(judged.worst, judged.candidates))
+    for known in list(judged.candidates):
+        plain = replace(known, placement=known.placement.updated_early(()))
+        for candidate in (plain, *(early_instead(plain, cost, budgets) for cost in costs)):
+            if candidate is not None and judged.is_within(candidate, most + TIE):
+                judged.add(candidate)
+                most = min(most, judged.worst(candidate))
+    return count
+
+
+class Judged:
+    """Candidates, and their seconds in every scenario."""
+
+    def __init__(self, space: SearchSpace, scenarios: Sequence[Scenario]) -> None:
+        self.space = space
+        self.spaces = {scenario: space.on(scenario) for scenario in scenarios}
+        self.candidates: list[Candidate] = []
+        self.searched: list[Scenario] = [scenarios[0]]
+        """Scenarios whose best plan is known."""
+        self._looked_at: list[Candidate] = []
+        self._seconds: dict[tuple[int, Scenario], float] = {}
+
+    def add(self, *candidates: Candidate | None) -> None:
+        """More to choose from, each once."""
+        known = set(map(_identity, self.candidates))
+        for candidate in candidates:
+            if candidate is not None and _identity(candidate) not in known:
+                known.add(_identity(candidate))
+                self.candidates.append(candidate)
+
+    def seconds(self, candidate: Candidate, scenario: Scenario) -> float:
+        """The seconds of a candidate; without early updates, clipping is all the same."""
+        unclipped = replace(scenario, clipped=False)
+        if not candidate.placement.early and unclipped in self.spaces:
+            scenario = unclipped
+        key = id(candidate), scenario
+        if key not in self._seconds:
+            self._seconds[key] = candidate.seconds_by(self.spaces[scenario].cost)["total"]
+        return self._seconds[key]
+
+    def best_s(self, scenario: Scenario) -> float:
+        """The least seconds that are known."""
+        return min(self.seconds(candidate, scenario) for candidate in self.candidates)
+
+    def least_s(self, scenario: Scenario) -> float:
+        """Seconds that no plan can beat, if searches find the best: those of scenarios in which steps are shorter."""
+        return max(self.best_s(other) for other in self.searched if scenario.is_no_faster(other))
+
+    def worst(self, candidate: Candidate, among: Iterable[Scenario] = ()) -> float:
+        """The worst regret of a candidate, among some scenarios or all."""
+        return max(self.seconds(candidate, each) / self.best_s(each) - 1 for each in among or self.spaces)
+
+    def is_within(self, candidate: Candidate, most: float) -> bool:
+        """Whether its worst regret is at most `most`; the first scenario in which it is not ends the look."""
+        self._looked_at.append(candidate)  # its seconds are known by its id
+        return all(self.seconds(candidate, each) <= self.best_s(each) * (1 + most) for each in self.spaces)
+
+    def surest(self) -> Candidate:
+        """The candidate with the least worst regret; of those less than `TIE` apart the one that needs least of the
+        host."""
+        worst = [self.worst(candidate) for candidate in self.candidates]
+        near = [
+            (it.hosted_numel, it.need.host_bytes, round(regret, 9), it.sort_key, number)
+            for number, (it, regret) in enumerate(zip(self.candidates, worst, strict=True))
+            if regret < min(worst) + TIE
+        ]
+        return self.candidates[min(near)[-1]]
+
+    def judgements(self, candidate: Candidate) -> tuple[Judgement, ...]:
+        """The seconds of a candidate in each scenario, with the least that are known there."""
+        return tuple(
+            Judgement(scenario, self.seconds(candidate, scenario), self.best_s(scenario)) for scenario in self.spaces
+        )
+
+    def regret_if_known(self) -> dict[str, float]:
+        """The worst regret that would be left if one of the unknowns were known, by its name in `Scenario`."""
+        found = {}
+        for name in (field.name for field in fields(Scenario)):
+            values = dict.fromkeys(getattr(scenario, name) for scenario in self.spaces)
+            if len(values) > 1:
+                parts = ([s for s in self.spaces if getattr(s, name) == value] for value in values)
+                found[name] = max(min(self.worst(it, part) for it in self.candidates) for part in parts)
+        return found
+
+
+def _identity(candidate: Candidate) -> tuple[int, Placement, int, int]:
+    return id(candidate.model), candidate.placement, candidate.schedule.blocks, candidate.schedule.prefetch_depth

@@ -1,0 +1,140 @@
+"""A plan loses little in every scenario that its profile thinks possible, and says how much."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elixir.errors import InputError
+from elixir.hardware import HardwareProfile, RateFit, Scenario, learn, preset, scenarios
+from elixir.hardware.profile import Learned
+from elixir.plan import Plan
+from elixir.search import plan_from_trace
+from elixir.search.simulator import simulate_step
+from elixir.show.scenarios import regret_text, scenario_text
+from elixir.step_trace import StepTrace
+from elixir.units import GIB
+from tests.common.searching import HARDWARE
+from tests.common.synthetic_trace import StackShape, stack_trace
+
+STACK = StackShape(hidden=256, layers=12, ffn=1024, vocab=1024, positions=256)
+MACHINE = replace(HARDWARE, flops_per_s={"bfloat16": 2e12, "float16": 2e12}, host_adam_numel_per_s=8e8)
+"""Early updates pay, and CPU Adam is done before the step is, but not if it takes three times as long."""
+
+
+@pytest.fixture(scope="module")
+def stack() -> StepTrace:
+    return stack_trace(STACK, batch=2, seq=256)
+
+
+@pytest.fixture(scope="module")
+def short_bytes(stack: StepTrace) -> int:
+    """Memory of a device that is too small for all states."""
+    whole = planned(stack, 1 << 40, placement="cuda")
+    return int(0.6 * whole.predicted.device_peak_bytes)
+
+
+@pytest.fixture(scope="module")
+def plan(stack: StepTrace, short_bytes: int) -> Plan:
+    return planned(stack, short_bytes)
+
+
+@pytest.fixture(scope="module")
+def nominal(stack: StepTrace, short_bytes: int) -> Plan:
+    return planned(stack, short_bytes, assume="nominal")
+
+
+def planned(trace: StepTrace, device_memory: int, machine: HardwareProfile = MACHINE, **options: Any) -> Plan:
+    return plan_from_trace(trace, machine, 1, device_memory=device_memory, host_memory=64 * GIB, **options).plan
+
+
+def seconds(plan: Plan, trace: StepTrace, scenario: Scenario) -> float:
+    return simulate_step(plan, trace, scenario.machine(MACHINE), clipped=scenario.clipped).step_s
+
+
+def worst(plan: Plan, trace: StepTrace, best_s: dict[Scenario, float]) -> float:
+    return max(seconds(plan, trace, each) / least_s - 1 for each, least_s in best_s.items())
+
+
+def test_a_preset_knows_little_a_measured_machine_more_and_one_that_has_learned_nearly_all() -> None:
+    plain = preset("a100")
+    assert len(scenarios(plain, clips=True)) == 8
+    assert len(scenarios(plain, clips=False)) == 4
+    assert scenarios(plain, clips=True)[0] == Scenario()
+    fits = {"host_adam": RateFit(0.0, 1e9, 0.25), "host_to_device": RateFit(0.0, 2e10, 0.01)}
+    measured = replace(plain, measured_at="2026-01-31", fits=fits)
+    assert {each.host_adam for each in scenarios(measured, clips=True)} == {1.0, 0.8}
+    assert {each.link for each in scenarios(measured, clips=True)} == {1.0}
+    after = learn(plain, [{"step_s": 1.2, "predicted_step_s": 1.0}])
+    assert isinstance(after.learned, Learned)
+    assert scenarios(after, clips=True) == (Scenario(), Scenario(clipped=True))
+    assert scenarios(replace(after, early_kept=1.0), clips=True) == (Scenario(),)
+    assert scenarios(replace(after, early_kept=0.0), clips=True) == (Scenario(clipped=True),)
+    assert len(scenarios(replace(plain, host_adam_least=1.0), clips=False)) == 2
+    with pytest.raises(InputError, match="'early_kept' must be a share"):
+        replace(plain, early_kept=1.5)
+
+
+def test_a_plan_says_what_it_takes_in_each_scenario(plan: Plan, stack: StepTrace) -> None:
+    judged = plan.predicted.judgements
+    assert tuple(each.scenario for each in judged) == scenarios(MACHINE, clips=True)
+    for each in judged:
+        assert each.step_s == pytest.approx(seconds(plan, stack, each.scenario), rel=1e-6)
+        assert each.regret >= 0
+    assert judged[0].step_s == pytest.approx(plan.predicted.step_s)
+    assert judged[0].best_s == pytest.approx(plan.predicted.fastest_s)
+    assert Plan.from_json(plan.to_json()) == plan
+    most = max(each.regret for each in judged)
+    assert all(0 <= left <= most + 0.01 for left in plan.predicted.regret_if_known.values())
+
+
+def test_a_plan_loses_no_more_than_those_for_one_scenario(plan: Plan, stack: StepTrace, short_bytes: int) -> None:
+    best_s = {each.scenario: each.best_s for each in plan.predicted.judgements}
+    for scenario in (Scenario(), Scenario(0.3), Scenario(clipped=True)):
+        options: dict[str, Any] = {"speculate": False} if scenario.clipped else {}
+        other = planned(stack, short_bytes, scenario.machine(MACHINE), assume="nominal", **options)
+        # Tied within a point, and what is not searched is known within one.
+        assert worst(plan, stack, best_s) <= worst(other, stack, best_s) + 0.011
+        assert best_s[scenario] <= seconds(other, stack, scenario) * 1.02
+
+
+def test_nominal_plans_are_the_fastest_at_the_profiles_rates(plan: Plan, nominal: Plan) -> None:
+    assert nominal.predicted.step_s == nominal.predicted.fastest_s == pytest.approx(plan.predicted.fastest_s)
+    assert nominal.predicted.step_s < plan.predicted.step_s
+    assert nominal.predicted.judgements == ()
+    assert (plan.assume, nominal.assume) == ("scenarios", "nominal")
+    assert not regret_text(nominal)
+
+
+def test_nothing_is_bet_on_early_updates_where_all_fits(stack: StepTrace) -> None:
+    """Every step is clipped: no offload is the best."""
+    plan, resident = planned(stack, 1 << 40), planned(stack, 1 << 40, placement="cuda", speculate=False)
+    clipped = Scenario(clipped=True)
+    assert seconds(plan, stack, clipped) <= 1.02 * seconds(resident, stack, clipped)
+
+
+def test_a_clipped_step_makes_early_states_again(nominal: Plan, stack: StepTrace) -> None:
+    early = nominal
+    assert early.speculates
+    kept_s, redone_s = (simulate_step(early, stack, MACHINE, clipped=clipped).step_s for clipped in (False, True))
+    after_norm = replace(early, chunks=tuple(replace(chunk, update="after_norm") for chunk in early.chunks))
+    never_s = simulate_step(after_norm, stack, MACHINE).step_s
+    assert kept_s < never_s <= redone_s
+    assert simulate_step(after_norm, stack, MACHINE, clipped=True).step_s == never_s
+
+
+def test_the_bound_is_said_with_the_measurement_that_is_worth_most(plan: Plan) -> None:
+    predicted = plan.predicted
+    judged = tuple(
+        replace(each, step_s=each.best_s * (1 + 0.3 * (each.scenario.link < 1))) for each in predicted.judgements
+    )
+    shown = replace(
+        plan, predicted=replace(predicted, judgements=judged, regret_if_known={"link": 0.02, "clipped": 0.3})
+    )
+    text = regret_text(shown)
+    assert "at most 30 % slower than the best plan if links are slow" in text
+    assert "0 % if every step is clipped" in text
+    assert "measure the links" in text
+    assert scenario_text(Scenario(0.3, 1.0, True)) == "CPU Adam is slow and every step is clipped"
