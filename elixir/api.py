@@ -158,9 +158,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
             logger.error("the model is given back after an error: %s", error)
         raise
     if replan and plan is None and made.placement == "auto":
-        engine_of(module).before_forward = _Replanning(
-            module, trace, question.profile if trace is None else question.machine
-        )
+        hardware = question.profile if trace is None else question.machine
+        engine_of(module).before_forward = _Replanning(module, wrapped[0], trace, hardware)
     return module, (wrapped[0] if isinstance(optimizer, torch.optim.Optimizer) else wrapped)
 
 
@@ -353,8 +352,10 @@ def _planned(group: Group, make_plan: Callable[[int], tuple[Plan, StepTrace | No
 class _Replanning:
     """Watches the first steps from the beginnings of forwards, and corrects the plan once."""
 
-    def __init__(self, module: ElixirModule, trace: StepTrace | None, hardware: HardwareProfile) -> None:
-        self._module, self._trace, self._hardware = module, trace, hardware
+    def __init__(
+        self, module: ElixirModule, optimizer: ElixirOptimizer, trace: StepTrace | None, hardware: HardwareProfile
+    ) -> None:
+        self._module, self._optimizer, self._trace, self._hardware = module, optimizer, trace, hardware
         self._seen: StepReport | None = None
         self._reports: list[StepReport] = []
         self._batches: list[int] = []  # forwards of each step
@@ -436,14 +437,20 @@ class _Replanning:
             device_peak_bytes=device_peak,
             host_peak_bytes=last.observed["host_peak"],
             batches=statistics.median_low(self._batches[WARM_UP_STEPS:]),
-            early=_early_shares(reports),
+            early=_early_shares(reports, self._optimizer.max_norm),
         )
 
 
-def _early_shares(reports: Sequence[StepReport]) -> EarlyShares:
-    """How the early updates of these steps went."""
+def _early_shares(reports: Sequence[StepReport], max_norm: float) -> EarlyShares:
+    """How the early updates of these steps went; under a plan without, how they would have gone.
+
+    Args:
+        reports: of the steps.
+        max_norm: to which the optimizer clips. Where it is 0 and there is a norm, somebody else may have clipped.
+    """
     counts = sum((report.early for report in reports), EarlyCounts())
-    if not counts.planned:
-        return EarlyShares()
-    run = sum(report.host_forms.get(form, 0) for report in reports for form in (ONE_PASS, COPIED))
-    return EarlyShares(counts.made / counts.planned, min(run / counts.planned, 1.0), counts.kept / counts.planned)
+    if counts.planned:
+        run = sum(report.host_forms.get(form, 0) for report in reports for form in (ONE_PASS, COPIED))
+        return EarlyShares(counts.made / counts.planned, min(run / counts.planned, 1.0), counts.kept / counts.planned)
+    unclipped = statistics.fmean(report.grad_norm is None or float(report.grad_norm) <= max_norm for report in reports)
+    return EarlyShares(unclipped, unclipped, unclipped)

@@ -34,7 +34,7 @@ _SCALE_STEPS = 24  # as many halvings find the factor to six digits
 
 @dataclass(frozen=True)
 class EarlyShares:
-    """How early updates went, as shares of those that the plan foresees."""
+    """How early updates went, as shares of those that the plan foresees; if it foresees none, how they would have."""
 
     made: float = 1.0
     """Updates that were asked for during backward."""

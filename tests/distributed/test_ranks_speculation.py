@@ -14,6 +14,7 @@ from elixir.chunk.lanes import Emulation
 from elixir.hardware import preset
 from elixir.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper.account import EarlyCounts
 from elixir.wrapper.engine import engine_of
 from tests.common.ddp import Twins, batch_of, plan_for
 from tests.common.debug import debugged
@@ -74,7 +75,7 @@ def _as_ddp(rank: int, world_size: int) -> None:
         twins.step()
         report = twins.module.last_report
         assert report is not None
-        assert (report.early.made, report.early.kept) == (len(made), len(made) if norm > 1 else 0)
+        assert report.early == EarlyCounts(len(made), len(made), len(made) if norm > 1 else 0)
     twins.train(3)
     twins.check()
     twins.close()

@@ -217,6 +217,26 @@ def test_a_run_that_is_always_clipped_is_planned_again_without_early_states(monk
     model.close()
 
 
+@pytest.mark.parametrize(("max_norm", "kept"), [(None, 1.0), (1e9, 1.0), (1e-6, 0.0)])
+def test_a_plan_without_early_states_learns_whether_they_would_be_kept(
+    max_norm: float | None, kept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = case("opt", layers=1)
+    seen: list[Observation] = []
+
+    def stay(trace: Any, hardware: Any, plan: Plan, observations: list[Observation], optimizer: str) -> Correction:
+        seen.extend(observations)
+        return Correction(None, "")
+
+    monkeypatch.setattr(api, "correct", stay)
+    model, optimizer = elixir.wrap(
+        it.model, adamw(it.model), inp=it.inp, hardware="cpu", host_memory="1GiB", max_norm=max_norm
+    )
+    trained(model, optimizer, it.inp, api.WARM_UP_STEPS + api.MEASURED_STEPS + 1)
+    assert [one.early.kept for one in seen] == [kept]
+    model.close()
+
+
 @pytest.fixture(scope="module")
 def planned() -> tuple[Any, Any, Plan]:
     """A trace, a machine, and a plan with some chunks on the host."""

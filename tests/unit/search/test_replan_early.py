@@ -63,6 +63,18 @@ def test_a_run_that_keeps_none_is_planned_without(planned: Planned, early: Early
     assert "of the early updates 0% were kept" in found.reason
 
 
+@pytest.mark.parametrize("kept", [0.0, 1.0])
+def test_a_plan_without_gets_early_states_only_if_they_would_be_kept(planned: Planned, kept: float) -> None:
+    trace, machine, plan = planned
+    now = after_norm(plan)
+    step = simulate_step(now, trace, machine)
+    busy = {"fetch": 0.0, "offload": 0.0, "refresh": 0.0, "host_adam": step.busy_s["host_adam"]}
+    seen = steady(now, step_s=step.step_s, busy_s=busy, early=EarlyShares(kept, kept, kept))
+    found = correct(trace, machine, now, [seen], plan.optimizer).plan
+    assert found is not None
+    assert any(chunk.home.early for chunk in found.chunks) == bool(kept)
+
+
 def test_a_run_that_keeps_all_stays(planned: Planned) -> None:
     trace, machine, plan = planned
     found = correct(trace, machine, plan, [run_of(planned, KEPT)], plan.optimizer)
