@@ -302,7 +302,7 @@ class Chunk:
     def exchange_state(self, master: torch.Tensor, weights: torch.Tensor | None) -> None:
         """Have other memory hold the states of this rank's shard, in which a step has made new ones.
 
-        Whatever else views the states belongs to the chunk's optimizer (`ChunkOptimizer.exchange`), which calls this.
+        Whatever else views the states belongs to the chunk's optimizer (`Shard.end_early`), which calls this.
 
         Args:
             master: holds what the optimizer steps: masters, or the weights themselves.

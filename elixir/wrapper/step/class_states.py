@@ -1,4 +1,4 @@
-"""`ClassStates`: the states of a class of optimizers, which steps the segments of a shard as parameters."""
+"""`ClassStates`: the states that an optimizer of the user's class keeps of the segments of a shard."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ClassStates(States):
         segments: its parts.
         extent: has the states, where they live on a disk.
         on_host: whether they live in memory of the host that no child process gets.
-        shared: an optimizer that other shards are stepped by, too; its groups have the parameters of one call.
+        shared: an optimizer that steps other shards, too; its groups have parameters only during a call.
     """
 
     by_torch = True
@@ -248,7 +248,7 @@ class ClassStates(States):
         return notes
 
     def _reset(self, segment: Segment) -> None:
-        """A segment is as before its first step: what lies ready for that is kept."""
+        """Resets a segment to what it was before its first step; memory that was made for that is kept."""
         made = self.state_of(segment)
         if not isinstance(made.get("step"), torch.Tensor):
             self.optimizer.state.pop(segment.weights, None)
@@ -348,8 +348,8 @@ def _given(states: ClassStates, arrived: Arrived, factor: float | torch.Tensor =
     finally:
         for group in states.optimizer.param_groups if states.shares_call else ():
             group["params"] = []
-    for segment, kept in zip(segments, before, strict=True):
-        segment.weights.grad = kept
+        for segment, kept in zip(segments, before, strict=True):
+            segment.weights.grad = kept
 
 
 def _step_by_class(states: ClassStates, arrived: Arrived, factor: float | torch.Tensor) -> None:
@@ -364,7 +364,7 @@ def _kept(states: ClassStates, segment: Segment) -> Kept:
 def _made_in_one_pass(
     old: ClassStates, new: ClassStates, arrived: Arrived, factor: float, weight_out: torch.Tensor | None
 ) -> bool:
-    """Whether a kernel has made the states; if not, some may be there, and some not."""
+    """Makes the states by a kernel; False if there is none for some of them, and then `new` is written in part."""
     before, after = ([_kept(states, segment) for segment in states.segments] for states in (old, new))
     if not can_step_like(new.optimizer, (*before, *after)):
         return False

@@ -1,4 +1,4 @@
-"""`EarlyUpdate`: new states that the host makes while backward still runs, before anybody knows whether they are right.
+"""`EarlyUpdate`: new states that the host makes while backward still runs, before norm and loss scale are known.
 
 A chunk whose gradients are home is stepped at once, into a second set of states next to the one of now. Until
 `ElixirOptimizer.step` nothing else has changed: weights are shown, saved, loaded, evaluated and differentiated as if
@@ -45,10 +45,10 @@ class Inputs:
     """`ShardGradients.changes`."""
     in_place: bool = False
     """Whether the gradients themselves are multiplied, as torch.nn.utils.clip_grad_norm_ does it, where they have the
-    weights' dtype. A copy would take memory that no plan counts, and as long as half of the step."""
+    weights' dtype. A copy would take memory that no plan counts, and half the time of the step."""
 
     def multiplied(self, dtype: torch.dtype) -> float | torch.Tensor:
-        """By what the gradients are still to be multiplied, after that has been done in place if it is to be.
+        """Multiplies the gradients where that is done in place; the factor that is left.
 
         Args:
             dtype: of what is stepped.
@@ -77,7 +77,7 @@ class EarlyUpdate:
         inputs: what the new states are made of, with all segments.
         old: the states of now.
         new: takes the new ones.
-        after: work that brings the inputs, and frees the memory that the new states take.
+        after: the work that brings the gradients, and that which still uses the memory of the new states.
     """
 
     made: Ticket
@@ -103,9 +103,9 @@ class EarlyUpdate:
             return
         try:
             for ticket in self.after:
-                ticket.synchronize()  # over by now; raises what it raised, as the step of such a chunk would
+                ticket.synchronize()  # it is over; its error is raised here, as an ordinary step would raise it
             if release is not None:
-                release()  # once the states have changed places, a checkpoint would read others than it has to
+                release()  # else a running checkpoint would read the new states
             inputs = self.inputs
             for states in (self._old, self._new):
                 states.set_options(inputs.options)
@@ -127,7 +127,7 @@ class EarlyUpdate:
         return self._is_kept
 
     def discard(self) -> None:
-        """Nobody wants the new states: if the work has not begun, it need not."""
+        """Drops the new states; work that has not begun does nothing."""
         self._is_discarded = True
 
 

@@ -11,7 +11,7 @@ from elixir.wrapper.step.update import update_early
 from elixir.wrapper.step.user_class import UserOptimizer, copies_states
 
 REFUSALS = 2
-"""So many steps in a row whose new states were, or would have been, the wrong ones: then none are made."""
+"""After so many steps in a row whose new states were wrong, or would have been, none are made."""
 LONGEST_PAUSE_STEPS = 64
 
 
@@ -71,7 +71,7 @@ class EarlyUpdates:
     def __init__(self, engine: Engine, user: UserOptimizer, shards: Shards) -> None:
         self._engine, self._user, self._shards = engine, user, shards
         self._begun: dict[int, Shard] = {}
-        self._backwards = 0  # of the last step, where there was one
+        self._backwards = 0  # that the last step had; 0 before the first
         self.forecast = Forecast()
         """Whether new states are likely to be kept."""
         self.made = self.kept = 0
@@ -127,7 +127,7 @@ class EarlyUpdates:
         self.discard()
 
     def discard(self) -> None:
-        """New states that have been made and not been kept are wrong; those that are not begun need not be made."""
+        """Ends all early updates that were not kept."""
         for shard in self._begun.values():
             shard.end_early(None)
         self._begun.clear()

@@ -136,7 +136,7 @@ class FusedStates(States):
         """See `States`."""
         factor = float(factor)
         if into is not None and self._kind == "8bit":
-            # Segments share blocks, so each must find those before it stepped.
+            # Under some plans segments share blocks, so each must find those before it stepped.
             into.copy(self)
             mine = {segment.place: segment for segment in into.segments}
             into.step([(mine[segment.place], each) for segment, each in arrived], gradients, factor, weight_out)

@@ -150,7 +150,7 @@ class GradientNorm:
         self.was_asked_for = True
 
     def forget_limit(self) -> None:
-        """Nobody has asked for the next step."""
+        """Drops the limit that was asked for the next step."""
         self._clip_once = None
 
     def forget(self) -> None:

@@ -22,7 +22,7 @@ class Segment:
     weights: nn.Parameter
     """The tensor that the chunk's optimizer steps: float32 master weights, or the weights themselves."""
     version: int
-    """That of the parameter when the segment was made."""
+    """The version of the parameter when the segment was made."""
     order: Order | None = None
     """In which the elements of `weights` lie, if that is the parameter itself."""
 

@@ -1,4 +1,4 @@
-"""`Shard`: all that one optimizer has of one chunk on this rank, and the only ways from one state of it to the next."""
+"""`Shard`: what one optimizer has of one chunk on this rank: states, a second set, gradients, written weights."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from elixir.wrapper.step.user_class import UserOptimizer
 
 
 class ShardState(enum.Enum):
-    """Who holds the states of a shard.
+    """Which set of states is the current one. `Shard.begin_early`, `end_early`, `load` and `leave` change it.
 
-    Whether the work on them is over says `Chunk.home_uses`, and whether those on a disk are in memory says
-    `Chunk.stored`: neither is known to this thread without waiting.
+    Whether the work on the states is over says `Chunk.home_uses`, and whether those on a disk are in memory says
+    `Chunk.stored`: this thread would have to wait to know either.
     """
 
     AWAITED = "awaited"
-    """The shard is new under this plan, and the states that it had under the one before come next: what a class makes
-    by itself meanwhile is not kept."""
+    """The shard is new under this plan, and the states that the chunk had under the one before come next. States that a
+    class has made meanwhile are dropped."""
     STEADY = "steady"
-    """`states` are those after the last update that was submitted, once its work is over."""
+    """`states` will hold the result of the last update that was submitted."""
     EARLY = "early"
     """As `STEADY`; and an early update makes new states of them in `second`, which nobody else looks at."""
     LEFT = "left"
@@ -75,7 +75,7 @@ class ShardGradients:
 
     @property
     def changes(self) -> int:
-        """How often they have become others."""
+        """A count of the changes of the gradients."""
         return 0 if self._brought is None else self._brought.changes
 
     def of(self, segments: Sequence[Segment], used: Collection[str]) -> Arrived:
@@ -107,11 +107,8 @@ class ShardGradients:
         ]
 
     def with_norms(self, arrived: Arrived) -> list[tuple[tuple[Segment, torch.Tensor], torch.Tensor | None]]:
-        """Each gradient with its norm, where that was summed on the way; compute and this thread may read what this
-        gives.
-
-        Where it was not, the gradient itself is waited for.
-        """
+        """Each gradient with its norm, where that was summed on the way. This waits until compute and this thread may
+        read the norms, or, if they were not summed, the gradients."""
         norms = None if self._brought is None else self._brought.norms
         if norms is not None:
             norms.wait()  # the lane that sums them writes their values
@@ -272,10 +269,9 @@ class Shard:
         return made
 
     def stow(self) -> None:
-        """Where masters and states live on a disk, has all that there are by now lie in the chunk's extent.
+        """Moves all masters and states that there are into the chunk's extent, where they live on a disk.
 
-        The one place in which what an optimizer has made itself gets its part of the extent; tensors that are there
-        already only stay.
+        Tensors that are there already stay. Nothing else gives states that a class has made their part of the extent.
         """
         stored = self.chunk.stored
         if stored is None:
@@ -330,7 +326,7 @@ class Shard:
         return Inputs(arrived, self.gradients.whole, factor, options, writes, changes, in_place)
 
     def step(self, states: States, inputs: Inputs, staged: torch.Tensor | None = None) -> None:
-        """Steps in place; `writing` comes next.
+        """Steps in place; the caller runs `writing` afterwards.
 
         Args:
             states: those of when the step was submitted.
@@ -405,7 +401,7 @@ class Shard:
         return self.second is not None
 
     def begin_early(self, inputs: Inputs) -> EarlyUpdate:
-        """An early update, which is the caller's to submit; after `make_second`."""
+        """Begins an early update, which the caller submits; after `make_second`."""
         if self.second is None:
             raise StateError(f"rank {self.chunk.rank}: chunk {self.chunk.index} has no second set of states")
         self.to(ShardState.EARLY)
@@ -416,8 +412,8 @@ class Shard:
         return self._early
 
     def end_early(self, inputs: Inputs | None) -> EarlyUpdate | None:
-        """Ends an early update, if one has begun: keeps its states if a step with `inputs` would make the same, and
-        discards them otherwise. The update that was kept."""
+        """Ends an early update, if one has begun; returns it if its states are kept, because a step with `inputs` would
+        make the same."""
         early, self._early = self._early, None
         if early is None or self.second is None:
             return None
@@ -427,7 +423,7 @@ class Shard:
             return None
         old, self.states = self.states, self.second
         self.second, shown = old, early.rounded
-        if old.weights is None:  # rounded weights on their way to a device come out of the same memory in each step
+        if old.weights is None:  # rounded weights leave for a device from the same memory in each step
             old.weights, self.states.weights, shown = shown, None, None
         self.chunk.exchange_state(self.states.master, shown)
         return early

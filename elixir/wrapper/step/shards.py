@@ -77,8 +77,7 @@ class Shards:
         self._by_chunk.clear()
 
     def arrive(self) -> None:
-        """Goes on from the states that have left, under the engine's plan of now; each is let go of when its chunk has
-        taken it."""
+        """Loads the states that have left, under the engine's current plan; lets go of each once it is loaded."""
         self._make_shards()
         passes = {slot.name for _, shard in self._left for slot in shard.chunk.slots}
         for shard in self:
@@ -87,7 +86,7 @@ class Shards:
                 self._make_states(shard)
                 mine = {each.name: self._moving[each.name] for each in shard.segments if each.name in self._moving}
                 shard.load(MovedStates(mine, passes))
-            for segment in shard.segments:  # only now: they may have gone to a disk that fails
+            for segment in shard.segments:  # after `at_hand`, whose write to a disk may fail
                 self._moving.pop(segment.name, None)
         for stored, shard in self._left:
             stored.forget(shard)
@@ -105,7 +104,7 @@ class Shards:
                     self._by_chunk[chunk.index] = Shard(self._engine, self._user, chunk)
 
     def _make_states(self, shard: Shard) -> bool:
-        """Made by the threads that step them, so that they lie next to these; see `Shard.make_states`."""
+        """Makes them by the threads that step them, so that the memory is near; see `Shard.make_states`."""
         made = [True]
         if shard.chunk.stored is not None:
             with shard.chunk.at_hand():

@@ -1,7 +1,7 @@
 """`States`: what one optimizer keeps of one shard, and the step that it makes with it.
 
 `ClassStates` are those of a class of optimizers, by parameter; `FusedStates` those of Adam over the whole shard. What
-moves, saves, loads, copies or stores states walks over what `States` shows, and never asks which of the two it has.
+moves, saves, loads, copies or stores states walks over what `States` shows, whichever of the two it has.
 
 A kind is a key of torch's per-parameter state, such as ``exp_avg``. Elementwise states are tensors over a part of the
 flattened parameter. Counts of steps and other scalars belong to the parameter as a whole.
@@ -149,7 +149,7 @@ class States(Protocol):
     weights: torch.Tensor | None
     """Takes the weights that the master rounds to, of the whole shard; None where nothing takes them in a step."""
     by_torch: bool
-    """Whether a class steps the gradients one by one where they are, so that a factor may be a tensor on the device."""
+    """Whether a step takes the factor as a tensor on the device, too."""
 
     is_known: bool
     """Whether a step does nothing without a gradient, and the first one with a gradient makes all states of a
@@ -183,12 +183,12 @@ class States(Protocol):
     """Whether one call of the class may step these and the states of other shards."""
 
     def given(self, arrived: Arrived) -> AbstractContextManager[None]:
-        """Inside of it a call of the class finds gradients, those of other states too whose `given` was entered; where
-        `shares_call`."""
+        """Sets the gradients for a call of the class inside of it; where `shares_call`, several may be entered before
+        one call."""
         return nullcontext()
 
     def call(self, method: str) -> None:
-        """Calls a method of the class, such as schedule-free's ``eval``; there is none otherwise."""
+        """Calls a method of the class, such as schedule-free's ``eval``; does nothing where no class steps."""
         return
 
     def make(self) -> bool:
@@ -237,7 +237,7 @@ class States(Protocol):
         """Holds no weights and masters any more; `tensors` and `scalars` still show the states."""
         self.master, self.weights = self.master.new_empty(0), None
         for segment in self.segments:
-            if segment.weights is not segment.source:  # its shape says which states are elementwise
+            if segment.weights is not segment.source:  # the shape stays: it says which states are elementwise
                 segment.weights.data = segment.weights.new_empty(()).expand(segment.weights.shape)
 
 
@@ -291,7 +291,7 @@ class MovedStates(SavedStates):
 
     Args:
         left: by parameter, the states that it has, after `States.let_go`, and the segment that they are of.
-        passes: parameters whose states lie in memory through which others pass, so that nobody may keep it.
+        passes: parameters whose states lie in buffers that other chunks use next, so that nobody may keep them.
     """
 
     def __init__(self, left: Mapping[str, tuple[States, Segment]], passes: Collection[str]) -> None:

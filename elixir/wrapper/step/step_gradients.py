@@ -1,4 +1,4 @@
-"""`StepGradients`: of which gradients the next step is made, on which all ranks agree, and how they were scaled."""
+"""`StepGradients`: the parameters that got gradients for the next step, on which ranks agree, and their loss scale."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StepGradients:
     def scaled(self, by: float) -> None:
         """The gradients that come now are multiplied by a loss scale, and are added to those there are."""
         if self.are_mixed or self._made_by not in (None, by):
-            # Another optimizer's overflow has changed it since. What nobody holds was cleared one by one.
+            # Another optimizer's overflow has changed the scale. If no gradient is left, the user has cleared them.
             self.are_mixed = self._are_held()
         self._made_by = by
 

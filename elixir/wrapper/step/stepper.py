@@ -1,10 +1,10 @@
-"""`Stepper`: one optimizer of an engine. A step is made of inputs, norm, factor, and an update of every shard."""
+"""`Stepper`: one optimizer of an engine. A step checks the gradients, sums their norm, and updates every shard."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ class Stepper:
 
     def update_early(self, chunk: Chunk) -> None:
         """Makes new states of a chunk in backward next to the old ones; its gradients are on their way home."""
-        if len(self._engine.steppers) == 1:  # several share the chunk's memory
+        if len(self._engine.steppers) == 1:  # a chunk has no second set for each of several
             with torch.no_grad():
                 self.early.begin(chunk, self.gradients.scale)
 
@@ -128,7 +128,7 @@ class Stepper:
         self.gradients.scaled(by)
 
     def gradients_cleared(self, scale: float | None) -> None:
-        """No gradients are there, nor a limit for them; or, of this loss scale, zeros."""
+        """Gradients were cleared: to None, or to zeros as of this loss scale."""
         self.gradients.cleared(scale)
         self.norm.forget_limit()
 
@@ -180,8 +180,11 @@ class Stepper:
         return factor is not None
 
     def _factor(self, made_by: float) -> Factor | None:
-        """By what the gradients, which a loss scale of `made_by` has made, are multiplied; None if no step can be made
-        of them."""
+        """The factor of the gradients, or None if this step is left out.
+
+        Args:
+            made_by: the loss scale by which the gradients were multiplied.
+        """
         loss_scale, self.norm.last = self._engine.loss_scale, None
         if self.gradients.are_mixed:
             logger.info("a step is left out, since the loss scale has changed while its gradients were added up")
@@ -202,8 +205,9 @@ class Stepper:
     def _update(self, factor: Factor, options: list[dict[str, Any]], *, in_place: bool) -> None:
         """Updates all shards.
 
-        Those of the host go first, so that it begins while this thread submits the others. But before this thread waits
-        for the norm it gives the device what needs no number.
+        Those of the host go first, so that the host begins while this thread submits the others. Where the norm is
+        still on the device, this thread first submits the shards that take the factor as a tensor there, and then waits
+        for the number.
         """
         engine, order = self._engine, ("host", "device")
         shards = sorted(self.shards, key=lambda shard: order.index(shard.chunk.plan.update_home))
@@ -219,8 +223,9 @@ class Stepper:
 
     def _update_each(
         self, shards: Iterable[Shard], factor: float | torch.Tensor, options: list[dict[str, Any]], *, in_place: bool
-    ) -> Iterator[Ticket]:
-        """Updates shards in their order, but those that share a call at the end; tickets of new resident weights."""
+    ) -> list[Ticket]:
+        """Updates shards in their order, those that share one call at the end; tickets of new resident weights."""
+        updates: list[Ticket] = []
         together: list[tuple[Shard, Inputs]] = []
         for shard in shards:
             shard.writes.follow()
@@ -229,18 +234,18 @@ class Stepper:
                 together.append((shard, inputs))
                 continue
             self.early.kept += update(self._engine, shard, inputs)
-            yield from self._updated(shard, inputs)
+            updates += self._updated(shard, inputs)
         update_together(together)
         for shard, inputs in together:
-            yield from self._updated(shard, inputs)
+            updates += self._updated(shard, inputs)
+        return updates
 
-    def _updated(self, shard: Shard, inputs: Inputs) -> Iterator[Ticket]:
+    def _updated(self, shard: Shard, inputs: Inputs) -> list[Ticket]:
         if inputs.in_place:
             shard.gradients.forget_norms()
         shard.writes.by_step(inputs.arrived, self.gradients.used)
         ticket = publish(self._engine, shard.chunk)
-        if ticket is not None:
-            yield ticket
+        return [] if ticket is None else [ticket]
 
     def rewrite(self, method: str) -> None:
         """Rewrites all weights by a method of the user's class, such as schedule-free's ``train`` and ``eval``.

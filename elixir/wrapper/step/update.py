@@ -1,9 +1,14 @@
-"""`update`: one step of one shard, and the way of its new weights to where the model reads them.
+"""`update`: one step of one shard, and the copy of its new weights to where the model reads them.
 
-Where masters and states live decides how (`Chunk.plan`): on the device in the order of compute; on the host by the lane
-of CPU Adam, while what comes next runs; on a disk likewise, between a read and a write of the disk's lane. Where the
-plan lets new states be made early, `update_early` has submitted that during backward, and `update` keeps them if they
-are right.
+How a shard is updated follows from the home of its chunk, and is decided in `update`:
+
+* states on the device: by compute, in its order; shards that `can_share` one call of a kernel are updated together;
+* states on the host: by the lane of CPU Adam, after the gradients, the step before and the last fetch;
+* states on a disk: likewise, in a buffer of the window, between a read and a write of the disk's lane;
+* updated early: `update_early` has submitted it during backward, and `update` keeps the new states if they are right.
+
+What makes the states and steps them, a class or Adam in one pass, is chosen when the shard is made
+(`UserOptimizer.states_over`).
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from functools import partial
 import torch
 
 from elixir.chunk.chunk import Chunk
+from elixir.chunk.disk import StoredStates
 from elixir.chunk.host_buffers import STAGING
 from elixir.chunk.lanes import Ticket, Work, over, settled
 from elixir.errors import StepError
@@ -34,20 +40,25 @@ def update(engine: Engine, shard: Shard, inputs: Inputs) -> bool:
     if kept is not None:
         chunk.home_uses.written_by(kept.made)
         if chunk.plan.weight_home == "device":
-            _return_weights(engine, chunk, shard.writing(inputs.arrived, kept.rounded), returns=True)
+            _return_weights(engine, chunk, shard.writing(inputs.arrived, kept.rounded))
         if engine.options.debug.poison:
             _poison_second(engine, shard)
     elif chunk.plan.update_home != "host":
         _before_compute(shard)
         shard.step(shard.states, inputs)
         shard.writing(inputs.arrived)()
-    elif chunk.stored is None or inputs.arrived or not shard.rests_without_gradients:  # else nothing moves either
+    elif (
+        chunk.stored is None or inputs.arrived or not shard.rests_without_gradients
+    ):  # else it would only be read and written
         _on_host(engine, shard, inputs)
     return kept is not None
 
 
 def can_share(shard: Shard, inputs: Inputs) -> bool:
-    """Whether one call of a kernel may update this shard and others, which takes no copies of gradients."""
+    """Whether one call of a kernel may update this shard and others.
+
+    It would copy all gradients that it may not multiply in place, or that have another dtype.
+    """
     plain = not isinstance(inputs.factor, torch.Tensor) and inputs.factor == 1.0
     alike = bool(inputs.arrived) and inputs.arrived[0][1].dtype == shard.states.master.dtype
     return shard.states.shares_call and alike and (plain or inputs.in_place)
@@ -78,7 +89,7 @@ def update_early(engine: Engine, shard: Shard, inputs: Inputs) -> None:
     """Submits an update that makes new states in the second set of a shard, and changes nothing else."""
     early, chunk = shard.begin_early(inputs), shard.chunk
     run = partial(_reporting, chunk, partial(early.run, chunk.before_write, engine.host_forms))
-    # Of work that has failed `run` raises what it raised, so that what was never made is not kept.
+    # `settled` lets `run` begin after work that has failed; `run` then raises that error, and nothing is kept.
     early.made = engine.lanes.host_adam.submit(run, after=settled(early.after))
     chunk.home_uses.read_by(EARLY, early.made)
     shard.gradients.uses.read_by(EARLY, early.made)
@@ -86,28 +97,30 @@ def update_early(engine: Engine, shard: Shard, inputs: Inputs) -> None:
 
 def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
     chunk, lanes = shard.chunk, engine.lanes
-    # The gradients arrive, and early updates read them. The step before writes masters and states, and if it failed, so
-    # must this. The fetch before reads the shard of weights: a block would get some of them new.
+    # The gradients arrive, and early updates read them. The last step writes masters and states; if it has failed, this
+    # one must fail, too. The last fetch reads the shard of weights: a block would get some of them new.
     after = [*shard.gradients.uses.to_write(), *chunk.home_uses.to_write()]
     staged = None
     if chunk.plan.returns_rounded and inputs.arrived:
         stage = engine.host_buffers.take(STAGING, chunk.shard_numel * chunk.dtype.itemsize)
         staged = stage.view(chunk.shard_numel, chunk.dtype)
-        # The weights that it held last may still be on their way to the device; whether they came is not this step's.
+        # The weights that it held last may still be on their way to the device. Whether they came is no concern here.
         after += settled(stage.uses.to_write())
-    # As of now: a checkpoint that begins later saves what this step makes, and waits for it.
+    # The hook of now: a checkpoint that begins later saves what this step makes, and waits for it.
     step: Work = partial(_reporting, chunk, partial(shard.step, shard.states, inputs, staged), chunk.before_write)
-    write: Work = shard.writing(inputs.arrived, staged)
+    read: Ticket | None = None
     if chunk.stored is not None:
         alone = chunk.stored.has_room_for_states and _makes_states(shard, inputs)
         buffer, read = engine.window.begin_step(chunk.stored, alone=alone)
         step = partial(chunk.stored.step, buffer, read, step)
-        write = partial(chunk.stored.if_read, read, write)
         after.append(over(read))  # the buffer that the step works in is being filled
     stepped = lanes.host_adam.submit(step, after=after)
     chunk.home_uses.written_by(stepped)
     shard.gradients.uses.written_by(stepped)  # it may have multiplied them
-    returned = _return_weights(engine, chunk, write, returns=bool(inputs.arrived))
+    returned = stepped
+    if chunk.plan.weight_home == "device" and inputs.arrived:
+        write: Work = shard.writing(inputs.arrived, staged)
+        returned = _return_weights(engine, chunk, write if read is None else partial(StoredStates.if_read, read, write))
     if staged is not None:
         stage.uses.written_by(returned)
     if chunk.stored is not None:
@@ -121,21 +134,12 @@ def _makes_states(shard: Shard, inputs: Inputs) -> bool:
     return any(segment.place in places for segment, _ in inputs.arrived)
 
 
-def _return_weights(engine: Engine, chunk: Chunk, write: Work, *, returns: bool) -> Ticket:
-    """Has the new weights of a chunk be where they live, after the step on the host that makes them.
-
-    Args:
-        engine: of the chunk.
-        chunk: whose weights they are.
-        write: of `Shard.writing`.
-        returns: whether there are new ones.
-    """
-    moved_bytes = chunk.shard_weights.nbytes if chunk.plan.weight_home == "device" and returns else 0
-    # New weights go to the device while the next chunk is stepped. The step fills the masters or the stage that they
-    # come from. Should submitting raise what the step has raised, the next step does, too.
-    lane = engine.lanes.refresh if moved_bytes else engine.lanes.host_adam
-    returned = lane.submit(write, after=chunk.home_uses.to_read(), nbytes=moved_bytes)
-    engine.refreshed_bytes += moved_bytes
+def _return_weights(engine: Engine, chunk: Chunk, write: Work) -> Ticket:
+    """Copies new weights to the device by `write`, of `Shard.writing`, while the next chunk is stepped."""
+    nbytes = chunk.shard_weights.nbytes
+    # The step fills the masters or the stage that the weights come from.
+    returned = engine.lanes.refresh.submit(write, after=chunk.home_uses.to_read(), nbytes=nbytes)
+    engine.refreshed_bytes += nbytes
     return chunk.home_uses.written_by(returned)
 
 
@@ -177,7 +181,7 @@ def _poison_second(engine: Engine, shard: Shard) -> None:
 
 
 def publish(engine: Engine, chunk: Chunk) -> Ticket | None:
-    """Has the new weights of a resident chunk on every rank; when its next use may read them, where it must wait."""
+    """Gathers the new weights of a resident chunk on all ranks; the work after which they may be read, if any."""
     if chunk.whole is None:
         return None
     after = chunk.home_uses.to_read() if chunk.plan.update_home == "host" else []
