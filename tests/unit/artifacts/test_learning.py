@@ -96,6 +96,17 @@ def test_clipped_steps_say_nothing_about_rates() -> None:
     assert mixed.early_kept == 0.5
 
 
+def test_a_machine_whose_runs_keep_none_is_planned_for_without() -> None:
+    def early(hardware: HardwareProfile) -> int:
+        trace = stack_trace(StackShape(1024, 6, 4096, 5000, 512), batch=2, seq=512)
+        plan = plan_from_trace(trace, hardware, 1, host_memory="64GiB", assume="nominal").plan
+        return sum(chunk.home.early for chunk in plan.chunks)
+
+    plain = preset("h200")
+    assert early(plain) == early(learn(plain, [counted(4)])) > 0
+    assert early(learn(plain, [counted(0)])) == 0
+
+
 @pytest.mark.parametrize("report", [counted(5), counted(-1), counted(1, planned=0)])
 def test_counts_that_make_no_sense_are_refused(report: dict[str, float]) -> None:
     with pytest.raises(InputError, match="early_kept_chunks"):

@@ -201,7 +201,13 @@ def test_a_run_that_is_always_clipped_is_planned_again_without_early_states(monk
         return made
 
     monkeypatch.setattr(api, "correct", without_noise)
-    options = {"hardware": machine, "device_memory": "2500KiB", "host_memory": "1GiB", "speculate": True}
+    options = {
+        "hardware": machine,
+        "device_memory": "2500KiB",
+        "host_memory": "1GiB",
+        "assume": "nominal",
+        "speculate": True,
+    }
     model, optimizer = elixir.wrap(it.model, adamw(it.model), inp=it.inp, max_norm=1e-6, **options)
     planned = sum(chunk.home.early for chunk in model.plan.chunks)
     assert planned
