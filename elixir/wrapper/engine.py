@@ -274,9 +274,8 @@ class Engine:
 
     def whole(self, chunk: Chunk, precise: bool = False) -> torch.Tensor:
         """The gathered weights of a chunk on the device; with `precise`, its masters where it has any."""
-        held = self.uses.gathered_memory.get(chunk.index)
-        if held is not None:
-            return held
+        if chunk.gathered is not None:
+            return chunk.gathered
         found = self.precise(chunk)[0] if precise else self.gathered(chunk)
         return chunk.with_moved(found) if self.is_ordinary(chunk) else found
 

@@ -113,8 +113,7 @@ class WeightUses:
         """Weights of a resident chunk stay where they are until the optimizer's step, of which autograd is told."""
         self._threads: dict[int, _ThreadState] = {}
         self.gathered: dict[int, frozenset[nn.Parameter]] = {}
-        """Chunks that `ElixirModule.gathered` holds in separate memory, and which of their parameters for writing."""
-        self.gathered_memory: dict[int, torch.Tensor] = {}
+        """Chunks that `ElixirModule.gathered` holds in `Chunk.gathered`, and which of their parameters for writing."""
         self.saving = False
         """While a state dict is made of placeholders, which are replaced before anyone sees it."""
         self.loading = False
@@ -209,7 +208,7 @@ class WeightUses:
         """Point a view to where its chunk lies now, which has been brought in."""
         part: _Part = view.elixir_place
         self._refuse_changed(part, "a view of it was made")
-        memory = self.gathered_memory.get(part.chunk)
+        memory = self._chunks[part.chunk].gathered
         if memory is None:
             memory = self._cache.marked_memory(part.chunk)
         if view.elixir_memory is not memory:
@@ -309,7 +308,7 @@ class WeightUses:
                 "plan with every chunk on the device (placement='cuda')"
             )
         self._refuse_changed(part, "it was saved")
-        if (gathered := self.gathered_memory.get(part.chunk)) is not None:
+        if (gathered := self._chunks[part.chunk].gathered) is not None:
             return part.of(gathered)
         if not backward_is_running():  # someone looks at what a node of the graph has saved
             self._cache.acquire([part.chunk])

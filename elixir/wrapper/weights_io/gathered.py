@@ -38,9 +38,8 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
                 continue
             if write:
                 chunk.about_to_write()  # before anything counts as written to, of which a checkpoint would complain
-            if chunk.index in before:  # another `gathered` around this one holds it already
-                memory = uses.gathered_memory[chunk.index]
-            else:
+            memory = chunk.gathered
+            if memory is None:  # otherwise another `gathered` around this one holds it already
                 memory = engine.whole(chunk)
                 if memory is chunk.whole:
                     # What is written here must not be the weights yet, and without `write` never: `data` tells nobody.
@@ -48,7 +47,6 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
                 chunk.point_into(memory)
                 chunk.gathered = memory
             opened.append((chunk, memory, asked))
-            uses.gathered_memory[chunk.index] = memory
             writable = {slot.parameter for slot in asked} if write else set()
             uses.gathered[chunk.index] = before.get(chunk.index, frozenset()) | writable
         yield
@@ -71,7 +69,6 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
 def _hide(engine: Engine, chunks: Sequence[Chunk]) -> None:
     """Their parameters point to where they did before; what they pointed to can go."""
     for chunk in chunks:
-        del engine.uses.gathered_memory[chunk.index]
         chunk.gathered = None
         if chunk.whole is None:
             chunk.hold_placeholders()
