@@ -104,7 +104,7 @@ class StoredStates(StoredTensors):
         finally:
             self._depth -= 1
             if not self._depth:
-                self._window.done_with(self)
+                self._window.done_with()
 
     @property
     def is_at_hand(self) -> bool:
@@ -231,8 +231,8 @@ class StateWindow:
         self.settle()  # what others have in their buffers goes back first
         return self._buffers.take_alone(WINDOW, states.used_bytes)
 
-    def done_with(self, states: StoredStates) -> None:
-        """States need not be in memory any more."""
+    def done_with(self) -> None:
+        """The states that are at hand need not be in memory any more."""
         if not self._keeping:
             self._let_go()
 

@@ -42,7 +42,6 @@ class Origins:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         self._parameters = {parameter: _Origin.of(parameter) for parameter in model.parameters()}
         self._buffers = [(place, _Origin.of(place.buffer)) for place in buffer_places(model)]
 

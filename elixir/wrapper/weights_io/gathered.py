@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -59,14 +59,14 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
                     given.pop(slot.parameter, None)
     finally:
         uses.gathered = before
-        _hide(engine, [chunk for chunk, _, _ in opened if chunk.index not in before])
+        _hide(chunk for chunk, _, _ in opened if chunk.index not in before)
         for parameter, data in given.items():
             parameter.data = data
         if write:
             engine.renew_shared()
 
 
-def _hide(engine: Engine, chunks: Sequence[Chunk]) -> None:
+def _hide(chunks: Iterable[Chunk]) -> None:
     """Their parameters point to where they did before; what they pointed to can go."""
     for chunk in chunks:
         chunk.gathered = None

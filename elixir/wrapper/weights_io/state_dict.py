@@ -78,7 +78,6 @@ class ModelState:
         self._engine, self._model, self._buffers = engine, engine.model, buffers
         self._uses = engine.uses
         self._places = engine.places
-        self._tracked = frozenset(chunk.index for chunk in engine.tracked)
         self._full: bool | None = None
         """While the wrapper's own state dict is made: whether this rank wants it."""
         self._only: Callable[[str, nn.Parameter], bool] | None = None
@@ -162,7 +161,7 @@ class ModelState:
             if parameter not in self._places or not isinstance(destination.get(key), torch.Tensor):
                 continue
             chunk, slot = self._places[parameter]
-            if self._full is None and (keep_vars or chunk.index not in self._tracked):
+            if self._full is None and (keep_vars or self._engine.is_ordinary(chunk)):
                 continue
             if self._only is not None and not self._only(key, parameter):
                 del destination[key]
