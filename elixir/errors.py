@@ -247,6 +247,17 @@ GONE = {
 }
 """Names of options that earlier versions had -> what to do instead."""
 
+SHOWN_NAMES = 3
+"""Names that an error repeats."""
+
+
+def few(names: Sequence[str]) -> str:
+    """The first `SHOWN_NAMES` of them, and how many more there are."""
+    if not names:
+        return "none"
+    more = len(names) - SHOWN_NAMES
+    return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     """An `InputError` for a name that is not known, with the nearest names that are."""

@@ -15,7 +15,7 @@ from torch import nn
 from elixir.access import absent, storage_of, unmarked
 from elixir.chunk.disk import StoredStates
 from elixir.chunk.lanes import MemoryUses, Ticket, failure
-from elixir.errors import InputError, StateError
+from elixir.errors import InputError, StateError, few
 from elixir.memory_order import Order, flattened, is_dense, order_of
 from elixir.plan import ChunkPlan, ParamSlot
 from elixir.torch_private import DisableTorchFunctionSubclass, swap_tensors
@@ -204,6 +204,9 @@ class Chunk:
         self._offsets = [slot.offset for slot in self.slots]
         self._versions: list[int] = []  # of the parameters when they came into the block
 
+    def __str__(self) -> str:
+        return f"chunk {self.index} ({few([slot.name for slot in self.slots])})"
+
     @property
     def low_precision(self) -> bool:
         """Whether its weights have fewer bits than float32, so that an optimizer keeps master weights."""
@@ -243,11 +246,8 @@ class Chunk:
             StateError: the change is not allowed, or the chunk is pinned where it would lose its block.
         """
         if state not in _ALLOWED[self.state] or (state is ChunkState.HOME and self.pins):
-            names = ", ".join(slot.name for slot in self.slots[:3])
-            more = f" and {len(self.slots) - 3} more" if len(self.slots) > 3 else ""
             raise StateError(
-                f"rank {self.rank}: chunk {self.index} ({names}{more}) cannot go from {self.state.value} to "
-                f"{state.value} with {self.pins} pins"
+                f"rank {self.rank}: {self} cannot go from {self.state.value} to {state.value} with {self.pins} pins"
             )
         with DisableTorchFunctionSubclass():  # nobody is to be told that parameters move, and it is faster
             if self.state is ChunkState.CACHED:

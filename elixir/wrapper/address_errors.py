@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from elixir.access import is_absent
-from elixir.errors import InputError
-from elixir.wrapper.build.weights import few
+from elixir.errors import InputError, few
 
 _NOT_ALLOCATED = "its data is not allocated yet"
 """PyTorch's message when a kernel asks a tensor without memory for its elements."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from elixir.access import hooks_were_refused
 from elixir.chunk.group import Group
-from elixir.errors import InputError, InputTypeError
+from elixir.errors import InputError, InputTypeError, few
 from elixir.files import PathLike
 from elixir.kernels.model import FusedKernels
 from elixir.models import casts_buffers, find_shared_memory
@@ -33,7 +33,7 @@ from elixir.wrapper.build.chunks import (
 )
 from elixir.wrapper.build.origins import Origins
 from elixir.wrapper.build.shared_buffers import SharedBuffers
-from elixir.wrapper.build.weights import Weights, few
+from elixir.wrapper.build.weights import Weights
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.options import Debug, RunOptions
 from elixir.wrapper.run_errors import Call

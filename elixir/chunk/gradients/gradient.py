@@ -108,10 +108,9 @@ class ChunkGradient:
             StateError: the change is not allowed.
         """
         if state not in _NEXT[self.state]:
-            chunk = self.chunk
             raise StateError(
-                f"rank {chunk.rank}: the gradient of chunk {chunk.index} ({chunk.slots[0].name}, ...) cannot go from "
-                f"'{self.state.value}' to '{state.value}'"
+                f"rank {self.chunk.rank}: the gradient of {self.chunk} cannot go from '{self.state.value}' to "
+                f"'{state.value}'"
             )
         self.state = state
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from elixir.chunk.group import Group
-from elixir.errors import InputError
+from elixir.errors import InputError, few
 from elixir.plan import Plan
 from elixir.units import format_bytes
-from elixir.wrapper.build.weights import Weights, few
+from elixir.wrapper.build.weights import Weights
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from elixir.chunk.buffers import Arena
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.disk import MASTERS, StateWindow, StoredStates
 from elixir.chunk.group import Group
-from elixir.errors import ArtifactError, InputError
+from elixir.errors import ArtifactError, InputError, few
 from elixir.hardware import other_device, total_host_bytes
 from elixir.memory_order import is_dense
 from elixir.models import buffer_places, fingerprint, refuse_compiled, refuse_unplannable
@@ -23,7 +23,7 @@ from elixir.plan import ChunkPlan, HasPlan, Plan, plan_of
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.units import dtype_name, format_bytes, parse_dtype
 from elixir.wrapper.build.agreement import agree_on_values, plan_for_all
-from elixir.wrapper.build.weights import Weights, WeightSource, few
+from elixir.wrapper.build.weights import Weights, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -163,8 +163,7 @@ def _make_memory(chunk: Chunk, whole_plan: Plan, arena: Arena, window: StateWind
     wide = torch.float32 if chunk.low_precision else chunk.dtype
     if plan.state_home == "disk":
         if chunk.stored is None:
-            name = f"rank {chunk.rank}'s chunk {chunk.index} ({few([slot.name for slot in chunk.slots])})"
-            chunk.stored = StoredStates(window, name, whole_plan.extent_bytes(plan))
+            chunk.stored = StoredStates(window, f"rank {chunk.rank}'s {chunk}", whole_plan.extent_bytes(plan))
         chunk.masters = chunk.stored.region(MASTERS, chunk.shard_numel, wide)
         chunk.stored.show(chunk, chunk.masters, MASTERS)
     elif chunk.needs_masters:

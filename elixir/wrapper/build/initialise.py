@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.errors import InputError
+from elixir.errors import InputError, few
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 
@@ -90,7 +90,7 @@ class OwnInitialisation:
                     missing.append(f"{path}.{name}" if path else name)
         if missing:
             raise InputError(
-                f"buffers {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''} are on meta, and no module "
+                f"buffers {few(missing)} are on meta, and no module "
                 "gives them a value; build the model so that buffers are on the CPU, or pass weights= that have them"
             )
 

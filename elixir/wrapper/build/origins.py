@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from elixir.chunk.chunk import Chunk, Slot, become_real
-from elixir.errors import DiskError, ElixirError, InputError, NoMemoryError, RankError
+from elixir.errors import DiskError, ElixirError, InputError, NoMemoryError, RankError, few
 from elixir.models import buffer_places
 from elixir.torch_private import DisableTorchFunctionSubclass
-from elixir.wrapper.build.weights import few
 from elixir.wrapper.engine import Engine
 
 logger = logging.getLogger(__name__)

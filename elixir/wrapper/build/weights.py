@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from elixir.checkpoint_format import INDEX_NAME, open_checkpoint
-from elixir.errors import InputError, InputTypeError
+from elixir.errors import InputError, InputTypeError, few
 from elixir.models import buffer_places
 from elixir.wrapper.build.initialise import OwnInitialisation
 
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 Weights = Mapping[str, torch.Tensor] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A state dict; safetensors: a file, several, or a folder as Hugging Face writes it; or the folder of a checkpoint."""
-
-SHOWN_NAMES = 3
 
 
 class WeightSource:
@@ -182,11 +180,3 @@ def _shaped(value: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
     if value.is_meta:
         raise InputError(f"the weights given for {name} are on meta themselves, without values")
     return value.detach()
-
-
-def few(names: Sequence[str]) -> str:
-    """The first `SHOWN_NAMES` of them, and how many more there are."""
-    if not names:
-        return "none"
-    more = len(names) - SHOWN_NAMES
-    return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

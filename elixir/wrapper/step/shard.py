@@ -225,10 +225,9 @@ class Shard:
             StateError: the change is not allowed.
         """
         if state not in _NEXT[self.state]:
-            chunk = self.chunk
             raise StateError(
-                f"rank {chunk.rank}: the shard of chunk {chunk.index} ({chunk.slots[0].name}, ...) cannot go from "
-                f"'{self.state.value}' to '{state.value}'"
+                f"rank {self.chunk.rank}: the shard of {self.chunk} cannot go from '{self.state.value}' to "
+                f"'{state.value}'"
             )
         self.state = state
 

@@ -24,7 +24,6 @@ from elixir.chunk.disk import StoredStates
 from elixir.chunk.host_buffers import STAGING
 from elixir.chunk.lanes import Ticket, Work, over, settled
 from elixir.errors import StepError
-from elixir.wrapper.build.weights import few
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.early import Inputs
 from elixir.wrapper.step.shard import Shard
@@ -153,10 +152,9 @@ def _reporting(chunk: Chunk, work: Work, release: Callable[[], None] | None = No
         name = type(error).__name__
         cause = f"{name}: {error}" if str(error) else name
         raise StepError(
-            f"rank {chunk.rank}: the optimizer step of chunk {chunk.index} "
-            f"({few([slot.name for slot in chunk.slots])}) failed on the host with {cause}. Each of its weights "
-            "is either stepped or as before; the other chunks have been stepped. state_dict() gives the weights as "
-            "they are"
+            f"rank {chunk.rank}: the optimizer step of {chunk} failed on the host with {cause}. Each of its weights is "
+            "either stepped or as before; the other chunks have been stepped. state_dict() gives the weights as they "
+            "are"
         ) from error
 
 
