@@ -34,7 +34,7 @@ from elixir.search.searches import answer_to, profile_for
 from elixir.step_trace import StepTrace
 from elixir.units import parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.account import EarlyCounts, StepReport
+from elixir.wrapper.account.report import EarlyCounts, StepReport
 from elixir.wrapper.build.chunks import agree_on_plan, compute_device
 from elixir.wrapper.build.weights import check_weights
 from elixir.wrapper.engine import engine_of

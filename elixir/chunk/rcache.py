@@ -25,7 +25,7 @@ import torch
 from elixir.access import backward_is_running
 from elixir.chunk.buffers import BlockPool
 from elixir.chunk.chunk import Chunk, ChunkState
-from elixir.chunk.gradients import GradientFlow
+from elixir.chunk.gradients.flow import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Lanes, failure
 from elixir.errors import InputError, StateError

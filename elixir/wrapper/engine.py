@@ -25,7 +25,7 @@ from elixir.access import CountedParameter, ParameterAccess, backward_is_running
 from elixir.chunk.buffers import Arena, BlockPool
 from elixir.chunk.chunk import Chunk, Slot, take_back
 from elixir.chunk.disk import StateWindow, StoredStates
-from elixir.chunk.gradients import FlowOptions, GradientFlow
+from elixir.chunk.gradients.flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import STAGING, SUMMANDS, WINDOW, HostBuffers, staging_kind, summands_kind, window_kind
 from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes

@@ -19,7 +19,7 @@ from elixir.access import (
     current_node_number,
 )
 from elixir.chunk.chunk import Chunk, Slot
-from elixir.chunk.gradients import GradientFlow
+from elixir.chunk.gradients.flow import GradientFlow
 from elixir.chunk.rcache import RCache
 from elixir.errors import InputError
 from elixir.models import compiled_over_moving_weights

@@ -22,7 +22,8 @@ from elixir.models import casts_buffers, find_shared_memory
 from elixir.plan import HasPlan, Plan, same_packing
 from elixir.torch_private import DisableTorchFunctionSubclass, tree_map
 from elixir.units import parse_dtype
-from elixir.wrapper.account import StepAccount, StepReport
+from elixir.wrapper.account.counts import StepAccount
+from elixir.wrapper.account.report import StepReport
 from elixir.wrapper.address_errors import refuse_addresses
 from elixir.wrapper.build.chunks import (
     agree_on_plan,
@@ -38,7 +39,9 @@ from elixir.wrapper.engine import Engine
 from elixir.wrapper.options import Debug, RunOptions
 from elixir.wrapper.run_errors import Call
 from elixir.wrapper.step import cast_inputs
-from elixir.wrapper.weights_io import ModelState, SharedWeights, in_use, shown
+from elixir.wrapper.weights_io.gathered import shown
+from elixir.wrapper.weights_io.shared_weights import SharedWeights
+from elixir.wrapper.weights_io.state_dict import ModelState, in_use
 
 logger = logging.getLogger(__name__)
 

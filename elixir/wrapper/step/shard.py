@@ -11,7 +11,7 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.disk import MASTERS
-from elixir.chunk.gradients import ChunkGradient
+from elixir.chunk.gradients.gradient import ChunkGradient
 from elixir.chunk.lanes import MemoryUses
 from elixir.errors import StateError
 from elixir.memory_order import shaped

@@ -12,7 +12,7 @@ from elixir.cli import main
 from elixir.errors import InputError
 from elixir.hardware import HardwareProfile, RateFit, extremes, learn, load_hardware, preset
 from elixir.search import plan_from_trace
-from elixir.wrapper.account import EarlyCounts, StepReport
+from elixir.wrapper.account.report import EarlyCounts, StepReport
 from tests.common.synthetic_trace import StackShape, stack_trace
 
 TRACE = stack_trace(StackShape(1024, 6, 4096, 5000, 512))

@@ -12,7 +12,7 @@ from torch import nn
 from elixir.access import is_absent
 from elixir.chunk.buffers import Arena, BlockPool
 from elixir.chunk.chunk import _ALLOWED, Chunk, ChunkState
-from elixir.chunk.gradients import FlowOptions, GradientFlow
+from elixir.chunk.gradients.flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
 from elixir.chunk.lanes import Emulation, make_lanes
