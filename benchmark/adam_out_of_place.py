@@ -6,7 +6,7 @@ One shard on the host, a bfloat16 gradient and bfloat16 weights, and each kind o
 after round:
 
 * ``in place``: `elixir.kernels.adam_step`, over which the others are counted;
-* ``out of place``: `elixir.kernels.adam.adam_step_out_of_place`, with its kernel;
+* ``out of place``: `elixir.kernels.adam.step.adam_step_out_of_place`, with its kernel;
 * ``copied``: the states are copied and the copy is stepped in place, as without a kernel.
 
 Both with the eager step in place and with the kernel in place. ``busy`` are seconds of processors, which a busy machine disturbs less than the clock's.
@@ -30,12 +30,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table  # noqa: E402
-from elixir.kernels import AdamOptions, adam_step, make_moments  # noqa: E402
-from elixir.kernels.adam import (  # noqa: E402
-    Combination,
-    States,
-    adam_step_out_of_place,
-)
+from elixir.kernels.adam.compiled import Combination  # noqa: E402
+from elixir.kernels.adam.moments import States, make_moments  # noqa: E402
+from elixir.kernels.adam.rule import AdamOptions  # noqa: E402
+from elixir.kernels.adam.step import adam_step, adam_step_out_of_place  # noqa: E402
 from elixir.kernels.adam.when_compiled import Kernel, kernel_for  # noqa: E402
 
 BAR = 1.25

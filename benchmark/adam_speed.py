@@ -43,7 +43,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table  # noqa: E402
-from elixir.kernels import AdamOptions, adam_step, make_moments, state_bytes  # noqa: E402
+from elixir.kernels.adam.moments import make_moments  # noqa: E402
+from elixir.kernels.adam.rule import AdamOptions  # noqa: E402
+from elixir.kernels.adam.step import adam_step  # noqa: E402
+from elixir.optimizer_states import state_bytes  # noqa: E402
 
 MOVED_BYTES = {"eager": 30, "compiled": 28, "triad in place": 12, "triad": 16}
 """Per element; see above."""

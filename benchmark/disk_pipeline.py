@@ -27,7 +27,9 @@ from elixir.chunk.host_buffers import WINDOW, BufferKind, HostBuffers
 from elixir.chunk.lanes import ThreadLane
 from elixir.extents import ExtentFile, whole_blocks
 from elixir.files import file_system
-from elixir.kernels.adam import AdamOptions, Moments, adam_step
+from elixir.kernels.adam.moments import Moments
+from elixir.kernels.adam.rule import AdamOptions
+from elixir.kernels.adam.step import adam_step
 from elixir.plan import WINDOW_CHUNKS
 from elixir.units import MIB
 

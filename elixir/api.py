@@ -23,7 +23,7 @@ from elixir.check import check_given, raise_refusals, refusals
 from elixir.chunk.group import Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
 from elixir.hardware import HardwareProfile, check_host_threads
-from elixir.kernels.adam import COPIED, ONE_PASS
+from elixir.kernels.adam.step import COPIED, ONE_PASS
 from elixir.microbench import with_disk
 from elixir.models import refuse_compiled
 from elixir.optimizer_states import LOOPS, check_kind, family_of, moments_of

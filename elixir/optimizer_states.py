@@ -127,8 +127,8 @@ def moments_size(moments: str = "float32") -> StateSize:
 
 
 def state_bytes(numel: int, moments: str = "float32") -> int:
-    """Bytes of both moments of a flat tensor of `numel` elements, exactly as `elixir.kernels.make_moments` allocates
-    them.
+    """Bytes of both moments of a flat tensor of `numel` elements, exactly as `make_moments` of
+    `elixir.kernels.adam.moments` allocates them.
 
     Raises:
         InputError: `numel` is negative, or the kind unknown.

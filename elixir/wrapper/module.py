@@ -17,7 +17,7 @@ from elixir.access import hooks_were_refused
 from elixir.chunk.group import Group
 from elixir.errors import InputError, InputTypeError, few
 from elixir.files import PathLike
-from elixir.kernels.model import FusedKernels
+from elixir.kernels.model.fused_modules import FusedKernels
 from elixir.models import casts_buffers, find_shared_memory
 from elixir.plan import HasPlan, Plan, same_packing
 from elixir.torch_private import DisableTorchFunctionSubclass, tree_map

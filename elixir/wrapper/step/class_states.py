@@ -14,7 +14,8 @@ from elixir.chunk.disk import StoredStates
 from elixir.chunk.pinned import host_zeros
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
-from elixir.kernels.adam import COPIED, ONE_PASS, Kept, can_step_like, step_like, step_out_of_place_like
+from elixir.kernels.adam.of_class import Kept, can_step_like, step_like, step_out_of_place_like
+from elixir.kernels.adam.step import COPIED, ONE_PASS
 from elixir.memory_order import Order, flattened, is_dense, order_of, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.step.elementwise import set_options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elixir.chunk.chunk import Chunk
-from elixir.kernels.adam import begin_kernel
+from elixir.kernels.adam.when_compiled import begin_kernel
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.shard import Shard
 from elixir.wrapper.step.shards import Shards

@@ -12,18 +12,11 @@ from torch import nn
 from elixir.chunk.disk import StoredStates
 from elixir.chunk.pinned import host_zeros
 from elixir.errors import InputError
-from elixir.kernels.adam import (
-    COPIED,
-    HybridAdam,
-    Moments,
-    adam_step,
-    adam_step_out_of_place,
-    group_options,
-    make_moments,
-    read_moments,
-    write_moments,
-)
-from elixir.kernels.adam import States as AdamStates
+from elixir.kernels.adam.hybrid import HybridAdam
+from elixir.kernels.adam.moments import Moments, make_moments, read_moments, write_moments
+from elixir.kernels.adam.moments import States as AdamStates
+from elixir.kernels.adam.rule import group_options
+from elixir.kernels.adam.step import COPIED, adam_step, adam_step_out_of_place
 from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
 from elixir.units import dtype_name
 from elixir.wrapper.step.elementwise import set_options
@@ -273,7 +266,7 @@ class FusedStates(States):
     # --- loading ---------------------------------------------------------------------------------------------------
 
     def load(self, saved: SavedStates) -> set[str]:
-        """See `States`. Moments in another form are rounded to the nearest (`elixir.kernels.adam.write_moments`)."""
+        """See `States`. Moments in another form are rounded to the nearest (`write_moments`)."""
         notes: set[str] = set()
         for tensor in self.moments.tensors():
             tensor.zero_()

@@ -32,16 +32,12 @@ from elixir.hardware import (
     rank_threads,
     use_threads,
 )
-from elixir.kernels.adam import (
-    AdamOptions,
-    Combination,
-    States,
-    adam_step,
-    fused_step,
-    make_moments,
-    missing_compiler,
-)
+from elixir.kernels.adam.compiled import Combination, missing_compiler
+from elixir.kernels.adam.eager import fused_step
+from elixir.kernels.adam.moments import States, make_moments
 from elixir.kernels.adam.native import build_kernel
+from elixir.kernels.adam.rule import AdamOptions
+from elixir.kernels.adam.step import adam_step
 from elixir.search import plan_from_trace
 from elixir.search.simulator import Rates
 from elixir.wrapper import ElixirModule, ElixirOptimizer

@@ -42,7 +42,7 @@ from elixir.errors import (
     InputError,
     StateError,
 )
-from elixir.kernels.adam import make_moments, read_moments, write_moments
+from elixir.kernels.adam.moments import make_moments, read_moments, write_moments
 from tests.common.checkpoints import group, same, save
 from tests.common.file_faults import RecordingFiles, ShortFiles
 

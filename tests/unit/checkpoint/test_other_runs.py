@@ -18,7 +18,7 @@ from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format import open_checkpoint, verify
 from elixir.errors import CheckpointError
 from elixir.files import Files
-from elixir.kernels.adam import make_moments, read_moments, write_moments
+from elixir.kernels.adam.moments import make_moments, read_moments, write_moments
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.parity import Case, adamw, case, hf_loss, make_plan
 from tests.common.resuming import Run, differing, two_groups

@@ -13,21 +13,14 @@ import pytest
 import torch
 
 from elixir.errors import InputError
-from elixir.kernels import AdamOptions, HybridAdam, adam_step, make_moments
-from elixir.kernels.adam import (
-    COPIED,
-    ONE_PASS,
-    Combination,
-    Kept,
-    States,
-    absent_kernels,
-    adam_step_out_of_place,
-    begin_kernel,
-    can_step_like,
-    native,
-    step_out_of_place_like,
-    when_compiled,
-)
+from elixir.kernels import HybridAdam
+from elixir.kernels.adam import native, when_compiled
+from elixir.kernels.adam.compiled import Combination
+from elixir.kernels.adam.moments import States, make_moments
+from elixir.kernels.adam.of_class import Kept, can_step_like, step_out_of_place_like
+from elixir.kernels.adam.rule import AdamOptions
+from elixir.kernels.adam.step import COPIED, ONE_PASS, adam_step, adam_step_out_of_place
+from elixir.kernels.adam.when_compiled import absent_kernels, begin_kernel
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS = (

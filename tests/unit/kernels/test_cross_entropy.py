@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import elixir.kernels.model.cross_entropy as module
 from elixir.errors import InputError
-from elixir.kernels.model import linear_cross_entropy, slice_columns
+from elixir.kernels.model.cross_entropy import linear_cross_entropy, slice_columns
 
 TOKENS, FEATURES, CLASSES = 37, 24, 130
 

@@ -16,7 +16,9 @@ from torch import nn
 import elixir.kernels.model.cross_entropy as cross_entropy
 from benchmark.observe import observe_step
 from elixir.errors import ElixirError, InputError
-from elixir.kernels.model import DeferredLogits, FusedKernels, registry
+from elixir.kernels.model import registry
+from elixir.kernels.model.deferred import DeferredLogits
+from elixir.kernels.model.fused_modules import FusedKernels
 from elixir.models import default_input, default_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.fused import assert_close_gradients, gradients, language_case, train_with_plain

@@ -18,7 +18,9 @@ from torch import nn
 import elixir.tracer.trace
 import elixir.wrapper.module
 from elixir.errors import ElixirError, InputError, InputTypeError
-from elixir.kernels.model import FusedKernels, choose, registry
+from elixir.kernels.model import registry
+from elixir.kernels.model.fused_modules import FusedKernels
+from elixir.kernels.model.registry import choose
 from elixir.wrapper import Debug, ElixirModule
 from tests.common.fused import language_case, train_with_plain
 from tests.common.parity import case, make_plan

@@ -20,10 +20,14 @@ import pytest
 import torch
 
 from elixir.errors import InputError, InputTypeError
-from elixir.kernels import AdamOptions, Moments, adam_, adam_scalars, adam_step, make_moments, read_moments, state_bytes
-from elixir.kernels.adam import Background, States, when_compiled
 from elixir.kernels.adam import compiled as compiling
+from elixir.kernels.adam import when_compiled
+from elixir.kernels.adam.compiled import Background
 from elixir.kernels.adam.eager import eager_step
+from elixir.kernels.adam.moments import Moments, States, make_moments, read_moments
+from elixir.kernels.adam.rule import AdamOptions, adam_, adam_scalars
+from elixir.kernels.adam.step import adam_step
+from elixir.optimizer_states import state_bytes
 
 ROOT = Path(__file__).parents[3]
 KINDS = ("float32", "bfloat16", "8bit")

@@ -18,7 +18,9 @@ from torch import nn
 from elixir.chunk.lanes import Emulation
 from elixir.hardware import preset
 from elixir.kernels import HybridAdam
-from elixir.kernels.adam import ONE_PASS, absent_kernels, when_compiled
+from elixir.kernels.adam import when_compiled
+from elixir.kernels.adam.step import ONE_PASS
+from elixir.kernels.adam.when_compiled import absent_kernels
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
