@@ -69,14 +69,15 @@ CONTENTION_STEPS = 8
 
 
 def planned(space: SearchSpace, placement: Placement, capacity: int) -> Plan:
-    """A plan with these homes, one chunk fetched ahead, few blocks; to speculate, all chunks do that can."""
+    """A plan with these homes, one chunk fetched ahead, few blocks; all chunks are updated early that can be, if any may."""
     model = space.model(capacity)
     streamed = placement.resident.count(False)
     depth = PREFETCH_DEPTH if streamed else 0
     schedule = model.work.schedule(placement.residents, depth)
     blocks = min(max(schedule.min_blocks, round(BLOCK_SHARE * streamed)), streamed)
-    early = can_step(model.work, placement) if space.setting.speculate else frozenset()
-    candidate = weigh(model, placement, blocks, depth, space.cost, early)
+    if space.setting.speculate:
+        placement = placement.updated_early(can_step(model.work, placement) - placement.state_on_disk)
+    candidate = weigh(model, placement, blocks, depth, space.cost)
     budgets = Budgets(candidate.need.device_bytes, candidate.need.host_bytes)
     return to_plan(space, candidate, budgets, "AdamW", "auto")
 

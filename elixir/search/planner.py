@@ -156,7 +156,7 @@ def simple_plan(
     candidate = weigh(model, builder.placement(), blocks, depth, space.cost)
     if not _fits(candidate, budgets):
         raise _too_large(candidate, budgets)
-    candidate = as_it_runs(candidate, space.cost, budgets)
+    candidate = as_it_runs(candidate, budgets)
     made = to_plan(space, candidate, budgets, optimizer_name(request.optimizer_type), request.placement)
     taken = made.predicted
     return replace(
@@ -234,7 +234,7 @@ def _forced(space: SearchSpace, budgets: Budgets, placement: HomeChoice, sizes: 
         if whole is not None:
             found.append(whole)
     best = min((c for c in found if _fits(c, budgets)), key=lambda candidate: candidate.sort_key, default=None)
-    best = None if best is None else as_it_runs(best, space.cost, budgets)
+    best = None if best is None else as_it_runs(best, budgets)
     least_host = min(found, key=lambda candidate: candidate.need.host_bytes, default=None)
     return Outcome(best, len(found), least_host, None if best is None else best.seconds["total"])
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elixir.plan import Judgement
-from elixir.search.propose.candidate import Candidate, Found, early_instead
+from elixir.search.propose.candidate import Candidate, Found, updated_early
 from elixir.search.propose.climb import LITTLE_LESS, MUCH_LESS
 from elixir.search.propose.local_search import LocalSearch
 from elixir.search.propose.original_elixir import classic_candidates
@@ -122,7 +122,7 @@ def begin_early(search: _Search) -> None:
     if space.setting.speculate is False or space.cost.clipped or found.best is None:
         return
     for trials in search.trials[:SIZES_PLACED]:
-        early = None if trials.best is None else early_instead(trials.best, space.cost, search.budgets)
+        early = None if trials.best is None else updated_early(trials.best, search.budgets)
         found.take([] if early is None else [early])
     # With a disk, what the host has more of would go there.
     some = [] if space.setting.spill else search.trials[: SIZES_KEPT if search.briefly else None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 
@@ -26,7 +26,7 @@ class Candidate:
     model: MemoryModel
     placement: Placement
     schedule: ScheduleResult
-    seconds: Mapping[str, float]
+    cost: SimulatedCost
 
     @property
     def work(self) -> Workload:
@@ -37,6 +37,11 @@ class Candidate:
     def overlap(self) -> bool:
         """Whether gradients may leave during backward."""
         return self.model.setting.overlap
+
+    @cached_property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds of a step by phase and by resource, and ``total``: simulated when they are asked for."""
+        return self.seconds_by(self.cost)
 
     @cached_property
     def need(self) -> MemoryNeed:
@@ -94,9 +99,7 @@ def weigh(model: MemoryModel, placement: Placement, blocks: int, prefetch_depth:
     """The candidate with exactly this placement and block count, which must be legal; but for states that `spilled`
     puts on the disk, where the search may use it."""
     placement = spilled(model, placement)
-    schedule = model.work.schedule(placement.residents, prefetch_depth).simulate(blocks)
-    seconds = cost.estimate(model.work, placement, schedule, overlap=model.setting.overlap)
-    return Candidate(model, placement, schedule, seconds)
+    return Candidate(model, placement, model.work.schedule(placement.residents, prefetch_depth).simulate(blocks), cost)
 
 
 def early_host_bytes(model: MemoryModel, budgets: Budgets) -> int:
@@ -107,41 +110,26 @@ def early_host_bytes(model: MemoryModel, budgets: Budgets) -> int:
     return budgets.host_bytes - (model.copies_bytes if model.setting.speculate is None else 0)
 
 
-def updated_early(
-    model: MemoryModel,
-    placement: Placement,
-    blocks: int,
-    prefetch_depth: int,
-    cost: SimulatedCost,
-    budgets: Budgets,
-) -> Candidate | None:
-    """As `weigh`, with those chunks updated early with which the step is shortest; None if none can be, or the host has
-    no memory for that.
-
-    No chunk lives elsewhere. `placement` updates all of them after the norm.
-    """
+def updated_early(plain: Candidate, budgets: Budgets) -> Candidate | None:
+    """`plain`, which updates all chunks after the norm, with those updated early with which the step is shortest; None
+    if none can be, or the host has no memory for that. No chunk lives elsewhere."""
+    model = plain.model
     if model.setting.speculate is False:
         return None
-    placement = spilled(model, placement)
-    left_bytes = early_host_bytes(model, budgets) - sum(model.host_parts(placement).values())
-    schedule = model.work.schedule(placement.residents, prefetch_depth).simulate(blocks)
-    choices = cost.early_choices(model.work, placement, schedule, overlap=model.setting.overlap, left_bytes=left_bytes)
-    found = (weigh(model, choice, blocks, prefetch_depth, cost) for choice in choices)
+    left_bytes = early_host_bytes(model, budgets) - sum(model.host_parts(plain.placement).values())
+    choices = plain.cost.early_choices(
+        model.work, plain.placement, plain.schedule, overlap=plain.overlap, left_bytes=left_bytes
+    )
+    found = (replace(plain, placement=choice) for choice in choices)
     return min(found, key=lambda candidate: candidate.seconds["total"], default=None)
 
 
-def early_instead(plain: Candidate, cost: SimulatedCost, budgets: Budgets) -> Candidate | None:
-    """`plain` with chunks updated early: see `updated_early`."""
-    schedule = plain.schedule
-    return updated_early(plain.model, plain.placement, schedule.blocks, schedule.prefetch_depth, cost, budgets)
-
-
-def as_it_runs(plain: Candidate, cost: SimulatedCost, budgets: Budgets) -> Candidate:
+def as_it_runs(plain: Candidate, budgets: Budgets) -> Candidate:
     """`plain`, or the same with chunks updated early if that makes the step shorter.
 
     Without a wish of the user, it must be shorter by `NEAR`: rates are not known well enough to give memory for less.
     """
-    early = early_instead(plain, cost, budgets)
+    early = updated_early(plain, budgets)
     least_gain = 1.0 if plain.model.setting.speculate else NEAR
     return plain if early is None or plain.seconds["total"] <= early.seconds["total"] * least_gain else early
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from elixir.plan import Home
 from elixir.search.problem import HOMES, STATES, MemoryModel, Placement
-from elixir.search.propose.candidate import Candidate, Found, early_host_bytes, updated_early
+from elixir.search.propose.candidate import Candidate, Found, early_host_bytes, updated_early, weigh
 from elixir.search.propose.climb import DECIMALS, EXACTLY, LESS_FULL, NEAR, climb, farthest, halved
 from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.sizes import Budgets
@@ -169,7 +169,7 @@ class EarlyUpdates:
         if key not in self._known:
             if self._cost.floor_of(self.model.work, *homes, early=True) > self._found.best_s * share * EXACTLY:
                 return None
-            self._known[key] = updated_early(self.model, *key, self._cost, self._budgets)
+            self._known[key] = updated_early(weigh(self.model, *key, self._cost), self._budgets)
         found = self._known[key]
         if found is not None:
             self._found.take([found])

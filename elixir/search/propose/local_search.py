@@ -202,16 +202,17 @@ class LocalSearch:
         """
         key = (placement, depth)
         if key not in self._known:
-            found, work = None, self.model.work
+            found: Candidate | None = None
+            work = self.model.work
             streamed = sum(used and not gone for used, gone in zip(work.used, placement.resident, strict=True))
             # Where anything is streamed, the first window has as many chunks as there are, and as depth allows.
             if min(streamed, 1 + depth) <= blocks:
                 self.simulations += 1
                 fewest = work.schedule(placement.residents, depth).min_blocks
                 if fewest <= blocks:
-                    choice = self.model, placement, blocks if fewest else 0, depth, self.cost
-                    rule = self._early and not placement.early
-                    found = updated_early(*choice, self.budgets) if rule else weigh(*choice)
+                    found = weigh(self.model, placement, blocks if fewest else 0, depth, self.cost)
+                    if self._early and not placement.early:
+                        found = updated_early(found, self.budgets)
                     if found and self.model.setting.spill and found.need.host_bytes > self.budgets.host_bytes:
                         found = None  # a look does not know what the disk can take
             self._known[key] = found

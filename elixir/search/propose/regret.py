@@ -13,7 +13,7 @@ from elixir.hardware import Scenario
 from elixir.plan import Judgement
 from elixir.search.problem import Placement
 from elixir.search.propose.best import Outcome, find_best
-from elixir.search.propose.candidate import Candidate, early_instead
+from elixir.search.propose.candidate import Candidate, updated_early
 from elixir.search.propose.sizes import Budgets, SearchSpace
 
 TIE = 0.01
@@ -61,7 +61,7 @@ def find_surest(
     best = judged.surest()
     return replace(
         found,
-        best=replace(best, seconds=best.seconds_by(judged.spaces[scenarios[0]].cost)),
+        best=replace(best, cost=judged.spaces[scenarios[0]].cost),
         candidates=count,
         fastest_s=judged.best_s(scenarios[0]),
         judgements=judged.judgements(best),
@@ -83,7 +83,7 @@ def _between(judged: Judged, budgets: Budgets, sizes: Sequence[int], prefetch_de
     most = min(map(judged.worst, judged.candidates))
     for known in list(judged.candidates):
         plain = replace(known, placement=known.placement.updated_early(()))
-        for candidate in (plain, *(early_instead(plain, cost, budgets) for cost in costs)):
+        for candidate in (plain, *(updated_early(replace(plain, cost=cost), budgets) for cost in costs)):
             if candidate is not None and judged.is_within(candidate, most + TIE):
                 judged.add(candidate)
                 most = min(most, judged.worst(candidate))

@@ -273,7 +273,7 @@ def test_no_plan_with_the_least_prefetch_and_the_most_states_on_the_device_is_fa
     for model in {id(model): model for model in map(space.model, sizes)}.values():
         fillings = Fillings(model, budgets.device_bytes, space.cost)
         choice = fillings.hosting(0, fillings.block_range(0).start, 0)
-        if choice is not None and (early := updated_early(model, *choice, 0, space.cost, budgets)) is not None:
+        if choice is not None and (early := updated_early(weigh(model, *choice, 0, space.cost), budgets)) is not None:
             found.append(early.seconds["total"])
     assert found
     assert fastest_s <= min(found)
@@ -303,7 +303,7 @@ def test_chunks_that_lie_among_others_shorten_a_step_more(
     budget = plain_bytes + model.copies_bytes + int(share * (most_bytes - plain_bytes))
 
     def best() -> Candidate:
-        found = updated_early(model, placement, 4, 1, space.cost, Budgets(1 << 40, budget))
+        found = updated_early(weigh(model, placement, 4, 1, space.cost), Budgets(1 << 40, budget))
         assert found is not None
         return found
 
