@@ -45,7 +45,7 @@ from benchmark.emulated_runs import (
 from elixir.hardware import HardwareProfile
 from elixir.microbench import with_disk
 from elixir.microbench.disk import InTurns, measured_file
-from elixir.search.simulator import simulate_step
+from elixir.search.simulator.step import simulate_step
 
 SHARES = (0.4, 2.5)
 """Seconds of all transfers of the fastest emulated disk, and of the slowest, over those of forward and backward."""

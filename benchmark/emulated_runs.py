@@ -27,10 +27,12 @@ from elixir.models import ModelShape, build_shape, default_input, default_step, 
 from elixir.optimizer_states import MomentKind, state_size
 from elixir.plan import Home, Plan
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
-from elixir.search.problem import Placement, Setting
-from elixir.search.propose import Budgets, SearchSpace, weigh
-from elixir.search.simulator import Rates, main_dtype, simulate_step
+from elixir.search.problem.placement import Placement, Setting
+from elixir.search.propose.candidate import weigh
+from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator.in_backward import can_step
+from elixir.search.simulator.rates import Rates, main_dtype
+from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import Operation, StepTrace
 from elixir.tracer import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer

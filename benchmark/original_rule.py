@@ -17,8 +17,12 @@ from itertools import pairwise
 
 from elixir.plan import Home
 from elixir.schedule import StepSchedule
-from elixir.search.problem import MemoryModel, Packing, ParamTable, Placement, Setting, StepFacts, Workload
-from elixir.search.propose import Candidate, SearchSpace, weigh
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.packed_step import StepFacts, Workload
+from elixir.search.problem.packing import Packing, ParamTable
+from elixir.search.problem.placement import Placement, Setting
+from elixir.search.propose.candidate import Candidate, weigh
+from elixir.search.propose.sizes import SearchSpace
 from elixir.step_trace import StepTrace
 
 MIB = 2**20

@@ -58,8 +58,8 @@ from elixir.models import build_shape, default_input, default_step
 from elixir.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
-from elixir.search.propose import Budgets, SearchSpace
-from elixir.search.simulator import simulate_step
+from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.simulator.step import simulate_step
 from elixir.tracer import trace_step
 
 MODEL = "opt"

@@ -40,7 +40,8 @@ from elixir.models import build, default_step, input_to_trace
 from elixir.models.loading import build_config
 from elixir.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.simulator import Rates, main_dtype, simulate_step
+from elixir.search.simulator.rates import Rates, main_dtype
+from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer import trace_step
 from elixir.units import parse_dtype

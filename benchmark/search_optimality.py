@@ -32,8 +32,9 @@ from elixir.errors import PlanError
 from elixir.hardware import HardwareProfile, preset
 from elixir.optimizer_states import StateSize
 from elixir.search import plan_from_trace
-from elixir.search.problem import Setting
-from elixir.search.propose import Budgets, SearchSpace, find_best
+from elixir.search.problem.placement import Setting
+from elixir.search.propose.best import find_best
+from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.tracer import StepTrace
 from elixir.units import GIB
 from tests.common.small_searches import best_of_all, small_search

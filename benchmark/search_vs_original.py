@@ -26,8 +26,8 @@ from elixir.models import build, default_input, default_step
 from elixir.optimizer_states import StateSize
 from elixir.search import plan_from_trace
 from elixir.search.planner import PREFETCH_DEPTH
-from elixir.search.problem import Setting
-from elixir.search.propose import SearchSpace
+from elixir.search.problem.placement import Setting
+from elixir.search.propose.sizes import SearchSpace
 from elixir.tracer import StepTrace, trace_step
 
 MODELS = (

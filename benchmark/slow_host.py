@@ -29,7 +29,7 @@ from elixir.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.planner import plan_or_shortage
 from elixir.search.request import SearchRequest
-from elixir.search.simulator import simulate_step
+from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import parse_bytes
 

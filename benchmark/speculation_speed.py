@@ -121,7 +121,8 @@ def _check(found: dict[Way, list[tuple[float, float, int]]]) -> None:
 def simulated(model: str, rounds: int) -> dict[str, Any]:
     """Measured and simulated seconds of a step that speculates, for every mix of homes and link speed."""
     from elixir.microbench import measure
-    from elixir.search.simulator import simulate_step, with_link_speed
+    from elixir.search.simulator.rates import with_link_speed
+    from elixir.search.simulator.step import simulate_step
 
     torch.set_num_threads(1)
     hardware = measure(quick=True)

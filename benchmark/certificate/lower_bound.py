@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmark.certificate.program import KINDS, ROUNDING, Program
 from elixir.errors import StateError
-from elixir.search.problem import Floats
-from elixir.search.propose import Budgets, SearchSpace
+from elixir.search.problem.placement import Floats
+from elixir.search.propose.sizes import Budgets, SearchSpace
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from benchmark.proof.speed import saved_at
 from elixir.hardware import HardwareProfile
 from elixir.microbench import measure as measure_machine
 from elixir.plan import Plan
-from elixir.search.simulator import simulate_step
+from elixir.search.simulator.step import simulate_step
 from elixir.tracer import StepTrace
 
 SPEED_PARTS = ("resident", "offload")

@@ -22,7 +22,7 @@ from elixir.kernels.adam.when_compiled import absent_kernels
 from elixir.models import default_step
 from elixir.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.simulator import simulate_step
+from elixir.search.simulator.step import simulate_step
 from elixir.tracer import StepTrace, trace_step
 from elixir.units import format_bytes, parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer

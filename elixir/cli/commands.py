@@ -18,7 +18,7 @@ from elixir.show import tables
 if TYPE_CHECKING:
     from elixir.hardware import HardwareProfile
     from elixir.plan import Plan
-    from elixir.search.advise import Answer
+    from elixir.search.advise.answer import Answer
     from elixir.search.batches import BatchChoice
     from elixir.search.request import Question, SearchRequest
     from elixir.step_trace import StepTrace
@@ -114,7 +114,7 @@ def _say_plan(args: argparse.Namespace, answer: Answer, choice: BatchChoice | No
 
 def _with_allowed(args: argparse.Namespace, question: Question) -> Question:
     """The question with the best of the changes that `--allow` names; says which were made."""
-    from elixir.search.advise import best_allowed
+    from elixir.search.advise.answer import best_allowed
 
     question, taken = best_allowed(question, args.allow)
     for change in taken:

@@ -14,7 +14,7 @@ from elixir.errors import ArtifactError, InputError
 if TYPE_CHECKING:
     from elixir.hardware import HardwareProfile
     from elixir.plan import Plan
-    from elixir.search.whatif import SweepRow
+    from elixir.search.whatif.trial import SweepRow
     from elixir.step_trace import StepTrace
 
 UNSOLVED_STATUS = 2
@@ -63,7 +63,7 @@ def run_sweep(args: argparse.Namespace) -> int:
 def run_fit(args: argparse.Namespace) -> int:
     """The smallest known machine that can train a model, and what comes next."""
     files.refuse_artifact(args.model)
-    from elixir.search.whatif import fit
+    from elixir.search.whatif.sweep import fit
 
     machines = None if args.hardware is None else [files.find_timed_hardware(name) for name in args.hardware]
     with output.progress() as progress:
@@ -148,7 +148,7 @@ def run_timeline(args: argparse.Namespace) -> int:
         raise InputError(f"{args.out!r}: end it in .png, .pdf or .svg for a picture, in .json for a Chrome trace")
     files.check_outputs(pictures=[] if chrome else [args.out], data=[args.out] if chrome else [])
     plan, trace, hardware = _planned(args)
-    from elixir.search.simulator import simulate_step
+    from elixir.search.simulator.step import simulate_step
     from elixir.show import plot_timeline, save_chrome_trace
 
     simulated = simulate_step(plan, trace, hardware, accumulation=args.accumulation)
@@ -178,7 +178,7 @@ def run_timeline(args: argparse.Namespace) -> int:
 def _planned(args: argparse.Namespace) -> tuple[Plan, StepTrace, HardwareProfile]:
     """The plan of a question, the trace it was made from, and the machine it is asked for."""
     from elixir.plan import Plan
-    from elixir.search.whatif import with_network
+    from elixir.search.whatif.trial import with_network
     from elixir.step_trace import StepTrace
 
     plan = files.load(args.plan)
@@ -260,7 +260,7 @@ def _print_rows(rows: list[SweepRow] | tuple[SweepRow, ...], title: str) -> None
 
 def _say_host_memory(args: argparse.Namespace, machines: list[HardwareProfile] | None) -> None:
     """Say what the presets leave open and every plan here rests on."""
-    from elixir.search.whatif import HOST_PER_DEVICE_BYTE
+    from elixir.search.whatif.trial import HOST_PER_DEVICE_BYTE
 
     if args.host_memory is None and (machines is None or any(m.host_memory_bytes is None for m in machines)):
         output.note(

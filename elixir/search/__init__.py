@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from elixir.search.advise import Answer
+from elixir.search.advise.answer import Answer
 from elixir.search.batches import search_batches
 from elixir.search.searches import minimum_waste_search, optimal_search, plan_from_trace, simple_search
 

@@ -11,10 +11,11 @@ from typing import Any
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
-from elixir.search.advise import Answer, with_levers
+from elixir.search.advise.answer import Answer
+from elixir.search.advise.infeasible import with_levers
 from elixir.search.planner import plan_or_shortage
 from elixir.search.request import Progress, Question, SearchRequest, check_count
-from elixir.search.simulator import Rates, main_dtype
+from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.step_trace import StepTrace
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from elixir.errors import InputError
 from elixir.hardware import HardwareProfile, free_device_bytes, free_host_bytes
-from elixir.search.propose import Budgets
+from elixir.search.propose.sizes import Budgets
 from elixir.search.request import FREE_HERE, SearchRequest, Size
 from elixir.units import MIB, format_bytes, parse_bytes
 

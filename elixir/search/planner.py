@@ -13,23 +13,17 @@ from elixir.hardware import HardwareProfile, Scenario, extremes, scenarios
 from elixir.optimizer_states import MASTER_BYTES, check_kind, is_adam, is_copied, optimizer_name, state_size
 from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPrediction
 from elixir.search.budgets import disk_budget, resolve_budgets
-from elixir.search.problem import MemoryModel, Setting, Spill
-from elixir.search.propose import (
-    Budgets,
-    Candidate,
-    Outcome,
-    PlacementBuilder,
-    SearchSpace,
-    as_it_runs,
-    everything_resident,
-    find_best,
-    find_surest,
-    settled,
-    weigh,
-)
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.placement import Setting, Spill
+from elixir.search.propose.best import Outcome, find_best
+from elixir.search.propose.candidate import Candidate, as_it_runs, everything_resident, settled, weigh
+from elixir.search.propose.greedy import PlacementBuilder
+from elixir.search.propose.regret import find_surest
 from elixir.search.propose.shortage import Unmet, lacks_device, lacks_room, moments_instead, shortage
+from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import HomeChoice, Question, SearchRequest, check_count
-from elixir.search.simulator import Rates, SimulatedCost, main_dtype, say_if_network_unknown
+from elixir.search.simulator.rates import Rates, main_dtype, say_if_network_unknown
+from elixir.search.simulator.step import SimulatedCost
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 

@@ -16,9 +16,13 @@ from elixir.errors import InputError, PlanError
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan, same_packing
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
-from elixir.search.problem import MemoryModel, placement_of, setting_of, workload_of
-from elixir.search.propose import Budgets, SearchSpace, find_best
-from elixir.search.simulator import SimulatedCost, adam_share, out_of_place_share, simulate_step
+from elixir.search.problem.from_plan import placement_of, setting_of, workload_of
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.propose.best import find_best
+from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.simulator.in_backward import out_of_place_share
+from elixir.search.simulator.rates import adam_share
+from elixir.search.simulator.step import SimulatedCost, simulate_step
 from elixir.step_trace import StepTrace
 
 MEMORY_TOLERANCE = 0.03

@@ -14,7 +14,8 @@ from torch import nn
 
 from elixir.errors import InputTypeError, PlanError
 from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names, warn_if_doubtful, warn_if_other_device
-from elixir.search.advise import Answer, with_levers
+from elixir.search.advise.answer import Answer
+from elixir.search.advise.infeasible import with_levers
 from elixir.search.budgets import host_memory_here, on_rank_0, warn_if_disk_full
 from elixir.search.planner import plan_or_shortage, simple_plan
 from elixir.search.request import OPTIONS, Question, SearchRequest, StepQuestion, bound, options_of, takes

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from elixir.plan import Judgement
-from elixir.search.whatif import NEGLIGIBLE_SHARE, ChunkReasons, Difference, Explanation, Spot
+from elixir.search.whatif.explain import NEGLIGIBLE_SHARE, ChunkReasons, Difference, Explanation, Spot
 from elixir.show.scenarios import scenario_text
 from elixir.show.style import RESOURCE_LABELS
 from elixir.show.tables import list_table
@@ -19,7 +19,7 @@ from elixir.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from elixir.search.advise import Effect
+    from elixir.search.advise.answer import Effect
 
 _MOST_RUNS = 3
 

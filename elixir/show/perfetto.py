@@ -11,8 +11,9 @@ from typing import Any
 from elixir.artifact import write_atomically
 from elixir.errors import InputError
 from elixir.plan import Plan
-from elixir.search.problem import workload_of
-from elixir.search.simulator import RESOURCES, Simulation, Span
+from elixir.search.problem.from_plan import workload_of
+from elixir.search.simulator.replay import RESOURCES, Span
+from elixir.search.simulator.step import Simulation
 from elixir.show.style import RESOURCE_LABELS
 from elixir.show.timeline import LANE_ORDER, check_simulation
 from elixir.step_trace import StepTrace

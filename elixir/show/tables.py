@@ -17,7 +17,7 @@ from elixir.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from elixir.search.advise import Effect
+    from elixir.search.advise.answer import Effect
     from elixir.search.batches import BatchChoice
 
 Record = dict[str, Any]

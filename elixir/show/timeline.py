@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from elixir.errors import InputError, InputTypeError
-from elixir.search.simulator import RESOURCES, Simulation, Span
+from elixir.search.simulator.replay import RESOURCES, Span
+from elixir.search.simulator.step import Simulation
 from elixir.show.style import (
     BLUE,
     DARK,

@@ -12,8 +12,12 @@ import numpy.typing as npt
 
 from elixir.optimizer_states import StateSize
 from elixir.plan import Home
-from elixir.search.problem import MemoryModel, Placement, Setting
-from elixir.search.propose import MOST_AHEAD, Budgets, Candidate, SearchSpace, classic_candidates, weigh
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.placement import Placement, Setting
+from elixir.search.propose.best import MOST_AHEAD
+from elixir.search.propose.candidate import Candidate, weigh
+from elixir.search.propose.original_elixir import classic_candidates
+from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.samples import make_hardware

@@ -11,9 +11,9 @@ from elixir.chunk.gradients.flow import GradientFlow
 from elixir.chunk.rcache import RCache
 from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
-from elixir.search.problem import placement_of, workload_of
-from elixir.search.simulator import Rates, WorkTimes, main_dtype
-from elixir.search.simulator.events import LOAD, OPEN, SEND
+from elixir.search.problem.from_plan import placement_of, workload_of
+from elixir.search.simulator.events import LOAD, OPEN, SEND, WorkTimes
+from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.step_trace import StepTrace
 
 _METHODS = ((RCache, "_load", LOAD), (GradientFlow, "_opened", OPEN), (GradientFlow, "_send", SEND))

@@ -12,7 +12,7 @@ from elixir.plan import Plan
 from elixir.search.advise.changes import Change, Kind, better_machine, for_speed
 from elixir.search.planner import lacks_memory, planned
 from elixir.search.request import Question, SearchRequest
-from elixir.search.simulator import simulate_step
+from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import StepTrace
 
 ALLOWED: tuple[Kind, ...] = ("moments", "kernels", "accumulation", "checkpointing")

@@ -10,12 +10,15 @@ from operator import attrgetter
 
 from elixir.plan import Home
 from elixir.schedule import ScheduleResult
-from elixir.search.problem import MemoryModel, MemoryNeed, Placement, Traffic, Workload, traffic
+from elixir.search.problem.bytes_moved import Traffic, traffic
+from elixir.search.problem.memory import MemoryModel, MemoryNeed
+from elixir.search.problem.packed_step import Workload
+from elixir.search.problem.placement import Placement
 from elixir.search.propose.climb import DECIMALS, NEAR, Key
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.sizes import Budgets
-from elixir.search.simulator import SimulatedCost
+from elixir.search.simulator.step import SimulatedCost
 from elixir.units import LARGEST_BYTES
 
 

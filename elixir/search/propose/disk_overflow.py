@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from elixir.plan import WINDOW_CHUNKS
-from elixir.search.problem import MemoryModel, Placement, Spill
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.placement import Placement, Spill
 
 
 class _Choice(NamedTuple):

@@ -15,12 +15,13 @@ from functools import partial
 import numpy as np
 
 from elixir.plan import Home
-from elixir.search.problem import HOMES, STATES, MemoryModel, Placement
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.placement import HOMES, STATES, Placement
 from elixir.search.propose.candidate import Candidate, Found, early_host_bytes, updated_early, weigh
 from elixir.search.propose.climb import DECIMALS, EXACTLY, LESS_FULL, NEAR, climb, farthest, halved
 from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.sizes import Budgets
-from elixir.search.simulator import SimulatedCost
+from elixir.search.simulator.step import SimulatedCost
 
 Choice = tuple[int, int, int]
 """Chunks whose states the host has at least, least blocks, depth of prefetch."""

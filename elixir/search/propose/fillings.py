@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator
 from functools import cached_property
 
-from elixir.search.problem import MemoryModel, Placement
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.placement import Placement
 from elixir.search.propose.candidate import Candidate, settled, weigh
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder, by_saving, loads_per_chunk
-from elixir.search.simulator import SimulatedCost
+from elixir.search.simulator.step import SimulatedCost
 from elixir.units import LARGEST_BYTES
 
 

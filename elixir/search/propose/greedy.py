@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from elixir.plan import Home
-from elixir.search.problem import HOMES, Floats, MemoryModel, Placement
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.placement import HOMES, Floats, Placement
 
 _RESIDENT, _SHARDS = HOMES.index(Home.RESIDENT), HOMES.index(Home.DEVICE)
 _HOME_OF = {

@@ -16,12 +16,15 @@ from operator import attrgetter
 
 import numpy as np
 
-from elixir.search.problem import Bools, Codes, Ints, MemoryModel, Placement
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.packing import Ints
+from elixir.search.problem.placement import Bools, Codes, Placement
 from elixir.search.propose.candidate import Candidate, early_host_bytes, updated_early, weigh
 from elixir.search.propose.climb import DECIMALS, EXACTLY, LITTLE_LESS, climb
 from elixir.search.propose.placement_batch import Look, Variants
 from elixir.search.propose.sizes import Budgets
-from elixir.search.simulator import SimulatedCost, can_step
+from elixir.search.simulator.in_backward import can_step
+from elixir.search.simulator.step import SimulatedCost
 
 _by_seconds = attrgetter("sort_key")
 Change = tuple[int, int]

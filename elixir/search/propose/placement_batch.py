@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from elixir.plan import Home
-from elixir.search.problem import HOMES, RESIDENT, Codes, Floats, Ints, MemoryModel, Placement
-from elixir.search.simulator import SimulatedCost
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.packing import Ints
+from elixir.search.problem.placement import HOMES, RESIDENT, Codes, Floats, Placement
+from elixir.search.simulator.step import SimulatedCost
 
 
 def possible_homes(model: MemoryModel, chunk: int, *, gathered: bool) -> tuple[int, ...]:

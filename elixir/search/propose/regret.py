@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 
 from elixir.hardware import Scenario
 from elixir.plan import Judgement
-from elixir.search.problem import Placement
+from elixir.search.problem.placement import Placement
 from elixir.search.propose.best import Outcome, find_best
 from elixir.search.propose.candidate import Candidate, updated_early
 from elixir.search.propose.sizes import Budgets, SearchSpace

@@ -11,17 +11,11 @@ from typing import Literal
 import numpy as np
 
 from elixir.hardware import HardwareProfile, Scenario
-from elixir.search.problem import (
-    MIN_CHUNK_BYTES,
-    MemoryModel,
-    ParamTable,
-    Setting,
-    StepFacts,
-    Workload,
-    minimum_waste_size,
-    round_up,
-)
-from elixir.search.simulator import SimulatedCost
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.packed_step import StepFacts, Workload
+from elixir.search.problem.packing import MIN_CHUNK_BYTES, ParamTable, minimum_waste_size, round_up
+from elixir.search.problem.placement import Setting
+from elixir.search.simulator.step import SimulatedCost
 from elixir.step_trace import StepTrace
 
 FEWEST_CHUNKS = 16

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from elixir.schedule import ScheduleResult, StepSchedule
-from elixir.search.problem import Placement
+from elixir.search.problem.placement import Placement
 from elixir.search.simulator.events import Events, WorkTimes
 from elixir.search.simulator.replay import Machine
 from elixir.search.simulator.shared_cores import SharedCores

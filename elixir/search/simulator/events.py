@@ -11,7 +11,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from elixir.schedule import EvictionPolicy, ScheduleResult, StepSchedule
-from elixir.search.problem import RESIDENT, STATES, Floats, Ints, Placement, Workload
+from elixir.search.problem.packed_step import Workload
+from elixir.search.problem.packing import Ints
+from elixir.search.problem.placement import RESIDENT, STATES, Floats, Placement
 from elixir.search.simulator.rates import Rates
 
 LOAD, USE, OPEN, SEND, BACKWARD, ENTRY = range(6)

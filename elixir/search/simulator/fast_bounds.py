@@ -11,7 +11,8 @@ from itertools import chain
 
 import numpy as np
 
-from elixir.search.problem import RESIDENT, STATES, WEIGHTS, Bools, Codes, Floats, Ints
+from elixir.search.problem.packing import Ints
+from elixir.search.problem.placement import RESIDENT, STATES, WEIGHTS, Bools, Codes, Floats
 from elixir.search.simulator.events import WorkTimes
 
 

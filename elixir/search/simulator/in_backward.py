@@ -12,7 +12,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 from elixir.optimizer_states import MASTER_BYTES
-from elixir.search.problem import Placement, Setting, Workload
+from elixir.search.problem.packed_step import Workload
+from elixir.search.problem.placement import Placement, Setting
 
 _LEAST_SLOWER = 1.01
 """A host that is slowed until memory holds what it makes is slowed by so much at least, each time."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from elixir.hardware import HardwareProfile, RateFit, adam_threads, enough_threads, plainer_keys
 from elixir.optimizer_states import MomentKind
-from elixir.search.problem import Floats
+from elixir.search.problem.placement import Floats
 from elixir.search.simulator.collectives import (
     NCCL_CALL_S,
     NETWORK_STEP_S,

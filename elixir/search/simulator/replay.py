@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from elixir.plan import LINKS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
-from elixir.search.problem import Placement
+from elixir.search.problem.placement import Placement
 from elixir.search.simulator.events import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events, WorkTimes
 
 RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_adam", "refresh", "disk")

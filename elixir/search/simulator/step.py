@@ -19,18 +19,11 @@ from elixir.errors import InputTypeError
 from elixir.hardware import HardwareProfile
 from elixir.plan import HasPlan, Plan, plan_of
 from elixir.schedule import ScheduleResult
-from elixir.search.problem import (
-    Codes,
-    Floats,
-    Ints,
-    MemoryModel,
-    Placement,
-    Setting,
-    Workload,
-    placement_of,
-    setting_of,
-    workload_of,
-)
+from elixir.search.problem.from_plan import placement_of, setting_of, workload_of
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.packed_step import Workload
+from elixir.search.problem.packing import Ints
+from elixir.search.problem.placement import Codes, Floats, Placement, Setting
 from elixir.search.request import check_count
 from elixir.search.simulator.case import Case
 from elixir.search.simulator.collectives import Algorithm, check_positive

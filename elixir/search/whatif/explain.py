@@ -16,11 +16,15 @@ from typing import Literal
 from elixir.errors import InputError
 from elixir.hardware import HardwareProfile, Scenario
 from elixir.plan import Home, Judgement, Plan
-from elixir.search.advise import Answer, Effect
+from elixir.search.advise.answer import Answer, Effect
 from elixir.search.planner import PREFETCH_DEPTH
-from elixir.search.problem import HOMES, MemoryModel, Placement, placement_of, setting_of, workload_of
-from elixir.search.propose import TIE, Candidate, possible_homes, weigh
-from elixir.search.simulator import SimulatedCost, simulate_step
+from elixir.search.problem.from_plan import placement_of, setting_of, workload_of
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.placement import HOMES, Placement
+from elixir.search.propose.candidate import Candidate, weigh
+from elixir.search.propose.placement_batch import possible_homes
+from elixir.search.propose.regret import TIE
+from elixir.search.simulator.step import SimulatedCost, simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes
 

@@ -39,7 +39,7 @@ from elixir.kernels.adam.native import build_kernel
 from elixir.kernels.adam.rule import AdamOptions
 from elixir.kernels.adam.step import adam_step
 from elixir.search import plan_from_trace
-from elixir.search.simulator import Rates
+from elixir.search.simulator.rates import Rates
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from tests.common.parity import case, make_plan

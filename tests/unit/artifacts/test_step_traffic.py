@@ -16,7 +16,7 @@ from elixir.models import default_input
 from elixir.plan import Backwards, Plan
 from elixir.schedule import StepSchedule
 from elixir.search.searches import optimal_search
-from elixir.search.simulator import simulate_step
+from elixir.search.simulator.step import simulate_step
 from elixir.tracer import trace_step
 from tests.common import gpu
 from tests.common.parity import MODES, Case, Pair, case, hf_loss, make_plan

@@ -12,7 +12,7 @@ import pytest
 from elixir.cli import main
 from elixir.cli.options import build_parser, normalise
 from elixir.plan import Plan
-from elixir.search.whatif import SweepRow
+from elixir.search.whatif.trial import SweepRow
 from tests.common.command_line import fails, run
 
 PLAN = "plan opt-125m --hardware rtx4090 --batch 2 --seq 64 --device-memory 700MiB --host-memory 4GiB --brief"

@@ -12,8 +12,8 @@ from elixir.errors import ArtifactError, InputError
 from elixir.hardware import HardwareProfile, RateFit, preset
 from elixir.optimizer_states import StateSize
 from elixir.plan import Plan
-from elixir.search.problem import placement_of, workload_of
-from elixir.search.simulator import SimulatedCost, simulate_step
+from elixir.search.problem.from_plan import placement_of, workload_of
+from elixir.search.simulator.step import SimulatedCost, simulate_step
 from elixir.search.whatif.explain import explain
 from tests.common.chains import NUMEL, ON_DISK_BYTES, Speeds, chain, chain_plan, simulated, speculating
 
@@ -101,7 +101,7 @@ def test_ranks_of_one_machine_share_its_disk() -> None:
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_the_search_sees_what_simulate_step_gives(homes: str, accumulation: int) -> None:
     """To the last bit, with a disk so slow that the step ends with it too."""
-    from elixir.search.problem import Setting
+    from elixir.search.problem.placement import Setting
 
     blocks = 0 if homes == "eee" else 3
     plan = replace(chain_plan(blocks=blocks, depth=0, homes=homes), accumulation=accumulation)

@@ -25,7 +25,7 @@ from elixir.optimizer_states import LARGEST_HOST_PIECE_NUMEL, STEP_TEMPORARY_BYT
 from elixir.plan import Plan
 from elixir.search import optimal_search
 from elixir.search.replan import Observation, calibrated
-from elixir.search.simulator import ARITHMETIC_NUMEL_PER_S, Rates
+from elixir.search.simulator.rates import ARITHMETIC_NUMEL_PER_S, Rates
 from elixir.tracer import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of

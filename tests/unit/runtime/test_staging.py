@@ -13,9 +13,11 @@ from elixir.chunk.host_buffers import STAGING
 from elixir.optimizer_states import state_size
 from elixir.plan import Home, Plan
 from elixir.search.planner import to_plan
-from elixir.search.problem import Placement, Setting
-from elixir.search.propose import Budgets, SearchSpace, weigh
-from elixir.search.simulator import Span, simulate_step
+from elixir.search.problem.placement import Placement, Setting
+from elixir.search.propose.candidate import weigh
+from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.simulator.replay import Span
+from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer

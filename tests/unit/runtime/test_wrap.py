@@ -18,7 +18,7 @@ from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
 from elixir.hardware import preset
 from elixir.plan import Plan
 from elixir.search.replan import Correction, Observation, calibrated, correct, simulated_s
-from elixir.search.simulator import simulate_step
+from elixir.search.simulator.step import simulate_step
 from elixir.wrapper.account.report import EarlyCounts
 from elixir.wrapper.engine import engine_of
 from tests.common.failing import Fault

@@ -17,9 +17,15 @@ from elixir.models import build_shape, checkpointable_layers, default_input, def
 from elixir.optimizer_states import StateSize
 from elixir.plan import Home, Plan
 from elixir.search import optimal_search, plan_from_trace, search_batches
-from elixir.search.problem import MemoryModel, ParamTable, Placement, Setting, StepFacts, Workload
-from elixir.search.propose import PlacementBuilder, SearchSpace, Variants, weigh
-from elixir.search.simulator import SimulatedCost, simulate_step
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.packed_step import StepFacts, Workload
+from elixir.search.problem.packing import ParamTable
+from elixir.search.problem.placement import Placement, Setting
+from elixir.search.propose.candidate import weigh
+from elixir.search.propose.greedy import PlacementBuilder
+from elixir.search.propose.placement_batch import Variants
+from elixir.search.propose.sizes import SearchSpace
+from elixir.search.simulator.step import SimulatedCost, simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer import trace_step
 from elixir.units import GIB, MIB

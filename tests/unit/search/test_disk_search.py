@@ -15,9 +15,11 @@ from elixir.optimizer_states import StateSize
 from elixir.plan import Home, Plan
 from elixir.search import Answer, plan_from_trace
 from elixir.search.budgets import warn_if_disk_full
-from elixir.search.problem import MemoryModel, Placement, Setting, Spill
-from elixir.search.propose import Budgets, SearchSpace, spilled
-from elixir.search.simulator import simulate_step
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.placement import Placement, Setting, Spill
+from elixir.search.propose.disk_overflow import spilled
+from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.chains import NUMEL, Speeds, chain

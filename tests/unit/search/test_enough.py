@@ -11,7 +11,7 @@ import pytest
 from elixir.errors import InputError, PlanError
 from elixir.hardware import preset
 from elixir.search import plan_from_trace
-from elixir.search.advise import Answer, best_allowed
+from elixir.search.advise.answer import Answer, best_allowed
 from elixir.search.advise.changes import of_the_training
 from elixir.search.planner import planned
 from elixir.search.request import Question, SearchRequest, StepQuestion

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elixir.hardware import HardwareProfile, RateFit, preset
-from elixir.search.simulator import Rates
+from elixir.search.simulator.rates import Rates
 from elixir.step_trace import Access, Operation, StepTrace
 from tests.common.samples import make_trace
 

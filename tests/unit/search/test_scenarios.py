@@ -12,7 +12,7 @@ from elixir.hardware import HardwareProfile, RateFit, Scenario, learn, preset, s
 from elixir.hardware.profile import Learned
 from elixir.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.simulator import simulate_step
+from elixir.search.simulator.step import simulate_step
 from elixir.show.scenarios import regret_text, scenario_text
 from elixir.step_trace import StepTrace
 from elixir.units import GIB

@@ -17,8 +17,13 @@ from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import StateSize, moments_size
 from elixir.search import plan_from_trace
 from elixir.search.planner import PREFETCH_DEPTH
-from elixir.search.problem import MemoryModel, ParamTable, Setting, StepFacts, Workload
-from elixir.search.propose import MOST_AHEAD, Budgets, PlacementBuilder, SearchSpace
+from elixir.search.problem.memory import MemoryModel
+from elixir.search.problem.packed_step import StepFacts, Workload
+from elixir.search.problem.packing import ParamTable
+from elixir.search.problem.placement import Setting
+from elixir.search.propose.best import MOST_AHEAD
+from elixir.search.propose.greedy import PlacementBuilder
+from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.searching import HARDWARE, PLENTY, SMALL, check_consistent, least_needed, link_bytes, plan, traces

@@ -14,9 +14,12 @@ from benchmark.certificate.lower_bound import lower_bound
 from elixir.optimizer_states import StateSize
 from elixir.plan import Home
 from elixir.search import plan_from_trace
-from elixir.search.problem import Placement, Setting
-from elixir.search.propose import Budgets, LocalSearch, SearchSpace, Variants, find_best, weigh
-from elixir.search.propose.candidate import NEAR
+from elixir.search.problem.placement import Placement, Setting
+from elixir.search.propose.best import find_best
+from elixir.search.propose.candidate import NEAR, weigh
+from elixir.search.propose.local_search import LocalSearch
+from elixir.search.propose.placement_batch import Variants
+from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.units import GIB, MIB
 from tests.common.searching import HARDWARE
 from tests.common.small_searches import SmallSearch, best_of_all, every_placement, small_search

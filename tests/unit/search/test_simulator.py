@@ -20,9 +20,11 @@ from elixir.optimizer_states import StateSize
 from elixir.plan import Home
 from elixir.search import plan_from_trace, simple_search
 from elixir.search.planner import to_plan
-from elixir.search.problem import Placement, Setting
-from elixir.search.propose import Budgets, SearchSpace, weigh
-from elixir.search.simulator import RESOURCES, SimulatedCost, simulate_step
+from elixir.search.problem.placement import Placement, Setting
+from elixir.search.propose.candidate import weigh
+from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.simulator.replay import RESOURCES
+from elixir.search.simulator.step import SimulatedCost, simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer import trace_step
 from elixir.units import GIB, MIB

@@ -15,8 +15,8 @@ from elixir.errors import InputTypeError
 from elixir.hardware import RateFit
 from elixir.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.problem import setting_of
-from elixir.search.simulator import Simulation, simulate_step
+from elixir.search.problem.from_plan import setting_of
+from elixir.search.simulator.step import Simulation, simulate_step
 from elixir.show import plan_record
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB

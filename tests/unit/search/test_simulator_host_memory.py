@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from elixir.hardware import RateFit, preset
-from elixir.search.simulator import ADAM_TRAFFIC_BYTES, DEVICE_ROUNDING_BYTES, Rates
+from elixir.search.simulator.rates import ADAM_TRAFFIC_BYTES, DEVICE_ROUNDING_BYTES, Rates
 from tests.common.samples import make_hardware
 
 NUMEL = 10_000_000

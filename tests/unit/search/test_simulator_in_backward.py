@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir.optimizer_states import StateSize
-from elixir.search.problem import Setting
-from elixir.search.propose import SearchSpace
-from elixir.search.simulator import RESOURCES, simulate_step, worth_stepping
+from elixir.search.problem.placement import Setting
+from elixir.search.propose.sizes import SearchSpace
+from elixir.search.simulator.in_backward import worth_stepping
+from elixir.search.simulator.replay import RESOURCES
+from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import ParamInfo, StepTrace
 from tests.common.chains import NUMEL, Speeds, chain, chain_plan, speculating
 from tests.common.synthetic_trace import TraceBuilder

@@ -10,7 +10,8 @@ import pytest
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware import HardwareProfile, RateFit
 from elixir.search import plan_from_trace
-from elixir.search.simulator import simulate_step, with_link_speed
+from elixir.search.simulator.rates import with_link_speed
+from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.chains import INSTANT, NUMEL, Speeds, chain, chain_plan, simulated

@@ -13,14 +13,17 @@ from elixir.hardware import HardwareProfile, preset
 from elixir.plan import CHECKPOINT_PART, Home, Plan
 from elixir.search import Answer, plan_from_trace
 from elixir.search.planner import setting_for, simple_plan
-from elixir.search.problem import Placement, setting_of
-from elixir.search.propose import Budgets, SearchSpace, find_best
+from elixir.search.problem.from_plan import setting_of
+from elixir.search.problem.placement import Placement
+from elixir.search.propose.best import find_best
 from elixir.search.propose.candidate import NEAR, Candidate, updated_early, weigh
 from elixir.search.propose.fillings import Fillings
+from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.replan import correct
 from elixir.search.request import SearchRequest
-from elixir.search.simulator import SimulatedCost, simulate_step, step, worth_stepping
-from elixir.search.simulator.in_backward import worth_stepping_within
+from elixir.search.simulator import step
+from elixir.search.simulator.in_backward import worth_stepping, worth_stepping_within
+from elixir.search.simulator.step import SimulatedCost, simulate_step
 from elixir.show import plan_record
 from elixir.step_trace import StepTrace
 from elixir.units import GIB

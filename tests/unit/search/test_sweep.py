@@ -13,9 +13,9 @@ from elixir.hardware import preset
 from elixir.models import build, default_input, default_step
 from elixir.search import plan_from_trace
 from elixir.search.request import SearchRequest, StepQuestion
-from elixir.search.simulator import simulate_step
-from elixir.search.whatif import HOST_PER_DEVICE_BYTE, SweepRow, budgets_on_paper, doublings, fit
-from elixir.search.whatif.sweep import sweep
+from elixir.search.simulator.step import simulate_step
+from elixir.search.whatif.sweep import doublings, fit, sweep
+from elixir.search.whatif.trial import HOST_PER_DEVICE_BYTE, SweepRow, budgets_on_paper
 from elixir.show import plot_sweep, reasons, sweep_table, to_frame
 from elixir.step_trace import StepTrace
 from elixir.tracer import trace_step

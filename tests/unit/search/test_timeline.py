@@ -12,7 +12,8 @@ import pytest
 from elixir.errors import InputError, InputTypeError
 from elixir.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.simulator import RESOURCES, Simulation, Span, simulate_step
+from elixir.search.simulator.replay import RESOURCES, Span
+from elixir.search.simulator.step import Simulation, simulate_step
 from elixir.show import chrome_trace, plot_timeline, render, save_chrome_trace
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
