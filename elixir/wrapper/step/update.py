@@ -46,10 +46,8 @@ def update(engine: Engine, shard: Shard, inputs: Inputs) -> bool:
         _before_compute(shard)
         shard.step(shard.states, inputs)
         shard.writing(inputs.arrived)()
-    elif (
-        chunk.stored is None or inputs.arrived or not shard.rests_without_gradients
-    ):  # else it would only be read and written
-        _on_host(engine, shard, inputs)
+    elif chunk.stored is None or inputs.arrived or not shard.rests_without_gradients:
+        _on_host(engine, shard, inputs)  # otherwise states on a disk would be read, and written back as they are
     return kept is not None
 
 
