@@ -23,6 +23,8 @@ RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_ada
 """After compute the runtime's lanes `fetch`, `offload`, `network`, `host_adam`, `refresh` and `disk`. Reads and writes
 are one lane, as they share the drive."""
 COMPUTE, FETCH, OFFLOAD, NETWORK, HOST_ADAM, REFRESH, DISK = RESOURCES
+EARLY_UPDATE = "early update"
+"""Name of the spans of early updates."""
 
 Handler = Callable[[Any, int, float], float]
 """Takes a machine, a chunk and the time at which compute comes there; gives the time at which it goes on."""
@@ -229,13 +231,15 @@ class Machine:
         The optimizer's step makes them those of the chunk, and then weights return to where they live.
         """
         seconds = self._times.host_adam_in_backward_s[c] * self._early_share
-        done_s = self._updated_s[c] = self._run(HOST_ADAM, "early update", c, home_s, seconds)
+        done_s = self._updated_s[c] = self._run(HOST_ADAM, EARLY_UPDATE, c, home_s, seconds)
         self._early_runs.append((done_s - seconds, done_s))
 
     def _give_up(self) -> None:
-        """`EarlyUpdates.give_up`: the host ends the early update that it has begun, and begins no other one."""
+        """`EarlyUpdates.discard`: the host ends the early update that it has begun, and begins no other one."""
         begun = (end_s for start_s, end_s in self._early_runs if start_s <= self.now_s)
         self._free_s[HOST_ADAM] = min(self._free_s[HOST_ADAM], max((self.now_s, *begun)))
+        self.busy_s[HOST_ADAM] -= sum(end_s - start_s for start_s, end_s in self._early_runs if start_s > self.now_s)
+        self.spans = [span for span in self.spans if span.name != EARLY_UPDATE or span.start_s <= self.now_s]
 
     def _keep(self, c: int, submitted_s: float) -> float:
         """New states become those of the chunk; when its new weights are where they live."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -48,6 +49,17 @@ def test_the_machine_is_as_fast_as_it_is(planned: Planned, early: EarlyShares) -
     assert found.host_adam_numel_per_s == pytest.approx(machine.host_adam_numel_per_s, rel=1e-3)
     assert compute == pytest.approx(1.0, rel=1e-3)
     assert simulated_s(plan, trace, found, seen, compute_scale=compute) == pytest.approx(seen.step_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("slower", [1.0, 3.0, 30.0])
+def test_a_slow_host_begins_no_update_that_was_discarded(planned: Planned, slower: float) -> None:
+    trace, machine, plan = planned
+    slow = replace(machine, host_adam_numel_per_s=machine.host_adam_numel_per_s / slower)
+    step = simulate_step(plan, trace, slow, clipped=True)
+    work = sorted((span.start_s, span.end_s) for span in step.timeline if span.resource == "host_adam")
+    assert all(end_s <= start_s * (1 + 1e-9) for (_, end_s), (start_s, _) in pairwise(work))
+    assert step.busy_s["host_adam"] == pytest.approx(sum(end_s - start_s for start_s, end_s in work))
+    assert step.busy_s["host_adam"] <= step.step_s
 
 
 @pytest.mark.parametrize("early", [DISCARDED, NOT_MADE])
