@@ -28,8 +28,9 @@ from elixir.microbench import with_disk
 from elixir.models import refuse_compiled
 from elixir.optimizer_states import LOOPS, check_kind, family_of, moments_of
 from elixir.plan import HasPlan, Plan, plan_of
+from elixir.search.question import StepQuestion
 from elixir.search.replan import EarlyShares, Observation, correct
-from elixir.search.request import Function, SearchRequest, StepQuestion, bound, check_options, options_of, takes
+from elixir.search.request import Function, SearchRequest, bound, check_options, options_of, takes
 from elixir.search.searches import answer_to, profile_for
 from elixir.step_trace import StepTrace
 from elixir.units import parse_dtype

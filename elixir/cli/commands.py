@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from elixir.plan import Plan
     from elixir.search.advise.answer import Answer
     from elixir.search.batches import BatchChoice
-    from elixir.search.request import Question, SearchRequest
+    from elixir.search.question import Question
+    from elixir.search.request import SearchRequest
     from elixir.step_trace import StepTrace
 
 
@@ -76,7 +77,7 @@ def run_plan(args: argparse.Namespace) -> int:
         answer = choice.answer
     else:
         from elixir.search import plan_from_trace
-        from elixir.search.request import Question
+        from elixir.search.question import Question
 
         question = Question(trace, hardware, request)
         answer = plan_from_trace(*(_with_allowed(args, question) if args.allow else question))

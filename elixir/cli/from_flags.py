@@ -14,7 +14,8 @@ from elixir.show.tables import flag_of
 
 if TYPE_CHECKING:
     from elixir.hardware import HardwareProfile
-    from elixir.search.request import SearchRequest, StepQuestion
+    from elixir.search.question import StepQuestion
+    from elixir.search.request import SearchRequest
     from elixir.step_trace import StepTrace
 
 STEP_FLAGS = ("batch", "seq", "dtype", "checkpoint", "optimizer", "optimizer_kernel", "inp", "step", "fused_kernels")
@@ -51,7 +52,7 @@ def traced(args: argparse.Namespace, hardware: HardwareProfile) -> StepTrace:
 
 def step_asked(args: argparse.Namespace, **fields: Any) -> StepQuestion:
     """The step that the flags describe; `fields` are those of `StepQuestion` that they do not."""
-    from elixir.search.request import StepQuestion
+    from elixir.search.question import StepQuestion
 
     inp, step = getattr(args, "inp", None), getattr(args, "step", None)
     batch = getattr(args, "batch", None)

@@ -242,7 +242,7 @@ def _retrace(plan: Plan, args: argparse.Namespace, hardware: HardwareProfile) ->
             f"{args.plan} is for {plan.model_name!r}, {why}; give the trace it was made from as well, which "
             "`elixir profile --out trace.json` saves"
         )
-    from elixir.search.request import StepQuestion
+    from elixir.search.question import StepQuestion
 
     asked = {name: getattr(args, name) for name in ("batch", "seq", "checkpoint")}
     asked["use_fused_kernels"] = args.fused_kernels

@@ -1,8 +1,8 @@
 """From what a step needs and what a machine can do to what goes where, and when.
 
-`request` says what is asked. From there up: `problem` (pure data and bytes) < `simulator` (seconds) < `propose`
-(candidates) < `planner` (candidate to plan) < `advise` (what to change) < `searches`, `batches`, `replan` and `whatif`
-(questions asked of a planner). `docs/design/search.md` says what it does and by which formulas.
+`question` and `request` say what is asked. From there up: `problem` (pure data and bytes) < `simulator` (seconds) <
+`propose` (candidates) < `planner` (candidate to plan) < `advise` (what to change) < `searches`, `batches`, `replan` and
+`whatif` (questions asked of a planner). `docs/design/search.md` says what it does and by which formulas.
 """
 
 from __future__ import annotations

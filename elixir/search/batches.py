@@ -14,7 +14,8 @@ from elixir.plan import Plan
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
 from elixir.search.planner import plan_or_shortage
-from elixir.search.request import Progress, Question, SearchRequest, check_count
+from elixir.search.question import Question
+from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.step_trace import StepTrace
 

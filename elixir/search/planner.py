@@ -21,7 +21,8 @@ from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.regret import find_surest
 from elixir.search.propose.shortage import Unmet, lacks_device, lacks_room, moments_instead, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.request import HomeChoice, Question, SearchRequest, check_count
+from elixir.search.question import Question
+from elixir.search.request import HomeChoice, SearchRequest, check_count
 from elixir.search.simulator.rates import Rates, main_dtype, say_if_network_unknown
 from elixir.search.simulator.step import SimulatedCost
 from elixir.step_trace import StepTrace

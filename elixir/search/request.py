@@ -1,30 +1,19 @@
-"""Questions to a search: which step (`StepQuestion`), and every option (`SearchRequest`).
+"""`SearchRequest`: everything that can be asked of a search, checked once and passed on as one object.
 
-Both are checked once and passed on as one object. An option of a search is a field of the latter, read where it
-matters. The searches, `elixir.wrap`, `sweep`, `fit` and the command line take their options from these fields, so
-that a new one needs no change there.
+An option is a field here, read where it matters. The searches, `elixir.wrap`, `sweep`, `fit` and the command line take
+their options from these fields, so that a new one needs no change there.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from elixir.errors import GONE, InputError, InputTypeError, unknown_name
-from elixir.hardware import HardwareProfile
 from elixir.optimizer_states import state_size
-from elixir.plan import Plan
-from elixir.step_trace import StepTrace
-from elixir.units import dtype_name, parse_bytes, parse_dtype
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    StepFn = Callable[[nn.Module, dict[str, Any]], Any]
+from elixir.units import parse_bytes
 
 HomeChoice = Literal["auto", "cuda", "cpu"]
 SearchName = Literal["optimal", "minimum_waste"]
@@ -124,134 +113,6 @@ class SearchRequest:
         """
         check_options("option of a search", options, OPTIONS)
         return replace(asked, **options) if isinstance(asked, SearchRequest) else cls(world_size=asked, **options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepQuestion:
-    """Which step: the one description for the command line, `elixir.wrap`, `sweep`, `fit` and the searches.
-
-    Raises:
-        InputError: the dtype is unknown.
-    """
-
-    model: nn.Module | StepTrace | str = ""
-    """The model itself, or a name, as `elixir.models.build` takes it; or a trace, which has settled all else."""
-    batch: int = 1
-    """Samples of one rank, where `inp` does not say."""
-    seq: int | None = None
-    """Tokens per sample; None: 1024, or the model's maximum where that is smaller."""
-    dtype: str | torch.dtype | None = None
-    """Dtype that floating parameters and inputs are cast to; None leaves them as built."""
-    checkpoint: str = "none"
-    """Activation checkpointing of a model by name, as `elixir.models.build` takes it."""
-    use_fused_kernels: bool | Mapping[str, str] = False
-    """As `ElixirModule` will be given it, so that the plan knows their memory."""
-    optimizer: str | None = None
-    """Class in `torch.optim` whose states and step are traced; None: none, since for a plan both follow from the
-    placement."""
-    optimizer_kernel: Literal["for-loop", "foreach", "fused"] | None = None
-    """How it steps; None: as `torch.optim` would choose."""
-    inp: Mapping[str, Any] | Callable[[], dict[str, Any]] | None = None
-    """One rank's batch, or what gives it; None takes `elixir.models.default_input` (Hugging Face models only)."""
-    step_fn: StepFn | None = None
-    """``step_fn(model, inp)`` runs forward, loss and backward; None takes `elixir.models.default_step`."""
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None:
-            parse_dtype(self.dtype)
-
-    @classmethod
-    def again(cls, made: StepTrace | Plan) -> StepQuestion:
-        """The step that was traced for `made`.
-
-        Raises:
-            InputError: it has something that does not follow from the name of its model.
-        """
-        step = made.step
-        if step.checkpoint is None:
-            raise InputError(
-                f"the step of {made.model_name} does not follow from its name, so it cannot be traced again"
-            )
-        optimizer = made.optimizer.split(" ")[0]
-        return cls(
-            model=made.model_name,
-            batch=step.samples or 1,
-            seq=step.seq,
-            dtype=None if made.dtype == "as built" else made.dtype,
-            checkpoint=step.checkpoint,
-            use_fused_kernels=step.fused_kernels,
-            optimizer=optimizer if isinstance(made, StepTrace) and optimizer != "none" else None,
-        )
-
-    @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """None: as built."""
-        return None if self.dtype is None else parse_dtype(self.dtype)
-
-    def build(self) -> nn.Module:
-        """The model, built by its name if it has one."""
-        from elixir.models import build  # late, like the next: planning from a trace does not need what they load
-
-        if isinstance(self.model, str):
-            return build(self.model, dtype=self.torch_dtype, checkpoint=self.checkpoint)
-        if isinstance(self.model, StepTrace):
-            raise InputTypeError("a trace has no model to build")
-        return self.model
-
-    def trace(self, hardware: HardwareProfile, built: nn.Module | None = None) -> StepTrace:
-        """The step on this machine.
-
-        Args:
-            hardware: whose kernels and allocator to assume.
-            built: the model, where it was built before.
-
-        Raises:
-            InputError, InputTypeError: something of the question makes no sense.
-            TraceError: the step cannot be traced.
-        """
-        if isinstance(self.model, StepTrace):
-            if self.dtype is not None and self.model.dtype != dtype_name(parse_dtype(self.dtype)):
-                raise InputError(
-                    f"the trace is of dtype {self.model.dtype}, unified_dtype asks for "
-                    f"{dtype_name(parse_dtype(self.dtype))}; trace the model again"
-                )
-            return self.model
-        from elixir.models import default_step, find, input_to_trace, refused_overflow, user_code
-        from elixir.tracer import trace_step
-
-        model, name = self.build() if built is None else built, self.model if isinstance(self.model, str) else None
-        if self.inp is None:
-            inp: Any = input_to_trace(model, batch=self.batch, seq=self.seq)
-        elif isinstance(self.inp, Mapping):
-            inp = dict(self.inp)
-        elif callable(self.inp):
-            inp = self.inp()
-        else:
-            raise InputTypeError(f"inp must be a dict of the model's inputs, got {type(self.inp).__name__}")
-        shape = None if name is None else find(name)
-        # A model by name may be the user's code as well, which has to leave the process as it was.
-        around = nullcontext() if name is None else user_code.contained(f"{name}: the step")
-        with around, refused_overflow():
-            return trace_step(
-                model,
-                inp,
-                self.step_fn or default_step,
-                dtype=self.torch_dtype,
-                hardware=hardware,
-                optimizer=self.optimizer,
-                optimizer_kernel=self.optimizer_kernel,
-                model_name=name if shape is None else shape.name,
-                use_fused_kernels=self.use_fused_kernels,
-                checkpoint=self.checkpoint if name and self.inp is None and self.step_fn is None else None,
-            )
-
-
-class Question(NamedTuple):
-    """A step, a machine, and what is asked of its plan."""
-
-    trace: StepTrace
-    hardware: HardwareProfile
-    request: SearchRequest
 
 
 OPTIONS = tuple(field.name for field in fields(SearchRequest))

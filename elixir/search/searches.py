@@ -18,7 +18,8 @@ from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
 from elixir.search.budgets import host_memory_here, on_rank_0, warn_if_disk_full
 from elixir.search.planner import plan_or_shortage, simple_plan
-from elixir.search.request import OPTIONS, Question, SearchRequest, StepQuestion, bound, options_of, takes
+from elixir.search.question import Question, StepQuestion
+from elixir.search.request import OPTIONS, SearchRequest, bound, options_of, takes
 from elixir.step_trace import StepTrace
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ def optimal_search(*given: Any, **options: Any) -> Answer:
     Args:
         model: what is trained, real or on meta; or a trace of its step.
         world_size: number of ranks, one device each.
-        unified_dtype, inp, step_fn, use_fused_kernels: the step, see `elixir.search.request.StepQuestion`.
+        unified_dtype, inp, step_fn, use_fused_kernels: the step, see `elixir.search.question.StepQuestion`.
         verbose: print the plan, on rank 0.
         hardware: a profile, or the name of a preset. None takes the GPU found here, for a trace the machine it was made
             for, and otherwise `DEFAULT_HARDWARE`, whose rates also stand for those of a GPU that no preset knows.

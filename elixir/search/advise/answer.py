@@ -11,7 +11,8 @@ from elixir.hardware import HardwareProfile
 from elixir.plan import Plan
 from elixir.search.advise.changes import Change, Kind, better_machine, for_speed
 from elixir.search.planner import lacks_memory, planned
-from elixir.search.request import Question, SearchRequest
+from elixir.search.question import Question
+from elixir.search.request import SearchRequest
 from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import StepTrace
 

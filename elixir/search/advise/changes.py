@@ -10,7 +10,7 @@ from elixir.hardware import HardwareProfile, RateFit
 from elixir.optimizer_states import is_adam, optimizer_name
 from elixir.plan import Plan
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
-from elixir.search.request import Question, StepQuestion
+from elixir.search.question import Question, StepQuestion
 from elixir.units import format_bytes
 
 Kind = Literal["moments", "kernels", "accumulation", "checkpointing", "placement", "machine"]

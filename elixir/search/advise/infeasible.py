@@ -13,7 +13,7 @@ from elixir.search.planner import budgets_of, least_host_bytes, setting_for
 from elixir.search.problem.placement import Spill
 from elixir.search.propose.shortage import Unmet, lacks_room, least_bytes, live_bytes
 from elixir.search.propose.sizes import Budgets
-from elixir.search.request import Question
+from elixir.search.question import Question
 from elixir.search.simulator.rates import main_dtype
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes

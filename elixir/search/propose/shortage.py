@@ -16,7 +16,7 @@ from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.disk_overflow import spilled
 from elixir.search.propose.greedy import PlacementBuilder
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.request import Question
+from elixir.search.question import Question
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
 

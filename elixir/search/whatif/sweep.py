@@ -13,7 +13,8 @@ from typing import Any
 
 from elixir.errors import InputError, PlanError
 from elixir.hardware import HardwareProfile, preset, preset_names
-from elixir.search.request import Progress, SearchRequest, StepQuestion, check_count
+from elixir.search.question import StepQuestion
+from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.searches import profile_for
 from elixir.search.whatif.trial import (
     HOST_PER_DEVICE_BYTE,

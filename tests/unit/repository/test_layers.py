@@ -35,7 +35,7 @@ LAYERS: dict[str, frozenset[str]] = {
 
 INSIDE: dict[str, tuple[frozenset[str], ...]] = {
     "search": (
-        frozenset({"request"}),
+        frozenset({"question", "request"}),
         frozenset({"problem"}),
         frozenset({"simulator"}),
         frozenset({"propose"}),

@@ -14,7 +14,8 @@ from elixir.search import plan_from_trace
 from elixir.search.advise.answer import Answer, best_allowed
 from elixir.search.advise.changes import of_the_training
 from elixir.search.planner import planned
-from elixir.search.request import Question, SearchRequest, StepQuestion
+from elixir.search.question import Question, StepQuestion
+from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.synthetic_trace import StackShape, stack_trace

@@ -12,7 +12,8 @@ from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware import preset
 from elixir.models import build, default_input, default_step
 from elixir.search import plan_from_trace
-from elixir.search.request import SearchRequest, StepQuestion
+from elixir.search.question import StepQuestion
+from elixir.search.request import SearchRequest
 from elixir.search.simulator.step import simulate_step
 from elixir.search.whatif.sweep import doublings, fit, sweep
 from elixir.search.whatif.trial import HOST_PER_DEVICE_BYTE, SweepRow, budgets_on_paper
