@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from elixir.errors import InputError
-from elixir.kernels.adam.eager import IN_PIECES
 from elixir.kernels.adam.hybrid import HybridAdam, flat
 from elixir.kernels.adam.moments import Moments, States
 from elixir.kernels.adam.rule import group_options
-from elixir.kernels.adam.step import adam_step
-from elixir.kernels.adam.when_compiled import combination_of, kernel_for
+from elixir.kernels.adam.step import adam_step, adam_step_out_of_place
 
 
 class Kept(NamedTuple):
@@ -23,42 +21,6 @@ class Kept(NamedTuple):
     state: dict[str, Any]
 
 
-def step_out_of_place_like(
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    gradient: torch.Tensor,
-    old: Kept,
-    new: Kept,
-    weight_out: torch.Tensor | None,
-    factor: float,
-) -> bool:
-    """Make of a parameter, in `new`, what the next step of `optimizer` would; `old` is left as it is.
-
-    Args:
-        optimizer: one with which `can_step_like`.
-        group: the parameter's options.
-        gradient: on the host, any floating dtype.
-        old: the parameter, float32 and on the host, and its state.
-        new: takes the new ones.
-        weight_out: flat; takes the new weights in its dtype.
-        factor: the gradient is multiplied by it first.
-
-    Returns:
-        Whether it was done. Not where no kernel is there (yet) that has the bits of that class: nothing is written.
-    """
-    numel = old.weights.numel()
-    before, after = (States(flat(kept.weights), _moments(kept)) for kept in (old, new))
-    kernel = kernel_for(combination_of(gradient, before.master, weight_out, before.moments))
-    if kernel is None:
-        return False
-    options = group_options(group, decoupled=isinstance(optimizer, torch.optim.AdamW))
-    number = int(old.state["step"]) + 1
-    if numel:
-        kernel(gradient.view(-1), before, after, weight_out, options, number, factor, 0)
-    new.state["step"].fill_(number)
-    return True
-
-
 def step_like(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
@@ -66,6 +28,7 @@ def step_like(
     kept: Kept,
     weight_out: torch.Tensor | None,
     factor: float,
+    into: Kept | None = None,
 ) -> str:
     """The next step of one parameter as `optimizer` makes it, but in one pass over memory: what it would widen,
     multiply and round for a whole parameter is done for pieces that fit a cache.
@@ -74,19 +37,21 @@ def step_like(
         optimizer: one with which `can_step_like`.
         group: the parameter's options.
         gradient: on the host, any floating dtype.
-        kept: the parameter and its state; updated.
+        kept: the parameter and its state; updated if `into` is None, otherwise left as it is.
         weight_out: flat; takes the new weights in its dtype.
         factor: the gradient is multiplied by it first.
+        into: takes the new parameter and state.
 
     Returns:
-        The form of the step; see `adam_step`.
+        The form of the step; see `adam_step` and `adam_step_out_of_place`.
     """
     options = group_options(group, decoupled=isinstance(optimizer, torch.optim.AdamW))
+    old, number = _states(kept), int(kept.state["step"]) + 1
+    if into is not None:
+        into.state["step"].fill_(number)
+        return adam_step_out_of_place(gradient.view(-1), old, _states(into), weight_out, options, number, factor)
     kept.state["step"] += 1
-    number, numel = int(kept.state["step"]), gradient.numel()
-    if not numel:
-        return IN_PIECES
-    return adam_step(gradient.view(-1), flat(kept.weights), weight_out, _moments(kept), options, number, factor)
+    return adam_step(gradient.view(-1), old.master, weight_out, old.moments, options, number, factor)
 
 
 def can_step_like(optimizer: torch.optim.Optimizer, every: Iterable[Kept]) -> bool:
@@ -119,5 +84,6 @@ def can_step_like(optimizer: torch.optim.Optimizer, every: Iterable[Kept]) -> bo
     )
 
 
-def _moments(kept: Kept) -> Moments:
-    return Moments("float32", flat(kept.state["exp_avg"]), flat(kept.state["exp_avg_sq"]))
+def _states(kept: Kept) -> States:
+    moments = Moments("float32", flat(kept.state["exp_avg"]), flat(kept.state["exp_avg_sq"]))
+    return States(flat(kept.weights), moments)

@@ -14,8 +14,8 @@ from elixir.chunk.disk import StoredStates
 from elixir.chunk.pinned import host_zeros
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
-from elixir.kernels.adam.of_class import Kept, can_step_like, step_like, step_out_of_place_like
-from elixir.kernels.adam.step import COPIED, ONE_PASS
+from elixir.kernels.adam.of_class import Kept, can_step_like, step_like
+from elixir.kernels.adam.step import COPIED
 from elixir.memory_order import Order, flattened, is_dense, order_of, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.step.elementwise import set_options
@@ -317,8 +317,14 @@ def _step_into(
     old: ClassStates, new: ClassStates, arrived: Arrived, factor: float, weight_out: torch.Tensor | None
 ) -> set[str]:
     """Makes one step of `old` into `new`; arguments and result as of `States.step`."""
-    if _made_in_one_pass(old, new, arrived, factor, weight_out):
-        return {ONE_PASS}
+    before, after = ([_kept(states, segment) for segment in states.segments] for states in (old, new))
+    if can_step_like(new.optimizer, (*before, *after)):
+        forms = set()
+        for segment, kept, made, (_, gradient) in zip(new.segments, before, after, arrived, strict=True):
+            out = None if weight_out is None else weight_out[segment.part]
+            group = new.optimizer.param_groups[segment.group]
+            forms.add(step_like(new.optimizer, group, gradient, kept, out, factor, made))
+        return forms
     new.copy(old)
     mine = {segment.place: segment for segment in new.segments}
     _step_by_class(new, [(mine[segment.place], gradient) for segment, gradient in arrived], factor)
@@ -360,21 +366,6 @@ def _step_by_class(states: ClassStates, arrived: Arrived, factor: float | torch.
 
 def _kept(states: ClassStates, segment: Segment) -> Kept:
     return Kept(segment.weights, states.state_of(segment))
-
-
-def _made_in_one_pass(
-    old: ClassStates, new: ClassStates, arrived: Arrived, factor: float, weight_out: torch.Tensor | None
-) -> bool:
-    """Makes the states by a kernel; False if there is none for some of them, and then `new` is written in part."""
-    before, after = ([_kept(states, segment) for segment in states.segments] for states in (old, new))
-    if not can_step_like(new.optimizer, (*before, *after)):
-        return False
-    for segment, mine, theirs, (_, gradient) in zip(new.segments, before, after, arrived, strict=True):
-        out = None if weight_out is None else weight_out[segment.part]
-        group = new.optimizer.param_groups[segment.group]
-        if not step_out_of_place_like(new.optimizer, group, gradient, mine, theirs, out, factor):
-            return False
-    return True
 
 
 def _take(held: torch.Tensor, made: Any, segment: Segment) -> torch.Tensor:

@@ -17,7 +17,7 @@ from elixir.kernels import HybridAdam
 from elixir.kernels.adam import native, when_compiled
 from elixir.kernels.adam.compiled import Combination
 from elixir.kernels.adam.moments import States, make_moments
-from elixir.kernels.adam.of_class import Kept, can_step_like, step_out_of_place_like
+from elixir.kernels.adam.of_class import Kept, can_step_like, step_like
 from elixir.kernels.adam.rule import AdamOptions
 from elixir.kernels.adam.step import COPIED, ONE_PASS, adam_step, adam_step_out_of_place
 from elixir.kernels.adam.when_compiled import absent_kernels, begin_kernel
@@ -243,7 +243,12 @@ def _of_class(name: str) -> Callable[[list[torch.nn.Parameter]], torch.optim.Opt
 @needs_compiler
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "lr in a tensor", "HybridAdam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_has_the_bits_of_torchs_fused_classes(name: str, dtype: torch.dtype, compiles: None) -> None:
+@pytest.mark.parametrize("form", [ONE_PASS, COPIED])
+def test_a_step_like_torchs_fused_classes_has_their_bits(
+    form: str, name: str, dtype: torch.dtype, compiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if form == COPIED:
+        monkeypatch.setenv("CXX", "no-such-compiler")
     numels = (1, 17, 1000, 70_001)
     make = _of_class(name)
     generator = torch.Generator().manual_seed(0)
@@ -270,7 +275,7 @@ def test_the_kernel_has_the_bits_of_torchs_fused_classes(name: str, dtype: torch
                 for parameters, optimizer in zip((old, new), optimizers[:2], strict=True)
             ]
             group = optimizers[0].param_groups[0]
-            assert step_out_of_place_like(optimizers[0], group, gradient, kept[0], kept[1], outs[index], factor)
+            assert step_like(optimizers[0], group, gradient, kept[0], outs[index], factor, kept[1]) == form
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(old, before, strict=True))
         step(place, optimizers[2], factor)
         for mine, theirs, out in zip(new, place, outs, strict=True):
