@@ -14,6 +14,7 @@ from elixir.plan import Plan
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
 from elixir.search.planner import plan_or_shortage
+from elixir.search.propose.climb import DECIMALS
 from elixir.search.question import Question
 from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.simulator.rates import Rates, main_dtype
@@ -204,7 +205,7 @@ class _Trials:
             host_peak_bytes=predicted.host_peak_bytes,
         )
         logger.debug("%d x %d, checkpointing %s: %.4g s", option.accumulation, option.batch, option.checkpoint, step_s)
-        if self._best is None or round(step_s, 9) < round(self._best[0], 9):
+        if self._best is None or round(step_s, DECIMALS) < round(self._best[0], DECIMALS):
             self._best = (step_s, Answer(plan, question), option)
         return option
 

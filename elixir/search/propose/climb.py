@@ -24,14 +24,15 @@ LITTLE_LESS = 1 - 2e-4
 """Neighbours that cannot be faster by so much are not simulated where each simulation is dear: no run could measure
 that."""
 NEAR = 1.01
-"""A plan that takes so many times the fastest one's seconds is about as good: measured steps of one plan differ by as
-much."""
+"""A plan that takes so many times the fastest one's seconds is about as good, as far as rates are known. An estimate.
+"""
 MUCH_LESS = 0.97
-"""If early updates make the step shorter than this, plans without any are not looked at more closely. An estimate:
-closer looks gain about a percent."""
+"""If early updates make the step shorter than this, plans without any are not looked at more closely. An estimate."""
 LESS_FULL = 0.75
 """Part of the device that is filled at last. New weights return to those that it holds, over the link that gradients
 need: a chunk that is fetched when it is used may be quicker. An estimate."""
+TIE = 0.01
+"""Worst regrets that are less apart are equal, for the reason of `NEAR`, and none that is smaller is worth a search."""
 
 
 def climb(

@@ -14,14 +14,9 @@ from elixir.plan import Judgement
 from elixir.search.problem.placement import Placement
 from elixir.search.propose.best import Outcome, find_best
 from elixir.search.propose.candidate import Candidate, updated_early
+from elixir.search.propose.climb import DECIMALS, NEAR, TIE
 from elixir.search.propose.sizes import Budgets, SearchSpace
 
-TIE = 0.01
-"""Worst regrets that are less apart are equal, as far as rates are known at all."""
-NEARLY = 1.01
-"""A scenario in which a known plan takes at most so many times what no plan can beat is not searched."""
-ENOUGH = 0.01
-"""No plan between those of the scenarios is looked for if one of these has no larger a regret."""
 PACKINGS = 3
 """Packings that are searched in scenarios other than the nominal one: its best."""
 
@@ -49,14 +44,14 @@ def find_surest(
     judged.add(found.best, found.resident)
     count, sizes = found.candidates, found.packings[:PACKINGS]
     for scenario in scenarios[1:]:
-        if judged.best_s(scenario) > judged.least_s(scenario) * NEARLY:
+        if judged.best_s(scenario) > judged.least_s(scenario) * NEAR:
             # Slow links alone make few plans others.
             short = briefly or scenario.link < 1
             here = find_best(judged.spaces[scenario], budgets, sizes, prefetch_depth, briefly=short)
             judged.add(here.best)
             judged.searched.append(scenario)
             count += here.candidates
-    if not briefly and min(map(judged.worst, judged.candidates)) > ENOUGH:
+    if not briefly and min(map(judged.worst, judged.candidates)) > TIE:
         count += _between(judged, budgets, sizes, prefetch_depth)
     best = judged.surest()
     return replace(
@@ -142,7 +137,7 @@ class Judged:
         host."""
         worst = [self.worst(candidate) for candidate in self.candidates]
         near = [
-            (it.hosted_numel, it.need.host_bytes, round(regret, 9), it.sort_key, number)
+            (it.hosted_numel, it.need.host_bytes, round(regret, DECIMALS), it.sort_key, number)
             for number, (it, regret) in enumerate(zip(self.candidates, worst, strict=True))
             if regret < min(worst) + TIE
         ]

@@ -9,44 +9,32 @@ from itertools import pairwise
 from elixir.schedule import ScheduleResult, StepSchedule
 from elixir.search.problem.placement import Placement
 from elixir.search.simulator.events import Events, WorkTimes
-from elixir.search.simulator.replay import Machine
-from elixir.search.simulator.shared_cores import SharedCores
 
 
 @dataclass(frozen=True)
 class Case:
-    """The placement, schedule and work that are replayed."""
+    """The placement, schedule and work that are replayed, and the modes of the step."""
 
     times: WorkTimes
+    """Seconds of every piece of work."""
     placement: Placement
     schedule: StepSchedule
     result: ScheduleResult
     grad_blocks: int
+    """Gradient blocks of the plan."""
     overlap: bool
+    """Whether gradients may leave during backward."""
     ahead: bool
+    """Whether the thread that submits does not wait for compute, as on CUDA: updates on the host begin during those of
+    the device."""
     early_share: float = 1.0
-    """Seconds of an early update over one in place."""
+    """Seconds of an early update, which keeps the old states, over one in place."""
     clipping: bool = False
-    """Whether a step reads the norm of all gradients."""
+    """Whether a step reads the norm of all gradients before it updates anything."""
     accumulates: bool = False
-    """Whether a step has several batches."""
+    """Whether a step has several batches; then the pass that adds gradients sums what leaves for the host."""
     clipped: bool = False
-    """Whether gradients turn out to be clipped, so that states made in backward are made again."""
-
-    def machine(self, *, record: bool) -> Machine:
-        kind = SharedCores if self.times.rates.contention else Machine
-        return kind(
-            self.times,
-            self.placement,
-            self.grad_blocks,
-            overlap=self.overlap,
-            ahead=self.ahead,
-            record=record,
-            early_share=self.early_share,
-            clipping=self.clipping,
-            accumulates=self.accumulates,
-            clipped=self.clipped,
-        )
+    """Whether gradients turn out to be clipped, so that states made early are discarded and made again."""
 
     def events(self, walk: ScheduleResult, *, updated: bool, record: bool = False) -> Events:
         return self.times.events(self.placement, self.schedule, walk, updated=updated, record=record)

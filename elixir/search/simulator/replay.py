@@ -17,7 +17,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from elixir.plan import LINKS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
 from elixir.search.problem.placement import Placement
-from elixir.search.simulator.events import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events, WorkTimes
+from elixir.search.simulator.case import Case
+from elixir.search.simulator.events import BACKWARD, ENTRY, LOAD, OPEN, SEND, USE, Events
 
 RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_adam", "refresh", "disk")
 """After compute the runtime's lanes `fetch`, `offload`, `network`, `host_adam`, `refresh` and `disk`. Reads and writes
@@ -44,41 +45,18 @@ class Machine:
     """Lanes, gradient blocks and the clock of one rank during steps.
 
     Args:
-        times: seconds of every piece of work.
-        placement: homes of the chunks.
-        grad_blocks: gradient blocks of the plan.
-        overlap: gradients may leave during backward.
-        ahead: the thread that submits does not wait for compute, as on CUDA: updates on the host begin during those of
-            the device.
+        case: the work, where it is done, and the modes of the step.
         record: keep spans.
-        early_share: seconds of an early update, which keeps the old states, over one in place.
-        clipping: a step reads the norm of all gradients before it updates anything.
-        accumulates: with several batches a step; then the pass that adds gradients sums what leaves for the host.
-        clipped: gradients turn out to be clipped: the host discards states made early, and makes them again.
     """
 
-    def __init__(  # noqa: PLR0913 - the modes of a step, each a flag
-        self,
-        times: WorkTimes,
-        placement: Placement,
-        grad_blocks: int,
-        *,
-        overlap: bool,
-        ahead: bool,
-        record: bool,
-        early_share: float = 1.0,
-        clipping: bool = False,
-        accumulates: bool = False,
-        clipped: bool = False,
-    ) -> None:
+    def __init__(self, case: Case, *, record: bool) -> None:
+        times, placement = case.times, case.placement
         chunks = range(len(times.bytes))
-        self._times, self._placement, self._recording = times, placement, record
-        self._overlap, self._ahead = overlap, ahead
-        self._early_share = early_share
+        self._case, self._times, self._placement, self._recording = case, times, placement, record
+        self._ahead = case.ahead
         self.in_last_batch = True
         """Whether the batch that runs is the last of its step: before, gradients are not whole."""
-        self._keeps = not clipped
-        self._clipping, self._sums_early = clipping, clipping and not accumulates
+        self._sums_early = case.clipping and not case.accumulates
         self._together = times.world_size > 1
         copied = [0.0] * len(chunks) if self._together else times.device_copy_s
         self._fetch_s = [copied[c] if placement.weight_on_device[c] else times.fetch_s[c] for c in chunks]
@@ -98,7 +76,7 @@ class Machine:
         # When what lies in a passage buffer has been added.
         self._passed: deque[float] = deque(maxlen=PASSAGE_BUFFERS)
         self._unwritten: deque[tuple[int, float]] = deque()  # chunks stepped in the window, and when, not written back
-        self._grad_blocks = self._free_blocks = grad_blocks
+        self._free_blocks = case.grad_blocks
         self._leaving: deque[tuple[float, bool]] = deque()  # gradients: when they are gone, and whether from a block
         self._holds = [False] * len(chunks)  # whether a gradient waits at home, to which the next is added
         self._early_runs: list[tuple[float, float]] = []  # begin and end of the early updates of this step
@@ -168,9 +146,9 @@ class Machine:
         """
         times, placement = self._times, self._placement
         self._since_s = self.now_s
-        if self._clipping:
+        if self._case.clipping:
             self._read_norm()
-        if not self._keeps:
+        if self._case.clipped:
             self._give_up()
         self._early_runs.clear()
         began_s = self.now_s
@@ -181,7 +159,7 @@ class Machine:
                 self.device_adam_s += times.device_adam_s[c]
                 self._computed(self.now_s)
                 done_s = 0.0
-            elif c in placement.early and self._keeps:
+            elif c in placement.early and not self._case.clipped:
                 done_s = self._keep(c, began_s if self._ahead else self.now_s)
             else:
                 done_s = self._update_and_return(c, began_s if self._ahead else self.now_s, self.now_s)
@@ -230,7 +208,7 @@ class Machine:
 
         The optimizer's step makes them those of the chunk, and then weights return to where they live.
         """
-        seconds = self._times.host_adam_in_backward_s[c] * self._early_share
+        seconds = self._times.host_adam_in_backward_s[c] * self._case.early_share
         done_s = self._updated_s[c] = self._run(HOST_ADAM, EARLY_UPDATE, c, home_s, seconds)
         self._early_runs.append((done_s - seconds, done_s))
 
@@ -294,7 +272,7 @@ class Machine:
         self.now_s = self._wait(self.now_s, self._free_s[OFFLOAD], OFFLOAD)
         self.now_s = self._wait(self.now_s, self._added_s, HOST_ADAM)
         self._leaving.clear()
-        self._free_blocks = self._grad_blocks
+        self._free_blocks = self._case.grad_blocks
         self._holds = [False] * len(self._holds)
 
     @property
@@ -389,7 +367,7 @@ class Machine:
             self.home_s[c] = gone_s
         if self.in_last_batch and c in self._placement.early:
             self._update_early(c, self._added_s if passes else gone_s)
-        if not times.pooled[c] and not self._overlap and not self._together:
+        if not times.pooled[c] and not self._case.overlap and not self._together:
             return self._wait(
                 now_s, gone_s, OFFLOAD
             )  # it left as autograd made it, for which the plan has no memory twice

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from elixir.search.simulator.case import Case
 from elixir.search.simulator.events import ENTRY, Events
 from elixir.search.simulator.replay import COMPUTE, DISK, Handler, Machine
 
@@ -17,7 +18,7 @@ class SharedCores(Machine):
     """`Machine` whose compute takes longer by `Rates.contention` of every second of a lane, the disk's left out.
 
     Compute loses it where work is submitted, all at once: when the lane comes to it nobody knows before. Where compute
-    waits for lanes later, it waits that much less. Arguments are those of `Machine`.
+    waits for lanes later, it waits that much less.
     """
 
     HANDLERS: ClassVar[Mapping[int, Handler]] = {
@@ -26,8 +27,8 @@ class SharedCores(Machine):
         for kind, handler in Machine.HANDLERS.items()
     }
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, case: Case, *, record: bool) -> None:
+        super().__init__(case, record=record)
         self._contention = self._times.rates.contention
         self._lost_s = 0.0
 
@@ -47,3 +48,8 @@ class SharedCores(Machine):
         if lane != DISK:
             self._lost_s += self._contention * seconds
         return super()._run(lane, name, c, submitted_s, seconds)
+
+
+def machine_of(case: Case, *, record: bool = False) -> Machine:
+    """The machine on which a case is replayed."""
+    return (SharedCores if case.times.rates.contention else Machine)(case, record=record)

@@ -38,6 +38,7 @@ from elixir.search.simulator.in_backward import (
 )
 from elixir.search.simulator.rates import Rates, main_dtype, say_if_network_unknown
 from elixir.search.simulator.replay import COMPUTE, RESOURCES, Machine, Span
+from elixir.search.simulator.shared_cores import machine_of
 from elixir.step_trace import StepTrace
 
 __all__ = ["RESOURCES", "SimulatedCost", "Simulation", "Span", "simulate_step"]
@@ -221,7 +222,7 @@ class SimulatedCost:
         """
         case = self._case(work, placement, schedule, overlap=overlap)
         if not placement.early:
-            return self._seconds(case, case.machine(record=False), case.events(case.result, updated=True))
+            return self._seconds(case, machine_of(case), case.events(case.result, updated=True))
         machine, later = self._begun(case)
         machine.restart()
         return self._seconds(case, machine, later)
@@ -271,7 +272,7 @@ class SimulatedCost:
         alone = case.accumulates or case.times.rates.contention
         shared = case if alone else replace(case, placement=case.placement.updated_early(()))
         if self._latest is None or self._latest[0] != shared:
-            machine = shared.machine(record=False)
+            machine = machine_of(shared)
             batches = shared.batches(self._batches_simulated(shared))
             for batch, events in enumerate(batches):
                 machine.in_last_batch = batch == len(batches) - 1
@@ -420,7 +421,7 @@ class Known:
 
 def _replay(case: Case, accumulation: int, steps: int) -> Simulation:
     walks = case.walks(accumulation)
-    machine, updated_s = case.machine(record=True), 0.0
+    machine, updated_s = machine_of(case, record=True), 0.0
     for step in range(steps):
         phases = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
         if step:

@@ -22,8 +22,8 @@ from elixir.search.problem.from_plan import placement_of, setting_of, workload_o
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.placement import HOMES, Placement
 from elixir.search.propose.candidate import Candidate, weigh
+from elixir.search.propose.climb import TIE
 from elixir.search.propose.placement_batch import possible_homes
-from elixir.search.propose.regret import TIE
 from elixir.search.simulator.step import SimulatedCost, simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes
