@@ -107,7 +107,7 @@ def _with_early(profile: HardwareProfile, shares: Sequence[float]) -> HardwarePr
     before = profile.early_steps or 0
     steps = before + len(shares)
     kept = (before * (profile.early_kept or 0.0) + math.fsum(shares)) / steps
-    said = f"{steps} steps of runs whose plans update chunks early"
+    said = f"steps of runs whose plans update chunks early: {steps}"
     return dataclasses.replace(
         profile, early_kept=min(kept, 1.0), early_steps=steps, sources=profile.sources | {"early_kept": said}
     )

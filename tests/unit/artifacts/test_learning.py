@@ -80,7 +80,7 @@ def test_how_often_early_states_were_kept_is_remembered() -> None:
     again = learn(after, [counted(4, **run), counted(4, **run), counted(4, **run)])
     assert (again.early_kept, again.early_steps) == (0.75, 6)
     assert HardwareProfile.from_json(again.to_json()) == again
-    assert "6 steps" in again.sources["early_kept"]
+    assert "early: 6" in again.sources["early_kept"]
     assert replace(after, early_kept=0.0).fingerprint != after.fingerprint == replace(after, early_steps=9).fingerprint
     assert learn(after, [run]).early_kept == after.early_kept
 
