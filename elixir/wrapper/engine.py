@@ -72,8 +72,7 @@ class AnyStepper(Protocol):
         """Refuse a plan that this cannot step by."""
 
     def update_early(self, chunk: Chunk) -> None:
-        """Make new states of a chunk in backward next to the old ones, once `home` says that its gradients have
-        arrived."""
+        """Makes new states of a chunk in backward next to the old ones; its gradients are on their way home."""
 
     def give_up_states(self) -> None:
         """Takes the states off the chunks; none is stepped until `take_states`."""

@@ -1,6 +1,6 @@
 """`ElixirOptimizer`: steps a torch optimizer where the states live, chunk by chunk.
 
-Each chunk has an optimizer of the user's class over this rank's shard: master weights where the weights are of low
+The rule of the user's class steps this rank's shard of each chunk: master weights where the weights are of low
 precision, the weights themselves where they are float32. Elementwise optimizers give the same numbers on a shard as on
 whole tensors, so parameter groups may cut across chunks and ranks.
 """
@@ -45,7 +45,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     Raises:
         InputError: the optimizer is not elementwise, has parameters that are not the module's or another's, or cannot
-            step as the plan says: with its moments, or in backward; or a number is out of range.
+            step with the moments of the plan; or a number is out of range.
     """
 
     def __init__(
@@ -151,8 +151,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             rank0_only: the other ranks get an empty dict, and need no memory for it.
 
         Raises:
-            InputError: in a forward or backward, or between backward and `step` under a plan that steps during
-                backward.
+            InputError: in a forward or backward.
         """
         for hook in hooks_of(self, "state_dict_pre"):
             hook(self)

@@ -202,11 +202,10 @@ class GradientFlow:
         self._wait()
 
     def send_late(self) -> None:
-        """See to it that every gradient is on its way home; with several ranks, all must call it.
+        """Sends home every gradient that has not left yet; with several ranks, all must call it.
 
         Nobody waits for their arrival: `ChunkGradient.uses` are for those who read them. Compute waits for memory
-            beyond the
-        gradient blocks, of which the plan has none for the next forward.
+        beyond the gradient blocks, of which the plan has none for the next forward.
         """
         if self._unsettled and self.reducing:
             self._unsettled = False

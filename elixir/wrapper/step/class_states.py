@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -65,8 +65,10 @@ class ClassStates(States):
     ) -> None:
         self.master, self.segments, self.weights = master, segments, weights
         self._user, self._extent, self._on_host = user, extent, on_host
+        self._made_ahead = False  # by `make`, so that zeros are what a class begins with
         self.optimizer, self.is_known = shared or user.over(segments), user.is_known
         self.shares_call = shared is not None
+        self._all_states: MutableMapping[torch.Tensor, dict[str, Any]] = self.optimizer.state
 
     def set_options(self, options: list[dict[str, Any]]) -> None:
         """See `States`."""
@@ -106,6 +108,7 @@ class ClassStates(States):
             self._make_moments(self.optimizer)
         else:
             return not self.segments
+        self._made_ahead = True
         return True
 
     def _make_moments(self, optimizer: torch.optim.Optimizer) -> None:
@@ -160,8 +163,15 @@ class ClassStates(States):
 
     def state_of(self, segment: Segment) -> dict[str, Any]:
         """The state that the class keeps of a segment."""
-        found: dict[str, Any] = self.optimizer.state.get(segment.weights, {})
+        found: dict[str, Any] = self._all_states.get(segment.weights, {})
         return found
+
+    def let_go(self) -> None:
+        """See `States`."""
+        # Other shards may still use the optimizer, which must not keep these states any longer than they are needed.
+        pop, state = self.optimizer.state.pop, self.optimizer.state
+        self._all_states = {each.weights: pop(each.weights) for each in self.segments if each.weights in state}
+        super().let_go()
 
     def begun(self, segment: Segment) -> bool:
         """See `States`."""
@@ -173,15 +183,17 @@ class ClassStates(States):
         """See `States`."""
         return [segment for segment in self.segments if not self.state_of(segment)]
 
-    def tensors(self) -> Iterator[StateTensor]:
+    def tensors(self, *, moving: bool = False) -> Iterator[StateTensor]:
         """See `States`."""
         for segment in self.segments:
-            for kind, value in self.state_of(segment).items() if self.begun(segment) else ():
+            for kind, value in self.state_of(segment).items() if moving or self.begun(segment) else ():
                 if not _is_elementwise(kind, value, segment):
                     continue
                 order, flat = segment.slot.order, value.detach()
                 if self._extent is None:
-                    own = _order_in_memory(value, kind, segment)
+                    if moving and not is_dense(flat.shape, flat.stride()):
+                        flat = flat.contiguous()
+                    own = _order_in_memory(flat, kind, segment)
                     order = order if own == segment.order else own  # a class may lay out its states as it likes
                     flat = flattened(flat, own)
                 region = _region(kind, value.dtype)
@@ -233,9 +245,8 @@ class ClassStates(States):
             own = count if isinstance(count, torch.Tensor) else _new_count(segment, group)
             state["step"] = own.fill_(float(small.step))
         for kind in kinds:
-            held = saved.held(kind, name)
-            if held is not None:
-                state[kind] = _take(held, made.get(kind), segment)
+            if saved.is_held(kind, name):
+                state[kind] = _take(saved.held(kind, name), made.get(kind), segment)
                 continue
             state[kind] = self._filled(kind, segment, saved)
             wanted = kept_dtype(saved, kind, segment)
@@ -243,18 +254,19 @@ class ClassStates(States):
                 notes |= other_form(saved, name, dtype_name(wanted), kind)
         device = _counts_on(segment, group)
         for kind, value in small.others.items():
-            found = scalar_state(value)
-            state[kind] = found.to(device) if isinstance(found, torch.Tensor) else found
+            found = value if small.are_live else scalar_state(value)
+            if isinstance(found, torch.Tensor):
+                found = found.to(segment.weights.device if found.numel() == segment.weights.numel() > 1 else device)
+            state[kind] = found
         self.optimizer.state[segment.weights] = state
         return notes
 
     def _reset(self, segment: Segment) -> None:
         """Resets a segment to what it was before its first step; memory that was made for that is kept."""
-        made = self.state_of(segment)
-        if not isinstance(made.get("step"), torch.Tensor):
-            self.optimizer.state.pop(segment.weights, None)
+        if not self._made_ahead:
+            self.optimizer.state.pop(segment.weights, None)  # a class that begins with states makes them anew, below
             return
-        for value in made.values():
+        for value in self.state_of(segment).values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
 

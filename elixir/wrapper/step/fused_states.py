@@ -240,9 +240,9 @@ class FusedStates(States):
     def scalars(self, segment: Segment) -> dict[str, Any]:
         """See `States`."""
         count = self._steps.get(segment.weights)
-        return {} if count is None else {"step": count}
+        return {} if count is None or not self.begun(segment) else {"step": count}
 
-    def tensors(self) -> Iterator[StateTensor]:
+    def tensors(self, *, moving: bool = False) -> Iterator[StateTensor]:
         """See `States`."""
         for segment in filter(self.begun, self.segments):
             part, blocks, order = segment.part, _blocks(segment), segment.slot.order
@@ -268,13 +268,13 @@ class FusedStates(States):
     def load(self, saved: SavedStates) -> set[str]:
         """See `States`. Moments in another form are rounded to the nearest (`write_moments`)."""
         notes: set[str] = set()
-        for tensor in self.moments.tensors():
+        wanted = [segment for segment in self.segments if saved.kinds(segment.name)]
+        for tensor in self.moments.tensors() if wanted or self._moments is not None else ():
             tensor.zero_()
         self._steps.clear()
-        for segment in self.segments:
-            if saved.kinds(segment.name):
-                notes |= self._load(segment, saved)
-                self.count(segment).fill_(float(saved.small(segment.name).step or 0))
+        for segment in wanted:
+            notes |= self._load(segment, saved)
+            self.count(segment).fill_(float(saved.small(segment.name).step or 0))
         return notes
 
     def _load(self, segment: Segment, saved: SavedStates) -> set[str]:

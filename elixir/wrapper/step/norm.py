@@ -177,12 +177,13 @@ class GradientNorm:
         value = 1.0 / made_by * clipping(norm)
         if not needs_number:
             return Factor(value, clips=True)
-        if self._on_host is None:
+        if self._on_host is None or self._on_host.dtype != norm.dtype:
             self._on_host = pinned_zeros(norm.element_size(), norm.device).view(norm.dtype)
         here = self._on_host
         # On a lane, so that who needs the number waits for the norm, and not for what compute is given meanwhile. The
-        # lane comes after compute that was submitted so far, which sums the norm.
-        copied = self._engine.lanes.offload.submit(partial(here.copy_, norm.view(1), non_blocking=True))
+        # lane comes after compute that was submitted so far, which sums the norm. It has no other work by now; that of
+        # the gradients' way home has much.
+        copied = self._engine.lanes.refresh.submit(partial(here.copy_, norm.view(1), non_blocking=True))
 
         def number() -> float:
             copied.synchronize()  # the lane writes the number that is read next

@@ -292,7 +292,8 @@ class Shard:
         states, self.second = self.states, None
         states.let_go()
         del self.states
-        return {segment.name: (states, segment) for segment in states.segments if states.begun(segment)}
+        lacking = {segment.name for segment in states.lacking()}
+        return {segment.name: (states, segment) for segment in states.segments if segment.name not in lacking}
 
     def load(self, saved: SavedStates) -> set[str]:
         """Goes on from other states; notes on what is not exact.

@@ -18,7 +18,7 @@ import torch
 
 from elixir.chunk.chunk import Held
 from elixir.chunk.disk import StoredStates
-from elixir.errors import InputError
+from elixir.errors import InputError, StateError
 from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.step.segments import Arrived, Segment
@@ -55,7 +55,7 @@ class StateTensor:
     width: int = 1
     """Elements of the parameter for each of these: more than one for scales."""
     keeps_dtype: bool = True
-    """Whether the state goes on in its dtype in any home; a plan decides otherwise."""
+    """Whether the state goes on in its dtype in any home. That of Adam in one pass follows from the plan."""
 
     @property
     def name(self) -> str:
@@ -104,6 +104,8 @@ class SmallStates:
     step: int | None = None
     others: dict[str, Any] = field(default_factory=dict)
     """Kind -> a number, or (dtype, number) of a tensor without dimensions."""
+    are_live: bool = False
+    """Whether `others` are as the optimizer keeps them instead."""
 
 
 class SavedStates(Protocol):
@@ -131,9 +133,13 @@ class SavedStates(Protocol):
     def filled(self) -> None:
         """Waits for all that `fill` has begun; raises what went wrong with it."""
 
-    def held(self, kind: str, name: str) -> torch.Tensor | None:
-        """The elements of this rank, flat, in memory that the caller may keep; None where `fill` copies them."""
-        return None
+    def is_held(self, kind: str, name: str) -> bool:
+        """Whether the state goes on as it is, in its dtype, by `held`; otherwise `fill` copies it."""
+        return False
+
+    def held(self, kind: str, name: str) -> torch.Tensor:
+        """The elements of this rank, flat, in memory that the caller may keep; where `is_held`."""
+        raise StateError(f"state {kind!r} of {name} is not held")
 
 
 class States(Protocol):
@@ -205,8 +211,9 @@ class States(Protocol):
     def copy(self, other: Self) -> None:
         """Takes the values of another set over the same segments, its master too."""
 
-    def tensors(self) -> Iterator[StateTensor]:
-        """The elementwise states of the segments that have been stepped, as views of live memory."""
+    def tensors(self, *, moving: bool = False) -> Iterator[StateTensor]:
+        """The elementwise states of the segments that have been stepped, as views of live memory; `moving` also those
+        that were made ahead of the first step, and copies of what has no memory for each element."""
 
     def wide(self, each: StateTensor) -> torch.Tensor:
         """The values of one of `tensors`, no scales, in float32 or wider."""
@@ -297,10 +304,11 @@ class MovedStates(SavedStates):
     def __init__(self, left: Mapping[str, tuple[States, Segment]], passes: Collection[str]) -> None:
         self._left, self._passes = left, passes
         self._found: dict[str, dict[str, StateTensor]] = {}
+        self._wide: dict[str, tuple[str, torch.Tensor]] = {}  # by kind, the values of the last parameter
 
     def _tensors(self, name: str) -> dict[str, StateTensor]:
         if name not in self._found and name in self._left:
-            for each in self._left[name][0].tensors():
+            for each in self._left[name][0].tensors(moving=True):
                 self._found.setdefault(each.name, {})[each.kind] = each
         return self._found.get(name, {})
 
@@ -325,20 +333,27 @@ class MovedStates(SavedStates):
         states, segment = self._left.get(name, (None, None))
         scalars = {} if states is None or segment is None else states.scalars(segment)
         step = scalars.get("step")
-        return SmallStates(None if step is None else int(step), scalars)
+        return SmallStates(None if step is None else int(step), scalars, are_live=True)
 
     def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
         """See `SavedStates`."""
         each = self._tensors(name)[kind]
-        values = each.tensor if each.tensor.dtype == out.dtype else self._left[name][0].wide(each)
+        values = each.tensor
+        if values.dtype != out.dtype:
+            known, values = self._wide.get(kind, ("", values))
+            if known != name:
+                values = self._left[name][0].wide(each)
+                self._wide[kind] = name, values
         first = start - each.first
         out.copy_(each.in_chunk(values)[first : first + out.numel()])
 
-    def held(self, kind: str, name: str) -> torch.Tensor | None:
+    def is_held(self, kind: str, name: str) -> bool:
+        """See `SavedStates`."""
+        return self._tensors(name)[kind].keeps_dtype
+
+    def held(self, kind: str, name: str) -> torch.Tensor:
         """See `SavedStates`."""
         each = self._tensors(name)[kind]
-        if not each.keeps_dtype:
-            return None
         return each.in_chunk(each.tensor.clone() if name in self._passes else each.tensor)
 
     def filled(self) -> None:
@@ -346,8 +361,10 @@ class MovedStates(SavedStates):
 
 
 def kept_dtype(saved: SavedStates, kind: str, segment: Segment) -> torch.dtype:
-    """The dtype in which a loaded state goes on: in no fewer bits than the weights."""
+    """The dtype in which a state goes on: its own if it is held, otherwise one with no fewer bits than the weights."""
     dtype, weights = saved.dtype(kind, segment.name), segment.weights
+    if saved.is_held(kind, segment.name):
+        return dtype
     narrow = dtype.is_floating_point and dtype.itemsize < weights.dtype.itemsize
     return weights.dtype if narrow or saved.has_codes(kind, segment.name) else dtype
 

@@ -54,11 +54,11 @@ def update(engine: Engine, shard: Shard, inputs: Inputs) -> bool:
 def can_share(shard: Shard, inputs: Inputs) -> bool:
     """Whether one call of a kernel may update this shard and others.
 
-    It would copy all gradients that it may not multiply in place, or that have another dtype.
+    It would copy all gradients that it may not multiply in place, or that have another dtype. All ranks must answer
+    alike, whatever gradients each has: they gather weights in the order of updates.
     """
     plain = not isinstance(inputs.factor, torch.Tensor) and inputs.factor == 1.0
-    alike = bool(inputs.arrived) and inputs.arrived[0][1].dtype == shard.states.master.dtype
-    return shard.states.shares_call and alike and (plain or inputs.in_place)
+    return shard.states.shares_call and shard.chunk.dtype == shard.states.master.dtype and (plain or inputs.in_place)
 
 
 def update_together(together: Sequence[tuple[Shard, Inputs]]) -> None:
@@ -187,9 +187,10 @@ def publish(engine: Engine, chunk: Chunk) -> Ticket | None:
             _withhold(chunk, after[0])
         return chunk.filled
     mine = whole[chunk.mine]
+    what = f"new weights of chunk {chunk.index}"  # ranks compare it, and so the order of their updates
     engine.regathered_bytes += whole.nbytes - mine.nbytes
     # `after` writes this rank's part, which the other ranks would otherwise get as it was before the step.
-    _withhold(chunk, engine.lanes.network.submit(lambda: group.gather(whole, mine), after=after))
+    _withhold(chunk, engine.lanes.network.submit(lambda: group.gather(whole, mine, what), after=after))
     return chunk.filled
 
 

@@ -1,0 +1,123 @@
+"""States of any form move between homes as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.plan import Plan
+from elixir.wrapper.engine import engine_of
+from elixir.wrapper.optimizer import stepper_of
+from tests.common.on_disk import on_disk
+from tests.common.parity import Case, Pair, case, make_plan, mixed
+
+
+class Kept(torch.optim.Optimizer):
+    """A rule that looks at a state which `make` makes in the first step."""
+
+    def __init__(self, parameters: Any, make: Callable[[torch.Tensor], Any], lr: float = 1e-2) -> None:
+        self._make = make
+        super().__init__(parameters, {"lr": lr, "make": make})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["mean"], state["kept"] = torch.zeros_like(weight), group["make"](weight)
+                scale = state["kept"][0] if isinstance(state["kept"], tuple) else state["kept"]
+                state["mean"].mul_(0.9).add_(weight.grad)
+                weight.addcmul_(state["mean"], torch.ones_like(weight) * scale, value=-group["lr"])
+
+
+def a_pair(weight: torch.Tensor) -> Any:
+    return (0.5, 2.0)
+
+
+def in_one_place(weight: torch.Tensor) -> Any:
+    return torch.full((), 0.5).expand(weight.shape)
+
+
+def in_16_bits(weight: torch.Tensor) -> Any:
+    return torch.full_like(weight, 0.5, dtype=torch.bfloat16)
+
+
+def a_count(weight: torch.Tensor) -> Any:
+    return torch.ones((), dtype=torch.int64)
+
+
+MAKE: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], int]] = {
+    "made ahead": (lambda parameters: torch.optim.Adagrad(parameters, initial_accumulator_value=0.5), 0),
+    "a pair": (lambda parameters: Kept(parameters, a_pair), 2),
+    "in one place": (lambda parameters: Kept(parameters, in_one_place), 2),
+    "in 16 bits": (lambda parameters: Kept(parameters, in_16_bits), 2),
+    "a count": (lambda parameters: Kept(parameters, a_count), 2),
+}
+
+
+def under(plan: Plan, homes: str) -> Plan:
+    """The plan with all chunks in one kind of home."""
+    if homes == "mixed":
+        return mixed(plan)
+    resident, home = homes == "resident", "device" if homes == "resident" else "host"
+    chunks = [replace(chunk, resident=resident, weight_home=home, state_home=home) for chunk in plan.chunks]
+    return replace(plan, chunks=tuple(chunks))
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(("start", "to"), [("streamed", "resident"), ("resident", "mixed")])
+def test_states_move_as_they_are(name: str, start: str, to: str) -> None:
+    make, steps = MAKE[name]
+    it = case("opt")
+    plan = make_plan(it, "streamed")
+    with Pair(it, under(plan, start), optimizer=lambda model: make(model.parameters())) as pair:
+        pair.train(steps)
+        pair.module.rehome(under(plan, to))
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+def test_states_in_16_bits_have_one_place_on_a_disk(tmp_path: Path) -> None:
+    it = case("opt", layers=1)
+    plan = make_plan(it, "streamed")
+    make, steps = MAKE["in 16 bits"]
+    with Pair(it, plan, optimizer=lambda model: make(model.parameters()), disk_folder=tmp_path) as pair:
+        pair.train(steps)
+        pair.module.rehome(on_disk(plan))
+        for chunk in engine_of(pair.module).chunks:
+            assert chunk.stored is None or not chunk.stored.has("kept float32")
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop])
+def test_states_that_are_dropped_are_made_anew(make: Any) -> None:
+    it = case("opt", layers=1)
+    with Pair(it, make_plan(it, "streamed"), optimizer=lambda model: make(model.parameters(), lr=1e-3)) as pair:
+        pair.train(2)
+        pair.optimizer.state.clear()
+        pair.plain_optimizer.state.clear()
+        pair.train(2)
+        pair.assert_same_weights()
+
+
+def test_shards_that_share_a_call_let_go_of_states_one_by_one() -> None:
+    it: Case = case("opt")
+    plan = under(make_plan(it, "streamed"), "resident")
+    with Pair(it, plan, optimizer=lambda model: torch.optim.AdamW(model.parameters(), fused=True)) as pair:
+        pair.train(1)
+        states = [shard.states for shard in stepper_of(pair.optimizer).shards]
+        states[0].let_go()
+        left = {id(each.tensor.untyped_storage()) for other in states[1:] for each in other.tensors()}
+        assert left
+        assert len(states[1].optimizer.state) == sum(len(other.segments) for other in states[1:])
+        assert list(states[0].tensors())
+        pair.module.close()
