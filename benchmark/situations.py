@@ -85,6 +85,7 @@ def planned(it: Situation, step: StepTrace, *, speculate: bool | None) -> Plan:
         device_memory=it.device_memory,
         speculate=speculate,
         clipping=True,
+        assume="nominal",
     ).plan
 
 

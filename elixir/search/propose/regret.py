@@ -6,17 +6,23 @@ of the scenario in which the plan loses most.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 
 from elixir.hardware import Scenario
 from elixir.plan import Judgement
 from elixir.search.problem.placement import Placement
 from elixir.search.propose.best import Outcome, find_best
-from elixir.search.propose.candidate import Candidate, updated_early
+from elixir.search.propose.candidate import Candidate, updated_early, weigh
 from elixir.search.propose.climb import DECIMALS, NEAR, TIE
+from elixir.search.propose.fillings import Fillings
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.simulator.step import SimulatedCost
 
+ENOUGH = 0.03
+"""No plan between those of the scenarios is looked for if one of these has no larger a regret."""
+BLENDS = (0.25, 0.5, 0.75)
+"""Numbers of chunks with states on the host, as parts of the way from one plan to another."""
 PACKINGS = 3
 """Packings that are searched in scenarios other than the nominal one: its best."""
 
@@ -51,7 +57,7 @@ def find_surest(
             judged.add(here.best)
             judged.searched.append(scenario)
             count += here.candidates
-    if not briefly and min(map(judged.worst, judged.candidates)) > TIE:
+    if not briefly and min(map(judged.worst, judged.candidates)) > ENOUGH:
         count += _between(judged, budgets, sizes, prefetch_depth)
     best = judged.surest()
     return replace(
@@ -65,24 +71,52 @@ def find_surest(
 
 
 def _between(judged: Judged, budgets: Budgets, sizes: Sequence[int], prefetch_depth: int) -> int:
-    """Adds plans for rates in the middle, and for each placement the early updates that the other rates suggest."""
+    """Adds plans with the early updates that other rates suggest, for rates in the middle, and with homes between those
+    of two plans, until the worst regret is small; how many were looked at."""
     rates = [scenario for scenario in judged.spaces if not scenario.clipped] or list(judged.spaces)
     slowest = min(rates, key=lambda scenario: (scenario.host_adam, scenario.link))
     middle = replace(slowest, host_adam=slowest.host_adam**0.5, link=slowest.link**0.5)
-    count = 0
-    for scenario in dict.fromkeys((middle, replace(middle, clipped=True))):
-        found = find_best(judged.space.on(scenario), budgets, sizes, prefetch_depth, briefly=True)
-        judged.add(found.best)
-        count += found.candidates
     costs = [judged.space.on(scenario).cost for scenario in (rates[0], middle, slowest)]
-    most = min(map(judged.worst, judged.candidates))
-    for known in list(judged.candidates):
-        plain = replace(known, placement=known.placement.updated_early(()))
+
+    def tried() -> Iterator[Candidate]:
+        after_norm = {_identity(plain): plain for plain in map(_after_norm, judged.candidates)}
+        yield from after_norm.values()
+        for scenario in dict.fromkeys((middle, replace(middle, clipped=True))):
+            found = find_best(judged.space.on(scenario), budgets, sizes, prefetch_depth, briefly=True).best
+            if found is not None:
+                judged.add(found)
+                yield after_norm.setdefault(_identity(_after_norm(found)), _after_norm(found))
+        first, *others = after_norm.values()
+        for other in sorted(others, key=judged.worst):
+            yield from _blended(first, other, budgets, judged.space.cost)
+
+    most, count = min(map(judged.worst, judged.candidates)), 0
+    for plain in tried():
         for candidate in (plain, *(updated_early(replace(plain, cost=cost), budgets) for cost in costs)):
+            count += 1
             if candidate is not None and judged.is_within(candidate, most + TIE):
                 judged.add(candidate)
                 most = min(most, judged.worst(candidate))
+        if most <= ENOUGH:
+            break
     return count
+
+
+def _blended(one: Candidate, other: Candidate, budgets: Budgets, cost: SimulatedCost) -> Iterator[Candidate]:
+    """Candidates between two of the same packing, without early updates: the host has states of so many chunks."""
+    model, blocks, depth = one.model, one.schedule.blocks, one.schedule.prefetch_depth
+    if model is not other.model:
+        return
+    fillings = Fillings(model, budgets.device_bytes, cost)
+    low, high = sorted(
+        sum(not each.placement.state_on_device[chunk] for chunk in fillings.update_order) for each in (one, other)
+    )
+    for hosted in dict.fromkeys(low + round(part * (high - low)) for part in BLENDS):
+        choice = fillings.hosting(hosted, blocks, depth)
+        if choice is not None:
+            blend = weigh(model, *choice, depth, cost)
+            if blend.need.host_bytes <= budgets.host_bytes:
+                yield blend
 
 
 class Judged:
@@ -158,6 +192,10 @@ class Judged:
                 parts = ([s for s in self.spaces if getattr(s, name) == value] for value in values)
                 found[name] = max(min(self.worst(it, part) for it in self.candidates) for part in parts)
         return found
+
+
+def _after_norm(candidate: Candidate) -> Candidate:
+    return replace(candidate, placement=candidate.placement.updated_early(()))
 
 
 def _identity(candidate: Candidate) -> tuple[int, Placement, int, int]:
