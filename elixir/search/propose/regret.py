@@ -159,7 +159,9 @@ class Judged:
 
     def worst(self, candidate: Candidate, among: Iterable[Scenario] = ()) -> float:
         """The worst regret of a candidate, among some scenarios or all."""
-        return max(self.seconds(candidate, each) / self.best_s(each) - 1 for each in among or self.spaces)
+        return max(
+            Judgement(each, self.seconds(candidate, each), self.best_s(each)).regret for each in among or self.spaces
+        )
 
     def is_within(self, candidate: Candidate, most: float) -> bool:
         """Whether its worst regret is at most `most`; the first scenario in which it is not ends the look."""

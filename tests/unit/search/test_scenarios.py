@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from benchmark import regret
 from elixir.errors import InputError
 from elixir.hardware import HardwareProfile, RateFit, Scenario, learn, preset, scenarios
 from elixir.hardware.profile import Learned
@@ -138,3 +140,13 @@ def test_the_bound_is_said_with_the_measurement_that_is_worth_most(plan: Plan) -
     assert "0 % if every step is clipped" in text
     assert "measure the links" in text
     assert scenario_text(Scenario(0.3, 1.0, True)) == "CPU Adam is slow and every step is clipped"
+
+
+def test_recorded_regrets_keep_their_bars() -> None:
+    with (regret.POOL.parent / "results" / "regret.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    newest = [row for row in rows if row["date"] == rows[-1]["date"] and row["situation"] in regret.CHOSEN]
+    assert {row["situation"] for row in newest} == set(regret.CHOSEN)
+    numbers = ("regret_percent", "least_percent")
+    assert regret.missed([row | {name: float(row[name]) for name in numbers} for row in newest]) == []
+    assert all(regret.pooled(name) for name in regret.CHOSEN)
