@@ -324,7 +324,9 @@ def test_changes_of_the_training_are_the_levers_of_the_plan(plan: Plan, trace: S
     """Also of a plan that comes from a file, which does not know its step."""
     back = Plan.from_json(plan.to_json())
     found = explain(back, trace, HARDWARE)
-    known = {lever.action: lever.plan and lever.plan.predicted.step_s for lever in plan.levers()}
+    known = {
+        lever.action: lever.plan and lever.plan.predicted.step_s for lever in Answer.of(plan, trace, HARDWARE).levers()
+    }
     assert {lever.action: lever.plan and lever.plan.predicted.step_s for lever in found.changes} == known
     record = {change["action"]: change for change in explanation_record(found)["changes"]}
     assert record["keep Adam's moments in 8 bits"]["options"] == {"moments": "8bit"}
