@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from elixir.errors import InputError, PlanError
 from elixir.hardware import HardwareProfile
-from elixir.plan import Plan, same_packing
+from elixir.plan import HasPlan, Plan, plan_of, same_packing
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.problem.from_plan import placement_of, setting_of, workload_of
 from elixir.search.problem.memory import MemoryModel
@@ -159,7 +159,7 @@ def _without_early(plan: Plan) -> Plan:
 
 
 def correct(
-    trace: StepTrace, hardware: HardwareProfile, plan: Plan, observations: list[Observation], optimizer: str
+    trace: StepTrace, hardware: HardwareProfile, plan: Plan | HasPlan, observations: list[Observation], optimizer: str
 ) -> Correction:
     """Whether to go on with another plan, and with which.
 
@@ -170,7 +170,7 @@ def correct(
         observations: of every rank, in order of rank.
         optimizer: family, as in the plan.
     """
-    seen = worst(observations)
+    plan, seen = plan_of(plan), worst(observations)
     ranks = hardware.ranks_per_host(plan.world_size)
     asked = plan
     if seen.batches is not None and seen.batches != plan.accumulation:

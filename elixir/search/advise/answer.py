@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elixir.errors import InputError, PlanError, TraceError
 from elixir.hardware import HardwareProfile
-from elixir.plan import Plan
+from elixir.plan import HasPlan, Plan, plan_of
 from elixir.search.advise.changes import Change, Kind, better_machine, for_speed
 from elixir.search.planner import lacks_memory, planned
 from elixir.search.question import Question
@@ -53,11 +53,12 @@ class Answer:
     """
 
     plan: Plan
-    question: Question
+    question: Question = field(repr=False)
 
     @classmethod
-    def of(cls, plan: Plan, trace: StepTrace, hardware: HardwareProfile) -> Answer:
+    def of(cls, plan: Plan | HasPlan, trace: StepTrace, hardware: HardwareProfile) -> Answer:
         """The answer that a plan from a file is, asked for this machine."""
+        plan = plan_of(plan)
         request = SearchRequest(
             world_size=plan.world_size,
             optimizer_type=plan.optimizer,

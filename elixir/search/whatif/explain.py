@@ -15,7 +15,7 @@ from typing import Literal
 
 from elixir.errors import InputError
 from elixir.hardware import HardwareProfile, Scenario
-from elixir.plan import Home, Judgement, Plan
+from elixir.plan import HasPlan, Home, Judgement, Plan, plan_of
 from elixir.search.advise.answer import Answer, Effect
 from elixir.search.planner import PREFETCH_DEPTH
 from elixir.search.problem.from_plan import placement_of, setting_of, workload_of
@@ -131,7 +131,7 @@ class Explanation:
 
 
 def explain(
-    plan: Plan,
+    plan: Plan | HasPlan,
     trace: StepTrace,
     hardware: HardwareProfile,
     *,
@@ -141,7 +141,7 @@ def explain(
     """Explain what every chunk, one block, and each of the machine's resources mean to the step.
 
     Args:
-        plan: made from `trace`.
+        plan: made from `trace`, alone or in the answer of a search.
         trace: the step that was planned.
         hardware: the machine whose rates count.
         levers: also plan again with more of what the machine is made of (`Answer.machine_levers`), and with changes
@@ -151,6 +151,7 @@ def explain(
     Raises:
         InputError, InputTypeError: the plan is not of this trace.
     """
+    plan = plan_of(plan)
     step = simulate_step(plan, trace, hardware)
     variants = _Variants(plan, trace, hardware)
     chunks = []

@@ -14,6 +14,7 @@ from elixir.errors import InputTypeError
 from elixir.plan import Plan, plan_of
 from elixir.search import Answer, optimal_search, planner
 from elixir.search.request import SearchRequest
+from elixir.search.whatif.explain import explain
 from elixir.units import GIB
 from elixir.wrapper import ElixirModule
 from tests.common.searching import HARDWARE, SMALL
@@ -71,3 +72,10 @@ def test_a_module_runs_an_answer_as_it_runs_its_plan() -> None:
 def test_what_has_no_plan_is_refused() -> None:
     with pytest.raises(InputTypeError, match="plan must be a Plan, got str"):
         plan_of("plan.json")  # type: ignore[arg-type]
+
+
+def test_an_answer_is_explained_as_its_plan(answer: Answer) -> None:
+    hardware = HARDWARE
+    mine, of_plan = (explain(each, answer.trace, hardware, levers=False) for each in (answer, answer.plan))
+    assert mine == of_plan
+    assert len(repr(answer)) <= 2 * len(repr(answer.plan))
