@@ -21,11 +21,15 @@ Assumption: what a run does not tell is how compute, links and CPU Adam share it
 by less."""
 LARGEST_FACTOR = 20.0
 """A run that is this many times slower, or faster, than predicted was no run of such a machine."""
+TELLING_SHARE = 0.1
+"""A resource that was busy for less of the steps has no part in their seconds that would tell its rate."""
 
 _RATES = (
     "device_memory_bytes_per_s", "host_memory_bytes_per_s", "host_to_device_bytes_per_s", "device_to_host_bytes_per_s",
     "device_to_device_bytes_per_s", "host_adam_numel_per_s", "device_adam_numel_per_s", "network_bytes_per_s",
 )  # fmt: skip
+_LANES = {"host_adam_least": ("host_adam",), "link_least": ("fetch", "offload", "refresh")}
+"""By the field that says how little is known of a rate, lanes of a report that work at this rate."""
 _DISK_RATES = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")
 _TIMES = ("launch_s", "network_latency_s")
 
@@ -39,7 +43,8 @@ def learn(
     does not tell which of them was off, and choices that depend on how they compare stay as they were measured. A
     disk's are scaled by its own seconds where the reports have them: what it moved, and for how long, is known. Steps
     that did not keep all states which the host was to make early were longer than predicted for that reason, so no rate
-    is learned from them.
+    is learned from them. CPU Adam, and links, are known afterwards if they were busy for `TELLING_SHARE` of the steps:
+    runs that have not used them leave them as uncertain as before.
 
     Args:
         profile: by which the plans of the runs were made.
@@ -51,7 +56,10 @@ def learn(
             were learned before.
     """
     early = [share for report in reports if (share := _kept(report)) is not None]
-    ratios = [ratio for report in reports if (ratio := _ratio(report)) is not None and _kept(report) in (None, 1.0)]
+    timed = [
+        (report, ratio) for report in reports if (ratio := _ratio(report)) is not None and _kept(report) in (None, 1.0)
+    ]
+    ratios = [ratio for _, ratio in timed]
     if not (ratios or early):
         raise InputError(
             "no step of the report has both 'step_s' and 'predicted_step_s'; save `model.last_report.to_dict()` of a "
@@ -61,22 +69,23 @@ def learn(
     if before is not None and mark in before.reports:
         raise InputError(f"these steps were learned before, on {before.date}; give the report of another run")
     profile = _with_early(profile, early)
-    if not ratios:
-        return profile
-    factor = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
-    spread = max(max(ratios) / factor, factor / min(ratios))
+    factor = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios)) if ratios else 1.0
     learned = Learned(
         date=today or datetime.date.today().isoformat(),
         steps=len(ratios) + (0 if before is None else before.steps),
         factor=factor * (1.0 if before is None else before.factor),
         reports=((*before.reports, mark) if before is not None else (mark,)),
     )
+    if not ratios:
+        return dataclasses.replace(profile, learned=learned)
+    spread = max(max(ratios) / factor, factor / min(ratios))
     low, high = LEARNED_RANGE
     of_disk = _disk_factor(profile, reports)
     disk_factor = factor if of_disk is None else of_disk
     changed: dict[str, Any] = {name: _scaled(getattr(profile, name), 1 / factor) for name in _RATES}
     changed |= {name: _scaled(getattr(profile, name), 1 / disk_factor) for name in _DISK_RATES}
     changed |= {name: _scaled(getattr(profile, name), factor) for name in _TIMES}
+    changed |= {name: 1.0 for name, lanes in _LANES.items() if _used([report for report, _ in timed], lanes)}
     said = f"{learned.steps} steps of runs took {learned.factor:.3f} times the seconds predicted before any was known"
     learned_from = {"learned": said, "step_range": "learned from runs on the machine"}
     if of_disk is not None:
@@ -137,6 +146,12 @@ def _ratio(report: Mapping[str, Any]) -> float | None:
             "the plan was made for"
         )
     return ratio
+
+
+def _used(reports: Sequence[Mapping[str, Any]], lanes: Sequence[str]) -> bool:
+    """Whether lanes were busy for enough of the steps, all together, to tell their rate."""
+    busy_s = (report.get(f"busy_{lane}_s", 0.0) for report in reports for lane in lanes)
+    return math.fsum(filter(is_finite, busy_s)) >= TELLING_SHARE * math.fsum(report["step_s"] for report in reports)
 
 
 def _disk_factor(profile: HardwareProfile, reports: Sequence[Mapping[str, Any]]) -> float | None:

@@ -57,7 +57,7 @@ class Learned:
     date: str
     """ISO date of the last."""
     steps: int
-    """Steps, of all runs."""
+    """Steps, of all runs, that taught rates; 0 where all were clipped."""
     factor: float
     """Seconds that they took, over those that were predicted before any was known."""
     reports: tuple[str, ...]
@@ -200,7 +200,8 @@ class HardwareProfile(Artifact):
         for name in _SHARE_FIELDS:
             share = getattr(self, name)
             if share is not None and not (is_finite(share) and 0 <= share <= 1 and (share or name == "early_kept")):
-                raise InputError(f"hardware field '{name}' must be a share from 0 to 1, found {share!r}")
+                least = "from 0 to" if name == "early_kept" else "above 0 and at most"
+                raise InputError(f"hardware field '{name}' must be a share {least} 1, found {share!r}")
         for name in _NOT_NEGATIVE_FIELDS:
             value = getattr(self, name)
             if value is not None and not (is_finite(value) and value >= 0):

@@ -79,13 +79,11 @@ def scenarios(hardware: HardwareProfile, *, clips: bool) -> tuple[Scenario, ...]
 def slowest_rates(hardware: HardwareProfile) -> tuple[float, float]:
     """The parts of its rates that CPU Adam, and links, may turn out to have.
 
-    Of a preset little is known. A machine that was measured is as uncertain as its own fits are, and runs leave
-    nothing to be learned of either.
+    Of a preset little is known, and a machine that was measured is as uncertain as its own fits are. Runs leave nothing
+    to be learned of what they used: see `elixir.hardware.learn`.
     """
     slow_adam, slow_link = hardware.host_adam_least, hardware.link_least
-    if hardware.learned is not None:
-        found = (1.0, 1.0)
-    elif hardware.measured_at is not None:
+    if hardware.measured_at is not None:
         found = (_least(hardware, _HOST_ADAM), _least(hardware, _LINKS))
     else:
         found = (SLOW_HOST_ADAM, SLOW_LINK)
@@ -95,13 +93,16 @@ def slowest_rates(hardware: HardwareProfile) -> tuple[float, float]:
 def extremes(hardware: HardwareProfile) -> tuple[tuple[Scenario, float], tuple[Scenario, float]]:
     """The machine at its fastest and at its slowest, each with the multiple of compute's seconds.
 
-    A machine that was measured has one range for all; otherwise the host is the least certain of it.
+    A machine that was measured, or of which steps are known, has one range for all, but for what these have not used;
+    otherwise the host is the least certain of it.
     """
-    known = hardware.measured_at is not None or hardware.learned is not None
+    learned = hardware.learned is not None and hardware.learned.steps > 0
+    known = hardware.measured_at is not None or learned
+    slow_adam, slow_link = slowest_rates(hardware)
     low, high = hardware.step_range or (MEASURED_RANGE if known else UNKNOWN_RANGE)
     if known:
-        return (Scenario(1 / low, 1 / low), low), (Scenario(1 / high, 1 / high), high)
-    return (Scenario(FAST_HOST_ADAM), low), (Scenario(*slowest_rates(hardware)), high)
+        return (Scenario(1 / low, 1 / low), low), (Scenario(min(1 / high, slow_adam), min(1 / high, slow_link)), high)
+    return (Scenario(FAST_HOST_ADAM), low), (Scenario(slow_adam, slow_link), high)
 
 
 def _least(hardware: HardwareProfile, families: tuple[str, ...]) -> float:

@@ -60,7 +60,8 @@ def test_a_run_narrows_the_range() -> None:
 
     plain = preset("rtx4090")
     measured = replace(plain, measured_at="2026-01-31")
-    after = learn(plain, [{"step_s": 1.02, "predicted_step_s": 1.0}, {"step_s": 1.0, "predicted_step_s": 1.0}])
+    used = {"busy_host_adam_s": 0.5, "busy_fetch_s": 0.5}
+    after = learn(plain, [{"step_s": seconds, "predicted_step_s": 1.0, **used} for seconds in (1.02, 1.0)])
     assert 1.0 < width(after) <= 1.155 < width(measured) <= 1.25 < width(plain)
     for hardware in (plain, measured, after):
         (_, low), (_, high) = extremes(hardware)
@@ -89,7 +90,10 @@ def test_clipped_steps_say_nothing_about_rates() -> None:
     before = preset("h200")
     clipped = counted(0, step_s=1.6, predicted_step_s=1.0)
     after = learn(before, [clipped, clipped])
-    assert (after.early_kept, after.early_steps, after.learned) == (0.0, 2, None)
+    assert (after.early_kept, after.early_steps, after.step_range) == (0.0, 2, before.step_range)
+    assert extremes(after) == extremes(before)
+    with pytest.raises(InputError, match="learned before"):
+        learn(after, [clipped, clipped])
     assert after.host_adam_numel_per_s == before.host_adam_numel_per_s
     mixed = learn(before, [clipped, counted(4, step_s=1.2, predicted_step_s=1.0)])
     assert mixed.host_adam_numel_per_s == pytest.approx(before.host_adam_numel_per_s / 1.2)

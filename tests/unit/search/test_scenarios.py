@@ -10,7 +10,7 @@ import pytest
 
 from benchmark import regret
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile, RateFit, Scenario, learn, preset, scenarios
+from elixir.hardware import HardwareProfile, RateFit, Scenario, extremes, learn, preset, scenarios
 from elixir.hardware.profile import Learned
 from elixir.plan import Plan
 from elixir.search import plan_from_trace
@@ -24,6 +24,7 @@ from tests.common.synthetic_trace import StackShape, stack_trace
 STACK = StackShape(hidden=256, layers=12, ffn=1024, vocab=1024, positions=256)
 MACHINE = replace(HARDWARE, flops_per_s={"bfloat16": 2e12, "float16": 2e12}, host_adam_numel_per_s=8e8)
 """Early updates pay, and CPU Adam is done before the step is, but not if it takes three times as long."""
+RUN = {"step_s": 1.2, "predicted_step_s": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +70,38 @@ def test_a_preset_knows_little_a_measured_machine_more_and_one_that_has_learned_
     measured = replace(plain, measured_at="2026-01-31", fits=fits)
     assert {each.host_adam for each in scenarios(measured, clips=True)} == {1.0, 0.8}
     assert {each.link for each in scenarios(measured, clips=True)} == {1.0}
-    after = learn(plain, [{"step_s": 1.2, "predicted_step_s": 1.0}])
+    after = learn(plain, [RUN | {"busy_host_adam_s": 0.5, "busy_offload_s": 0.2}])
     assert isinstance(after.learned, Learned)
     assert scenarios(after, clips=True) == (Scenario(), Scenario(clipped=True))
     assert scenarios(replace(after, early_kept=1.0), clips=True) == (Scenario(),)
     assert scenarios(replace(after, early_kept=0.0), clips=True) == (Scenario(clipped=True),)
     assert len(scenarios(replace(plain, host_adam_least=1.0), clips=False)) == 2
-    with pytest.raises(InputError, match="'early_kept' must be a share"):
+    with pytest.raises(InputError, match="'early_kept' must be a share from 0 to 1, found"):
         replace(plain, early_kept=1.5)
+    with pytest.raises(InputError, match="'link_least' must be a share above 0 and at most 1, found 0"):
+        replace(plain, link_least=0)
+
+
+@pytest.mark.parametrize(
+    ("busy", "adams", "links"),
+    [
+        ({}, {1.0, 0.3}, {1.0, 0.6}),
+        ({"busy_host_adam_s": 0.01, "busy_fetch_s": 0.01}, {1.0, 0.3}, {1.0, 0.6}),
+        ({"busy_host_adam_s": 0.5}, {1.0}, {1.0, 0.6}),
+        ({"busy_fetch_s": 0.1, "busy_refresh_s": 0.1}, {1.0, 0.3}, {1.0}),
+    ],
+)
+def test_a_run_tells_nothing_of_what_it_has_not_used(
+    busy: dict[str, float], adams: set[float], links: set[float]
+) -> None:
+    after = learn(preset("a100"), [RUN | {"busy_host_adam_s": 0.0} | busy])
+    found = scenarios(after, clips=False)
+    assert ({each.host_adam for each in found}, {each.link for each in found}) == (adams, links)
+    _, (slowest, _) = extremes(after)
+    assert slowest.host_adam <= min(adams)
+    assert slowest.link <= min(links)
+    again = learn(after, [RUN | {"busy_host_adam_s": 0.6, "busy_offload_s": 0.3}])
+    assert scenarios(learn(again, [RUN]), clips=False) == (Scenario(),)
 
 
 def test_a_plan_says_what_it_takes_in_each_scenario(plan: Plan, stack: StepTrace) -> None:
