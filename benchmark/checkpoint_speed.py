@@ -108,7 +108,7 @@ class Training:
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's slices, where they lie."""
         chunks = TrainingStates(self.module, {"optimizer": self.optimizer}).chunks()
-        return {f"{each.kind}/{each.name}": each.tensor for chunk in chunks for each in chunk.stretches()}
+        return {f"{each.kind}/{each.name}": each.tensor for chunk in chunks for each in chunk.tensors()}
 
 
 # --- save and load ---------------------------------------------------------------------------------------------------

@@ -48,11 +48,11 @@ def compare(run: Run, saved: SavedCheckpoint) -> Counter[str]:
     small = {}
     for chunk in TrainingStates(run.module, {"optimizer": run.optimizer}).chunks():
         small |= chunk.small()
-        for each in chunk.stretches():
-            key = f"{each.kind}/{each.name}"
-            mine = each.values(0, each.numel)
-            assert torch.equal(mine, saved.read(key, each.start, each.start + each.numel)), key
-            found[key] += each.numel
+        for each in chunk.tensors():
+            key, numel = f"{each.kind}/{each.name}", each.tensor.numel()
+            mine = each.values(0, numel)
+            assert torch.equal(mine, saved.read(key, each.first, each.first + numel)), key
+            found[key] += numel
     assert {name: each.step for name, each in small.items()}.items() <= saved.index.steps.items()
     return found
 
