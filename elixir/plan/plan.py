@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from elixir.artifact import Artifact, digest
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.hardware import Scenario, preset_names
+from elixir.hardware.fits import is_finite
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, check_adam, extent_bytes, moments_size
 from elixir.plan.chunk_plan import (
     UPDATES,
@@ -48,7 +49,14 @@ class Judgement:
     @property
     def regret(self) -> float:
         """The share by which it is slower than the best."""
-        return self.step_s / self.best_s - 1 if self.best_s else 0.0
+        return self.step_s / self.best_s - 1
+
+    def __post_init__(self) -> None:
+        for name in ("step_s", "best_s"):
+            if not (is_finite(getattr(self, name)) and getattr(self, name) > 0):
+                raise InputError(
+                    f"field 'judgements.{name}' must be positive and finite, found {getattr(self, name)!r}"
+                )
 
 
 @dataclass(frozen=True)
@@ -112,14 +120,18 @@ class PlanPrediction:
                 raise InputError(f"field '{name}' must sum to the peak of {peak} bytes, found {sum(parts.values())}")
         if sorted(self.moved_bytes) != sorted(LINKS):
             raise InputError(f"field 'moved_bytes' must have the links {list(LINKS)}, found {sorted(self.moved_bytes)}")
-        for link, amount in self.moved_bytes.items():
-            check_at_least(0, f"moved_bytes.{link}", amount)
         for name in ("loads", "hits", "disk_peak_bytes"):
             check_at_least(0, name, getattr(self, name))
         if "total" not in self.seconds:
             raise InputError(f"field 'seconds' must have the step's 'total', found {sorted(self.seconds)}")
-        for part, seconds in self.seconds.items():
-            check_at_least(0, f"seconds.{part}", seconds)
+        unknowns = list(Scenario.__dataclass_fields__)
+        if not self.regret_if_known.keys() <= set(unknowns):
+            raise InputError(
+                f"field 'regret_if_known' must name some of {unknowns}, found {list(self.regret_if_known)}"
+            )
+        for name in ("moved_bytes", "seconds", "regret_if_known"):
+            for part, amount in getattr(self, name).items():
+                check_at_least(0, f"{name}.{part}", amount)
         for name in ("flops", "fastest_s", "peak_flops_per_s"):
             if getattr(self, name) is not None:
                 check_at_least(0, name, getattr(self, name))

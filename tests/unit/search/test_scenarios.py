@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from benchmark import regret
-from elixir.errors import InputError
+from elixir.errors import ArtifactError, InputError
 from elixir.hardware import HardwareProfile, RateFit, Scenario, extremes, learn, preset, scenarios
 from elixir.hardware.profile import Learned
 from elixir.plan import Plan
@@ -115,6 +116,17 @@ def test_a_plan_says_what_it_takes_in_each_scenario(plan: Plan, stack: StepTrace
     assert Plan.from_json(plan.to_json()) == plan
     most = max(each.regret for each in judged)
     assert all(0 <= left <= most + 0.01 for left in plan.predicted.regret_if_known.values())
+
+
+def test_a_file_whose_judgements_make_no_sense_is_refused(plan: Plan) -> None:
+    data = json.loads(plan.to_json())
+    data["predicted"]["judgements"][0]["best_s"] = 0
+    with pytest.raises(ArtifactError, match="best_s' must be positive and finite, found 0"):
+        Plan.from_json(json.dumps(data))
+    data = json.loads(plan.to_json())
+    data["predicted"]["regret_if_known"] = {"weather": 0.1}
+    with pytest.raises(ArtifactError, match="'regret_if_known' must name some of .*'weather'"):
+        Plan.from_json(json.dumps(data))
 
 
 def test_a_plan_loses_no_more_than_those_for_one_scenario(plan: Plan, stack: StepTrace, short_bytes: int) -> None:
