@@ -49,14 +49,14 @@ class Judgement:
     @property
     def regret(self) -> float:
         """The share by which it is slower than the best."""
-        return self.step_s / self.best_s - 1
+        return self.step_s / self.best_s - 1 if self.best_s else 0.0
 
     def __post_init__(self) -> None:
         for name in ("step_s", "best_s"):
-            if not (is_finite(getattr(self, name)) and getattr(self, name) > 0):
-                raise InputError(
-                    f"field 'judgements.{name}' must be positive and finite, found {getattr(self, name)!r}"
-                )
+            seconds = getattr(self, name)
+            # A step without anything to compute takes none.
+            if not (is_finite(seconds) and (seconds > 0 or seconds == self.step_s == 0)):
+                raise InputError(f"field 'judgements.{name}' must be positive and finite, found {seconds!r}")
 
 
 @dataclass(frozen=True)
