@@ -198,7 +198,11 @@ def _search(
         for tier, sizes in enumerate(here.tiers(placement, all_sizes=optimal)):
             if placement == "auto":
                 classic = optimal and tier == 0 and not briefly
-                outcome = find_surest(here, budgets, sizes(), depth, possible, classic=classic, briefly=briefly)
+                if request.assume == "nominal":
+                    nominal = here.on(possible[0])
+                    outcome = find_best(nominal, budgets, sizes(), depth, classic=classic, briefly=briefly)
+                else:
+                    outcome = find_surest(here, budgets, sizes(), depth, possible, classic=classic, briefly=briefly)
                 logger.debug("overlap %s, tier %d: %d candidates", setting.overlap, tier, outcome.candidates)
             else:
                 outcome = _forced(here, budgets, placement, sizes(), depth)

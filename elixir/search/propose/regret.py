@@ -41,11 +41,12 @@ def find_surest(
 
     Args:
         space, budgets, sizes, prefetch_depth, classic, briefly: as for `find_best`.
-        scenarios: all that are possible.
+        scenarios: all that are possible. With one, plans nearly as fast as the fastest are compared by what they need
+            of the host.
     """
     judged = Judged(space, scenarios)
     found = find_best(judged.spaces[scenarios[0]], budgets, sizes, prefetch_depth, classic=classic, briefly=briefly)
-    if found.best is None or len(scenarios) == 1:
+    if found.best is None:
         return found
     judged.add(found.best, found.resident)
     count, sizes = found.candidates, found.packings[:PACKINGS]
@@ -57,6 +58,8 @@ def find_surest(
             judged.add(here.best)
             judged.searched.append(scenario)
             count += here.candidates
+    if len(scenarios) == 1 and not briefly:
+        count += _with_less(judged, found.best, budgets)
     if not briefly and min(map(judged.worst, judged.candidates)) > ENOUGH:
         count += _between(judged, budgets, sizes, prefetch_depth)
     best = judged.surest()
@@ -65,9 +68,21 @@ def find_surest(
         best=replace(best, cost=judged.spaces[scenarios[0]].cost),
         candidates=count,
         fastest_s=judged.best_s(scenarios[0]),
-        judgements=judged.judgements(best),
+        judgements=judged.judgements(best) if len(scenarios) > 1 else (),
         regret_if_known=judged.regret_if_known(),
     )
+
+
+def _with_less(judged: Judged, fastest: Candidate, budgets: Budgets) -> int:
+    """Adds plans nearly as fast as the fastest whose host steps fewer chunks; how many were looked at."""
+    hosted, count = _hosted(fastest), 0
+    fewer = [round(part * hosted) for part in (0, *BLENDS)] if hosted else []
+    for plain in _hosting(fastest, fewer, budgets, fastest.cost):
+        for candidate in (plain, updated_early(plain, budgets)):
+            count += 1
+            if candidate is not None and judged.is_within(candidate, TIE):
+                judged.add(candidate)
+    return count
 
 
 def _between(judged: Judged, budgets: Budgets, sizes: Sequence[int], prefetch_depth: int) -> int:
@@ -104,14 +119,22 @@ def _between(judged: Judged, budgets: Budgets, sizes: Sequence[int], prefetch_de
 
 def _blended(one: Candidate, other: Candidate, budgets: Budgets, cost: SimulatedCost) -> Iterator[Candidate]:
     """Candidates between two of the same packing, without early updates: the host has states of so many chunks."""
-    model, blocks, depth = one.model, one.schedule.blocks, one.schedule.prefetch_depth
-    if model is not other.model:
-        return
+    if one.model is other.model:
+        low, high = sorted((_hosted(one), _hosted(other)))
+        yield from _hosting(one, (low + round(part * (high - low)) for part in BLENDS), budgets, cost)
+
+
+def _hosted(candidate: Candidate) -> int:
+    """Chunks that the host steps."""
+    steps = candidate.cost.known(candidate.work).times.update_order
+    return sum(not candidate.placement.state_on_device[chunk] for chunk in steps)
+
+
+def _hosting(like: Candidate, counts: Iterable[int], budgets: Budgets, cost: SimulatedCost) -> Iterator[Candidate]:
+    """Candidates of the same packing, without early updates: the host has states of so many chunks."""
+    model, blocks, depth = like.model, like.schedule.blocks, like.schedule.prefetch_depth
     fillings = Fillings(model, budgets.device_bytes, cost)
-    low, high = sorted(
-        sum(not each.placement.state_on_device[chunk] for chunk in fillings.update_order) for each in (one, other)
-    )
-    for hosted in dict.fromkeys(low + round(part * (high - low)) for part in BLENDS):
+    for hosted in dict.fromkeys(counts):
         choice = fillings.hosting(hosted, blocks, depth)
         if choice is not None:
             blend = weigh(model, *choice, depth, cost)

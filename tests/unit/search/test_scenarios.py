@@ -154,6 +154,17 @@ def test_nothing_is_bet_on_early_updates_where_all_fits(stack: StepTrace) -> Non
     assert seconds(plan, stack, clipped) <= 1.02 * seconds(resident, stack, clipped)
 
 
+def test_a_machine_of_which_all_is_known_leaves_the_host_alone_for_a_point() -> None:
+    known = replace(preset("h200"), host_adam_least=1.0, link_least=1.0, early_kept=1.0)
+    assert len(scenarios(known, clips=True)) == 1
+    for hidden, most in ((64, 0), (128, 0.6)):
+        tiny = stack_trace(StackShape(hidden, 4, 4 * hidden, 1000, 64), batch=2, seq=64)
+        plan, fastest = (planned(tiny, 64 * GIB, known, assume=assume) for assume in ("scenarios", "nominal"))
+        assert plan.counts["states_on_host_chunks"] <= most * fastest.counts["states_on_host_chunks"]
+        assert fastest.counts["states_on_host_chunks"] > 0
+        assert plan.predicted.fastest_s == fastest.predicted.step_s > 0.99 * plan.predicted.step_s
+
+
 def test_a_clipped_step_makes_early_states_again(nominal: Plan, stack: StepTrace) -> None:
     early = nominal
     assert early.speculates
