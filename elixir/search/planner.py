@@ -205,7 +205,7 @@ def _search(
                     outcome = find_surest(here, budgets, sizes(), depth, possible, classic=classic, briefly=briefly)
                 logger.debug("overlap %s, tier %d: %d candidates", setting.overlap, tier, outcome.candidates)
             else:
-                outcome = _forced(here, budgets, placement, sizes(), depth)
+                outcome = _forced(here.on(possible[0]), budgets, placement, sizes(), depth)
             if outcome.best is not None:
                 return (here, outcome), least_host_bytes
             if outcome.least_host is not None:

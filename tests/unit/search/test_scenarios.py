@@ -165,6 +165,17 @@ def test_a_machine_of_which_all_is_known_leaves_the_host_alone_for_a_point() -> 
         assert plan.predicted.fastest_s == fastest.predicted.step_s > 0.99 * plan.predicted.step_s
 
 
+def test_forced_homes_are_not_updated_early_where_every_step_is_clipped(stack: StepTrace) -> None:
+    def forced(machine: HardwareProfile, **options: Any) -> Plan:
+        return planned(stack, 1 << 40, machine, placement="cpu", **options)
+
+    kept, clipped = (replace(MACHINE, early_kept=share) for share in (1.0, 0.0))
+    for assume in ("scenarios", "nominal"):
+        assert forced(kept, assume=assume).speculates
+        assert not forced(clipped, assume=assume).speculates
+        assert forced(clipped, assume=assume, speculate=True).speculates
+
+
 def test_a_clipped_step_makes_early_states_again(nominal: Plan, stack: StepTrace) -> None:
     early = nominal
     assert early.speculates
