@@ -29,7 +29,7 @@ DEFAULT_HARDWARE = "h200"
 
 
 def plan_from_trace(trace: StepTrace, hardware: HardwareProfile, asked: SearchRequest | int, **options: Any) -> Answer:
-    """The fastest plan within the budgets, by the time model; the same plan in every process.
+    """Finds the plan within the budgets that loses least in the scenarios of the profile, the same in every process.
 
     Args:
         trace: what one step of one rank needs.
@@ -126,7 +126,9 @@ def _bound(function: Callable[..., Any], given: tuple[Any, ...], options: dict[s
 
 @takes(_parameters())
 def optimal_search(*given: Any, **options: Any) -> Answer:
-    """Find chunk size, packing, rCache blocks and homes: the fastest plan that fits both budgets.
+    """Finds chunk size, packing, rCache blocks and homes that fit the budgets and lose least in all scenarios.
+
+    With ``assume="nominal"`` it finds the fastest step at the profile's rates.
 
     Args:
         model: what is trained, real or on meta; or a trace of its step.
