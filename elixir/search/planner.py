@@ -216,7 +216,7 @@ def _search(
 
 
 def _scenarios(space: SearchSpace, request: SearchRequest) -> tuple[Scenario, ...]:
-    """Those for which a request is planned, the nominal one first."""
+    """The scenarios for which a request is planned, the nominal one first."""
     # Of early updates that the user decides on, clipping decides nothing.
     clips = request.clipping is not False and space.setting.clipping and space.setting.speculate is None
     found = scenarios(space.hardware, clips=clips)

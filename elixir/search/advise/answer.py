@@ -110,7 +110,7 @@ class Answer:
         A lever never makes the step longer: the plan as it is remains a choice.
 
         Args:
-            progress: told before each lever.
+            progress: is called before each lever.
         """
         plan, trace, hardware = self.plan, self.trace, self.question.hardware
         now_s = simulate_step(plan, trace, hardware).step_s

@@ -102,7 +102,7 @@ def _fewer_bits(unmet: Unmet) -> Iterator[tuple[MomentKind, Unmet]]:
 
 
 def _models(unmet: Unmet) -> Iterator[MemoryModel]:
-    """Those that the search tries."""
+    """The memory models of the sizes that the search tries."""
     space = unmet.space
     tiers = space.tiers(unmet.question.request.placement, all_sizes=unmet.question.request.search == "optimal")
     sizes = [size for tier in tiers for size in tier()]

@@ -67,8 +67,8 @@ class EarlyCounts:
     """Chunks whose new states were being made when the optimizer's step began. None are while the last steps were
     clipped."""
     kept: int = 0
-    """Those of them whose new states were right; the others were updated after the norm, or not if the step was left
-    out after an overflow."""
+    """The chunks among these whose new states were right; the others were updated after the norm, or not if the step
+    was left out after an overflow."""
 
     def __add__(self, other: EarlyCounts) -> EarlyCounts:
         return EarlyCounts(self.planned + other.planned, self.made + other.made, self.kept + other.kept)

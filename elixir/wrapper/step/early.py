@@ -34,7 +34,7 @@ class Inputs:
     arrived: Arrived
     """The segments with a gradient, and it."""
     gradients: torch.Tensor | None
-    """Those of the whole shard, where they lie in one tensor."""
+    """The gradients of the whole shard, where they lie in one tensor."""
     factor: float | torch.Tensor
     """The gradients are multiplied by it; a tensor on the device only where no shard needs the number."""
     options: list[dict[str, Any]]
@@ -77,7 +77,7 @@ class EarlyUpdate:
         inputs: what the new states are made of, with all segments.
         old: the states of now.
         new: takes the new ones.
-        after: the work that brings the gradients, and that which still uses the memory of the new states.
+        after: the work that brings the gradients, and the work that still uses the memory of the new states.
     """
 
     made: Ticket

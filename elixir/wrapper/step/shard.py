@@ -206,7 +206,7 @@ class Shard:
         weights = chunk.shard if self._separate and chunk.plan.weight_home == "host" else None
         empty = self.state is ShardState.AWAITED
         self.states: States = user.states_over(chunk, master, segments, weights=weights, fuses=fuses, empty=empty)
-        """Those of now."""
+        """The current states."""
         self.second: States | None = None
         """Takes the states of early updates; made when there are states to copy."""
         self._early: EarlyUpdate | None = None
