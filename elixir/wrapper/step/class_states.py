@@ -348,21 +348,19 @@ def _step_into(
 @contextlib.contextmanager
 def _given(states: ClassStates, arrived: Arrived, factor: float | torch.Tensor = 1.0) -> Iterator[None]:
     """Inside of it a call of the class finds the gradients, multiplied by `factor`."""
-    segments = states.segments
-    if states.shares_call:
-        segments = [segment for segment, _ in arrived]
-        for segment in segments:
-            states.optimizer.param_groups[segment.group]["params"].append(segment.weights)
+    segments = [segment for segment, _ in arrived] if states.shares_call else states.segments
     before = [segment.weights.grad for segment in segments]  # of ordinary parameters, which keep theirs
-    for segment in segments:
-        segment.weights.grad = None
-    for segment, gradient in arrived:
-        # In float32 without a factor the gradient itself is stepped with, as plain PyTorch would.
-        value = gradient.to(segment.weights.dtype)
-        if isinstance(factor, torch.Tensor) or factor != 1.0:
-            value = value * factor if value is gradient else value.mul_(factor)
-        segment.weights.grad = shaped(value, segment.weights.shape, segment.order)
-    try:
+    try:  # from here on: an error on the way, too, must leave nothing for the next call
+        for segment in segments:
+            segment.weights.grad = None
+            if states.shares_call:
+                states.optimizer.param_groups[segment.group]["params"].append(segment.weights)
+        for segment, gradient in arrived:
+            # In float32 without a factor the gradient itself is stepped with, as plain PyTorch would.
+            value = gradient.to(segment.weights.dtype)
+            if isinstance(factor, torch.Tensor) or factor != 1.0:
+                value = value * factor if value is gradient else value.mul_(factor)
+            segment.weights.grad = shaped(value, segment.weights.shape, segment.order)
         yield
     finally:
         for group in states.optimizer.param_groups if states.shares_call else ():

@@ -36,7 +36,7 @@ class Inputs:
     gradients: torch.Tensor | None
     """The gradients of the whole shard, where they lie in one tensor."""
     factor: float | torch.Tensor
-    """The gradients are multiplied by it; a tensor on the device only where no shard needs the number."""
+    """The gradients are multiplied by it; a tensor on the device only where `Shard.follows_torch`."""
     options: list[dict[str, Any]]
     """Hyperparameters, by group."""
     writes: int

@@ -47,7 +47,7 @@ def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_moments(optimizer: torch.optim.Optimizer, fusible: bool, moments: MomentKind) -> None:
-    """Refuses an optimizer that cannot step with the moments of a plan, or was told to use others.
+    """Refuses an optimizer that cannot step with the moments of a plan, or was made for others.
 
     Args:
         optimizer: with its groups.

@@ -129,7 +129,7 @@ class Shards:
             )
 
     def say_if_slow(self) -> None:
-        """torch's Adams take one pass over memory after the other on the host, unless they are told not to."""
+        """Warns where the host steps by torch's Adams without ``fused=True``, which pass over memory several times."""
         numel = sum(shard.chunk.plan.numel for shard in self if shard.chunk.plan.update_home == "host")
         kind, groups = type(self._user.given), self._user.given.param_groups
         plain = kind in (torch.optim.Adam, torch.optim.AdamW) and not self._user.fuses
