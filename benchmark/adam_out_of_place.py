@@ -112,7 +112,7 @@ def measure(numel: int, kind: Any, rounds: int, *, compiled: bool) -> list[Row]:
 
 
 def main() -> int:
-    """Measure, record, and hold the figures against the bar; 1 where it is missed."""
+    """Measures, records, and holds the figures against the bar; 1 where it is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=100_000_000)
     parser.add_argument("--threads", type=int, default=2)

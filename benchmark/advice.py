@@ -69,7 +69,7 @@ def with_flags(words: list[str], flags: list[str]) -> list[str]:
 
 
 def main() -> int:
-    """Fail, follow the advice, and count; 1 if any did not suffice."""
+    """Fails, follows the advice, and count; 1 if any did not suffice."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="situations that contain this text")
     parser.add_argument("--no-record", action="store_true")

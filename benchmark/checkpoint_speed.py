@@ -128,7 +128,7 @@ def measured(into: dict[str, float]) -> Iterator[None]:
 
 
 def bare_write(path: Path, nbytes: int) -> None:
-    """Write and synchronise."""
+    """Writes and synchronises."""
     piece = memoryview(bytearray(os.urandom(SPAN_BYTES)))
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     for at in range(0, nbytes, SPAN_BYTES):
@@ -138,7 +138,7 @@ def bare_write(path: Path, nbytes: int) -> None:
 
 
 def bare_read(path: Path) -> None:
-    """Read a file from the page cache."""
+    """Reads a file from the page cache."""
     piece = bytearray(SPAN_BYTES)
     with open(path, "rb", buffering=0) as file:
         while file.readinto(piece):
@@ -146,7 +146,7 @@ def bare_read(path: Path) -> None:
 
 
 def bare_read_into(path: Path, memory: memoryview) -> None:
-    """Read a file from the page cache to where it stays."""
+    """Reads a file from the page cache to where it stays."""
     with open(path, "rb", buffering=0) as file:
         at = 0
         while count := file.readinto(memory[at : at + SPAN_BYTES]):
@@ -209,7 +209,7 @@ def rank_main(rank: int, folder: str, shape: ModelShape, rounds: int) -> None:
 
 
 def remove(place: Path, pattern: str) -> None:
-    """Remove what a way has written."""
+    """Removes what a way has written."""
     for path in place.glob(pattern):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -338,7 +338,7 @@ def shape_of(model: str, layers: int | None) -> ModelShape:
 
 
 def main() -> int:
-    """Measure, record, and compare with the bars; 1 if p50 misses one."""
+    """Measures, records, and compares with the bars; 1 if p50 misses one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="opt-125m")
     parser.add_argument("--layers", type=int, help="keep only so many layers, and a small vocabulary")

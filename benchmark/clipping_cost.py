@@ -125,7 +125,7 @@ def commit_of(root: Path) -> str:
 
 
 def main() -> int:
-    """Run, record, and hold this version against the bar; 1 where it is missed."""
+    """Runs, records, and holds this version against the bar; 1 where it is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--against", type=Path)

@@ -76,7 +76,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def append_rows(name: str, rows: Iterable[Row]) -> Path:
-    """Append to ``results/<name>.csv``; all rows have the columns of the first, and of the file if it exists.
+    """Appends to ``results/<name>.csv``; all rows have the columns of the first, and of the file if it exists.
 
     Raises:
         SystemExit: the file has other columns; the rows are printed, so that a long run is not lost.

@@ -290,7 +290,7 @@ def run_optimizers(families: list[str], quick: bool) -> list[Row]:
 
 
 def report(steps: list[Row], optimizers: list[Row]) -> int:
-    """Print both summaries; 1 if any case fails."""
+    """Prints both summaries; 1 if any case fails."""
     summary = []
     for dtype in dict.fromkeys(row["dtype"] for row in steps):
         for label, key in (("", "difference_percent"), (", oneDNN off", "difference_without_onednn_percent")):
@@ -313,7 +313,7 @@ def report(steps: list[Row], optimizers: list[Row]) -> int:
 
 
 def main() -> int:
-    """Run all cases, append rows, summarise."""
+    """Runs all cases, appends rows, summarises."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", nargs="+", default=list(_SHAPES), choices=list(_SHAPES))
     parser.add_argument("--quick", action="store_true", help="fp32 with dropout only")

@@ -93,7 +93,7 @@ class Pipeline:
         self.file.sync()
 
     def close(self) -> None:
-        """Stop the lanes and give the file back."""
+        """Stops the lanes and gives the file back."""
         self.disk.close()
         self.adam.close()
         self.file.close()
@@ -107,7 +107,7 @@ def timed(work: Callable[[], None]) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Measure, record, and compare with the bars; 1 if p50 misses one."""
+    """Measures, records, and compares with the bars; 1 if p50 misses one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="on the disk to be measured")
     parser.add_argument("--rounds", type=int, default=5)

@@ -163,7 +163,7 @@ def work(folder: str, model: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run, record, and compare with the bars; 1 if one is missed."""
+    """Runs, records, and compares with the bars; 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", help="on the disk")
     parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))

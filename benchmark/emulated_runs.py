@@ -154,7 +154,7 @@ class Run:
         self.optimizer = ElixirOptimizer(self.module, adam(self.module.parameters(), lr=1e-4, fused=True), **options)
 
     def link(self, to_device_bytes_per_s: float | None, to_host_bytes_per_s: float | None) -> None:
-        """Emulate links of these speeds from now on. One module for all speeds spares the memory of five."""
+        """Emulates links of these speeds from now on. One module for all speeds spares the memory of five."""
         lanes = engine_of(self.module).lanes
         for lane in lanes.all():
             if not isinstance(lane, ThreadLane):
@@ -162,7 +162,7 @@ class Run:
             lane._emulation = Emulation(to_host_bytes_per_s if lane is lanes.offload else to_device_bytes_per_s)
 
     def disk(self, bytes_per_s: float | None) -> None:
-        """Emulate a disk of this speed from now on; None: the disk as it is."""
+        """Emulates a disk of this speed from now on; None: the disk as it is."""
         lane = engine_of(self.module).lanes.disk
         if not isinstance(lane, ThreadLane):
             raise SystemExit("only lanes of the CPU backend can be slowed")
@@ -351,7 +351,7 @@ def with_error(case: dict[str, Any]) -> dict[str, Any]:
 def judge_errors(
     title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], mean_bar: float, worst_bar: float
 ) -> bool:
-    """Print what `with_error` made; whether a bar is missed, mean or worst error as a share."""
+    """Prints what `with_error` made; whether a bar is missed, mean or worst error as a share."""
     shown = (*columns, *_SECONDS, "error_percent")
     print_table(title, shown, [[row[column] for column in shown] for row in rows])
     errors = [abs(row["error_percent"]) / 100 for row in rows]

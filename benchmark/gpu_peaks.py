@@ -175,7 +175,7 @@ def measure(case: Case) -> Row:
 
 
 def main() -> int:
-    """Run the cases, append rows, summarise; 1 if one misses the bar, 2 without a GPU."""
+    """Runs the cases, appends rows, summarises; 1 if one misses the bar, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=[""], help="run those whose label contains one of these")
     parser.add_argument("--quick", action="store_true", help="the first seven cases only")

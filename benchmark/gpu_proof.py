@@ -150,7 +150,7 @@ def _probed(args: argparse.Namespace) -> int:
 
 
 def compare(folder: Path) -> int:
-    """Compare simulated with measured steps of what a folder has, as every run does at its end, and write its report:
+    """Compares simulated with measured steps of what a folder has, as every run does at its end, and writes its report:
     for results of a run that was killed."""
     from benchmark.common import conditions
     from benchmark.proof import links, report
@@ -175,7 +175,7 @@ def compare(folder: Path) -> int:
 
 
 def prove(args: argparse.Namespace, folder: Path, deadline_s: float) -> int:
-    """Run the jobs, write the report, say what was missed."""
+    """Runs the jobs, writes the report, says what was missed."""
     from benchmark.proof import figures, report
     from benchmark.proof.cases import closing_jobs, jobs_of, jobs_of_hour
     from benchmark.proof.links import read_rows

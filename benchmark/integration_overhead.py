@@ -95,7 +95,7 @@ class Steps(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def watching(self, calls: Mapping[Any, tuple[str, ...]]) -> Iterator[None]:
-        """Time `calls`."""
+        """Times `calls`."""
         with contextlib.ExitStack() as changed:
             for owner, names in calls.items():
                 for name in names:

@@ -101,7 +101,7 @@ def row(name: str, every: int) -> Row:
 
 
 def main() -> int:
-    """Plan, compare, record; 1 if a bar is missed."""
+    """Plans, compares, records; 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--every", type=int, default=1, help="plan each Nth device budget only")

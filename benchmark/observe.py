@@ -25,7 +25,7 @@ class ObservedMemory:
 
 
 def observe(call: Callable[[], Any]) -> ObservedMemory:
-    """Run `call` under torch.profiler and follow the CPU allocator's events.
+    """Runs `call` under torch.profiler and follows the CPU allocator's events.
 
     A first run of the same code should have gone before, so that lazily allocated buffers of libraries do not count.
     """

@@ -123,7 +123,7 @@ def work(rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run, record, and compare with the bars; 1 if one is missed."""
+    """Runs, records, and compares with the bars; 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-record", action="store_true")

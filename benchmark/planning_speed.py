@@ -82,7 +82,7 @@ def work(parts: list[str]) -> dict[str, list[float]]:
 
 
 def refused(plan_from_trace: Any, trace: Any, hardware: Any) -> None:
-    """Ask for what does not fit."""
+    """Asks for what does not fit."""
     from elixir.errors import PlanError
 
     try:

@@ -226,7 +226,7 @@ def _case(ours: str, other: str, said_s: dict[str, float], seconds: dict[str, li
 
 
 def main() -> int:
-    """Run, record, and compare with the bar."""
+    """Runs, records, and compares with the bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-record", action="store_true")

@@ -61,7 +61,7 @@ def row() -> Row:
 
 
 def main() -> int:
-    """Run, compare, record; 1 if a bar is missed."""
+    """Runs, compares, records; 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--no-record", action="store_true")

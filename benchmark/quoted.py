@@ -172,7 +172,7 @@ def quoted_in(document: Path) -> Iterator[Quoted]:
 
 
 def rewrite(document: Path) -> int:
-    """Write the newest figures into a document; gives how many were stale."""
+    """Writes the newest figures into a document; gives how many were stale."""
     stale = [quoted for quoted in quoted_in(document) if quoted.stale]
     if stale:
         newest = iter([quoted.newest for quoted in quoted_in(document)])

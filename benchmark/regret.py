@@ -87,7 +87,7 @@ def pooled(name: str) -> dict[str, Plan]:
 
 
 def add(name: str, kind: str, plan: Plan) -> None:
-    """Add a plan to the pool."""
+    """Adds a plan to the pool."""
     path = folder_of(name) / f"{kind}.json.gz"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(plan.to_json().encode(), mtime=0))
@@ -174,7 +174,7 @@ def missed(rows: list[Row]) -> list[str]:
 
 
 def main() -> int:
-    """Plan, compare, record; 1 if a bar is missed."""
+    """Plans, compares, records; 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="situations that contain this text")
     parser.add_argument("--add", default="", help="add the chosen plans to the pool under this name")

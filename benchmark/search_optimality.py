@@ -195,7 +195,7 @@ def summary(rows: Sequence[Row]) -> None:
 
 
 def main() -> int:
-    """Run, append, summarise; 1 if a bar is missed."""
+    """Runs, appends, summarises; 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=("exhaustive", "bound"), default=["exhaustive", "bound"])
     parser.add_argument("--instances", type=int, default=200)

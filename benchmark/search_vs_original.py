@@ -121,7 +121,7 @@ def rows(name: str) -> list[Row]:
 
 
 def main() -> int:
-    """Run, append, summarise; 1 if any case is slower than the original's."""
+    """Runs, appends, summarises; 1 if any case is slower than the original's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--dry", action="store_true", help="append nothing")

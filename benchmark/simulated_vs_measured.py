@@ -134,7 +134,7 @@ def _lane(steps: Sequence[Timed], field: str, lane: str) -> float:
 
 
 def main() -> int:
-    """Run, record, and compare with the bars; 1 if one is missed."""
+    """Runs, records, and compares with the bars; 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=ROUNDS)

@@ -112,7 +112,7 @@ def row(name: str) -> Row:
 
 
 def main() -> int:
-    """Plan, record, and hold the ratios to the bars; 1 where one is missed."""
+    """Plans, records, and holds the ratios to the bars; 1 where one is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(SITUATIONS), default=list(SITUATIONS))
     parser.add_argument("--no-record", action="store_true")

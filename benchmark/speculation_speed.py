@@ -177,7 +177,7 @@ def ratio_rows(answer: dict[str, Any], before: dict[str, Any]) -> tuple[list[dic
 
 
 def main() -> int:
-    """Run, record, and compare with the bars; 1 if one is missed."""
+    """Runs, records, and compares with the bars; 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--models", nargs="*", choices=tuple(SHAPES), default=list(SHAPES), help="to be simulated")

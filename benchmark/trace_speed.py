@@ -338,7 +338,7 @@ def failures(rows: list[Result]) -> list[str]:
 
 
 def main() -> int:
-    """Measure the chosen parts, append rows, print a table; 1 if a bar is missed."""
+    """Measures the chosen parts, appends rows, prints a table; 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer models and runs, the peer on a small model")
     parser.add_argument("--only", nargs="+", choices=("trace", "peer", "profile", "plan", "import"))

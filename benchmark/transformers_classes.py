@@ -398,7 +398,7 @@ def listed() -> list[tuple[str, str, str]]:
 
 
 def make_list(limit_s: float) -> None:
-    """Try every class in plain PyTorch, and write down which train and why the others do not.
+    """Tries every class in plain PyTorch, and writes down which train and why the others do not.
 
     Goes on where an earlier run with the same transformers ended, and turns from task to task, so that a list that was
     cut short has classes of all of them. The list is written after each class.

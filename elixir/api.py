@@ -105,8 +105,8 @@ def wrap(  # noqa: PLR0913 - a public entry point
     replan: bool = True,
     **options: Any,
 ) -> tuple[ElixirModule, Any]:
-    """Trace, search and wrap; the numbers are those of plain PyTorch, whatever is planned: on one rank in float32 to
-    the bit, if the optimizer step runs on the same kind of device.
+    """Traces, searches and wraps; the numbers are those of plain PyTorch, whatever is planned: on one rank in float32
+    to the bit, if the optimizer step runs on the same kind of device.
 
     >>> model, optimizer = elixir.wrap(model, optimizer, inp=batch)  # doctest: +SKIP
 
@@ -187,7 +187,7 @@ def dry_run(
 
 
 def _check_numbers(host_threads: object, initial_scale: float) -> None:
-    """Refuse what would be refused only once the model is wrapped."""
+    """Refuses what would be refused only once the model is wrapped."""
     check_host_threads(host_threads)
     LossScale(True, initial_scale, 1)
 
@@ -223,7 +223,7 @@ class _Question:
         how: dict[str, Any],
         options: Mapping[str, Any],
     ) -> _Question:
-        """Check the arguments of `wrap`."""
+        """Checks the arguments of `wrap`."""
         check_options("argument of wrap", options, {"max_norm", *_OPTIONS, *_MODULE_OPTIONS})
         optimizers = check_given(model, optimizer)
         asked = {name: options[name] for name in _OPTIONS if name in options}

@@ -64,12 +64,12 @@ class Artifact:
             raise InputError(f"this {self.artifact} cannot be saved: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the JSON to `path`, atomically: a reader sees the old file or the whole new one."""
+        """Writes the JSON to `path`, atomically: a reader sees the old file or the whole new one."""
         return write_atomically(path, self.to_json())
 
     @classmethod
     def from_dict(cls: type[T], data: Any, *, source: str = "input") -> T:
-        """Build the artifact from what `to_dict` gave; `source` names the origin in errors."""
+        """Builds the artifact from what `to_dict` gave; `source` names the origin in errors."""
         if not isinstance(data, dict):
             raise ArtifactError(f"{source}: expected a JSON object, found {type(data).__name__}")
         version = data.get("schema_version")
@@ -102,12 +102,12 @@ class Artifact:
 
     @classmethod
     def from_json(cls: type[T], text: str, *, source: str = "input") -> T:
-        """Build the artifact from JSON text; `ArtifactError` for text that is cut off or no JSON."""
+        """Builds the artifact from JSON text; `ArtifactError` for text that is cut off or no JSON."""
         return cls.from_dict(parse_json(text, source), source=source)
 
     @classmethod
     def load(cls: type[T], path: str | os.PathLike[str]) -> T:
-        """Read an artifact that `save` wrote; `ArtifactError` where it cannot be read."""
+        """Reads an artifact that `save` wrote; `ArtifactError` where it cannot be read."""
         return cls.from_dict(read_json(path), source=str(path))
 
 
@@ -167,7 +167,7 @@ def check_writable(path: str | os.PathLike[str], *, files: Files = FILES) -> Pat
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes, *, files: Files = FILES) -> Path:
-    """Write `content` next to `path`, then rename it there; `InputError` where that cannot be done.
+    """Writes `content` next to `path`, then renames it there; `InputError` where that cannot be done.
 
     Whatever is killed when, `path` holds the old content or the new one. A link stays a link, to a new file.
     """

@@ -150,7 +150,7 @@ class Files:
         return found.f_bavail * found.f_frsize
 
     def make_folder(self, folder: PathLike) -> None:
-        """Make a folder, with those above it, where they are missing; the names survive a crash."""
+        """Makes a folder, with those above it, where they are missing; the names survive a crash."""
         path = absolute(folder)
         missing = [path, *path.parents]
         missing = missing[: next((i for i, parent in enumerate(missing) if parent.is_dir()), len(missing))]
@@ -164,7 +164,7 @@ class Files:
             self.sync_folder(each.parent)
 
     def link(self, source: PathLike, target: PathLike) -> None:
-        """Give a file a second name; where the file system knows no links, a synchronised copy. `target` must be
+        """Gives a file a second name; where the file system knows no links, a synchronised copy. `target` must be
         free."""
         name = os.fspath(target)
         try:
@@ -175,13 +175,13 @@ class Files:
             self.write_whole(name, self.read_whole(source))
 
     def replace(self, source: PathLike, target: PathLike) -> None:
-        """Rename a file, over another one if there is one: whatever is killed when, `target` is the one or the
+        """Renames a file, over another one if there is one: whatever is killed when, `target` is the one or the
         other."""
         name = os.fspath(target)
         self.call("rename", name, os.replace, os.fspath(source), name)
 
     def remove(self, path: PathLike, *, missing_ok: bool = False) -> None:
-        """Remove a file."""
+        """Removes a file."""
         name = os.fspath(path)
         try:
             self.call("remove", name, os.unlink, name)
@@ -190,12 +190,12 @@ class Files:
                 raise
 
     def remove_folder(self, folder: PathLike) -> None:
-        """Remove an empty folder."""
+        """Removes an empty folder."""
         name = os.fspath(folder)
         self.call("remove", name, os.rmdir, name)
 
     def sync_folder(self, folder: PathLike) -> None:
-        """Wait until the names in a folder are on the disk: what was created, renamed and removed in it."""
+        """Waits until the names in a folder are on the disk: what was created, renamed and removed in it."""
         name = os.fspath(folder)
         handle = self.call("open", name, os.open, name, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         try:
@@ -231,7 +231,7 @@ class Files:
         return content
 
     def write_whole(self, path: PathLike, content: Buffer) -> None:
-        """Write a file next to `path`, synchronise it, and rename it there, over another one if there is one.
+        """Writes a file next to `path`, synchronises it, and renames it there, over another one if there is one.
 
         Whatever is killed when, `path` is the old file or the whole new one. After a crash of the machine it may be the
         old one still, until the folder is synchronised.
@@ -271,7 +271,7 @@ class File:
         self._failed_sync: FileError | None = None
 
     def write(self, data: Buffer, offset: int) -> None:
-        """Write all of `data` at byte `offset`."""
+        """Writes all of `data` at byte `offset`."""
         with memoryview(data) as whole, whole.cast("B") as view:
             self._transfer("write", os.pwrite, view, offset)
             self._unflushed += len(view)
@@ -283,7 +283,7 @@ class File:
             self.drop_cache()
 
     def read_into(self, buffer: bytearray | memoryview | mmap.mmap, offset: int) -> int:
-        """Fill `buffer` from byte `offset` on; how many bytes there were, fewer only at the end of the file."""
+        """Fills `buffer` from byte `offset` on; how many bytes there were, fewer only at the end of the file."""
         with memoryview(buffer) as whole, whole.cast("B") as view:
             return self._transfer("read", _read, view, offset)
 
@@ -321,7 +321,7 @@ class File:
         self.is_direct = False
 
     def allocate(self, start: int, nbytes: int) -> None:
-        """Take room on the disk from byte `start` on, which reads as zeros: no write to it runs out of room.
+        """Takes room on the disk from byte `start` on, which reads as zeros: no write to it runs out of room.
 
         Where the system cannot, the file only becomes longer.
         """
@@ -335,7 +335,7 @@ class File:
         self._files.call("resize", self.path, os.ftruncate, self.handle, start + nbytes)
 
     def sync(self, *, sizes: bool = True) -> None:
-        """Wait until the drive has all that was written; without `sizes`, times and such may come later.
+        """Waits until the drive has all that was written; without `sizes`, times and such may come later.
 
         After a failure the system forgets which pages were not written, and would report success the next time. So a
         file that could not be synchronised once stays failed.
@@ -351,13 +351,13 @@ class File:
         self._unflushed = 0
 
     def drop_cache(self, start: int = 0, nbytes: int = 0) -> None:
-        """Let the page cache forget a part of this file, or with 0 bytes all from `start` on; only what is synchronised
-        goes."""
+        """Lets the page cache forget a part of this file, or with 0 bytes all from `start` on; only what is
+        synchronised goes."""
         if hasattr(os, "posix_fadvise"):
             self._files.call("drop", self.path, os.posix_fadvise, self.handle, start, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Give the handle back; closing twice is harmless."""
+        """Gives the handle back; closing twice is harmless."""
         if self.handle >= 0:
             handle, self.handle = self.handle, -1
             self._files.call("close", self.path, os.close, handle)
@@ -418,7 +418,7 @@ def file_system(folder: PathLike) -> str:
 
 
 def warn_if_in_memory(folder: PathLike) -> None:
-    """Log a warning where `folder` is no disk but memory."""
+    """Logs a warning where `folder` is no disk but memory."""
     kind = file_system(folder)
     if kind in IN_MEMORY:
         logger.warning("disk folder %s is on %s, which is memory and no disk", os.fspath(folder), kind)

@@ -170,7 +170,7 @@ def second_set_bytes(numel: int, weight_bytes: int, size: StateSize) -> int:
 
 
 def check_adam(optimizer: str, moments: MomentKind) -> None:
-    """Refuse moments in fewer bits for an optimizer that is no Adam.
+    """Refuses moments in fewer bits for an optimizer that is no Adam.
 
     Raises:
         InputError: it is none.

@@ -260,7 +260,7 @@ class StepSchedule:
         return tuple(position for position, here in enumerate(self.policy.required) if here)
 
     def simulate(self, blocks: int, held: tuple[int, ...] = ()) -> ScheduleResult:
-        """Walk the order once with `blocks` blocks; an answer given once is remembered.
+        """Walks the order once with `blocks` blocks; an answer given once is remembered.
 
         Args:
             blocks: how many there are.

@@ -100,7 +100,7 @@ class CurveSample:
 
     @property
     def total(self) -> int:
-        """Sum over the kinds."""
+        """Sums over the kinds."""
         return (
             self.parameters
             + self.gradients

@@ -26,7 +26,7 @@ OPT = ("opt-125m", "opt-1.3b", "opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "opt
 
 
 def profile(name: str, checkpoint: bool, args: argparse.Namespace, hardware: HardwareProfile) -> StepTrace:
-    """Trace one training step of the model called `name`."""
+    """Traces one training step of the model called `name`."""
     dtype = parse_dtype(args.dtype)
     model = build(name, dtype=dtype, checkpoint="non-reentrant" if checkpoint else "none")
     inp = default_input(model, batch=args.batch, seq=args.seq)

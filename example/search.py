@@ -30,7 +30,7 @@ def train_step(model: nn.Module, batch: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Build, search, save, load."""
+    """Builds, searches, saves, loads."""
     model = build("opt-13b", dtype=torch.bfloat16, checkpoint="non-reentrant")
     batch = default_input(model, batch=8, seq=1024)
     sr = optimal_search(

@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the cases that ``make test`` leaves out: of tests that start ranks or carry the marker `sampled` all
+    """Marks as slow the cases that ``make test`` leaves out: of tests that start ranks or carry the marker `sampled` all
     but the first, with ``sampled(every=n)`` all but one in n."""
     counts = Counter[str]()
     for item in items:
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what is imported out of garbage collection: millions of objects, through which Python and every test that
+    """Takes what is imported out of garbage collection: millions of objects, through which Python and every test that
     calls ``gc.collect()`` would look again and again."""
     gc.collect()
     gc.freeze()

@@ -93,7 +93,7 @@ class Program:
         self.alone = [number for number, key in enumerate(keys) if key[4] is not None]
 
     def _read_compute(self) -> None:
-        """Compute before every access, where backward begins, and where the last of forward's first uses is."""
+        """Computes before every access, where backward begins, and where the last of forward's first uses is."""
         accesses = self.trace.accesses
         self.before_s = np.concatenate(([0.0], np.cumsum(self.rates.accesses_s(self.trace))))
         self.backward_at = next(
@@ -117,7 +117,7 @@ class Program:
         return row
 
     def _on_host(self, row: Floats, amounts: Floats) -> None:
-        """Add ``amounts`` times the share of the weights that is on the host, the constant being on the other side."""
+        """Adds ``amounts`` times the share of the weights that is on the host, the constant being on the other side."""
         row[self.states] -= amounts
         row[self.weights] -= amounts
         self.limits[-1] -= float(amounts.sum())

@@ -74,7 +74,7 @@ def largest(
 
 
 def work(options: dict[str, Any], place: Place) -> Row:
-    """Find it, build it, train it.
+    """Finds it, builds it, trains it.
 
     Raises:
         NotRun: not even one layer fits.

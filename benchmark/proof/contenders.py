@@ -99,7 +99,7 @@ def _stepper(
 
 
 def _needs_device(model: nn.Module, options: dict[str, Any], bytes_per_numel: int = BYTES_PER_NUMEL) -> None:
-    """Leave out what cannot fit: weights, gradients and states alone are more than the budget."""
+    """Leaves out what cannot fit: weights, gradients and states alone are more than the budget."""
     numel = sum(parameter.numel() for parameter in model.parameters())
     budget = options.get("budget_bytes")
     if budget is not None and numel * bytes_per_numel > budget:
@@ -126,7 +126,7 @@ def pinned_bytes(numel: int, itemsize: int = 4) -> int:
 
 
 def _needs_host(model: nn.Module, place: Place, *, pins_each: bool) -> None:
-    """Leave out what the host cannot hold.
+    """Leaves out what the host cannot hold.
 
     Args:
         model: its parameters are counted.

@@ -20,7 +20,7 @@ ROWS_FILE = "rows.jsonl"
 
 
 def measure(options: dict[str, Any], place: Place) -> Row:
-    """Measure this machine into ``hardware.json``, which plans from then on use."""
+    """Measures this machine into ``hardware.json``, which plans from then on use."""
     profile = measure_machine(quick=bool(options["quick"]))
     if place.cuda and profile.device_kind != "cuda":
         raise RuntimeError(f"measured {profile.device_name!r}, which is no CUDA device")
@@ -39,7 +39,7 @@ def measure(options: dict[str, Any], place: Place) -> Row:
 
 
 def compare(options: dict[str, Any], place: Place) -> Row:
-    """Simulate every case that Elixir ran, on the machine as it was measured.
+    """Simulates every case that Elixir ran, on the machine as it was measured.
 
     Raises:
         NotRun: there is nothing to compare, or the machine has not been measured.

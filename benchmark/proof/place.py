@@ -118,12 +118,12 @@ class Place:
             time.sleep(0.05)
 
     def sync(self) -> None:
-        """Wait for the device."""
+        """Waits for the device."""
         if self.cuda:
             torch.cuda.synchronize()
 
     def reset_peaks(self) -> None:
-        """Begin anew to count what `peaks` reports."""
+        """Begins anew to count what `peaks` reports."""
         gc.collect()
         if self.cuda:
             torch.cuda.synchronize()
@@ -187,7 +187,7 @@ class Place:
 
 
 def set_allocator(settings: str) -> None:
-    """Apply `ALLOCATOR` of the environment, for a process that has loaded torch already and no device yet.
+    """Applies `ALLOCATOR` of the environment, for a process that has loaded torch already and no device yet.
 
     PyTorch reads the variable at the first use of a device, and some builds of it earlier; so it is told as well, by
     the name that `torch.cuda.memory._set_allocator_settings` stands for.

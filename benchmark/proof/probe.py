@@ -36,7 +36,7 @@ GROWN = 1.02
 
 
 def probe(amount_bytes: int, device: str) -> Row:
-    """Build the kernel; touch memory, pin some of it, copy that to the device, give it back; prints each finding as it
+    """Builds the kernel; touch memory, pin some of it, copy that to the device, give it back; prints each finding as it
     is made.
 
     Args:

@@ -138,7 +138,7 @@ class Workers:
             return self._waiting[-1].ready if self._waiting else None
 
     def end_all(self) -> None:
-        """End what runs, waits or starts, from whatever thread; nothing can be run any more."""
+        """Ends what runs, waits or starts, from whatever thread; nothing can be run any more."""
         with self._lock:
             self._ended = True
             running = list(self._running)
@@ -234,7 +234,7 @@ def run_jobs(
     clock: Callable[[], float] = time.monotonic,
     workers: Any = None,
 ) -> list[str]:
-    """Run what there is time for; ids of the jobs for which there was none.
+    """Runs what there is time for; ids of the jobs for which there was none.
 
     Args:
         parts: jobs by part, in the order in which parts run.
@@ -353,7 +353,7 @@ def _id(row: Row) -> str:
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Add a row at once and to the disk: whatever ends this run, the row stays."""
+    """Adds a row at once and to the disk: whatever ends this run, the row stays."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()

@@ -60,7 +60,7 @@ def timed(running: Running, place: Place, *, warm_up: int, measure_s: float) -> 
 
 
 def work(options: dict[str, Any], place: Place) -> Row:
-    """Build a contender within its budget and time it.
+    """Builds a contender within its budget and times it.
 
     Raises:
         NotRun: it cannot fit, by arithmetic, or is not installed.

@@ -42,7 +42,7 @@ _OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_A
 
 
 def main(ready: Path) -> int:
-    """Say that the libraries are loaded, wait for a request, do it; 0 where there comes none."""
+    """Says that the libraries are loaded, waits for a request, do it; 0 where there comes none."""
     for name in PRELOAD:
         importlib.import_module(name)
     ready.touch()

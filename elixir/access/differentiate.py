@@ -17,7 +17,7 @@ from elixir.torch_private import DisableTorchFunctionSubclass
 def differentiate(
     func: Callable[..., Any], args: Any, kwargs: dict[str, Any], is_tracked: Callable[[Any], bool]
 ) -> Any:
-    """Call `func` with edges of the graph instead of parameters, so that no torch function sees them again.
+    """Calls `func` with edges of the graph instead of parameters, so that no torch function sees them again.
 
     Args:
         func: ``torch.autograd.grad`` or ``torch.autograd.backward``.

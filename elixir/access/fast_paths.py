@@ -48,7 +48,7 @@ class FastPath:
             return self._forward(*args, **kwargs)
 
     def remove(self) -> None:
-        """Give the module its forward back, unless somebody has put another over this one, which goes on calling it."""
+        """Gives the module its forward back, unless another lies over this one and goes on calling it."""
         self._attached = False
         if vars(self._module).get("forward") is self:
             del self._module.forward

@@ -207,7 +207,7 @@ class ParameterAccess:
         )
 
     def remove(self) -> None:
-        """Give parameters their class back and take all hooks off."""
+        """Gives parameters their class back and takes all hooks off."""
         if self._scripts is not None:
             self._scripts()
         for parameter, original in self._classes:
@@ -355,7 +355,7 @@ def _read(
     found: list[_Tracked],
     written: list[_Tracked],
 ) -> Any:
-    """Announce what `func` reads and writes, and call it."""
+    """Announces what `func` reads and writes, and calls it."""
     listener = found[0].elixir_listener
     changed = list(dict.fromkeys(_parameter_of(item) for item in written)) if written else []
     if changed:
@@ -376,7 +376,7 @@ def _read(
 
 
 def _announce(listener: AccessListener, found: list[_Tracked], name: str) -> None:
-    """Tell of the parameters that are read; those of views only if nothing that runs has told of them."""
+    """Tells of the parameters that are read; those of views only if nothing that runs has told of them."""
     views = [item for item in found if type(item) is TrackedView]
     if not views:
         listener.used(cast(list[nn.Parameter], found), name)
@@ -417,7 +417,7 @@ def untrack(tensors: Iterable[Any]) -> None:
 
 
 def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Handle a call that reads no weight, but that the listener must hear of or answer."""
+    """Handles a call that reads no weight, but that the listener must hear of or answer."""
     owner, name = getattr(func, "__self__", None), func.__name__
     item: Any = args[0] if args else None
     if type(item) in TRACKED_PARAMETERS:

@@ -55,7 +55,7 @@ class Checkpoints:
         self._saving: Saving | None = None
 
     def save(self, step: int, state: Mapping[str, Any]) -> Saving:
-        """Save a step; see `save_checkpoint`. Older ones go when it is whole.
+        """Saves a step; see `save_checkpoint`. Older ones go when it is whole.
 
         Raises:
             InputError: `step` is below 0; or see `save_checkpoint`.
@@ -73,7 +73,7 @@ class Checkpoints:
         return self._saving
 
     def load(self, state: MutableMapping[str, Any], step: int | None = None, *, strict: bool = True) -> Loaded | None:
-        """Load the newest checkpoint that is whole, or that of `step`; see `load_checkpoint`. All ranks call this.
+        """Loads the newest checkpoint that is whole, or that of `step`; see `load_checkpoint`. All ranks call this.
 
         A damaged one is left out with a warning, for the one before it.
 
@@ -131,7 +131,7 @@ class Checkpoints:
         return sorted(int(match[1]) for name in known if (match := STEP_FOLDER.fullmatch(name)))
 
     def close(self) -> None:
-        """Wait until the last save is over.
+        """Waits until the last save is over.
 
         Raises:
             CheckpointError: it could not be saved, which was not reported yet.

@@ -53,7 +53,7 @@ class HeartbeatGroup:
                 return [theirs for _, theirs, _ in answers]
 
     def fail(self, error: BaseException) -> CheckpointError:
-        """Tell the others that this rank has failed; the error that all ranks raise.
+        """Tells the others that this rank has failed; the error that all ranks raise.
 
         After an error that came from a round the others know already.
         """

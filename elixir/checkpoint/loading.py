@@ -43,7 +43,7 @@ _SHOWN = 5
 def load_checkpoint(
     folder: PathLike, state: MutableMapping[str, Any], *, strict: bool = True, rng: bool = True, files: Files = FILES
 ) -> Loaded:
-    """Load a checkpoint into a run, in place. All ranks call this.
+    """Loads a checkpoint into a run, in place. All ranks call this.
 
     The ranks, the plan, and how moments are kept may be others than those it was saved with; `Loaded.notes` says what
     is not exact then.
@@ -161,7 +161,7 @@ class _Load:
         needs and does not see fails when it is read."""
 
     def check(self) -> None:
-        """Raise `CheckpointMismatch` where the checkpoint is of something else, before anything is written."""
+        """Raises `CheckpointMismatch` where the checkpoint is of something else, before anything is written."""
         self._check_parameters()
         self._check_buffers()
         self._check_optimizers()
@@ -376,7 +376,7 @@ class _Load:
             ) from error
 
     def write(self) -> None:
-        """Write weights and states."""
+        """Writes weights and states."""
         names = {
             name
             for saved_name in self._optimizers.values()
@@ -486,7 +486,7 @@ class StoredStates(SavedStates):
         self._saved.finish()
 
     def fill_weights(self, name: str, start: int, out: torch.Tensor) -> set[str]:
-        """Fill a stretch of a parameter's weights, or their masters; a note where they are rounded."""
+        """Fills a stretch of a parameter's weights, or their masters; a note where they are rounded."""
         self.fill("weight", name, start, out)
         saved = self.dtype("weight", name)
         if saved.itemsize > out.dtype.itemsize or (saved.itemsize == out.dtype.itemsize and saved != out.dtype):

@@ -66,7 +66,7 @@ def save_checkpoint(
     frozen: bool = True,
     files: Files = FILES,
 ) -> Saving:
-    """Save a run: returns at once, and a thread writes the states of now while training goes on. All ranks call this.
+    """Saves a run: returns at once, and a thread writes the states of now while training goes on. All ranks call this.
 
     Whatever is killed when, the folder holds the checkpoint that was there before, or this one.
 
@@ -160,7 +160,7 @@ class _ChunkReader:
         return found
 
     def check(self) -> None:
-        """Refuse weights that were written to, by no step, while they were read."""
+        """Refuses weights that were written to, by no step, while they were read."""
         for parameter, version, name in self._versions:
             if parameter._version != version:
                 raise CheckpointError(
@@ -227,7 +227,7 @@ class Saves:
         return self._values.rank
 
     def finish(self) -> None:
-        """Wait for the save before; raises its error, if that was not reported yet."""
+        """Waits for the save before; raises its error, if that was not reported yet."""
         error = self._ended()
         if error is not None:
             raise error
@@ -236,7 +236,7 @@ class Saves:
         return None if self.current is None else self.current.end()
 
     def settle(self) -> None:
-        """Wait for the save before; its error, if that was not reported yet, is logged."""
+        """Waits for the save before; its error, if that was not reported yet, is logged."""
         error = self._ended()
         if error is not None:
             logger.error("going on after a save that failed: %s", error)
@@ -274,7 +274,7 @@ class Saves:
         return [value for value, _ in answers]
 
     def start(self, user: UserState, options: SaveOptions) -> Saving:
-        """Begin to save; see `save_checkpoint`."""
+        """Begins to save; see `save_checkpoint`."""
         self.finish()
         states, problem, captured = user.states, None, None
         try:
@@ -337,7 +337,7 @@ class Saving:
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> Loaded:
-        """Wait until the checkpoint is whole.
+        """Waits until the checkpoint is whole.
 
         Args:
             timeout: in seconds.
@@ -356,7 +356,7 @@ class Saving:
         return self._result
 
     def end(self) -> CheckpointError | None:
-        """Wait until it is over; its error, if that was not reported yet."""
+        """Waits until it is over; its error, if that was not reported yet."""
         self._ended.wait()  # the caller saves again, loads or closes: one save at a time reads the chunks
         error, self._reported = None if self._reported else self._error, True
         return error
@@ -430,7 +430,7 @@ class Saving:
     def _write(
         self, name: str, slices: list[Slice], tensors: Mapping[str, torch.Tensor], ranks: HeartbeatGroup, states: bool
     ) -> WrittenFile:
-        """Write one file: the states of the chunks, if it is theirs, and `tensors`, which are held in memory."""
+        """Writes one file: the states of the chunks, if it is theirs, and `tensors`, which are held in memory."""
         writer = SliceWriter(self._options.folder / name, slices, files=self._options.files)
         try:
             if states:
@@ -445,7 +445,7 @@ class Saving:
 
 
 def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
-    """Take down what is small, and how the chunks are laid out. Afterwards steps may go on."""
+    """Takes down what is small, and how the chunks are laid out. Afterwards steps may go on."""
     states = user.states
     small: dict[str, SmallStates] = {}
     states.follow_writes()

@@ -73,7 +73,7 @@ class SharedFolder:
 
     @staticmethod
     def found(folder: Path, checkpoint_id: str, rank: int, ranks: HeartbeatGroup, files: Files) -> SharedFolder:
-        """Make the folder, and find out who shares it: each rank leaves a file there and looks whose files it sees."""
+        """Makes the folder and finds out who shares it: each rank leaves a file there and looks whose it sees."""
         files.make_folder(folder)
         numbers = ranks.exchange(rank)
         if len(numbers) == 1:
@@ -107,7 +107,7 @@ class SharedFolder:
         return common
 
     def check_space(self, nbytes: int, ranks: HeartbeatGroup) -> None:
-        """Refuse a save for which a file system has no room, before a byte is written."""
+        """Refuses a save for which a file system has no room, before a byte is written."""
         parts = ranks.exchange((self.leader, nbytes))
         if self.leads:
             needed = sum(amount for leader, amount in parts if leader == self.leader)
@@ -142,7 +142,7 @@ class SharedFolder:
         return max(int(each) for each in ranks.exchange(mine))
 
     def commit(self, index: Index, before: str | None, ranks: HeartbeatGroup) -> None:
-        """Make the checkpoint the one of the folder on all file systems, or on none.
+        """Makes the checkpoint the one of the folder on all file systems, or on none.
 
         Args:
             index: of the new one.
@@ -176,13 +176,13 @@ class SharedFolder:
             abandon(self.folder, checkpoint_id, files=self.files)
 
     def abandon(self, checkpoint_id: str) -> None:
-        """Remove what a save that failed has written, as far as that is possible."""
+        """Removes what a save that failed has written, as far as that is possible."""
         if self.leads:
             with contextlib.suppress(FileError, CheckpointError):
                 abandon(self.folder, checkpoint_id, files=self.files)
 
     def retain(self, keep: int | None, ranks: HeartbeatGroup) -> None:
-        """Keep the latest steps of the folder around this one; others, and saves that were cut off, go on all file
+        """Keeps the latest steps of the folder around this one; others, and saves that were cut off, go on all file
         systems. Folders that are no steps, and links, are neither counted nor removed."""
         names: list[str] | None = None
         if self.rank == 0:

@@ -48,13 +48,13 @@ class LiveStates(Protocol):
     """The live tensors of one chunk that are saved."""
 
     def wait(self) -> None:
-        """Wait for the update that was under way when the snapshot was taken; raises what it raised."""
+        """Waits for the update that was under way when the snapshot was taken; raises what it raised."""
 
     def read(self) -> dict[str, LiveTensor]:
         """Key -> tensor, and whatever small is taken down with them; called once, before anything changes."""
 
     def check(self) -> None:
-        """Raise if anything has changed unannounced since the snapshot was taken."""
+        """Raises if anything has changed unannounced since the snapshot was taken."""
 
 
 class Phase(enum.Enum):
@@ -231,7 +231,7 @@ class Snapshot:
             self._turn.notify_all()
 
     def write(self, write_span: WriteSpan, heartbeat: Callable[[], None]) -> None:
-        """Write everything, one chunk after the other; afterwards nothing reads live memory.
+        """Writes everything, one chunk after the other; afterwards nothing reads live memory.
 
         Args:
             write_span: of the file.
@@ -349,7 +349,7 @@ class Snapshot:
         part.area, part.rest, part.handed_over = None, [], False
 
     def wait_for_live(self) -> None:
-        """Wait until nothing is read from live memory."""
+        """Waits until nothing is read from live memory."""
         with self._turn:
             # The caller writes to chunks without asking one by one, such as a load or a move to another plan.
             self._turn.wait_for(lambda: all(part.phase in (Phase.COPIED, Phase.DONE) for part in self._parts))

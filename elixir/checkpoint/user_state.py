@@ -166,7 +166,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device, *, try_only: bool = False) -> set[str]:
-    """Go on drawing as after `rng_state`; notes on what cannot be restored.
+    """Goes on drawing as after `rng_state`; notes on what cannot be restored.
 
     With `try_only`, generators made for it take the state, which raises whatever they raise, and the global ones stay
     as they are.

@@ -75,7 +75,7 @@ def read_index(folder: PathLike, *, previous: bool = False, files: Files = FILES
 
 
 def commit(folder: PathLike, index: Index, *, files: Files = FILES) -> None:
-    """Make `index` the checkpoint of a folder. Killed at any moment, the folder holds the one before or this one.
+    """Makes `index` the checkpoint of a folder. Killed at any moment, the folder holds the one before or this one.
 
     All files that it names and that are on this file system are written and synchronised. Afterwards the index before
     it is in ``index.previous.json``, until `settle`.
@@ -110,7 +110,8 @@ def commit(folder: PathLike, index: Index, *, files: Files = FILES) -> None:
 
 
 def settle(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> Index:
-    """End a commit: the checkpoint with this id, which all file systems have, is the only one of the folder; its index.
+    """Ends a commit: the checkpoint with this id, which all file systems have, is the only one of the folder; its
+    index.
 
     Called after all have committed; and before a save or after a load, because a commit may have been cut off.
 
@@ -142,7 +143,7 @@ def _with_id(folder: PathLike, checkpoint_id: str, previous: bool, files: Files)
 
 
 def remove_stale(folder: PathLike, only: Index | None = None, *, files: Files = FILES) -> tuple[str, ...]:
-    """Remove what cut-off saves and replaced checkpoints left in a folder, and nothing that is not ours; the names.
+    """Removes what cut-off saves and replaced checkpoints left in a folder, and nothing that is not ours; the names.
 
     No save may be under way there.
 
@@ -168,7 +169,7 @@ def remove_stale(folder: PathLike, only: Index | None = None, *, files: Files = 
 
 
 def abandon(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> None:
-    """Remove the files of a save that failed, unless an index names them all the same."""
+    """Removes the files of a save that failed, unless an index names them all the same."""
     if any(_with_id(folder, checkpoint_id, previous, files) is not None for previous in (False, True)):
         return
     files.sync_folder(folder)  # where a commit was taken back, the disk may still have its index
@@ -178,7 +179,7 @@ def abandon(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> No
 
 
 def remove_checkpoint(folder: PathLike, *, files: Files = FILES) -> bool:
-    """Remove a checkpoint: the index first, so that no index ever names files that are gone. Foreign files stay.
+    """Removes a checkpoint: the index first, so that no index ever names files that are gone. Foreign files stay.
 
     Whether the folder is gone as well.
     """

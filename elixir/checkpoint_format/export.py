@@ -45,7 +45,7 @@ def export_hf(
     config: Any = None,
     files: Files = FILES,
 ) -> Path:
-    """Write the weights and persistent buffers of a checkpoint for ``from_pretrained``; tied ones once.
+    """Writes the weights and persistent buffers of a checkpoint for ``from_pretrained``; tied ones once.
 
     What an export that was killed has left there is removed: one export at a time writes to a folder.
 
@@ -116,7 +116,7 @@ def export_hf(
 
 
 def _shards(reader: SliceReader, wanted: torch.dtype | None, largest: int) -> list[dict[str, _Exported]]:
-    """Name -> tensor for each file, in the order in which they are saved."""
+    """Names -> tensor for each file, in the order in which they are saved."""
     shards: list[dict[str, _Exported]] = [{}]
     room = largest
     for key, saved in reader.index.tensors.items():

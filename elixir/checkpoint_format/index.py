@@ -175,7 +175,7 @@ class Index(Artifact):
         return sum(self.files.values())
 
     def to_json(self) -> str:
-        """Compact JSON text with a checksum over the rest; `InputError` for a value that JSON cannot hold."""
+        """Compacts JSON text with a checksum over the rest; `InputError` for a value that JSON cannot hold."""
         try:
             body = self.to_dict()
             return _text(body | {"checksum": _checksum(body)}) + "\n"

@@ -86,7 +86,7 @@ class SliceReader:
         return saved, stop
 
     def read_into(self, key: str, start: int, out: torch.Tensor) -> None:
-        """Fill a contiguous tensor in host memory with the elements from `start` on; see `begin_to_read`."""
+        """Fills a contiguous tensor in host memory with the elements from `start` on; see `begin_to_read`."""
         try:
             self.begin_to_read(key, start, out)
         finally:
@@ -124,7 +124,7 @@ class SliceReader:
                 target[:] = scratch[a - begin : b - begin]
 
     def finish(self) -> None:
-        """Read what is left, and wait for all that `begin_to_read` has begun; raises what went wrong first."""
+        """Reads what is left, and waits for all that `begin_to_read` has begun; raises what went wrong first."""
         batch, begun = self._take_batch(), self._begun
         self._begun = []
         try:
@@ -257,7 +257,7 @@ class SliceReader:
             raise CheckpointCorrupt("the header is not the one that the index describes", path=self.folder / name)
 
     def close(self) -> None:
-        """Close the files, once nothing reads them."""
+        """Closes the files, once nothing reads them."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
@@ -272,7 +272,7 @@ class SliceReader:
 
 
 def verify(folder: PathLike, *, files: Files = FILES) -> tuple[CheckpointError, ...]:
-    """Read all of a checkpoint and check it; what is wrong with it, nothing where it is whole.
+    """Reads all of a checkpoint and checks it; what is wrong with it, nothing where it is whole.
 
     Raises:
         CheckpointNotFound: there is no checkpoint.

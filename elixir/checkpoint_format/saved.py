@@ -75,7 +75,7 @@ class SavedCheckpoint:
         return self._reader.read(key, start, stop)
 
     def read_into(self, key: str, start: int, out: torch.Tensor) -> None:
-        """Fill a flat tensor in host memory with elements as they are saved; see `SliceReader.read_into`."""
+        """Fills a flat tensor in host memory with elements as they are saved; see `SliceReader.read_into`."""
         self._reader.read_into(key, start, out)
 
     def begin_to_read(self, key: str, start: int, out: torch.Tensor) -> None:
@@ -214,7 +214,7 @@ class SavedCheckpoint:
         return found
 
     def close(self) -> None:
-        """Close the files."""
+        """Closes the files."""
         self._reader.close()
 
     def __enter__(self) -> SavedCheckpoint:

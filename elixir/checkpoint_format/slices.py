@@ -127,7 +127,7 @@ class SliceWriter:
                 yield number, self._span_bytes(key, number)
 
     def write_span(self, key: str, number: int, data: Buffer) -> None:
-        """Write one span: bytes from ``number * SPAN_BYTES`` of the slice on. The caller keeps `data` unchanged
+        """Writes one span: bytes from ``number * SPAN_BYTES`` of the slice on. The caller keeps `data` unchanged
         meanwhile."""
         expected = self._span_bytes(key, number)
         with memoryview(data) as whole, whole.cast("B") as view:
@@ -144,7 +144,7 @@ class SliceWriter:
         self._checksums[key][number] = found
 
     def write_tensor(self, key: str, tensor: torch.Tensor) -> None:
-        """Write all of a slice, or what is left of it, from a contiguous tensor in host memory."""
+        """Writes all of a slice, or what is left of it, from a contiguous tensor in host memory."""
         expected = self._slices[key]
         if tensor.dtype != expected.dtype or tensor.numel() != expected.numel:
             raise StateError(
@@ -159,7 +159,7 @@ class SliceWriter:
         return min(SPAN_BYTES, self._slices[key].nbytes - number * SPAN_BYTES)
 
     def finish(self) -> WrittenFile:
-        """Wait until the drive has the file, and say what is in it. Its name is not safe before the folder is
+        """Waits until the drive has the file, and says what is in it. Its name is not safe before the folder is
         synchronised."""
         tensors = {}
         for key, each in self._slices.items():
@@ -177,7 +177,7 @@ class SliceWriter:
         return WrittenFile(self.path.name, self.nbytes, tensors)
 
     def abandon(self) -> None:
-        """Close and remove the file, as far as that is possible."""
+        """Closes and removes the file, as far as that is possible."""
         self._checking.shutdown()
         with contextlib.suppress(FileError):
             self._file.close()

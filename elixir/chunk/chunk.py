@@ -240,7 +240,7 @@ class Chunk:
         return self.plan.numel * self.dtype.itemsize
 
     def to(self, state: ChunkState, memory: torch.Tensor | None = None) -> None:
-        """Change state; parameters point into `memory` where the new state has any.
+        """Changes state; parameters point into `memory` where the new state has any.
 
         Raises:
             StateError: the change is not allowed, or the chunk is pinned where it would lose its block.
@@ -294,7 +294,7 @@ class Chunk:
                 yield
 
     def about_to_write(self) -> None:
-        """Wait until no checkpoint reads this rank's shard, masters and states from where they lie."""
+        """Waits until no checkpoint reads this rank's shard, masters and states from where they lie."""
         self.writes += 1
         if self.before_write is not None:
             self.before_write()
@@ -316,7 +316,7 @@ class Chunk:
             self.shard = weights
 
     def write(self, slot: Slot, values: torch.Tensor) -> None:
-        """Take `values` for one parameter's weights, in its shape and any floating dtype: masters are not rounded."""
+        """Takes `values` for one parameter's weights, in its shape and any floating dtype: masters are not rounded."""
         self.about_to_write()
         flat, held = slot.flattened(values), self.held.get(slot.name)
         if self.whole is not None:

@@ -67,7 +67,7 @@ class StoredStates(StoredTensors):
             self.bind(self._buffer.memory)
 
     def step(self, buffer: HostBuffer, read: Ticket, work: Work) -> None:
-        """Run `work` while the tensors are views of a buffer into which they were `read`; `store` or `put_away` comes
+        """Runs `work` while the tensors are views of a buffer into which they were `read`; `store` or `put_away` comes
         next. Nothing happens where the reading has failed, which `StateWindow.lost` reports."""
         if not over(read).failed:
             self.brought(buffer)
@@ -75,7 +75,7 @@ class StoredStates(StoredTensors):
 
     @staticmethod
     def if_read(read: Ticket, work: Work) -> None:
-        """Run `work` unless the reading has failed."""
+        """Runs `work` unless the reading has failed."""
         if not over(read).failed:
             work()
 
@@ -202,7 +202,7 @@ class StateWindow:
         self.written_bytes += nbytes
 
     def settle(self) -> None:
-        """Wait until all states are back on the disk, or cannot be: see `lost`."""
+        """Waits until all states are back on the disk, or cannot be: see `lost`."""
         self.flush()
         # Buffers and extents may be read or written by anybody after this.
         failure(self._lane.submit(lambda: None))
@@ -278,5 +278,5 @@ class StateWindow:
         self._buffers.enlarge(WINDOW, buffer, nbytes)
 
     def close(self) -> None:
-        """Give the file back; nothing may be under way."""
+        """Gives the file back; nothing may be under way."""
         self.file.close()

@@ -91,14 +91,14 @@ class Group:
         return Group(self._given, data=False)
 
     def close(self) -> None:
-        """Give the groups back."""
+        """Gives the groups back."""
         for group in (self._data, self._control):
             if group is not None:
                 dist.destroy_process_group(group)
         self._data = self._control = None
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, what: str = "weights") -> None:
-        """Fill `whole` with every rank's `shard`, which may be this rank's part of it.
+        """Fills `whole` with every rank's `shard`, which may be this rank's part of it.
 
         Raises:
             RankError: another rank is gone, or does something else.
@@ -110,7 +110,7 @@ class Group:
             whole.copy_(shard, non_blocking=True)
 
     def reduce_mean(self, shard: torch.Tensor, whole: torch.Tensor, what: str = "gradients") -> None:
-        """Fill `shard` with this rank's part of the mean of every rank's `whole`, which is overwritten.
+        """Fills `shard` with this rank's part of the mean of every rank's `whole`, which is overwritten.
 
         Raises:
             RankError: another rank is gone, or does something else.
@@ -176,12 +176,12 @@ class Group:
         return self._broken is not None
 
     def note(self, what: str) -> None:
-        """Take down something that all ranks must do at this point, to be compared with the next exchange."""
+        """Takes down something that all ranks must do at this point, to be compared with the next exchange."""
         with self._issuing(what):
             pass
 
     def send_from_rank_0(self, value: torch.Tensor) -> None:
-        """Give every rank rank 0's `value`, a contiguous one, in place and in pieces.
+        """Gives every rank rank 0's `value`, a contiguous one, in place and in pieces.
 
         Raises:
             RankError: another rank is gone, or does something else.
@@ -258,7 +258,7 @@ class Group:
                 raise failed
 
     def _look(self, first: int, mine: Sequence[str]) -> None:
-        """Publish that this rank has issued `mine` after `first` others, and compare it with what others published."""
+        """Publishes that this rank has issued `mine` after `first` others; compares it with what others published."""
         store = self._store
         if store is None:
             return
@@ -300,7 +300,7 @@ class Group:
         return dist.PrefixStore(f"elixir-{name.item()}", store)  # type: ignore[attr-defined]
 
     def _abandon(self) -> None:
-        """Keep the groups for good: gloo cannot abort, so to free a group with pending work waits for its timeout."""
+        """Keeps the groups for good: gloo cannot abort, so to free a group with pending work waits for its timeout."""
         for group in (self._data, self._control):
             if group is not None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -93,7 +93,7 @@ class HostBuffers:
         self._turns: dict[str, deque[HostBuffer]] = {}  # by kind; the next one first
 
     def add(self, kind: BufferKind) -> None:
-        """Take up a kind.
+        """Takes up a kind.
 
         Raises:
             StateError: there is one of that name.
@@ -106,7 +106,7 @@ class HostBuffers:
             self._make_room(kind, buffer, kind.buffer_bytes)
 
     def replace(self, kind: BufferKind) -> None:
-        """Take up a kind instead of one of that name, if there is one, whose buffers nothing may read or write."""
+        """Takes up a kind instead of one of that name, if there is one, whose buffers nothing may read or write."""
         self.drop(kind.name)
         self.add(kind)
 
@@ -168,7 +168,7 @@ class HostBuffers:
         buffer.memory = self._made(kind, nbytes)
 
     def enlarge(self, name: str, buffer: HostBuffer, nbytes: int) -> None:
-        """Give a buffer of a kind more memory, with what it holds; nothing may be at work on it."""
+        """Gives a buffer of a kind more memory, with what it holds; nothing may be at work on it."""
         kind, before = self._kinds[name], buffer.memory
         if before.nbytes < nbytes:
             memory = self._made(kind, nbytes)

@@ -170,7 +170,7 @@ class Lane(Protocol):
     its work was issued, as where it brings weights that the host still updates."""
 
     def submit(self, work: Work, *, after: Sequence[Ticket] = (), nbytes: int = 0) -> Ticket:
-        """Run `work` after all earlier work of this lane, after `after`, and after compute submitted so far.
+        """Runs `work` after all earlier work of this lane, after `after`, and after compute submitted so far.
 
         Args:
             work: issues copies or collectives; must not touch what compute may still change.
@@ -188,7 +188,7 @@ class Lane(Protocol):
         """How long it worked since this was last asked; on CUDA, of the work that is known to be over by now."""
 
     def close(self) -> None:
-        """Finish what was submitted, then stop."""
+        """Finishes what was submitted, then stop."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ class ThreadLane:
         return busy_s
 
     def close(self) -> None:
-        """Finish and join the thread."""
+        """Finishes and joins the thread."""
         self._closed = True
         if self._thread.is_alive():
             self._queue.put(None)
@@ -441,7 +441,7 @@ class StreamLane:
         return busy_s
 
     def close(self) -> None:
-        """Finish what was submitted."""
+        """Finishes what was submitted."""
         self._closed = True
         if self._issuer is not None:
             self._issuer.close()
@@ -496,7 +496,7 @@ class Lanes:
         return tuple(self.by_name().values())
 
     def close(self) -> None:
-        """Finish and stop all lanes."""
+        """Finishes and stops all lanes."""
         for lane in self.all():
             lane.close()
 

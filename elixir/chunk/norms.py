@@ -80,12 +80,12 @@ class PartNorms:
 
     @torch.no_grad()
     def measure(self, shard: torch.Tensor) -> None:
-        """Fill in the norms of what `shard` holds."""
+        """Fills in the norms of what `shard` holds."""
         if self._parts:
             torch.stack(norms_of([shard[part] for part in self._parts]), out=self.values)
 
     def add_and_measure(self, home: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Add `gradients` to `home`, both on the host, and fill in the norms of the sums while they are cached."""
+        """Adds `gradients` to `home`, both on the host, and fills in the norms of the sums while they are cached."""
         if not self._parts:
             home.add_(gradients)
             return

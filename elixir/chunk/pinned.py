@@ -81,7 +81,7 @@ class _Pages(mmap.mmap):
         return pages
 
     def _advise(self, name: str) -> None:
-        """Tell the kernel, where it has such an advice at all; none of them changes what a buffer holds."""
+        """Tells the kernel, where it has such an advice at all; none of them changes what a buffer holds."""
         advice = getattr(mmap, name, None)
         if advice is not None:
             with contextlib.suppress(OSError):  # a kernel that was built without huge pages

@@ -159,7 +159,7 @@ class RCache:
         return counts
 
     def acquire(self, indices: Sequence[int]) -> None:
-        """Compute may read these chunks from here on. Each gets one pin; give it back with `unpin`."""
+        """Computes may read these chunks from here on. Each gets one pin; give it back with `unpin`."""
         with self._lock:
             self._advance(indices)
             for index in indices:
@@ -180,7 +180,7 @@ class RCache:
         return len(indices | pinned) <= self._pool.count
 
     def unpin(self, indices: Iterable[int]) -> None:
-        """Give back one pin of each."""
+        """Gives back one pin of each."""
         with self._lock:
             for index in indices:
                 self._chunks[index].pins -= 1
@@ -240,7 +240,7 @@ class RCache:
         return found
 
     def _advance(self, used: Sequence[int]) -> None:
-        """Walk the order up to the entry that uses `used`, loading each window on the way."""
+        """Walks the order up to the entry that uses `used`, loading each window on the way."""
         wanted = frozenset(used)
         backward = self._together and backward_is_running()
         if backward:
@@ -275,7 +275,7 @@ class RCache:
         return None
 
     def _walk_to(self, last: int) -> None:
-        """Go on through the order, one position after the other."""
+        """Goes on through the order, one position after the other."""
         for position in range(self._position + 1, last + 1):
             if self._position >= 0:
                 self._view.passed(self._position)
@@ -313,7 +313,7 @@ class RCache:
         self._lanes.network.submit(lambda: self._group.exchange(phase, None))
 
     def _agree(self, what: str) -> None:
-        """Make sure that all ranks are here, having sent the same so far."""
+        """Makes sure that all ranks are here, having sent the same so far."""
         # This thread submits the next gather, which must be the same on all ranks: otherwise a block gets another
         # chunk's weights.
         self._lanes.network.ask(lambda: self._group.exchange(what, None))
@@ -374,7 +374,7 @@ class RCache:
         chunk.block = chunk.memory = chunk.marked = chunk.filled = None
 
     def _load(self, chunk: Chunk) -> None:
-        """Start filling a free block while compute goes on."""
+        """Starts filling a free block while compute goes on."""
         chunk.block = self._pool.take()
         # `data`: a separate count of writes, or what is fetched into other blocks would count as writes to this one.
         chunk.memory = self._pool.view(chunk.block, chunk.plan.numel, chunk.dtype).data

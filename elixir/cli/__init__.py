@@ -26,7 +26,7 @@ INTERRUPTED_STATUS = 130  # 128 + SIGINT, as shells report it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status.
+    """Runs one command and returns the exit status.
 
     0: done. 2: the caller's mistake, a plan that cannot fit, or results that cannot be written, explained on standard
     error. 1: a defect of Elixir, or something that ``elixir check`` found. 130: interrupted. With ``--debug`` an
@@ -129,7 +129,7 @@ def _run(args: Namespace, *, for_good: bool) -> int:
 
 
 def _explain(args: Namespace | None, command: str, error: Exception) -> int:
-    """Say what went wrong in one line (a `PlanError` adds its levers), and give the exit status for it."""
+    """Says what went wrong in one line (a `PlanError` adds its levers), and gives the exit status for it."""
     from elixir.cli.options import LONGEST_MESSAGE
     from elixir.errors import ElixirError, PlanError, StateError, shortened
 
@@ -152,7 +152,7 @@ def _explain(args: Namespace | None, command: str, error: Exception) -> int:
 
 
 def _complain(text: str) -> None:
-    """Say it on standard error, if that can still be written to."""
+    """Says it on standard error, if that can still be written to."""
     try:
         print(text, file=sys.stderr)
     except (OSError, ValueError):

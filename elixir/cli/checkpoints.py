@@ -26,7 +26,7 @@ SHOWN_PROBLEMS = 20
 
 
 def run_checkpoint(args: argparse.Namespace) -> int:
-    """Show, verify, export or prune a checkpoint, or the checkpoints in a folder."""
+    """Shows, verifies, exports or prunes a checkpoint, or the checkpoints in a folder."""
     folder = Path(args.folder)
     for name, action in (("hf", "export"), ("dtype", "export"), ("config", "export"), ("keep", "prune")):
         if getattr(args, name) is not None and args.action != action:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def run_profile(args: argparse.Namespace) -> int:
-    """Trace one training step and say what it needs."""
+    """Traces one training step and says what it needs."""
     files.check_outputs(pictures=[args.plot], data=[args.out])
     files.refuse_artifact(args.model)
     hardware = files.find_hardware(args.device)
@@ -46,7 +46,7 @@ def run_profile(args: argparse.Namespace) -> int:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Trace (or read a trace), search, and say what goes where."""
+    """Traces (or reads a trace), searches, and says what goes where."""
     files.check_outputs(pictures=[args.plot], data=[args.out])
     hardware = None if args.hardware is None else files.find_timed_hardware(args.hardware)
     trace = files.trace_in(args.model)
@@ -91,7 +91,7 @@ def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str:
 
 
 def _say_plan(args: argparse.Namespace, answer: Answer, choice: BatchChoice | None) -> int:
-    """Save, draw and print a plan, and what would make it better."""
+    """Saves, draws and prints a plan, and what would make it better."""
     plan = answer.plan
     written = [plan.save(args.out)] if args.out else []
     if args.plot:
@@ -147,7 +147,7 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Show any saved artifact."""
+    """Shows any saved artifact."""
     from elixir.hardware import HardwareProfile
     from elixir.plan import Plan
     from elixir.step_trace import StepTrace
@@ -226,7 +226,7 @@ def _search_batch(args: argparse.Namespace, hardware: HardwareProfile, request: 
 
 
 def _check_search_batch(args: argparse.Namespace, trace: StepTrace | None) -> None:
-    """Refuse what leaves no batch to search."""
+    """Refuses what leaves no batch to search."""
     if trace is not None:
         raise InputError(f"{args.model} is a trace, which has settled the batch; name the model for --search-batch")
     if args.inp:

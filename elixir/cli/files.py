@@ -15,7 +15,7 @@ _KINDS: dict[str, type[Artifact]] = {kind.artifact: kind for kind in (StepTrace,
 
 
 def check_outputs(*, pictures: Sequence[str | None] = (), data: Sequence[str | None] = ()) -> None:
-    """Make sure that all these can be written, before any work is done; None stands for "not asked for".
+    """Makes sure that all these can be written, before any work is done; None stands for "not asked for".
 
     Raises:
         InputError: a folder is missing or closed, a picture's ending is no format, or two outputs are one file.
@@ -65,7 +65,7 @@ def trace_in(text: str) -> StepTrace | None:
 
 
 def refuse_artifact(text: str) -> None:
-    """Say what to do with a file of ours that is given where a model is wanted.
+    """Says what to do with a file of ours that is given where a model is wanted.
 
     Raises:
         InputError: `text` is the path of such a file.

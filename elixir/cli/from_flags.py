@@ -95,7 +95,7 @@ def optimizer_class(name: str) -> str:
 
 
 def refuse_settled(args: argparse.Namespace, path: str, names: Iterable[str]) -> None:
-    """Refuse flags that the trace in `path` has settled."""
+    """Refuses flags that the trace in `path` has settled."""
     given = [f"--{key.replace('_', '-')}" for key in names if getattr(args, key) is not None]
     if given:
         raise InputError(f"{path} is a trace, which has settled {', '.join(given)}; leave out, or name the model")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run_hardware(args: argparse.Namespace) -> int:
-    """List presets, show one, or measure this machine."""
+    """Lists presets, shows one, or measures this machine."""
     _check_together(args)
     files.check_outputs(pictures=[args.plot], data=[args.out])
     if not args.measure and args.show is None:
@@ -52,7 +52,7 @@ def run_hardware(args: argparse.Namespace) -> int:
 
 
 def _check_together(args: argparse.Namespace) -> None:
-    """Refuse flags that say nothing without another."""
+    """Refuses flags that say nothing without another."""
     for option in ("quick", "no_spawn", "disk_folder"):
         if getattr(args, option) and not args.measure:
             raise InputError(f"--{option.replace('_', '-')} goes with --measure")

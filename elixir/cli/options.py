@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         return f"; {gone}" if gone else f"; did you mean {found[0]}?" if found else ""
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and exit with status 2."""
+        """Prints one line and exit with status 2."""
         print(f"{self.prog}: error: {shortened(message, LONGEST_MESSAGE)} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 

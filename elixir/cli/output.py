@@ -44,7 +44,7 @@ class OutputError(OSError):
 
 @contextlib.contextmanager
 def results_apart(*, for_good: bool) -> Iterator[None]:
-    """Keep standard output for results.
+    """Keeps standard output for results.
 
     Args:
         for_good: the process ends after the command, so that what is printed at its very end is kept apart as well.
@@ -75,24 +75,24 @@ def results_apart(*, for_good: bool) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Add a line, or several, to the results."""
+    """Adds a line, or several, to the results."""
     _written(lambda: print(text, file=_results.get()))
 
 
 def say_json(record: dict[str, Any]) -> None:
-    """Add one JSON object to the results."""
+    """Adds one JSON object to the results."""
     say(json.dumps(record, indent=1, allow_nan=False))
 
 
 def say_written(paths: Iterable[str | os.PathLike[str]]) -> None:
-    """Add which files were written, if any were."""
+    """Adds which files were written, if any were."""
     names = ", ".join(map(str, paths))
     if names:
         say(f"written: {names}")
 
 
 def note(text: str) -> None:
-    """Tell the user something that is no result."""
+    """Tells the user something that is no result."""
     print(f"elixir: note: {text}", file=sys.stderr)
 
 
@@ -122,7 +122,7 @@ def _line(text: str, done: int, count: int) -> None:
 
 
 def say_tables(*tables: Any) -> None:
-    """Add tables (rich) to the results, with an empty line after each."""
+    """Adds tables (rich) to the results, with an empty line after each."""
     from rich.console import Console
 
     stream = _results.get()
@@ -137,7 +137,7 @@ def say_tables(*tables: Any) -> None:
 
 
 def _set_widths(table: Any, width: int) -> int:
-    """Give each column of a table (rich) a width that breaks no word; return that of the table, in characters.
+    """Gives each column of a table (rich) a width that breaks no word; return that of the table, in characters.
 
     Where whole lines need more than `width`, columns of numbers get theirs first, and then those that lack least.
     """
@@ -165,7 +165,7 @@ def _set_widths(table: Any, width: int) -> int:
 
 
 def flush() -> None:
-    """Hand over what has been printed outside of a command, such as help.
+    """Hands over what has been printed outside of a command, such as help.
 
     Raises:
         BrokenPipeError, OutputError: as `results_apart`; what is left is dropped, so that nothing complains at the end.
@@ -201,7 +201,7 @@ def _descriptor_of(stream: TextIO) -> int | None:
 
 
 def _point_to_errors(descriptor: int) -> None:
-    """Send what is written to `descriptor` to standard error from now on; nowhere, if that is closed."""
+    """Sends what is written to `descriptor` to standard error from now on; nowhere, if that is closed."""
     try:
         os.dup2(2, descriptor)
     except OSError:

@@ -259,7 +259,7 @@ def _print_rows(rows: list[SweepRow] | tuple[SweepRow, ...], title: str) -> None
 
 
 def _say_host_memory(args: argparse.Namespace, machines: list[HardwareProfile] | None) -> None:
-    """Say what the presets leave open and every plan here rests on."""
+    """Says what the presets leave open and every plan here rests on."""
     from elixir.search.whatif.trial import HOST_PER_DEVICE_BYTE
 
     if args.host_memory is None and (machines is None or any(m.host_memory_bytes is None for m in machines)):

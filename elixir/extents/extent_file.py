@@ -136,7 +136,7 @@ class ExtentFile:
         self._free.append(extent)
 
     def read(self, extent: Extent, memory: memoryview, first: int = 0) -> None:
-        """Fill `memory` with the bytes of an extent from `first` on.
+        """Fills `memory` with the bytes of an extent from `first` on.
 
         Args:
             extent: of this file.
@@ -153,7 +153,7 @@ class ExtentFile:
         self._each(one, extent, memory, first)
 
     def write(self, extent: Extent, memory: memoryview, first: int = 0) -> None:
-        """Write `memory` to an extent from byte `first` on; arguments as of `read`."""
+        """Writes `memory` to an extent from byte `first` on; arguments as of `read`."""
 
         def one(file: File, part: memoryview, at: int) -> None:
             file.write(part, at)
@@ -165,12 +165,12 @@ class ExtentFile:
         self._each(one, extent, memory, first)
 
     def sync(self) -> None:
-        """Wait until the drives have all that was written; for measurements."""
+        """Waits until the drives have all that was written; for measurements."""
         for file in self._files:
             file.sync(sizes=False)
 
     def close(self) -> None:
-        """Give the files, and with them their room, back."""
+        """Gives the files, and with them their room, back."""
         self._stop_threads()
         _close(self._files)
 

@@ -58,7 +58,7 @@ class TensorFile:
             self._count(-extent.nbytes)
 
     def transfer(self, way: str, extent: Extent, memory: torch.Tensor, name: str, first: int = 0) -> None:
-        """Move bytes between an extent and page-aligned memory; `DiskError` where the disk fails."""
+        """Moves bytes between an extent and page-aligned memory; `DiskError` where the disk fails."""
         if self._file is None:
             raise StateError("states are moved before there is a file")
         view: memoryview = memory.numpy().data
@@ -89,7 +89,7 @@ class TensorFile:
             self._attempt = before
 
     def close(self) -> None:
-        """Give the file back; nothing may be under way."""
+        """Gives the file back; nothing may be under way."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -239,13 +239,13 @@ class StoredTensors:
         return self._memory[region.start : region.end].view(region.dtype)
 
     def bind(self, memory: torch.Tensor) -> None:
-        """Make the tensors views of memory into which `fill` has read the extent."""
+        """Makes the tensors views of memory into which `fill` has read the extent."""
         self._memory = memory
         for view in self._views:
             view.tensor.data = self._part(view)
 
     def put_away(self) -> None:
-        """Take their memory from the tensors; the extent stays as it was."""
+        """Takes their memory from the tensors; the extent stays as it was."""
         self._memory = None
         for view in self._views:
             view.tensor.data = _nowhere(view.tensor.shape, view.tensor.dtype)
@@ -262,7 +262,7 @@ class StoredTensors:
         return min(self.used_bytes, self._written_bytes)
 
     def fill(self, memory: torch.Tensor) -> None:
-        """Read the extent into a buffer."""
+        """Reads the extent into a buffer."""
         self._refuse_begun()
         kept, used = self.kept_bytes, self.used_bytes
         if kept:
@@ -270,7 +270,7 @@ class StoredTensors:
         memory[kept:used].zero_()
 
     def store(self, memory: torch.Tensor) -> None:
-        """Write what a step has left in the buffer to the extent."""
+        """Writes what a step has left in the buffer to the extent."""
         used = self.used_bytes
         try:
             self._begun = True

@@ -105,7 +105,7 @@ def plainer_keys(key: str) -> list[str]:
 
 
 def check_key(key: object) -> None:
-    """Raise `InputError` where `key` is none that a fit can have."""
+    """Raises `InputError` where `key` is none that a fit can have."""
     if not isinstance(key, str) or _KEY.fullmatch(key) is None:
         raise InputError(
             f"{key!r} is no key of hardware fits; expected such as 'host_to_device', 'device_to_host.both', "
@@ -115,7 +115,7 @@ def check_key(key: object) -> None:
 
 
 def check_positive(name: str, value: object, where: str = "hardware field '{}'") -> None:
-    """Raise `InputError` where `value` is no positive finite number, or a rate that no machine has."""
+    """Raises `InputError` where `value` is no positive finite number, or a rate that no machine has."""
     if not is_finite(value) or value <= 0:  # type: ignore[operator]
         raise InputError(f"{where.format(name)} must be a positive finite number, found {value!r}")
     if name.partition(".")[0].endswith("per_s") and not SLOWEST_PER_S <= value <= FASTEST_PER_S:  # type: ignore[operator]

@@ -374,7 +374,7 @@ def load_hardware(text: str) -> HardwareProfile:
 
 
 def warn_if_other_device(profile: HardwareProfile) -> bool:
-    """Log a warning where `profile` was measured on another device than this machine has; True if it did.
+    """Logs a warning where `profile` was measured on another device than this machine has; True if it did.
 
     For a plan that is run or searched for this machine. A preset is nobody's measurement, so it is never warned of.
     """
@@ -442,8 +442,9 @@ def doubtful_rates(profile: HardwareProfile) -> dict[str, str]:
 
 
 def warn_if_doubtful(profile: HardwareProfile) -> bool:
-    """Log a warning that names the `doubtful_rates` of a profile from which times are about to be predicted; True if it
-    did."""
+    """Logs a warning that names the `doubtful_rates` of a profile from which times will be predicted.
+
+    True if it did."""
     found = doubtful_rates(profile)
     if found:
         _LOG.warning(

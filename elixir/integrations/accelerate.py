@@ -70,7 +70,7 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return {} if self.elixir_saved_apart else self.optimizer.state_dict(rank0_only=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from states of torch's layout, the same on all ranks."""
+        """Goes on from states of torch's layout, the same on all ranks."""
         if not self.elixir_saved_apart:
             self.optimizer.load_state_dict(state_dict)
 
@@ -101,7 +101,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, options: dict[str, Any]) -> None:
-        """Turn an Accelerator that somebody else has made into one of these, in place."""
+        """Turns an Accelerator that somebody else has made into one of these, in place."""
         accelerator.__class__ = cls
         accelerator._elixir_adopted(options)
 

@@ -44,7 +44,7 @@ class Run:
             logger.info("%s", module.plan)
 
     def save(self, folder: str | os.PathLike[str], *, frozen: bool = True) -> None:
-        """Save weights, states and the loss scale under `folder`, for any number of ranks. All ranks call this.
+        """Saves weights, states and the loss scale under `folder`, for any number of ranks. All ranks call this.
 
         Args:
             folder: the framework's checkpoint.
@@ -53,14 +53,14 @@ class Run:
         elixir.save_checkpoint(Path(folder) / STATES, self._state(), wait=True, frozen=frozen)
 
     def load(self, folder: str | os.PathLike[str]) -> bool:
-        """Load what `save` wrote; whether there is any. Random numbers are the framework's. All ranks call this."""
+        """Loads what `save` wrote; whether there is any. Random numbers are the framework's. All ranks call this."""
         if not (Path(folder) / STATES).is_dir():
             return False
         elixir.load_checkpoint(Path(folder) / STATES, self._state(), rng=False)
         return True
 
     def save_plan(self, folder: str | os.PathLike[str]) -> None:
-        """Write the plan of now into `folder`, on one rank."""
+        """Writes the plan of now into `folder`, on one rank."""
         if self.is_main:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.module.plan.save(Path(folder) / PLAN)

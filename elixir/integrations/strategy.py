@@ -69,7 +69,7 @@ class PrecisionMixin:
         return {} if self.elixir is None else engine_of(self.elixir.module).loss_scale.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with a loss scale."""
+        """Goes on with a loss scale."""
         if self.elixir is not None and state_dict:
             engine_of(self.elixir.module).loss_scale.load(state_dict)
 

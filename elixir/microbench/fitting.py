@@ -89,7 +89,7 @@ class Job:
     run: Callable[[], Sequence[Series]]
 
     def measured(self) -> list[Measured]:
-        """Run it and fit; once more where something came between, so that there is no fit.
+        """Runs it and fit; once more where something came between, so that there is no fit.
 
         What the device cannot do, or has no memory for, becomes a problem with a name.
         """
@@ -174,7 +174,7 @@ def sweep(
     *,
     longest_s: float = math.inf,
 ) -> Series:
-    """Time growing amounts.
+    """Times growing amounts.
 
     Args:
         cases: (amount, function that prepares and gives what is timed); prepared one after the other, so that memory of

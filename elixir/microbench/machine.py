@@ -40,7 +40,7 @@ def measure(
     start_ranks: bool = False,
     disk_folder: PathLike | Sequence[PathLike] | None = None,
 ) -> HardwareProfile:
-    """Measure this machine: its first CUDA device, or its CPU as the device if it has none.
+    """Measures this machine: its first CUDA device, or its CPU as the device if it has none.
 
     Takes about a minute on two cores (`quick`: several seconds) and at most 1 GiB of host memory. `flops_per_s` holds
     reached rates, so `matmul_efficiency` is 1. With one device, the rate between devices cannot be measured: it is

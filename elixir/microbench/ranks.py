@@ -37,7 +37,7 @@ class Ranks:
     """gloo group for small values on the host; None for one rank."""
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Waits for all."""
         self.slowest(0.0)
 
     def slowest(self, value: float) -> float:

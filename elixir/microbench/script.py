@@ -27,7 +27,7 @@ def run_script(
     needs_ranks: bool = False,
     needs_folder: bool = False,
 ) -> str:
-    """Parse the command line, measure, write what was asked for; gives the table for the script to print, lines ended.
+    """Parses the command line, measures, writes what was asked for; gives the table to print, lines ended.
 
     Under torchrun all ranks measure at once, and rank 0 writes; the others give an empty text. A mistake of the user's
     ends the process as argparse does: one line on stderr, status 2. Outputs and device are checked before anything is
@@ -79,7 +79,7 @@ def _parser(description: str | None, *, needs_ranks: bool, needs_folder: bool) -
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Raise an `ElixirError` before anything is measured if what was asked for cannot be written."""
+    """Raises an `ElixirError` before anything is measured if what was asked for cannot be written."""
     for path in (options.out, options.plot):
         if path is not None:
             check_writable(path)
@@ -94,5 +94,5 @@ def _in_folder(jobs: Callable[..., list[Job]], folder: str, bench: Bench) -> lis
 
 
 def measured(ranks: Ranks, jobs: Callable[[Bench], list[Job]], device: torch.device, quick: bool) -> list[Measured]:
-    """Run what `jobs` gives for one rank of `ranks`."""
+    """Runs what `jobs` gives for one rank of `ranks`."""
     return run_jobs(jobs(Bench(device, quick, ranks)))

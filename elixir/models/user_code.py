@@ -25,7 +25,7 @@ from elixir.torch_private import default_device_context
 
 @contextlib.contextmanager
 def contained(what: str) -> Iterator[None]:
-    """Run the user's code inside: standard output goes to standard error, and the process is afterwards as it was
+    """Runs the user's code inside: standard output goes to standard error, and the process is afterwards as it was
     before.
 
     An `Exception` passes as it is; see `called`. A `KeyboardInterrupt` passes too, as a `UserInterruptError`.
@@ -127,7 +127,7 @@ def _status(error: SystemExit) -> str:
 
 @contextlib.contextmanager
 def _process_as_it_was() -> Iterator[None]:
-    """Put back settings of the process and of this thread at the end."""
+    """Puts back settings of the process and of this thread at the end."""
     before = [save() for save in _SAVED]
     streams = sys.stdin, sys.stdout, sys.stderr
     sys.stdout = sys.stderr

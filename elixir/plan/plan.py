@@ -477,7 +477,7 @@ class Plan(Artifact):
         return digest(self.to_dict())
 
     def check(self, model_fingerprint: str, world_size: int) -> None:
-        """Make sure that the plan was made for this model (`elixir.models.model_fingerprint.fingerprint`) and world
+        """Makes sure that the plan was made for this model (`elixir.models.model_fingerprint.fingerprint`) and world
         size.
 
         Raises:

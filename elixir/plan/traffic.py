@@ -71,7 +71,7 @@ def step_traffic(
     *,
     stepped: bool = True,
 ) -> StepTraffic:
-    """Count the bytes of one optimizer step.
+    """Counts the bytes of one optimizer step.
 
     Args:
         routes: of every chunk, by index.

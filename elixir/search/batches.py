@@ -162,7 +162,7 @@ class _Trials:
         return sorted(found, key=lambda batch: found[batch])
 
     def refine(self, batch: int, form: str, layers: int) -> None:
-        """Try numbers of layers between none and all."""
+        """Tries numbers of layers between none and all."""
 
         def step_s(count: int) -> float:
             ends = {0: "none", layers: form}
@@ -222,7 +222,7 @@ def _ways(samples: int, checkpoints: Sequence[str], *, micro_batches: bool) -> I
 
 
 def _compute_s(trace: StepTrace, hardware: HardwareProfile, world_size: int) -> float:
-    """Compute of one batch; no plan of it is faster."""
+    """Computes of one batch; no plan of it is faster."""
     ranks = hardware.ranks_per_host(world_size)
     return float(Rates(hardware, main_dtype(trace), world_size, ranks).accesses_s(trace).sum())
 

@@ -163,7 +163,7 @@ def disk_budget(hardware: HardwareProfile, disk_memory: Size) -> int:
 
 
 def warn_if_disk_full(hardware: HardwareProfile, disk_memory: Size) -> bool:
-    """Log a warning where less than that was free when the disk was measured; True if it did."""
+    """Logs a warning where less than that was free when the disk was measured; True if it did."""
     budget, free = 0 if disk_memory is None else parse_bytes(disk_memory), hardware.disk_free_bytes
     if free is None or budget <= free:
         return False

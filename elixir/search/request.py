@@ -119,7 +119,7 @@ OPTIONS = tuple(field.name for field in fields(SearchRequest))
 
 
 def check_count(name: str, value: object) -> None:
-    """Refuse what is no whole number from 1 on."""
+    """Refuses what is no whole number from 1 on."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputTypeError(f"{name} must be a whole number, got {value!r}")
     if value < 1:
@@ -127,7 +127,7 @@ def check_count(name: str, value: object) -> None:
 
 
 def check_options(kind: str, given: Collection[str], known: Collection[str]) -> None:
-    """Refuse a keyword that is not known: an `InputTypeError` that names the nearest, or what took its place."""
+    """Refuses a keyword that is not known: an `InputTypeError` that names the nearest, or what took its place."""
     for name in given:
         if name in GONE:
             raise InputError(GONE[name])

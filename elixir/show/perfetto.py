@@ -63,7 +63,7 @@ def save_chrome_trace(
     plan: Plan | None = None,
     trace: StepTrace | None = None,
 ) -> Path:
-    """Write `chrome_trace` to `path`, atomically.
+    """Writes `chrome_trace` to `path`, atomically.
 
     Raises:
         InputError: as `chrome_trace`, or `path` does not end in .json.

@@ -64,7 +64,7 @@ def render(figure: Figure, picture: str) -> bytes:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write `figure` to `path`, atomically; `InputError` for an ending that is no picture format."""
+    """Writes `figure` to `path`, atomically; `InputError` for an ending that is no picture format."""
     return write_atomically(path, render(figure, picture_format(path)))
 
 

@@ -105,7 +105,7 @@ def plot_timeline(
 
 
 def check_simulation(simulation: Simulation) -> None:
-    """Refuse what is no simulation, or one in which nothing happens."""
+    """Refuses what is no simulation, or one in which nothing happens."""
     if not isinstance(simulation, Simulation):
         raise InputTypeError(f"simulation must be what simulate_step gives, got {type(simulation).__name__}")
     if not simulation.timeline:

@@ -38,7 +38,7 @@ def deep_copied(item: Any, memo: dict[int, Any]) -> Any:
 
 
 def _rebind_functions(memo: dict[int, Any]) -> None:
-    """Replace, in everything that was copied, functions that hold what was copied."""
+    """Replaces, in everything that was copied, functions that hold what was copied."""
     copies = _Copies(memo)
     for made in list(memo.values()):
         if isinstance(made, functools.partial):
@@ -104,7 +104,7 @@ class _Copies:
         return self._object(item)
 
     def rebind_partial(self, made: functools.partial[Any]) -> None:
-        """Replace what a partial function holds."""
+        """Replaces what a partial function holds."""
         keywords = {name: self.of(value) for name, value in made.keywords.items()}
         args = tuple(self.of(value) for value in made.args)
         made.__setstate__((self.of(made.func), args, keywords, vars(made)))  # type: ignore[attr-defined]

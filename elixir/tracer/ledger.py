@@ -107,7 +107,7 @@ class Ledger:
         return None if ref is None else ref.record
 
     def add(self, tensor: torch.Tensor, kind: Kind, module: str, operator: Any, copies: int = 1) -> StorageRecord:
-        """Follow the tensor's storage from now on; a storage that is followed already stays what it is.
+        """Follows the tensor's storage from now on; a storage that is followed already stays what it is.
 
         It counts `copies` times: for as many others that live and die with it.
         """
@@ -123,7 +123,7 @@ class Ledger:
         return record
 
     def follow(self, tensor: torch.Tensor, nbytes: int, kind: Kind, module: str, operator: Any, node: int) -> None:
-        """Follow the storage of a tensor that was just made, which takes `nbytes`, rounded already.
+        """Follows the storage of a tensor that was just made, which takes `nbytes`, rounded already.
 
         As `add`, and quicker: nothing can be known of such a storage.
         """
@@ -147,7 +147,7 @@ class Ledger:
         self.log.append(~self.add_bytes(nbytes, "workspace", module, operator).index)
 
     def stop(self) -> None:
-        """Follow nothing any more; what dies from now on stays in the log as alive.
+        """Follows nothing any more; what dies from now on stays in the log as alive.
 
         Values that are known lead back here: without them, all of this goes when the last reference to it does.
         """

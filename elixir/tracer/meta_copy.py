@@ -92,7 +92,7 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
 
 
 def _replace_in_scripts(originals: Iterable[nn.Module], twin: nn.Module, memo: dict[int, Any]) -> None:
-    """Put tensors on meta into TorchScript modules, whose copies know nothing of `memo`."""
+    """Puts tensors on meta into TorchScript modules, whose copies know nothing of `memo`."""
     for before, after in zip(originals, dict.fromkeys(twin.modules()), strict=True):
         if isinstance(before, torch.jit.ScriptModule):
             for name, tensor in (*before._parameters.items(), *before._buffers.items()):

@@ -208,7 +208,7 @@ class UseOrder:
         """Says nothing of when they are read."""
 
     def wrote(self, parameters: list[nn.Parameter]) -> None:
-        """Find weights that now lie elsewhere; another tensor may get the number of the storage that they have left."""
+        """Finds weights that now lie elsewhere: another tensor may get the number of the storage they have left."""
         for parameter in parameters:
             index, storage = self._index[parameter], storage_of(parameter)
             if self._storages.get(storage) != index:
@@ -320,7 +320,7 @@ class UseOrder:
         return phase == "recompute" and len(self._scopes) > self._forward_depth
 
     def _enter_node(self) -> None:
-        """Let go of what the autograd node before the one now running used."""
+        """Lets go of what the autograd node before the one now running used."""
         sequence = current_node_number()
         if sequence != self._node:
             for position in self._node_uses:

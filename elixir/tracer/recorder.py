@@ -197,7 +197,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _suppose(self, op: Traits, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
-        """Give an outcome that nobody knows the values that it mostly has."""
+        """Gives an outcome that nobody knows the values that it mostly has."""
         if op.checks_finite:
             suppose_finite(self._shadows, op.func, args, tensors[0])
         elif (choice := choice_of(op.func, args, kwargs, tensors)) is not None:
@@ -356,7 +356,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _count_state(target: Target, ledger: Ledger, order: UseOrder, state: torch.Tensor) -> None:
-    """Count a generator's state that a checkpoint keeps, where it lies in the memory that is predicted."""
+    """Counts a generator's state that a checkpoint keeps, where it lies in the memory that is predicted."""
     if target.counts_host_tensors:
         ledger.add(state, "activations", order.module(order.phase()), "generator state")
 

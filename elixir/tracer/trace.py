@@ -72,7 +72,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     use_fused_kernels: bool | Mapping[str, str] = False,
     checkpoint: str | None = None,
 ) -> StepTrace:
-    """Trace one training step of `model` as `hardware` would run it. Needs no GPU and allocates no weights.
+    """Traces one training step of `model` as `hardware` would run it. Needs no GPU and allocates no weights.
 
     The model is copied to the meta device first, so it is neither changed nor moved, and may be of any size.
 

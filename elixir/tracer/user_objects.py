@@ -145,7 +145,7 @@ class UserObjects:
         self._restores: list[Callable[[], None]] = []
 
     def spare(self, model: nn.Module) -> None:
-        """Leave the attributes of a model alone, of which the step has a copy; its functions are not copied."""
+        """Leaves the attributes of a model alone, of which the step has a copy; its functions are not copied."""
         self._spared.append(model)
         for module in model.modules():
             self._seen[id(module)] = module

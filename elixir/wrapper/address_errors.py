@@ -12,7 +12,7 @@ _NOT_ALLOCATED = "its data is not allocated yet"
 
 
 def refuse_addresses(model: nn.Module, error: BaseException) -> None:
-    """Raise an `InputError` with the weights' names, from `error`, if a forward ended because their elements were not
+    """Raises an `InputError` with the weights' names, from `error`, if a forward ended because their elements were not
     there."""
     if not isinstance(error, RuntimeError) or _NOT_ALLOCATED not in str(error):
         return

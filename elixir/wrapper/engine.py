@@ -69,7 +69,7 @@ class AnyStepper(Protocol):
         """Global norm of the last step's gradients, before clipping; None if the step needed none."""
 
     def check_plan(self, plan: Plan) -> None:
-        """Refuse a plan that this cannot step by."""
+        """Refuses a plan that this cannot step by."""
 
     def update_early(self, chunk: Chunk) -> None:
         """Makes new states of a chunk in backward next to the old ones; its gradients are on their way home."""
@@ -157,7 +157,7 @@ class Engine:
     # --- the plan ----------------------------------------------------------------------------------------------
 
     def take_up(self, plan: Plan, build: Build) -> None:
-        """Put the model under a plan. If that fails it does so on all ranks, and `chunks` are those that have the
+        """Puts the model under a plan. If that fails it does so on all ranks, and `chunks` are those that have the
         weights."""
         self.plan, self.arena = plan, Arena(self.device)
         self.host_buffers.count_in(self.arena)
@@ -230,7 +230,7 @@ class Engine:
         ]
 
     def put_down(self) -> None:
-        """Take everything off the model; the chunks keep their memory, and parameters point to it."""
+        """Takes everything off the model; the chunks keep their memory, and parameters point to it."""
         for parameter, _ in self._counted():
             parameter.__class__ = nn.Parameter
             vars(parameter).pop("elixir_lends", None)
@@ -338,7 +338,7 @@ class Engine:
         self._failed("a forward")
 
     def watch_output(self, output: Any) -> None:
-        """Notice the beginning of backward at what it begins with, before any of the model's nodes run."""
+        """Notices the beginning of backward at what it begins with, before any of the model's nodes run."""
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
             begins = _weakly(self.backward_runs)
             output.register_hook(lambda gradient: begins())
@@ -382,7 +382,7 @@ class Engine:
     # --- errors and settling -----------------------------------------------------------------------------------
 
     def refuse_unusable(self) -> None:
-        """Raise `InputError` after `close`, and where a checkpoint was loaded in part."""
+        """Raises `InputError` after `close`, and where a checkpoint was loaded in part."""
         self.phase.refuse_closed()
         self.errors.report(Call.USE)
 
@@ -402,7 +402,7 @@ class Engine:
             raise InputError("an optimizer cannot step inside gathered(); leave it first")
 
     def refuse_stale(self) -> None:
-        """Raise, on all ranks, where a forward has read weights of the step before the last, since the disk of one of
+        """Raises, on all ranks, where a forward has read weights of the step before the last, since the disk of one of
         them has failed in the last."""
         after_step, self._is_after_step = self._is_after_step, False
         if self.group.size == 1:
@@ -420,7 +420,7 @@ class Engine:
         self.settle_quietly()
 
     def settle(self) -> None:
-        """Wait for all lanes, and empty the blocks.
+        """Waits for all lanes, and empty the blocks.
 
         Raises:
             StepError: an optimizer has failed there; it is raised once.
@@ -458,7 +458,7 @@ class Engine:
         self.renew_shared()
 
     def _failures(self) -> list[Exception]:
-        """Wait for all that lanes do; what has failed, which nothing waits for afterwards."""
+        """Waits for all that lanes do; what has failed, which nothing waits for afterwards."""
         self.window.settle()
         found = self.cache.failures()
         for chunk in self.chunks:
@@ -481,7 +481,7 @@ class Engine:
         return together
 
     def stop(self) -> None:
-        """Take everything off the model and stop the lanes."""
+        """Takes everything off the model and stops the lanes."""
         self.put_down()
         try:
             self._stop_lanes()

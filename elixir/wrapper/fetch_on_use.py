@@ -120,7 +120,7 @@ class WeightUses:
         """While parameters have separate memory, into which a state dict is loaded."""
 
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
-        """Bring the chunks in, and keep them until the running module returns."""
+        """Brings the chunks in, and keeps them until the running module returns."""
         if self.loading or (self.saving and function == "detach"):
             return
         if compiling():
@@ -205,7 +205,7 @@ class WeightUses:
         return id(parameter) in state.at_node.parameters
 
     def renew(self, view: TrackedView) -> None:
-        """Point a view to where its chunk lies now, which has been brought in."""
+        """Points a view to where its chunk lies now, which has been brought in."""
         part: _Part = view.elixir_place
         self._refuse_changed(part, "a view of it was made")
         memory = self._chunks[part.chunk].gathered
@@ -216,12 +216,12 @@ class WeightUses:
             view.elixir_memory = memory
 
     def refuse_inside(self, what: str) -> None:
-        """Raise where one of the model's modules is running on this thread, or backward is."""
+        """Raises where one of the model's modules is running on this thread, or backward is."""
         if backward_is_running() or self._state().scopes:
             raise InputError(f"{what} is for outside of the model's forward and backward, where weights come and go")
 
     def writes(self, parameters: list[nn.Parameter], function: str, *, of_weights: bool) -> None:
-        """Refuse what would be lost. Parameters that are gathered for writing may be written to; so may any by the
+        """Refuses what would be lost. Parameters that are gathered for writing may be written to; so may any by the
         model's own forward where all ranks write the same, as Gemma-3n does when it clamps a weight."""
         if self.loading:
             return
@@ -242,14 +242,14 @@ class WeightUses:
             chunk.about_to_write()
 
     def wrote(self, parameters: list[nn.Parameter]) -> None:
-        """Bring home at once what was written to a block: from there the weights come the next time."""
+        """Brings home at once what was written to a block: from there the weights come the next time."""
         for parameter in parameters:
             chunk, _ = self._places[parameter]
             if not self.loading and chunk.index not in self.gathered:
                 chunk.take_written(parameter)
 
     def replaces(self, parameter: nn.Parameter) -> None:
-        """Refuse other memory, which would be given up, or passed by, at the next step."""
+        """Refuses other memory, which would be given up, or passed by, at the next step."""
         raise InputError(
             f"setting the .data of a parameter of shape {list(parameter.shape)}, or set_(), gives it memory that the "
             "plan does not know; copy the values with parameter.copy_(tensor), inside torch.no_grad() and "
@@ -257,7 +257,7 @@ class WeightUses:
         )
 
     def reads_gradient(self, parameter: nn.Parameter) -> None:
-        """Refuse to read None for a gradient that is elsewhere: the caller would go on as if there were none."""
+        """Refuses to read None for a gradient that is elsewhere: the caller would go on as if there were none."""
         chunk, slot = self._places[parameter]
         if parameter.grad is None and self._gradients.holds(chunk, slot.name) and not _is_applied():
             raise InputError(
@@ -285,7 +285,7 @@ class WeightUses:
         return kept
 
     def pack(self, tensor: torch.Tensor) -> Any | None:
-        """Claim what lies in a block, and weights, which need not: a checkpoint saves the arguments of its function
+        """Claims what lies in a block, and weights, which need not: a checkpoint saves the arguments of its function
         before they are read."""
         if functorch_level() is not None:  # asked here, without a call in Python: this runs for every tensor saved
             _refuse_forward_mode()
@@ -391,7 +391,7 @@ def _is_applied() -> bool:
 
 
 def _refuse_forward_mode() -> None:
-    """Raise `InputError` in a transform whose tensors are dead when it ends: backward would crash on what is saved."""
+    """Raises `InputError` in a transform whose tensors are dead when it ends: backward would crash on what is saved."""
     if forward_mode_runs() and torch.is_grad_enabled():
         raise InputError(
             "torch.func.jvp and jacfwd cannot run over streamed weights where backward comes later; use "

@@ -42,7 +42,7 @@ class LossScale:
         return {"value": self.value, "good_steps": self._good_steps, "growth_interval": self._growth_interval}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave.
+        """Goes on from what `state` gave.
 
         Raises:
             InputError: it is something else.

@@ -246,7 +246,7 @@ class ElixirModule(nn.Module):
             yield
 
     def rehome(self, plan: Plan | HasPlan) -> None:
-        """Go on under another plan with the same chunks in other homes.
+        """Goes on under another plan with the same chunks in other homes.
 
         Between a step and the next forward, with no gradients held. All ranks must call this with the same plan.
 
@@ -311,7 +311,7 @@ class ElixirModule(nn.Module):
         self._account.another_plan()
 
     def settle(self) -> None:
-        """Wait for all lanes, and empty the blocks.
+        """Waits for all lanes, and empty the blocks.
 
         Raises:
             StepError: an optimizer has failed there; it is raised once.
@@ -333,7 +333,7 @@ class ElixirModule(nn.Module):
             gradients.reducing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, those that have left for their home too; or have zeros in their place."""
+        """Forgets the gradients, those that have left for their home too; or have zeros in their place."""
         engine = self._engine
         engine.forget_failed_backward()
         engine.unstepped.clear()
@@ -384,7 +384,7 @@ class ElixirModule(nn.Module):
         return self._state.full(*args, wanted=wanted, only=only, dtype=dtype, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load weights and buffers into their homes; master weights take what is given unrounded.
+        """Loads weights and buffers into their homes; master weights take what is given unrounded.
 
         With several ranks each loads on its own, and all must be given the same.
 
@@ -444,7 +444,7 @@ class ElixirModule(nn.Module):
         return self.module
 
     def close(self) -> None:
-        """Stop the lanes and give the model back as an ordinary module; this wrapper cannot run afterwards.
+        """Stops the lanes and gives the model back as an ordinary module; this wrapper cannot run afterwards.
 
         Parameters and buffers have separate memory, on the devices and in the dtypes in which they came, with full
         weights: master weights if it has any. With several ranks all must call this, and get the same. Where a rank
@@ -499,7 +499,7 @@ def folders_of(given: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
 
 
 def refuse_wrapped(module: nn.Module) -> None:
-    """Raise `InputError` where an ElixirModule runs this model already, or modules of it."""
+    """Raises `InputError` where an ElixirModule runs this model already, or modules of it."""
     if isinstance(getattr(module._apply, "__self__", None), ElixirModule):
         raise InputError(
             f"this {type(module).__name__} is run by an ElixirModule already; use that one, close() it first, or "
@@ -518,7 +518,7 @@ def _as_float32(item: Any) -> Any:
 
 
 def _warn_if_hidden(model: nn.Module) -> None:
-    """Say which attributes of the model are not reached through the wrapper, because it has such names itself."""
+    """Says which attributes of the model are not reached through the wrapper, because it has such names itself."""
     names = dir(model)
     hidden = [name for name in PUBLIC if name in names]
     if "device" in hidden and isinstance(getattr(model, "device", None), torch.device):

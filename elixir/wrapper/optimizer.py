@@ -166,7 +166,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Go on from a state dict of torch's own layout, such as `state_dict` or the same optimizer of `torch.optim`
+        """Goes on from a state dict of torch's own layout, such as `state_dict` or the same optimizer of `torch.optim`
         gives.
 
         Parameters without a state in it have none afterwards. Options that say how a step is computed, such as
@@ -225,7 +225,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; or have zeros in their place, with which `step` then steps.
+        """Forgets the gradients; or have zeros in their place, with which `step` then steps.
 
         Raises:
             InputError: zeros are asked for where the module has another optimizer, whose gradients share the chunks.

@@ -49,7 +49,7 @@ class StepPhase:
         self._forwards: list[int] = []  # the thread of each forward that runs, one inside of the other
 
     def to(self, phase: Phase) -> None:
-        """Change the phase.
+        """Changes the phase.
 
         Raises:
             StateError: the change is not allowed.
@@ -106,6 +106,6 @@ class StepPhase:
         self.to(Phase.CLOSED)
 
     def refuse_closed(self) -> None:
-        """Raise `InputError` after `close`."""
+        """Raises `InputError` after `close`."""
         if self.closed:
             raise closed()

@@ -68,12 +68,12 @@ class RunErrors:
         self._found: dict[ErrorKind, Exception] = {}
 
     def record(self, kind: ErrorKind, error: Exception) -> None:
-        """Keep an error: the first of a kind that is raised once, the newest of others."""
+        """Keeps an error: the first of a kind that is raised once, the newest of others."""
         if not (kind.value.once and kind in self._found):
             self._found[kind] = error
 
     def record_next_to(self, what: str, failed: Sequence[Exception]) -> None:
-        """Record the errors of lanes that were met when `what` raised, apart from the error that it raised.
+        """Records the errors of lanes that were met when `what` raised, apart from the error that it raised.
 
         If several are of one class, as those of the chunks of a step, one reports all.
         """
@@ -85,11 +85,11 @@ class RunErrors:
                 self.record(ErrorKind.LANE, error)
 
     def end(self, kind: ErrorKind) -> list[Exception]:
-        """Forget the error of a kind; it, if there was one."""
+        """Forgets the error of a kind; it, if there was one."""
         return [self._found.pop(kind)] if kind in self._found else []
 
     def report(self, call: Call) -> None:
-        """Raise the first error that `call` reports, if there is one."""
+        """Raises the first error that `call` reports, if there is one."""
         for kind in ErrorKind:
             error, rule = self._found.get(kind), kind.value
             if error is None and rule.agreed and (self._rank_count == 1 or call is Call.ONE_STEP):
@@ -105,7 +105,7 @@ class RunErrors:
         return None if self._window.lost is None else str(self._window.lost)
 
     def agree(self, reports: Sequence[str | None]) -> None:
-        """Stop on all ranks if a disk of one of them has lost states.
+        """Stops on all ranks if a disk of one of them has lost states.
 
         Args:
             reports: every rank's `of_disk`.

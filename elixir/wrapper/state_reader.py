@@ -9,7 +9,7 @@ class StateReader(Protocol):
     """Has a hook on every chunk that it still reads (`Chunk.before_write`), for steps; the rest is here."""
 
     def let_go(self) -> None:
-        """Wait until no live memory is read: chunks are about to be replaced."""
+        """Waits until no live memory is read: chunks are about to be replaced."""
 
     def close(self) -> Exception | None:
-        """Wait until all is written; the error, if it was not reported yet."""
+        """Waits until all is written; the error, if it was not reported yet."""

@@ -61,7 +61,7 @@ class ChunkStates:
         return all(ticket.done() for ticket in self._updated) or all(shard.has_all_states for shard in self.shards)
 
     def wait(self) -> None:
-        """Wait for the update that was under way when this was made; raises what it raised."""
+        """Waits for the update that was under way when this was made; raises what it raised."""
         for ticket in (*self._updated, *self._written):
             ticket.synchronize()  # it still writes the weights, masters and states that are read next
 
@@ -135,7 +135,7 @@ class TrainingStates:
         self._engine.state_reader = reader
 
     def refuse_closed(self) -> None:
-        """Raise `InputError` after `close`."""
+        """Raises `InputError` after `close`."""
         self._engine.phase.refuse_closed()
 
     def begin_to_load(self, why: str) -> None:
@@ -145,7 +145,7 @@ class TrainingStates:
         self._engine.errors.record(ErrorKind.CHANGE, changed_in_part(why))
 
     def refuse(self, what: str, *, loading: bool = False) -> None:
-        """Raise where weights and states are not those between two steps.
+        """Raises where weights and states are not those between two steps.
 
         Raises:
             InputError: inside `gathered`, in a forward or backward, between backward and `step`, or the module is
@@ -214,11 +214,11 @@ class TrainingStates:
         return {name: buffer for buffer, name in first.items()}
 
     def orders(self) -> dict[str, Order]:
-        """Name -> order of the elements of those parameters that are not contiguous."""
+        """Names -> order of the elements of those parameters that are not contiguous."""
         return {slot.name: slot.order for _, slot in self._engine.places.values() if slot.order is not None}
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """Name -> shape, and whether it is trained."""
+        """Names -> shape, and whether it is trained."""
         places = self._engine.places.values()
         return {slot.name: (tuple(slot.shape), chunk.plan.trainable) for chunk, slot in places}
 
@@ -243,7 +243,7 @@ class TrainingStates:
         return {"class": type(stepper.user.given).__name__, "asked_for_norm": stepper.norm.was_asked_for}
 
     def load_said(self, name: str, said: Mapping[str, Any]) -> None:
-        """Go on from what `said_of` gave."""
+        """Goes on from what `said_of` gave."""
         self._steppers[name].norm.was_asked_for = bool(said.get("asked_for_norm"))
 
     @torch.no_grad()
@@ -254,7 +254,7 @@ class TrainingStates:
         *,
         skipped: frozenset[str] = frozenset(),
     ) -> set[str]:
-        """Write this rank's weights and states of all chunks; notes on what is not exact. After `begin_to_load`, and
+        """Writes this rank's weights and states of all chunks; notes on what is not exact. After `begin_to_load`, and
         before `show`.
 
         Args:
@@ -303,7 +303,7 @@ class TrainingStates:
         return buffers.take(_COPIES, nbytes).memory
 
     def drop_pool(self) -> None:
-        """Give up what `make_pool` has made, once nothing reads it."""
+        """Gives up what `make_pool` has made, once nothing reads it."""
         self._engine.host_buffers.drop(_COPIES)
 
     def loss_scale_state(self) -> dict[str, float | int] | None:
@@ -312,5 +312,5 @@ class TrainingStates:
         return scale.state() if scale.used else None
 
     def load_loss_scale(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved one."""
+        """Goes on from a saved one."""
         self._engine.loss_scale.load(state)

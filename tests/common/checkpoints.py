@@ -42,7 +42,7 @@ def write(
     files: Files = FILES,
     **fields: Any,
 ) -> Index:
-    """Write and synchronise the files of a checkpoint that is not committed; every rank has an equal part of each
+    """Writes and synchronises the files of a checkpoint that is not committed; every rank has an equal part of each
     tensor.
 
     `cut_to`: elements to whose multiples the parts are cut, in tensors with `blocks`.
@@ -110,7 +110,7 @@ def write(
 
 
 def save(folder: Path, tensors: Mapping[str, torch.Tensor], *, files: Files = FILES, **options: Any) -> Index:
-    """Save a checkpoint as a run on one file system does; what fails leaves the one before."""
+    """Saves a checkpoint as a run on one file system does; what fails leaves the one before."""
     folder.mkdir(exist_ok=True)
     with contextlib.suppress(CheckpointNotFound):
         settle(folder, read_index(folder, files=files).id, files=files)

@@ -146,7 +146,7 @@ class Twins:
             assert bool((apart <= limits).all()), f"{name} differs by up to {apart.max().item():g}"
 
     def close(self) -> None:
-        """Stop lanes and groups."""
+        """Stops lanes and groups."""
         self.module.close()
 
 

@@ -49,7 +49,7 @@ class Fault(Files):
 
     @contextlib.contextmanager
     def armed(self, at: int = NEVER, *, forever: bool = False) -> Iterator[None]:
-        """Count operations while it lasts, and fail."""
+        """Counts operations while it lasts, and fail."""
         self.count, self._at, self._forever, self._armed = 0, at, forever, True
         try:
             with contextlib.ExitStack() as patched:

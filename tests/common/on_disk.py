@@ -51,7 +51,7 @@ class BrokenDisk(Files):
         self.broken, self.count = False, 0
 
     def break_it(self) -> None:
-        """Fail from now on."""
+        """Fails from now on."""
         self.broken = True
 
     def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:

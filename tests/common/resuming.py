@@ -135,7 +135,7 @@ def differing(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 
 def values_left(crash: Crash, log: Sequence[Operation], folder: Path, *, seeds: int) -> set[int]:
-    """Read `number` from every checkpoint that a crash after a prefix of a record may leave: 1 was saved, then 2.
+    """Reads `number` from every checkpoint that a crash after a prefix of a record may leave: 1 was saved, then 2.
 
     Args:
         crash: of the folder as it was before the record.

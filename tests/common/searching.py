@@ -75,7 +75,7 @@ def traces(draw: st.DrawFn, dtypes: tuple[str, ...] = ("bfloat16", "bfloat16", "
 
 
 def check_consistent(made: Plan, trace: StepTrace) -> None:
-    """Check what holds for every plan: it can be run from its file alone, and an independent count gives its
+    """Checks what holds for every plan: it can be run from its file alone, and an independent count gives its
     numbers."""
     predicted = made.predicted
     assert predicted.device_peak_bytes <= made.device_budget_bytes

@@ -57,7 +57,7 @@ class TraceBuilder:
     def parameter(
         self, name: str, *shape: int, dtype: str | None = None, trainable: bool = True, aliases: tuple[str, ...] = ()
     ) -> int:
-        """Register a parameter; its index."""
+        """Registers a parameter; its index."""
         self.infos.append((name, aliases, shape, dtype or self.dtype, trainable))
         return len(self.infos) - 1
 
@@ -71,7 +71,7 @@ class TraceBuilder:
         pin: int = 0,
         module: str = "",
     ) -> int:
-        """Record an access that stays pinned for `pin` further events; its index."""
+        """Records an access that stays pinned for `pin` further events; its index."""
         index = len(self.events)
         operation = Operation("square", self.dtype, flops, moved)
         known = self.operations.setdefault(operation, len(self.operations))

@@ -24,7 +24,7 @@ class Seen:
         self._queue = queue.SimpleQueue[Any]()  # nothing that a trace looks into
 
     def append(self, item: Any) -> None:
-        """Add one item."""
+        """Adds one item."""
         self._queue.put(item)
 
     def __iter__(self) -> Iterator[Any]:

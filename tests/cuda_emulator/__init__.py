@@ -35,7 +35,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def install() -> ModuleType:
-    """Make `torch.cuda` work; gives the compiled module. Any number of times."""
+    """Makes `torch.cuda` work; gives the compiled module. Any number of times."""
     global _installed
     if _installed is None:
         if torch.cuda.is_available():

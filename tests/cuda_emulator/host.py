@@ -15,7 +15,7 @@ _device: ModuleType
 
 
 def implement(device: ModuleType, kernels: dict[str, Callable[..., Any]]) -> torch.library.Library:
-    """Give operators of aten, by name, kernels for CUDA tensors, for as long as the library lives."""
+    """Gives operators of aten, by name, kernels for CUDA tensors, for as long as the library lives."""
     global _device
     _device = device
     library = torch.library.Library("aten", "IMPL")

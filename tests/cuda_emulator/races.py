@@ -54,7 +54,7 @@ class Races:
     where: dict[int, str] = field(default_factory=dict)
 
     def read(self, entries: list[tuple[Any, ...]]) -> None:
-        """Go through a log."""
+        """Goes through a log."""
         workers = {entry[2] for entry in entries if entry[0] == "worker"}
         for kind, name, thread, stream, event, reads, writes in entries:
             host = f"thread {thread}" if thread in workers else "host"
@@ -230,7 +230,7 @@ class HostAccesses(TorchDispatchMode):
 
 @contextmanager
 def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
-    """Check what runs inside, with lanes made inside, when it is over."""
+    """Checks what runs inside, with lanes made inside, when it is over."""
     device, races = install(), Races()
     monkeypatch.setattr(lanes, "threading", _Threading())
     monkeypatch.setattr(lanes, "queue", _Queues())

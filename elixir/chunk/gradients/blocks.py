@@ -74,7 +74,7 @@ class GradientBlocks:
         return OpenChunk(block, block, next(self._numbers))
 
     def leave(self, leaving: Leaving) -> None:
-        """Keep memory that lanes are reading from here on."""
+        """Keeps memory that lanes are reading from here on."""
         self._leaving.append(leaving)
 
     def wait_for_last(self) -> None:
@@ -92,12 +92,12 @@ class GradientBlocks:
             self._arena.count(-memory.nbytes, "device", "gradient_blocks")
 
     def reclaim_extra(self) -> None:
-        """Let compute have all memory beyond the blocks, once it has left. Blocks go on leaving until one is needed."""
+        """Gives compute all memory beyond the blocks, once it has left. Blocks go on leaving until one is needed."""
         while any(leaving.is_extra for leaving in self._leaving):
             self._reclaim()
 
     def reclaim_all(self) -> None:
-        """Let compute have all memory."""
+        """Lets compute have all memory."""
         while self._leaving:
             self._reclaim()
 
@@ -125,7 +125,7 @@ class GradientBlocks:
         return self._free.popleft()
 
     def _reclaim(self) -> None:
-        """Let compute have the memory that has been leaving longest."""
+        """Lets compute have the memory that has been leaving longest."""
         leaving = self._leaving.popleft()
         leaving.ticket.wait()  # compute would overwrite gradients in `memory` that lanes still read
         self.give_back(leaving.memory)

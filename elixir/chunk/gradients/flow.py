@@ -222,7 +222,7 @@ class GradientFlow:
         return any(own.opened is not None or own.kept is not None or own.arrived for own in self.by_chunk.values())
 
     def clear(self, *, to_none: bool = True) -> None:
-        """Forget all gradients, those that are on their way too; or have zeros in their place."""
+        """Forgets all gradients, those that are on their way too; or have zeros in their place."""
         with self._lock:
             self._blocks.reclaim_extra()
             self._backwards = 0
@@ -244,7 +244,7 @@ class GradientFlow:
                     gradient.hold_zeros()
 
     def drop(self, chunk: Chunk, name: str) -> None:
-        """Forget the gradient of one parameter, as ``parameter.grad = None`` does; all ranks must do the same."""
+        """Forgets the gradient of one parameter, as ``parameter.grad = None`` does; all ranks must do the same."""
         with self._lock:
             gradient = self.by_chunk.get(chunk.index)
             if gradient is None:
@@ -278,7 +278,7 @@ class GradientFlow:
             self._blocks.reclaim_all()
 
     def _send_late(self) -> None:
-        """Send what arrived after its chunk had been sent, on any rank, and what a backward has left that raised."""
+        """Sends what arrived after its chunk had been sent, on any rank, and what a backward has left that raised."""
         mine = [index for index, own in self.by_chunk.items() if own.opened or own.kept]
         answers: list[list[int]] = self._lanes.network.ask(lambda: self._group.exchange("late gradients", mine))
         late = [index for index in self.by_chunk if any(index in theirs for theirs in answers)]
@@ -307,7 +307,7 @@ class GradientFlow:
         return self._blocks.open(chunk)
 
     def _send(self, chunk: Chunk, *, late: bool = False) -> None:
-        """Let a chunk's gradients leave its block.
+        """Lets a chunk's gradients leave its block.
 
         Args:
             late: backward is over, so that no new states are made in there.
@@ -325,7 +325,7 @@ class GradientFlow:
             self._complete(chunk)
 
     def _keep(self, gradient: ChunkGradient) -> None:
-        """Let what has arrived leave its block, to be kept by this rank."""
+        """Lets what has arrived leave its block, to be kept by this rank."""
         opened = gradient.close()
         if opened is not None:
             self._blocks.leave(self._transport.keep(gradient, opened))

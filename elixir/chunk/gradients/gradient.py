@@ -102,7 +102,7 @@ class ChunkGradient:
             self.make_memory()
 
     def to(self, state: GradState) -> None:
-        """Change state.
+        """Changes state.
 
         Raises:
             StateError: the change is not allowed.
@@ -177,7 +177,7 @@ class ChunkGradient:
         return kept.arrived
 
     def clear(self, arrived: set[str], *, to_none: bool) -> None:
-        """Forget the gradient; or have zeros in its place, where one has arrived.
+        """Forgets the gradient; or have zeros in its place, where one has arrived.
 
         Args:
             arrived: names of parameters with a gradient in a block that was closed for this.
@@ -204,7 +204,7 @@ class ChunkGradient:
             self.to(GradState.HOME)
 
     def drop(self, name: str, offload: Lane, *, alone: bool) -> None:
-        """Forget the gradient of one parameter where it is kept or at home.
+        """Forgets the gradient of one parameter where it is kept or at home.
 
         Nothing is waited for: its part of the shard is made zero before the next gradient is added there, and nobody
             reads it

@@ -51,7 +51,7 @@ class Transport:
         self.moved = MovedBytes()
 
     def send(self, gradient: ChunkGradient, opened: OpenChunk, norms: PartNorms | None) -> Leaving:
-        """Reduce a chunk's gradients, and let this rank's shard leave for its home.
+        """Reduces a chunk's gradients, and lets this rank's shard leave for its home.
 
         Args:
             gradient: of the chunk, with no block open.
@@ -94,7 +94,7 @@ class Transport:
         return Leaving(opened.memory, gone, kept_alive, self._reduce_fp32 or has_kept)
 
     def keep(self, gradient: ChunkGradient, opened: OpenChunk) -> Leaving:
-        """Add a chunk's gradients to those that this rank keeps to itself."""
+        """Adds a chunk's gradients to those that this rank keeps to itself."""
         opened.fill_gaps(gradient.chunk)
         kept, block = gradient.keep(opened, self._device), opened.block
         moved_bytes = block.nbytes if gradient.chunk.plan.update_home == "host" else 0
@@ -107,7 +107,7 @@ class Transport:
     def _return_kept(
         self, gradient: ChunkGradient, block: torch.Tensor
     ) -> tuple[list[Ticket], tuple[torch.Tensor, ...]]:
-        """Add what this rank has kept to itself to `block`: tickets of that, and the tensors that it reads."""
+        """Adds what this rank has kept to itself to `block`: tickets of that, and the tensors that it reads."""
         kept = gradient.give_up_kept()
         if kept is None:
             return [], ()
@@ -124,7 +124,7 @@ class Transport:
     def _reduce(
         self, block: torch.Tensor, mine: torch.Tensor, what: str, written: list[Ticket], norms: PartNorms | None
     ) -> tuple[torch.Tensor, Ticket]:
-        """Average `block` over the ranks: this rank's part of the mean, and when it is there.
+        """Averages `block` over the ranks: this rank's part of the mean, and when it is there.
 
         Args:
             block: is overwritten.
@@ -157,7 +157,7 @@ class Transport:
         used: Sequence[Ticket],
         nbytes: int,
     ) -> tuple[Ticket, Ticket]:
-        """Add `gradients` to those of earlier backwards, in `home`.
+        """Adds `gradients` to those of earlier backwards, in `home`.
 
         From a CUDA device to the host they pass through a pinned buffer, and a thread of the host adds them: the
         thread that submits compute goes on.
@@ -197,7 +197,7 @@ class Transport:
         used: list[Ticket],
         nbytes: int,
     ) -> Ticket:
-        """Copy this rank's shard home; sum it for the norm where the reduction has not."""
+        """Copies this rank's shard home; sum it for the norm where the reduction has not."""
         home = gradient.memory[: mine.numel()]
         copy: Work = partial(home.copy_, mine, non_blocking=True)
         if norms is not None and not written:

@@ -166,7 +166,7 @@ class Background:
         return self._thread is not None
 
     def start(self) -> None:
-        """Begin, unless begun."""
+        """Begins, unless begun."""
         with self._lock:
             if self._thread is not None or self._stopping:
                 return
@@ -175,7 +175,7 @@ class Background:
             self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> Step | None:
-        """Begin unless begun, and wait until it is over; the step, or None where compiling failed."""
+        """Begins unless begun, and waits until it is over; the step, or None where compiling failed."""
         self.start()
         if self._thread is not None:
             self._thread.join(timeout_s)

@@ -36,7 +36,7 @@ class DiskStates:
         self.use(states)
 
     def use(self, states: MutableMapping[Any, dict[str, Any]]) -> None:
-        """Go on from other states: those of the parameters here are in memory now, and then on the disk only."""
+        """Goes on from other states: those of the parameters here are in memory now, and then on the disk only."""
         self._states = states
         file = ExtentFile([self._folder])  # the one before is closed with its last reference, below
         self._file = TensorFile(lambda: file)
@@ -46,7 +46,7 @@ class DiskStates:
     def in_turn(
         self, parameters: Sequence[nn.Parameter], work: Callable[[nn.Parameter], object], *, write: bool = True
     ) -> None:
-        """Call `work` for each parameter while its states are in memory; with `write` it may change them.
+        """Calls `work` for each parameter while its states are in memory; with `write` it may change them.
 
         Raises:
             DiskError: the disk has failed, now or before.

@@ -147,7 +147,7 @@ class HybridAdam(torch.optim.Optimizer):
         return result
 
     def _step_group(self, parameters: Iterable[nn.Parameter], group: dict[str, Any], factor: float) -> None:
-        """Step some of a group; each gets the bits that it would get by itself."""
+        """Steps some of a group; each gets the bits that it would get by itself."""
         options = _options(group)
         batches: dict[tuple[torch.device, int], list[_Item]] = {}
         for parameter in parameters:
@@ -219,7 +219,7 @@ class HybridAdam(torch.optim.Optimizer):
             self._on_disk.in_turn([each for each in lacking if each in self._away], begin)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of a `HybridAdam`, or of torch's `Adam` or `AdamW`; to the bit, and as a copy.
+        """Takes over a state dict of a `HybridAdam`, or of torch's `Adam` or `AdamW`; to the bit, and as a copy.
 
         Raises:
             InputError: states that are none of Adam's, or of amsgrad.

@@ -125,7 +125,7 @@ def read_moments(moments: Moments, numel: int, start: int = 0) -> tuple[torch.Te
 
 
 def write_moments(moments: Moments, start: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-    """Put flat float32 moments in place from element `start` on, rounded to the nearest that the kind has.
+    """Puts flat float32 moments in place from element `start` on, rounded to the nearest that the kind has.
 
     bfloat16: within 2^-9 of each value. 8bit: within half the distance of two codes, which is 1.6 % of the largest in a
     block of 256 and less further down; what else is in a block that gets another scale is rounded anew.

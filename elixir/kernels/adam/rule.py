@@ -125,7 +125,7 @@ def numbers_on(device: torch.device | str, values: Sequence[float], dtype: torch
 
 
 def check_step(step: int, factor: float) -> None:
-    """Raise `InputError` where a step's number or factor cannot be."""
+    """Raises `InputError` where a step's number or factor cannot be."""
     if step < 1:
         raise InputError(f"the first step is number 1, got {step}")
     if not math.isfinite(factor):
@@ -182,7 +182,7 @@ def adam_(
 
 
 def write_weights_(new: torch.Tensor, master: torch.Tensor, weight_out: torch.Tensor | None) -> None:
-    """Copy updated weights to their master and, rounded, to where the model reads them."""
+    """Copies updated weights to their master and, rounded, to where the model reads them."""
     master.copy_(new)
     if weight_out is not None:
         weight_out.copy_(new)

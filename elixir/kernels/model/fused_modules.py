@@ -59,7 +59,7 @@ class FusedKernels:
                 self.counts[kind] = (choice.name, count)
 
     def remove(self) -> None:
-        """Give every module its own forward back."""
+        """Gives every module its own forward back."""
         while self._replaced:
             module, forward = self._replaced.pop()
             if vars(module).get("forward") is forward:  # somebody may have put another over it
@@ -72,7 +72,7 @@ class FusedKernels:
         return "fused kernels: " + ", ".join(parts) if self.counts else "no fused kernels"
 
     def _fuse(self, module: nn.Module, choice: Choice, kernel: Kernel) -> bool:
-        """Put a kernel into a module if it takes one of this kind."""
+        """Puts a kernel into a module if it takes one of this kind."""
         if choice.kind == "cross_entropy":
             layer = last_layer_of(module)
             if layer is None:

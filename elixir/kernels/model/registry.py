@@ -150,7 +150,7 @@ def choose(kind: str, device_type: str, prefer: str | None = None) -> Choice:
 
 
 def _kernel(kind: str, name: str, load: Callable[[], Kernel]) -> Kernel | None:
-    """Load a provider once; None, and one line in the log, where that fails."""
+    """Loads a provider once; None, and one line in the log, where that fails."""
     with _lock:
         key = (kind, name)
         if key not in _loaded:

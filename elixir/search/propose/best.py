@@ -59,7 +59,7 @@ def find_best(
     classic: bool = False,
     briefly: bool = False,
 ) -> Outcome:
-    """Search `sizes` with every placement.
+    """Searches `sizes` with every placement.
 
     Args:
         space: what is searched.

@@ -81,7 +81,7 @@ class PlacementBuilder:
         return min((budget_bytes - rest) // block, self.streamed)
 
     def move_all(self, chunks: Iterable[int], *, state: bool, resident: bool, budget_bytes: int) -> None:
-        """Walk `chunks`; put the weights of each that still fits, and with `state` its states, on the device."""
+        """Walks `chunks`; put the weights of each that still fits, and with `state` its states, on the device."""
         waiting = list(chunks)
         room = budget_bytes - self.peak_bytes() + self._most_given_back(resident)
         at, together = 0, 1
@@ -96,7 +96,7 @@ class PlacementBuilder:
                 at, together = at + (len(some) == 1), max(len(some) // 2, 1)
 
     def _move(self, chunks: Sequence[int], *, state: bool, resident: bool, budget_bytes: int) -> bool:
-        """Move chunks if each fits after those before it; whether it did. Of several, it may not know that they fit."""
+        """Moves chunks if each fits after those before it; whether it did. It may not know that several fit."""
         model, facts = self.model, self.model.work.chunks
         constant = self._constant + sum(self._least_bytes(c, state=state, resident=resident) for c in chunks)
         streamed = self.streamed - sum(resident and not self.resident[c] for c in chunks)

@@ -54,7 +54,7 @@ def classic_candidates(space: SearchSpace, device_bytes: int, prefetch_depth: in
 def _with_homes(
     space: SearchSpace, model: MemoryModel, blocks: int, device_bytes: int, prefetch_depth: int, *, more_blocks: bool
 ) -> Candidate:
-    """Give chunks the device in order of use, next to `blocks` blocks; then more blocks if any memory is left."""
+    """Gives chunks the device in order of use, next to `blocks` blocks; then more blocks if any memory is left."""
     builder = PlacementBuilder(model, blocks, give_back=False)
     chunks = range(len(model.work.chunks))
     builder.move_all(chunks, state=True, resident=space.setting.world_size == 1, budget_bytes=device_bytes)

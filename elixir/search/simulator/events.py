@@ -65,7 +65,7 @@ class WorkTimes:
         return other
 
     def measure(self, rates: Rates, accesses_s: Floats) -> None:
-        """Take the seconds at these rates."""
+        """Takes the seconds at these rates."""
         self.rates, self.world_size, work = rates, rates.world_size, self.work
         size = np.array([chunk.bytes for chunk in work.chunks], dtype=np.int64)
         numel = np.array([chunk.numel for chunk in work.chunks], dtype=np.int64) // self.world_size
@@ -225,7 +225,7 @@ class WorkTimes:
         )
 
     def _key(self, access: Ints, place: Ints | int, behind: Ints | int = 0) -> Ints:
-        """Sort keys of events: the access, the place in it, and there, twice the position of the order."""
+        """Sorts keys of events: the access, the place in it, and there, twice the position of the order."""
         key: Ints = (access * _PLACES + place) * self._behind + behind
         return key
 

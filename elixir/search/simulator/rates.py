@@ -173,7 +173,7 @@ class Rates:
         return self._line("disk_write").shared(self._ranks)
 
     def accesses_s(self, trace: StepTrace) -> Floats:
-        """Compute seconds of every access: the sum over its operators, with the time that their calls take."""
+        """Computes seconds of every access: the sum over its operators, with the time that their calls take."""
         seconds = np.array([self._operation_s(operation) for operation in trace.operations], dtype=np.float64)
         counts = np.array([len(event.operations) for event in trace.accesses], dtype=np.int64)
         run = np.fromiter(itertools.chain.from_iterable(event.operations for event in trace.accesses), dtype=np.int64)
@@ -221,7 +221,7 @@ class Rates:
         return self._collective("all_gather", nbytes)
 
     def reduce(self, nbytes: npt.ArrayLike) -> Floats:
-        """Reduce-scatters, by bytes of the whole buffer."""
+        """Reduces-scatters, by bytes of the whole buffer."""
         return self._collective("reduce_scatter", nbytes)
 
     def _collective(self, name: str, nbytes: npt.ArrayLike) -> Floats:

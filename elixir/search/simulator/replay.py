@@ -248,7 +248,7 @@ class Machine:
         return done_s
 
     def _write_back(self) -> None:
-        """Begin to write back the states that have been in the window for longest."""
+        """Begins to write back the states that have been in the window for longest."""
         c, done_s = self._unwritten.popleft()
         self.moved_bytes["disk_write"] += self._times.disk_bytes[c]
         self._run(DISK, "write", c, done_s, self._times.disk_write_s[c])
@@ -281,7 +281,7 @@ class Machine:
         return self._free_s[DISK]
 
     def drain(self) -> None:
-        """Wait until states are back on the disk, so that the next step finds all lanes idle.
+        """Waits until states are back on the disk, so that the next step finds all lanes idle.
 
         A steady step is no longer for it: the disk's work of a step is one chain, and a step that ended before the
         chain would be made up for by the next.
@@ -413,7 +413,7 @@ class Machine:
         return end_s
 
     def _wait(self, now_s: float, until_s: float, lane: str) -> float:
-        """Compute stands still; the time at which it goes on."""
+        """Computes stands still; the time at which it goes on."""
         if until_s <= now_s:
             return now_s
         self._computed(now_s)

@@ -138,7 +138,7 @@ def explain(
     levers: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Explanation:
-    """Explain what every chunk, one block, and each of the machine's resources mean to the step.
+    """Explains what every chunk, one block, and each of the machine's resources mean to the step.
 
     Args:
         plan: made from `trace`, alone or in the answer of a search.

@@ -192,7 +192,7 @@ def _check_network(hardware: HardwareProfile, world_size: int) -> None:
 
 
 def _check_room(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, budgets: Budgets) -> None:
-    """Refuse what cannot fit however it is placed, before a search that would take seconds to say so.
+    """Refuses what cannot fit however it is placed, before a search that would take seconds to say so.
 
     Every weight, master weight and state lies somewhere once, and a rank's activations lie on its device.
     """

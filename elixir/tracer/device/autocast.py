@@ -90,7 +90,7 @@ class Autocast:
             self._cast_weights.clear()
 
     def close(self) -> None:
-        """Take the kernels away."""
+        """Takes the kernels away."""
         while self._nesting:
             self.left()
         for library in self._libraries:

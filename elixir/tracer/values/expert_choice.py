@@ -90,7 +90,7 @@ class Routing(Protocol):
     """Says which entries a router picks where its scores are unknown."""
 
     def route(self, shadows: Shadows, call: object, choice: Choice) -> None:
-        """Give the indices of a choice known values, if it can.
+        """Gives the indices of a choice known values, if it can.
 
         Args:
             shadows: which are known.
@@ -180,7 +180,7 @@ class RecordedRouting:
         self._next = 0
 
     def route(self, shadows: Shadows, call: object, choice: Choice) -> None:
-        """Take the next recorded choice."""
+        """Takes the next recorded choice."""
         if self._next >= len(self._choices):
             raise TraceError(f"the step chooses by scores more often than the {len(self._choices)} recorded choices")
         values = self._choices[self._next]

@@ -56,7 +56,7 @@ CHECKS_FINITE = frozenset(_IF_FINITE)
 
 
 def suppose_finite(shadows: Shadows, func: Any, args: Any, outcome: torch.Tensor) -> None:
-    """Suppose that a single floating number which the step checks, such as its loss, is finite.
+    """Supposes that a single floating number which the step checks, such as its loss, is finite.
 
     Args:
         shadows: take the outcome.
@@ -182,7 +182,7 @@ class Shadows:
     def derive(
         self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> None:
-        """Let new storages in `outputs` carry what `func` makes of known inputs, lazily."""
+        """Lets new storages in `outputs` carry what `func` makes of known inputs, lazily."""
         views: dict[int, Any] = {}
         supposed: frozenset[str] = frozenset()
         for tensor in inputs:
@@ -221,7 +221,7 @@ class Shadows:
     def mutate(
         self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], written: list[StorageRecord]
     ) -> None:
-        """Follow an in-place operator: apply it to the shadows, or forget those that it makes unknown."""
+        """Follows an in-place operator: apply it to the shadows, or forget those that it makes unknown."""
         followed = [record for record in written if record.shadow is not None]
         views = [self.of(tensor) if tensor.device.type == "meta" else tensor for tensor in inputs]
         small = all(record.shadow is None or record.shadow.numel <= MAX_EAGER_SHADOW_NUMEL for record in written)

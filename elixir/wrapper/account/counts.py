@@ -85,7 +85,7 @@ class StepAccount:
         self._known.clear()
 
     def step_over(self, skipped: bool) -> None:
-        """Write the step's report, and say so where the plan was wrong.
+        """Writes the step's report, and says so where the plan was wrong.
 
         Args:
             skipped: the step was left out after an overflow, so that no weights have moved.

@@ -78,7 +78,7 @@ def _refuse_other_cause(rank: int, name: str, asked: dict[str, Any], first: tupl
 
 
 def agree_on_values(group: Group, model: nn.Module, given: Weights | None, *, strict: bool = True) -> None:
-    """Give every rank the parameters and buffers of rank 0, where they are not the same already.
+    """Gives every rank the parameters and buffers of rank 0, where they are not the same already.
 
     What is on meta is made later, from rank 0's generator. A state dict in `given` is compared and left alone; of files
     all ranks read the same.

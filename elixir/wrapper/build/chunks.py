@@ -208,7 +208,7 @@ def _has_all_bits(chunk: Chunk, slot: Slot) -> bool:
 
 
 def _agree_on_layouts(group: Group, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse weights that lie in memory otherwise on another rank, and say which cannot keep their layout."""
+    """Refuses weights that lie in memory otherwise on another rank, and says which cannot keep their layout."""
     with DisableTorchFunctionSubclass():  # where a weight lies is asked, not what it holds
         strides = {name: each.stride() for name, each in parameters.items() if not each.is_contiguous()}
     answers = group.exchange("layouts", strides)
@@ -247,7 +247,7 @@ def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | N
 
 
 def _check_disk_folders(plan: Plan, folders: Sequence[str]) -> None:
-    """Raise `InputError` where a plan needs a folder on a disk and has none, or one of them is no folder."""
+    """Raises `InputError` where a plan needs a folder on a disk and has none, or one of them is no folder."""
     missing = [folder for folder in folders if not os.path.isdir(folder)]
     if plan.uses_disk and not folders:
         raise InputError(
@@ -299,7 +299,7 @@ def agree_on_plan(
 
 
 def warn_if_made_elsewhere(plan: Plan, device: torch.device) -> None:
-    """Log one warning where the plan was made for another device than it runs on, or for more memory than there is."""
+    """Logs one warning where the plan was made for another device than it runs on, or for more memory than there is."""
     found = []
     here = other_device(plan.hardware_name, plan.device_name, device.type)
     if here is not None:

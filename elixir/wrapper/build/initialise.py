@@ -68,7 +68,7 @@ class OwnInitialisation:
         )
 
     def fill_buffers(self) -> None:
-        """Initialise the buffers that are on meta.
+        """Initialises the buffers that are on meta.
 
         Raises:
             InputError: some have no value afterwards.
@@ -95,7 +95,7 @@ class OwnInitialisation:
             )
 
     def _initialise(self, path: str, wanted: torch.Tensor | None) -> bool:
-        """Run what initialises a module, the module first and those around it after; whether `wanted` has a value."""
+        """Runs what initialises a module, the module first and those around it after; whether `wanted` has a value."""
         parts = path.split(".") if path else []
         chain = [self._modules[".".join(parts[:depth])] for depth in range(len(parts), -1, -1)]
         for resets in (False, True):  # what `_init_weights` gives a value need not be drawn twice

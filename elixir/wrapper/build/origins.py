@@ -133,7 +133,7 @@ class Origins:
         return unread
 
     def _give_all(self, engine: Engine, chunk: Chunk) -> ElixirError | None:
-        """Give the parameters of a chunk of one rank their weights, from where they lie."""
+        """Gives the parameters of a chunk of one rank their weights, from where they lie."""
         given = False
         unread: ElixirError | None = None
         if engine.has_wide_masters(chunk) and chunk.masters is not None:
@@ -158,7 +158,7 @@ class Origins:
             self._give(slot, memory)
 
     def _give(self, slot: Slot, memory: torch.Tensor | None) -> None:
-        """Give a parameter memory with its part of a chunk's weights; on meta without any."""
+        """Gives a parameter memory with its part of a chunk's weights; on meta without any."""
         parameter, origin = slot.parameter, self._parameters[slot.parameter]
         with DisableTorchFunctionSubclass():
             if memory is None:

@@ -122,14 +122,14 @@ def _padded(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _used_by_compute(tensors: Iterable[torch.Tensor]) -> None:
-    """Compute reads memory that was allocated by another stream, which gets it back only after that."""
+    """Computes reads memory that was allocated by another stream, which gets it back only after that."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _put(model: nn.Module, places: dict[str, BufferPlace], name: str, value: torch.Tensor) -> list[torch.Tensor]:
-    """Give a buffer rank 0's value; in place where it can be, so that all that hold it see it. What replaces it
+    """Gives a buffer rank 0's value; in place where it can be, so that all that hold it see it. What replaces it
     otherwise."""
     place = places.get(name)
     if place is None:  # rank 0's forward has registered one that this rank's has not

@@ -71,7 +71,7 @@ class WeightSource:
         return parameter.is_meta or any(alias in (self._given or {}) for alias in self._names[parameter])
 
     def fill_buffers(self) -> None:
-        """Give every buffer that is on meta, or in the values given, its value; on the CPU."""
+        """Gives every buffer that is on meta, or in the values given, its value; on the CPU."""
         given = self._given or {}
         for place in buffer_places(self._model):
             if place.name in given and place.is_persistent:

@@ -75,7 +75,7 @@ class Rehearsal:
 
 
 def check_elementwise(cls: type, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> frozenset[str]:
-    """Make sure that steps on shards of weights give what steps on whole weights give.
+    """Makes sure that steps on shards of weights give what steps on whole weights give.
 
     Args:
         cls: the optimizer's class; for messages.
@@ -183,7 +183,7 @@ class _Trial:
         return drawn
 
     def _call(self, method: str) -> bool:
-        """Call a method of all three; whether it has changed options.
+        """Calls a method of all three; whether it has changed options.
 
         Raises:
             InputError: groups or weights of a shard are not as those of the whole.
@@ -267,7 +267,7 @@ def options_of(group: Mapping[str, Any]) -> Options:
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any], *, exactly: bool = False) -> None:
-    """Give a group options, and with `exactly` no others. A step may write into them, so containers are copied."""
+    """Gives a group options, and with `exactly` no others. A step may write into them, so containers are copied."""
     for key in [key for key in group if exactly and key not in options and key != "params"]:
         del group[key]
     group.update({key: _copied(value) for key, value in options.items()})

@@ -92,7 +92,7 @@ class KnownNorms:
         self._known: dict[nn.Parameter, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor | None, norm: torch.Tensor) -> None:
-        """Keep the norm of the gradient of `parameter`; nothing is kept of one that autograd does not hold."""
+        """Keeps the norm of the gradient of `parameter`; nothing is kept of one that autograd does not hold."""
         if gradient is not None:
             self._known[parameter] = (weakref.ref(gradient), gradient._version, norm)
 
@@ -103,7 +103,7 @@ class KnownNorms:
         return norm if same else None
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forgets all."""
         self._known.clear()
 
 

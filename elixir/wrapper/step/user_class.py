@@ -72,7 +72,7 @@ class UserOptimizer:
         self._members = f"{type(given).__name__} {zlib.crc32(repr(numbers).encode()):08x}"
 
     def refuse_other_parameters(self) -> None:
-        """Refuse groups whose parameters are no longer those that it was made with: shards are stepped as they were
+        """Refuses groups whose parameters are no longer those that it was made with: shards are stepped as they were
         then.
 
         Raises:
@@ -168,7 +168,7 @@ class UserOptimizer:
         return made
 
     def _watch(self, made: torch.optim.Optimizer) -> None:
-        """Hold what each step of an optimizer changes in its groups against what other shards have made of the same."""
+        """Compares what each step of an optimizer changes in its groups with what other shards made of the same."""
         before: list[str] = []
 
         def begins(*_: Any) -> None:
@@ -262,7 +262,7 @@ def copies_states(given: torch.optim.Optimizer, *, fused_kernels: bool, moments:
 
 
 def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> frozenset[str]:
-    """Refuse an optimizer by whose rule shards cannot be stepped, or that has stepped whole weights already.
+    """Refuses an optimizer by whose rule shards cannot be stepped, or that has stepped whole weights already.
 
     Args:
         given: the user's, over whole parameters.
@@ -295,7 +295,7 @@ def _form(group: Mapping[str, Any]) -> str:
 
 
 def _refuse_replaced(given: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer with a method that was put on the object: shards are stepped by the class."""
+    """Refuses an optimizer with a method that was put on the object: shards are stepped by the class."""
     for name, value in vars(given).items():
         of_class = getattr(type(given), name, None)
         if not callable(value) or not callable(of_class):
@@ -334,7 +334,7 @@ def take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def refuse_differing(said: Sequence[Mapping[str, str]]) -> None:
-    """Refuse a step whose ranks go by different options: each would step its part of a weight by its own.
+    """Refuses a step whose ranks go by different options: each would step its part of a weight by its own.
 
     Args:
         said: by rank, `UserOptimizer.said_to_ranks`.

@@ -99,7 +99,7 @@ def _agreed_kinds(engine: Engine, stepper: Stepper) -> _Kinds:
 def load_whole_states(
     engine: Engine, stepper: Stepper, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
 ) -> None:
-    """Go on from a state dict of torch's layout. All ranks call this with the same; each takes its parts.
+    """Goes on from a state dict of torch's layout. All ranks call this with the same; each takes its parts.
 
     Raises:
         InputError: it is of another optimizer, or of another model; nothing was changed, on any rank.

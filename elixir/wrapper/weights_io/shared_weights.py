@@ -47,7 +47,7 @@ class SharedWeights:
         self._copies: list[_Copy] = []
 
     def attach(self, engine: Engine) -> None:
-        """Begin under the engine's plan of now."""
+        """Begins under the engine's plan of now."""
         self._engine, self._copies = engine, []
         if not self._found:
             return
@@ -87,7 +87,7 @@ class SharedWeights:
             engine.cache.invalidate()
 
     def refuse_written(self) -> None:
-        """Raise `InputError` where a forward has written to a copy, which the weight would never see."""
+        """Raises `InputError` where a forward has written to a copy, which the weight would never see."""
         for copy in self._copies:
             self._refuse_written(copy)
 

@@ -39,7 +39,7 @@ class _Replaced:
         return self._over(self.original, *args, **kwargs)
 
     def remove(self) -> None:
-        """Take it off again, whatever has been put over it since."""
+        """Takes it off again, whatever has been put over it since."""
         above = vars(self._module).get(self._name)
         if above is self:
             if self.own is None:
@@ -104,7 +104,7 @@ class ModelState:
         self._replaced.append(replaced)
 
     def remove(self) -> None:
-        """Give modules their own methods back."""
+        """Gives modules their own methods back."""
         while self._replaced:
             self._replaced.pop().remove()
 
@@ -154,7 +154,7 @@ class ModelState:
         prefix: str,
         keep_vars: bool,
     ) -> None:
-        """Save a module without its children, values instead of placeholders; before any hook sees it."""
+        """Saves a module without its children, values instead of placeholders; before any hook sees it."""
         original(destination, prefix, keep_vars)
         for name, parameter in module._parameters.items():
             key = prefix + name
@@ -191,7 +191,7 @@ class ModelState:
     def _take(
         self, module: nn.Module, original: Callable[..., None], state: dict[str, Any], prefix: str, *rest: Any
     ) -> None:
-        """Load one module: its parameters are given separate memory, and what was written there goes home."""
+        """Loads one module: its parameters are given separate memory, and what was written there goes home."""
         own = [
             self._places[parameter]
             for parameter in dict.fromkeys(module._parameters.values())
@@ -228,7 +228,7 @@ class ModelState:
                     chunk.show(slot)
 
     def _refuse_shown(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Raise where values would be loaded into memory that `ElixirModule.gathered` shows and takes nothing from."""
+        """Raises where values would be loaded into memory that `ElixirModule.gathered` shows and takes nothing from."""
         for name, parameter in module._parameters.items():
             if parameter in self._places and prefix + name in state:
                 writable = self._uses.gathered.get(self._places[parameter][0].index)

@@ -55,7 +55,7 @@ def saved(run: Run, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def edited(folder: Path, edit: Edit) -> None:
-    """Change the index by hand, with the checksum that it then should have."""
+    """Changes the index by hand, with the checksum that it then should have."""
     body = json.loads((folder / INDEX_NAME).read_text())
     del body["checksum"]
     edit(body)

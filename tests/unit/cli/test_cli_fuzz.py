@@ -35,7 +35,7 @@ TINY = ["opt-125m", "--batch", "1", "--seq", "8"]
 
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """Raise `TimeoutError` in the main thread after so many seconds."""
+    """Raises `TimeoutError` in the main thread after so many seconds."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"longer than {seconds} s")

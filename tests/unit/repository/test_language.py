@@ -68,7 +68,7 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def found_in(text: str) -> list[str]:
-    """Find the phrases in `text`, code between backquotes left out: each as found, with what to write instead."""
+    """Finds the phrases in `text`, code between backquotes left out: each as found, with what to write instead."""
     plain = re.sub(r"\s+", " ", re.sub(r"```.*?```|``?[^`]*``?|<!--.*?-->", "", text, flags=re.DOTALL)).strip()
     return [
         f"{match[0]!r} (write: {instead})"
@@ -78,7 +78,7 @@ def found_in(text: str) -> list[str]:
 
 
 def problems(path: Path) -> list[str]:
-    """List where a file has a phrase, or a docstring with a wrong beginning."""
+    """Lists where a file has a phrase, or a docstring with a wrong beginning."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return [f"{path.relative_to(ROOT)}: {found}" for found in found_in(text)]

@@ -159,7 +159,7 @@ def test_what_the_device_steps_is_stepped_before_the_next_forward() -> None:
 
 
 def test_on_the_cpu_a_step_of_the_device_delays_updates_that_are_submitted_behind_it() -> None:
-    """Compute is the thread that submits; on CUDA it runs ahead."""
+    """Computes is the thread that submits; on CUDA it runs ahead."""
     plan = chain_plan(blocks=0, depth=0, homes="dhh")
     speeds = Speeds(use=1.0, adam=10.0, device_adam=3.0)
     assert simulated(plan, speeds).step_s == pytest.approx(3 + 20 + 4)

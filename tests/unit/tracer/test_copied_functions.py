@@ -48,7 +48,7 @@ def calls_itself(layer: nn.Module) -> Callable[..., torch.Tensor]:
 
 
 def in_forward(model: Tail, wrap: Callable[[Any, Any], Any]) -> None:
-    """Replace the forward of the second layer by one around it."""
+    """Replaces the forward of the second layer by one around it."""
     layer, old = model.head, model.head.forward
 
     def new(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
