@@ -36,8 +36,8 @@ from elixir.step_trace import StepTrace
 from elixir.units import parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.report import EarlyCounts, StepReport
-from elixir.wrapper.build.chunks import agree_on_plan, compute_device
-from elixir.wrapper.build.weights import check_weights
+from elixir.wrapper.assemble.chunks import agree_on_plan, compute_device
+from elixir.wrapper.assemble.weights import check_weights
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import folders_of

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elixir.models import ModelShape, build_shape, default_input, describe
-from elixir.wrapper.build.initialise import OwnInitialisation
+from elixir.wrapper.assemble.initialise import OwnInitialisation
 
 INITIAL_STD = 0.02
 """Vocabulary sizes of GPT-2 and OPT (Radford et al. 2019; Zhang et al. 2022)."""

@@ -25,16 +25,16 @@ from elixir.units import parse_dtype
 from elixir.wrapper.account.counts import StepAccount
 from elixir.wrapper.account.report import StepReport
 from elixir.wrapper.address_errors import refuse_addresses
-from elixir.wrapper.build.chunks import (
+from elixir.wrapper.assemble.chunks import (
     agree_on_plan,
     build_chunks,
     compute_device,
     move_chunks,
     warn_if_made_elsewhere,
 )
-from elixir.wrapper.build.origins import Origins
-from elixir.wrapper.build.shared_buffers import SharedBuffers
-from elixir.wrapper.build.weights import Weights
+from elixir.wrapper.assemble.origins import Origins
+from elixir.wrapper.assemble.shared_buffers import SharedBuffers
+from elixir.wrapper.assemble.weights import Weights
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.options import Debug, RunOptions
 from elixir.wrapper.run_errors import Call

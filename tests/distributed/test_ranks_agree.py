@@ -10,7 +10,7 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.build.agreement import _digest
+from elixir.wrapper.assemble.agreement import _digest
 from tests.common.ddp import plan_for
 from tests.common.spawn import run_ranks, run_to_end
 

@@ -47,7 +47,7 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
     "wrapper": (
         frozenset({"fetch_on_use", "loss_scale", "options", "phase", "run_errors", "state_reader"}),
         frozenset({"engine"}),
-        frozenset({"account", "address_errors", "build", "step", "weights_io"}),
+        frozenset({"account", "address_errors", "assemble", "step", "weights_io"}),
         frozenset({"module", "optimizer"}),
         frozenset({"training_states"}),
     ),

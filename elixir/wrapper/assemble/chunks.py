@@ -22,8 +22,8 @@ from elixir.models import buffer_places, fingerprint, refuse_compiled, refuse_un
 from elixir.plan import ChunkPlan, HasPlan, Plan, plan_of
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.units import dtype_name, format_bytes, parse_dtype
-from elixir.wrapper.build.agreement import agree_on_values, plan_for_all
-from elixir.wrapper.build.weights import Weights, WeightSource
+from elixir.wrapper.assemble.agreement import agree_on_values, plan_for_all
+from elixir.wrapper.assemble.weights import Weights, WeightSource
 
 logger = logging.getLogger(__name__)
 

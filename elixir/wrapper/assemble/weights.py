@@ -18,7 +18,7 @@ from torch import nn
 from elixir.checkpoint_format import INDEX_NAME, open_checkpoint
 from elixir.errors import InputError, InputTypeError, few
 from elixir.models import buffer_places
-from elixir.wrapper.build.initialise import OwnInitialisation
+from elixir.wrapper.assemble.initialise import OwnInitialisation
 
 logger = logging.getLogger(__name__)
 
