@@ -54,27 +54,29 @@ lint: $(VENV)/.installed-test
 # What takes the paths of CUDA: on a GPU, or on a device that is pretended.
 ON_CUDA := tests/gpu
 # ... and what takes longer.
-RUNTIME := staging speculation order_of_updates building rehome wrap user_errors user_mistakes \
-           $(addprefix runtime_,state optimizer rules views asked_gradients training gradients precision moments fused) \
-           states_on_disk disk_in_use
-KERNELS := hybrid_adam fused_kernels cross_entropy kernels_adam
-CHECKPOINT := resume folder snapshot optimizer_state_dict
-MORE_ON_CUDA := $(RUNTIME:%=tests/unit/runtime/test_%.py) $(KERNELS:%=tests/unit/kernels/test_%.py) \
-                $(CHECKPOINT:%=tests/unit/checkpoint/test_%.py)
+MORE_ON_CUDA := tests/unit/wrapper/step \
+                $(patsubst %,tests/unit/wrapper/test_%.py,wrap gradients rehome) \
+                $(patsubst %,tests/unit/wrapper/assemble/test_%.py,building) \
+                $(patsubst %,tests/unit/wrapper/weights_io/test_%.py,state_dict) \
+                $(patsubst %,tests/unit/access/test_%.py,uses_of_weights views asked_gradients) \
+                $(patsubst %,tests/unit/training/test_%.py,training user_errors user_mistakes) \
+                $(patsubst %,tests/unit/kernels/test_%.py,hybrid_adam fused_kernels cross_entropy kernels_adam) \
+                $(patsubst %,tests/unit/checkpoint/test_%.py,resume folder snapshot optimizer_state_dict)
 
 # Test files that run at a time, each on one thread: as many as there are cores, at most 8, or what TEST_PROCESSES says.
 TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
 # Compiled files are kept, whatever the environment says: each process that starts would compile the package again.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+# Runs pytest once for each list of arguments, the later ones also after an earlier one has failed.
+all_of = failed=0; for arguments in $(1); do \
+           echo "pytest $$arguments"; eval "$(PYTEST) $$arguments" || failed=1; \
+         done; exit $$failed
 
 test: lint
-	$(PYTEST) -m 'not slow'
-	$(PYTEST) -m 'not slow' --cuda $(ON_CUDA)
+	@$(call all_of,"-m 'not slow'" "-m 'not slow' --cuda $(ON_CUDA)")
 
 test-all: lint
-	$(PYTEST)
-	$(PYTEST) --cuda $(ON_CUDA) tests/unit/runtime/test_runtime_parity.py
-	$(PYTEST) -m 'not slow' --cuda $(MORE_ON_CUDA)
+	@$(call all_of,"" "--cuda $(ON_CUDA) tests/unit/training/test_parity.py" "-m 'not slow' --cuda $(MORE_ON_CUDA)")
 
 # The oldest versions that pyproject.toml allows, and the pair that a machine with a GPU is likely to have.
 OLDEST := .venv-oldest

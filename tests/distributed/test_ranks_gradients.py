@@ -14,7 +14,7 @@ from elixir.errors import InputError
 from tests.common.ddp import Twins, batch_of
 from tests.common.spawn import run_ranks
 from tests.common.tiny_models import tiny
-from tests.unit.runtime import test_runtime_views as views
+from tests.unit.access import test_views as views
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:

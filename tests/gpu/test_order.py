@@ -24,7 +24,7 @@ from tests.common.gpu import needs_pretended_gpu
 from tests.common.parity import MODES, Case, case, make_plan, mixed
 from tests.cuda_emulator import install
 from tests.cuda_emulator.races import HostAccesses, Races, watching
-from tests.unit.runtime.test_runtime_overlap import states_on_host
+from tests.unit.wrapper.step.test_overlap import states_on_host
 
 pytestmark = needs_pretended_gpu
 

@@ -11,7 +11,7 @@ from elixir.chunk.buffers import Arena
 from elixir.chunk.gradients.blocks import GradientBlocks
 from elixir.chunk.gradients.gradient import _NEXT, ChunkGradient, GradState
 from elixir.errors import StateError
-from tests.unit.runtime.test_chunks import backward, make_chunk, make_flow
+from tests.unit.chunk.test_chunks import backward, make_chunk, make_flow
 
 CPU = torch.device("cpu")
 

@@ -26,7 +26,7 @@ from tests.common.early import all_speculating
 from tests.common.on_disk import BrokenDisk, in_memory, on_disk
 from tests.common.parity import Pair, case, hf_loss, make_plan
 from tests.common.tiny_models import FAMILIES
-from tests.unit.runtime.test_states_on_disk import OPTIMIZERS, assert_same, run
+from tests.unit.wrapper.step.test_states_on_disk import OPTIMIZERS, assert_same, run
 
 
 def test_wrap_plans_for_a_disk_where_nothing_else_fits_and_trains_the_same(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from tests.common.chains import NUMEL, Speeds
 from tests.common.parity import Case, case, hf_loss, make_plan
 from tests.common.samples import make_hardware
 from tests.common.synthetic_trace import TraceBuilder
-from tests.unit.runtime.test_runtime_overlap import held, over, states_on_host
-from tests.unit.runtime.test_runtime_precision import Reference
+from tests.unit.wrapper.step.test_overlap import held, over, states_on_host
+from tests.unit.wrapper.step.test_precision import Reference
 
 BF16 = torch.bfloat16
 

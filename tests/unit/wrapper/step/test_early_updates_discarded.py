@@ -26,7 +26,7 @@ from tests.common import gpu
 from tests.common.debug import debugged
 from tests.common.early import HOMES, attempts, chain, rehomed, speculating
 from tests.common.parity import ALL, Case, Pair, case, hf_loss
-from tests.unit.runtime.test_speculation import chain_plan, make_ordinary, settled, spec, steps
+from tests.unit.wrapper.step.test_early_updates import chain_plan, make_ordinary, settled, spec, steps
 
 SMALL: dict[str, Any] = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "vocab_size": 96, "dropout": 0.0}
 HEADS: dict[str, Any] = {

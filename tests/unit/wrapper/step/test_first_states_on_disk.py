@@ -21,7 +21,7 @@ from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.shard import Shard
 from tests.common.on_disk import in_memory, on_disk
 from tests.common.parity import Case, Pair, case, make_plan, square_loss
-from tests.unit.runtime.test_states_on_disk import assert_same
+from tests.unit.wrapper.step.test_states_on_disk import assert_same
 
 
 class Stepping(torch.optim.SGD):
