@@ -414,7 +414,9 @@ class StreamLane:
     def _submit(self, work: Work, after: Sequence[Ticket]) -> _CudaTicket:
         if self._closed:
             raise closed()
-        # What compute has been given may still read the block that the work overwrites, or write what it reads.
+        # Compute that was submitted so far may still read the block that the work overwrites, or write what it reads.
+        # Recorded here and not when the work is issued: compute submitted meanwhile would be waited for, too, and the
+        # overlap be lost.
         given = _recorded(torch.cuda.current_stream(self.device))
         behind = self._last is not None and not self._last.issued()
         self._last = ticket = _CudaTicket(self)
@@ -457,6 +459,7 @@ class StreamLane:
                 else:
                     # Work of the host, such as its Adam: the stream would copy weights that are half new.
                     earlier.synchronize()
+            # The pair times the work for `take_busy_s`. Whoever uses the buffers of the work next waits for `event`.
             started, event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             started.record(self._stream)
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad(), _own_modes():
@@ -471,21 +474,27 @@ class StreamLane:
 
 @dataclass(frozen=True)
 class Lanes:
-    """The lanes of one module."""
+    """The lanes of one module. Each says which work it overlaps, and which memory its order protects."""
 
     fetch: Lane
-    """Weights, host to device."""
+    """Weights, host to device. The next chunk is copied while compute uses this one. Each copy comes after the compute
+    submitted before it, which may still read the block that it fills."""
     network: Lane
-    """All collectives, in one order that every rank shares."""
+    """All collectives. The next gather and the last reduction run while compute goes on. One lane for both, since all
+    ranks must start their collectives in the same order, and a second communicator would need buffers of its own."""
     offload: Lane
-    """Gradients, device to host."""
+    """Gradients, device to host. A chunk's gradients leave while backward computes those of the chunk before. Apart
+    from `fetch`, both directions of the link are used at once. A gradient block is reused only after its copy."""
     host_adam: Lane
-    """Optimizer steps on the host. They touch host memory only, so they need not come after compute of the device."""
+    """Optimizer steps on the host, while the device computes and other lanes move data. One thread takes the chunks in
+    order, so that two steps never share the host's cores. The steps touch host memory only, so they need not come after
+    compute of the device."""
     refresh: Lane
-    """New weights of the host's Adam to where they live on the device, while the next chunk is stepped. Not in `fetch`:
-    what is fetched for the next forward would wait there for every update that is still to come."""
+    """New weights of the host's Adam to where they live on the device, while the next chunk is stepped. On `fetch`,
+    the first prefetch of the next step would queue after every pending update."""
     disk: Lane
-    """Masters and states between a disk and host memory, both ways in one order."""
+    """Masters and states between a disk and host memory. The next chunk is read while this one is stepped. Reads and
+    writes share one order, so that a read of a chunk's states finds what the step before has written."""
 
     def by_name(self) -> dict[str, Lane]:
         """The lanes by what they are for."""
@@ -507,9 +516,8 @@ _NAMES = tuple(field.name for field in fields(Lanes))
 def make_lanes(device: torch.device, emulation: Emulation | None = None) -> Lanes:
     """Lanes for compute on `device`; `emulation` is for the CPU's links."""
     if device.type == "cuda":
-        # Lower runs first. Compute waits for what is fetched, gathered and refreshed; for what is offloaded it waits
-        # only when it runs out of gradient blocks. Gathers and reductions are both on `network`, in the order of their
-        # submission.
+        # A lower number runs first. Compute waits for weights that are fetched, gathered and refreshed, so a kernel
+        # that fills the device must not delay their copies. It waits for offloads only if it lacks gradient blocks.
         fetch, network, offload = StreamLane(device, -1), StreamLane(device, -1), StreamLane(device)
         host_adam, refresh = ThreadLane("host adam", device=device), StreamLane(device, -1)
         return Lanes(fetch, network, offload, host_adam, refresh, ThreadLane("disk", device=device))

@@ -314,8 +314,8 @@ class RCache:
 
     def _agree(self, what: str) -> None:
         """Makes sure that all ranks are here, having sent the same so far."""
-        # This thread submits the next gather, which must be the same on all ranks: otherwise a block gets another
-        # chunk's weights.
+        # This thread waits: the gather that it submits next must be the same on all ranks, otherwise a block gets
+        # another chunk's weights.
         self._lanes.network.ask(lambda: self._group.exchange(what, None))
 
     def _load_window(self, window: Sequence[int]) -> None:
@@ -396,15 +396,15 @@ class RCache:
             raise StateError(f"chunk {chunk.index} has no shard to fetch from")
         self.counts.loads += 1
         self._fresh.add(chunk.index)
-        # The optimizer's step writes the shard that is read here: a block would hold weights of two steps. That compute
-        # still reads the weights that were in the block is the lane's affair: it comes after compute that has been
-        # submitted.
+        # The optimizer's step writes the shard that is read here: without `after` a block would hold weights of two
+        # steps. The lane itself waits for compute that was submitted so far, which may still read the block's old
+        # weights.
         source, after = shard, chunk.home_uses.to_read()
         host_bytes = shard.nbytes if chunk.plan.weight_home == "host" else 0
         self.counts.host_to_device_bytes += host_bytes
         if host_bytes or self._group.size == 1:
             source = part = whole[chunk.mine]
-            # `after` protects the shard, see above.
+            # Overlaps with compute on the chunks that are in blocks already; `after` protects the shard, see above.
             fetched = self._lanes.fetch.submit(
                 lambda: part.copy_(shard, non_blocking=True), after=after, nbytes=host_bytes
             )
@@ -414,7 +414,8 @@ class RCache:
             return
         network_bytes = whole.nbytes - shard.nbytes
         self.counts.network_bytes += network_bytes
-        # Other ranks get what this rank's part of the block holds, so the fetch must have filled it.
+        # Overlaps with compute, too. Other ranks get what this rank's part of the block holds, so the fetch must have
+        # filled it.
         chunk.filled = self._lanes.network.submit(
             lambda: self._group.gather(whole, source, f"chunk {chunk.index}"), after=after, nbytes=network_bytes
         )

@@ -144,7 +144,7 @@ class Transport:
 
         sent_bytes = block.nbytes - mine.nbytes
         self.moved.network += sent_bytes
-        # What was kept must be in the block before it is averaged.
+        # Overlaps with backward. What was kept must be in the block before it is averaged.
         return reduced, self._lanes.network.submit(reduce, after=written, nbytes=sent_bytes)
 
     def _add(
@@ -174,7 +174,8 @@ class Transport:
             Tickets of the last read of `gradients`, and of the sum.
         """
         if gradients.device == home.device:
-            # `written` fills `gradients`; `used` reads or writes `home`, which this changes.
+            # Both lie on one device, yet compute does not add them: it would wait for the reduction. `written` fills
+            # `gradients`; `used` reads or writes `home`, which this changes.
             done = self._lanes.offload.submit(partial(add, gradients), after=[*written, *used], nbytes=nbytes)
             return done, done
         buffer = self._buffers.take(SUMMANDS, gradients.nbytes)
@@ -184,7 +185,8 @@ class Transport:
         # has failed.
         free = settled(buffer.uses.to_write())
         gone = self._lanes.offload.submit(copy, after=[*written, *free], nbytes=nbytes)
-        # `gone` fills the buffer; `used` reads or writes `home`, which this changes.
+        # CPU Adam's thread adds them, so that the thread that submits compute goes on. `gone` fills the buffer; `used`
+        # reads or writes `home`, which this changes.
         added = self._lanes.host_adam.submit(partial(add, here), after=[gone, *used])
         return gone, buffer.uses.written_by(added)
 
@@ -205,7 +207,8 @@ class Transport:
                 norms.measure(mine)  # by compute, which has just written this and waits for nobody
             else:
                 copy = partial(_measure_and_copy, norms, mine, home)
-        # `written` fills `mine`; `used` reads or writes `home`.
+        # Overlaps with backward, which computes the next gradients into another block. `written` fills `mine`; `used`
+        # reads or writes `home`.
         return self._lanes.offload.submit(copy, after=[*used, *written], nbytes=nbytes)
 
     @staticmethod
