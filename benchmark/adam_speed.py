@@ -227,7 +227,7 @@ def work_first_steps(numel: str, mode: str, count: str) -> dict[str, list[float]
 
 
 def first_steps(numel: int, threads: int, repeats: int, count: int) -> list[Row]:
-    """With an empty cache: eager, the default (which compiles once it pays), and compiling from the first step on."""
+    """Compares first steps with an empty cache: eager, the default (which compiles once it pays), and compiling from the first step on."""
     found: dict[str, list[list[float]]] = {"0": [], "1": [], "now": []}
     for _ in range(repeats):
         for mode, runs in found.items():

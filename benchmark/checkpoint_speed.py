@@ -64,7 +64,7 @@ POOLS, TIMES = (0.0, 0.25, 0.5, 1.0), (0.1, 0.5, 1.0)
 """Shares of the states that the pool holds; seconds until the next update, by those of the disk."""
 SLACK_S = 0.05
 BYTES_FOR_A_PARAMETER = {"float32": 12.0, "bfloat16": 8.0, "8bit": 4 + 2 * (1 + 4 / 256)}
-"""By kind of moments."""
+"""Results by kind of moments."""
 BARS = {
     "save over two bare writers": 1.15,
     "CPU seconds per GB saved": 2.0,

@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 def conditions() -> Row:
-    """When, where and with what a row was measured; `load` is the machine's one-minute load before it."""
+    """The time, machine and versions with which a row was measured; `load` is the machine's one-minute load before it."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
         "device": f"{_processor()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}{onednn_limit()}",
@@ -55,7 +55,7 @@ def _processor() -> str:
 
 @contextlib.contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Without the two lines that torch.profiler's C++ side writes to standard error at every use."""
+    """Drops the two lines that torch.profiler's C++ side writes to standard error at every use."""
     sys.stderr.flush()
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

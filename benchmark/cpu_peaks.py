@@ -47,7 +47,7 @@ width."""
 OPTIMIZER_KERNELS: tuple[OptimizerKernel, ...] = ("for-loop", "foreach", "fused")
 OPTIMIZER_FAMILIES = ("opt", "llama")
 OPTIMIZER_TOKENS = 32
-"""So few that the optimizer's temporaries, not the activations, set the peak if there are any."""
+"""Few enough that the optimizer's temporaries, if any, set the peak and not the activations."""
 
 PRODUCTS = ((1024, 256, 1024), (256, 1024, 1024), (1024, 1024, 256), (4096, 1024, 4096), (8192, 4096, 4096))
 """(rows, inner, columns) of the products whose scratchpads are listed."""

@@ -69,7 +69,7 @@ class DiskSpeed:
 
     @staticmethod
     def of(seconds: InTurns, nbytes: int) -> DiskSpeed:
-        """From the seconds of a transfer each way."""
+        """Makes the rates from the seconds of a transfer each way."""
         return DiskSpeed(nbytes / seconds.read_s, nbytes / seconds.write_s)
 
     @staticmethod

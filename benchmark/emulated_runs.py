@@ -64,7 +64,7 @@ SHAPES: dict[str, tuple[ModelShape, int, int]] = {
 }
 """Shape, batch, sequence: below a second of compute on one core. Heads, ffn and vocabulary differ on purpose."""
 KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(256 << 20)}
-"""For the environment: the C library keeps freed memory; see `run_apart`."""
+"""Environment in which the C library keeps freed memory; see `run_apart`."""
 CHUNKS = 20
 CONTENTION_STEPS = 8
 """Rounds of an iteration that nears its end by a factor of a few each time."""
@@ -85,7 +85,7 @@ def planned(space: SearchSpace, placement: Placement, capacity: int) -> Plan:
 
 
 def homes(mix: str, chunks: int) -> Placement:
-    """Where weights and states live in a mix."""
+    """Homes of weights and states in a mix."""
     if mix == "half":
         return Placement(tuple(Home.RESIDENT if chunk % 2 else Home.HOST for chunk in range(chunks)))
     home = {
@@ -121,14 +121,14 @@ class Timed:
     """One measured step, in seconds."""
 
     forward_s: float
-    """From the end of the step before."""
+    """Seconds since the end of the step before."""
     backward_s: float
     optimizer_s: float
     report: StepReport
 
     @property
     def step_s(self) -> float:
-        """From the end of one optimizer step to that of the next."""
+        """Seconds from the end of one optimizer step to that of the next."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
 
@@ -320,7 +320,7 @@ def calibrate(
     streamed: Plan,
     free: Sequence[Timed],
 ) -> Calibration:
-    """From the profile, a run with everything resident, and one with everything streamed and no link emulated."""
+    """Fits rates to the profile, a run with everything resident, and one streamed without emulated links."""
     numel = sum(chunk.numel for chunk in resident.chunks if chunk.trainable)
     rates = lane_rates(free, streamed) | {"device_adam_numel_per_s": numel / median(alone, "optimizer_s")}
     replaced = {name.removesuffix("_bytes_per_s").removesuffix("_numel_per_s") for name in rates}

@@ -46,7 +46,7 @@ BACKWARD = "backward"
 WARM_STEPS = 2
 SIZE = 64
 QUIET_S = 0.2
-"""So long no lane may call anything for a stage to be over."""
+"""Seconds without a call on any lane after which a stage is over."""
 
 
 class Walk:

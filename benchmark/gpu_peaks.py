@@ -48,7 +48,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """As a test's name."""
+        """The label used in a test's name."""
         size = f"{self.batch}x{self.seq}" if self.seq else f"{self.batch}"
         return f"{self.model}-{self.layers}-layers-{size}-{self.checkpoint}-{self.kernel}-{dtype_name(self.dtype)}"
 

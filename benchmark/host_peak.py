@@ -75,7 +75,7 @@ def train(shape: ModelShape, plan: Plan, steps: int) -> None:
 
 
 def grown_bytes(mix: str, world_size: int, steps: int) -> tuple[int, Plan]:
-    """By how much this process grows at most, and the plan it ran."""
+    """The largest growth of this process, and the plan it ran."""
     plan = plan_of(SHAPE, mix, world_size)
     train(SMALL, plan_of(SMALL, mix, world_size), steps)
     with resident_growth() as growth:

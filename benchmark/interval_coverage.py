@@ -82,7 +82,7 @@ def own_error(row: dict[str, str]) -> float:
 
 
 def others_ranges(ratios: Sequence[float]) -> list[tuple[float, float]]:
-    """For each of them, the range that all others give."""
+    """The range for each case, fitted to all others."""
     others = [[*ratios[:index], *ratios[index + 1 :]] for index in range(len(ratios))]
     return [(min(rest) / MARGIN, max(rest) * MARGIN) for rest in others]
 

@@ -46,7 +46,7 @@ class Choice:
     placement: Placement
 
     def candidate(self, space: SearchSpace, prefetch_depth: int) -> Candidate:
-        """Its step by our time model."""
+        """The step of the original's plan by our time model."""
         blocks = min(self.blocks, self.placement.resident.count(False))
         return weigh(space.model(self.chunk_bytes), self.placement, blocks, prefetch_depth, space.cost)
 

@@ -32,7 +32,7 @@ RUNS = 3
 WORLD_SIZES = (1, 8, 64)
 BARS_S = {"trace": 0.35, "plan": 1.0, "levers": 5.0, "no": 3.0}
 RATIO_BAR = 0.6
-"""For what the other version does, too."""
+"""The code that the other version runs as well."""
 ASKED = ("levers", "no")
 
 

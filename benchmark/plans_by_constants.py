@@ -75,7 +75,7 @@ SMALLEST_MODEL = 4e9
 """Parameters of the smallest model of its grid, for which its smallest chunk is 32 MiB."""
 
 SLOWER: dict[str, tuple[float, float]] = {"link / 4": (4.0, 1.0), "Adam / 4": (1.0, 4.0), "both / 4": (4.0, 4.0)}
-"""By how much the links and the host's Adam are slower than the scaled constants."""
+"""Factor by which links and CPU Adam are slower than the scaled constants."""
 BUDGET_SHARES = (0.5, 0.8, 0.9)
 WORTH_MEASURING, BAR = 1.3, 0.10
 CALIBRATING_TURNS = 7
@@ -109,7 +109,7 @@ class Emulated:
     """Seconds here for each second there."""
 
     def machine(self, link: float = 1.0, adam: float = 1.0) -> HardwareProfile:
-        """So many times slower; a sleep can only add, so nothing gets faster than it is."""
+        """A machine slowed by a factor; a sleep can only add, so nothing gets faster than it is."""
         here, ours, theirs = self.known.machine, torch.float32.itemsize, torch.bfloat16.itemsize
         rates = {
             "host_to_device_bytes_per_s": TO_DEVICE * ours / theirs / self.stretch / link,

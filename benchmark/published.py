@@ -109,7 +109,7 @@ class Run:
         return self.published_s / simulate_step(self.plan, self.trace, hardware).step_s
 
     def range_on(self, hardware: HardwareProfile) -> tuple[float, float]:
-        """Between what seconds a step is predicted there."""
+        """The range of seconds predicted for a step there."""
         fast, slow = (
             simulate_step(self.plan, self.trace, scenario.machine(hardware), compute_scale=scale).step_s
             for scenario, scale in extremes(hardware)

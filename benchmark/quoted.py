@@ -86,7 +86,7 @@ class Quoted:
     document: Path
     line: int
     figure: str
-    """As the document has it, such as ``1,626.2``."""
+    """The figure as the document has it, such as ``1,626.2``."""
     row: str
     """The comment's text."""
 

@@ -59,7 +59,7 @@ from elixir.search.simulator.step import Simulation, simulate_step
 SHARES = (0.2, 0.5, 0.9, 1.4, 2.0)
 """Seconds of all transfers with everything streamed, over those of forward and backward."""
 ROUNDS = 12
-"""With 4, on a machine whose steps scattered by 10 %, medians were off by up to 13 % themselves, and 6 of 50 fell out of
+"""Medians of 4, on a machine whose steps scattered by 10 %, were off by up to 13 % themselves, and 6 of 50 fell out of
 the range after a run (`interval_coverage`); in the three runs with 8 none of 110 did."""
 MEAN_BAR, WORST_BAR = 0.05, 0.12
 """Mean of the absolute errors, and the largest."""

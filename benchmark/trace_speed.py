@@ -46,7 +46,7 @@ HASH_SEEDS = ("0", "1", "31337")
 BARS = {"trace": 0.5, "profile": 8.0, "plan": 2.0}
 """Seconds, for OPT-175B."""
 IMPORT_BAR_S = 0.3
-"""By how much importing elixir may exceed importing torch."""
+"""Factor by which importing elixir may exceed importing torch."""
 PROFILE_RESIDENT_BAR_BYTES = int(0.6 * 2**30)
 
 Result = dict[str, Any]

@@ -81,7 +81,7 @@ def pieces(lines: list[str]) -> Iterator[tuple[list[str], list[str]]]:
 
 
 def overlap(pairs: list[tuple[list[str], list[str], int]]) -> torch.Tensor:
-    """Which share of the words of the first piece is in the second one."""
+    """The share of the first piece's words that the second one has."""
     return torch.tensor([len({*first} & {*second}) / len({*first}) for first, second, _ in pairs])
 
 

@@ -1,4 +1,4 @@
-"""From a model to a saved plan, as a library: what goes where when OPT-13B trains on one H200 with 128 GiB of host.
+"""Plans OPT-13B on one H200 with 128 GiB of host memory, from Python, and saves the plan.
 
     python example/search.py            # prints the plan and writes plan.json, plan.png
 

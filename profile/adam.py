@@ -12,7 +12,7 @@ from elixir.microbench.script import run_script
 
 
 def jobs(bench: Bench) -> list[Job]:
-    """By thread count for one rank; as a training job runs it for several."""
+    """The jobs by thread count for one rank; for several, with the threads of a training job."""
     return adam_jobs(bench) if bench.ranks.size == 1 else all_threads_jobs(bench)
 
 

@@ -72,7 +72,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)  # after the fixtures are gone
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Likewise what the tests of a file have imported."""
+    """Drops what the tests of a file have imported."""
     if nextitem is None or nextitem.path != item.path:
         pytest_collection_finish()
 

@@ -18,7 +18,7 @@ from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.units import GIB, dtype_bytes
 
 LARGE_PARAMETERS = 16
-"""So many of the largest parameters have a separate row: a block must hold each of them that is streamed."""
+"""The number of largest parameters with a separate row: a block must hold each of them that is streamed."""
 PER_BYTE_S_AT = GIB
 """Collectives are bounded by what more bytes cost beyond these; their latencies are left out."""
 KINDS = ("without prefetch", "with prefetch", "one streamed chunk")
@@ -169,7 +169,7 @@ class Program:
         self._gradients_on_their_way()
 
     def _gradients_on_their_way(self) -> None:
-        """Where any gradient is gathered there is a block for it (an outsized one: with overlap), and one in flight."""
+        """Whenever a gradient is gathered there is a block for it (an outsized one: with overlap), and one in flight."""
         if self.world_size > 1:
             for column, amount in ((self.in_flight, float(self.trained.any())), (self.grad_blocks, self._pool_bytes())):
                 self._row("gradient block", -amount)[column] = -1.0
@@ -261,7 +261,7 @@ class Program:
         return found
 
     def _forward(self) -> None:
-        """Until backward begins, the step of the optimizer before it included."""
+        """The part until backward begins, including the optimizer step before it."""
         rates, world = self.rates, self.world_size
         row = self._row("forward: compute", -self.before_s[self.backward_at])
         row[self.forward] = -1.0
@@ -293,7 +293,7 @@ class Program:
         row[self.weights] += np.where(self.trained & self.in_forward, self.bytes / world / rates.fetch.per_s, 0.0)
 
     def _backward(self) -> None:
-        """From where backward begins until every gradient is at home."""
+        """The part from the start of backward until every gradient is at home."""
         rates, world, seconds = self.rates, self.world_size, self.before_s
         copies = np.where(self.trained, 2 * self.bytes / rates.device_memory.per_s, 0.0)
         for kept in (False, True) if self.kind == KINDS[0] else (False,):
@@ -324,7 +324,7 @@ class Program:
             self.limits[-1] -= float(np.where(self.trained, self.bytes, 0.0).sum()) * self._per_byte_s(rates.reduce)
 
     def _serial_loads(self, row: Floats, used: npt.NDArray[np.bool_]) -> None:
-        """Without prefetch compute waits for every load from beginning to end."""
+        """Every load keeps compute waiting from beginning to end if nothing is fetched ahead."""
         if self.kind == KINDS[0]:
             self._streamed(row, np.where(used, self.bytes * self._load_per_byte_s(), 0.0))
 

@@ -45,7 +45,7 @@ _HOUR_CASES = ("gpt2-4b 16x1024 in 20 GB", "gpt2-4b 16x1024 in 80 GB")
 _START_S = 30.0
 """Time of a timed job: libraries, tracing, planning, a few steps."""
 _HOST_S_PER_GB = 0.6
-"""For host memory that a job fills, pins and gives back, and for the steps that go with it. A guess."""
+"""Seconds for host memory that a job fills, pins and gives back, with its steps. A guess."""
 _CAPACITY_HOST_BYTES = 120 * GB
 """Memory that part `capacity` is expected to fill."""
 _LIMIT = 3.0
@@ -334,7 +334,7 @@ def _short_pair(case: str, shared: dict[str, Any], rehearse: bool) -> list[Job]:
 
 
 def impossible(job: Job, place: Place) -> str | None:
-    """Why a job cannot fit by arithmetic, so that no process is started for it; None if it may.
+    """The arithmetic reason why a job cannot fit, so that no process starts for it; None if it may.
 
     States alone are counted here. A job counts better, once it has the model and the device.
     """

@@ -41,7 +41,7 @@ class Running:
     step: Callable[[], torch.Tensor]
     """One optimizer step over the whole batch; gives the loss of its last part, on the device."""
     keep: Callable[[], None] = lambda: None
-    """Write what stays of the run. Nothing is taken down: the process ends once its row is written."""
+    """Writes what stays of the run. Nothing is taken down: the process ends once its row is written."""
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     account: Callable[[int], dict[str, Any]] = lambda steps: {}
     """Columns of a row about the last so many steps, once they are over."""

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 PARTS = ("links", "memory", "resident", "offload", "capacity")
-"""In the order in which they run: what is measured of the links serves the plans of those after."""
+"""Jobs in the order in which they run: measured links serve the plans of later jobs."""
 
 SHARES = {"links": 3.0, "memory": 2.5, "resident": 2.0, "offload": 4.5, "capacity": 5.0}
 """Shares of the time that is left when a part begins, among it and those after it: so that each gives an answer within
@@ -38,9 +38,9 @@ class Job:
     case: str
     """Settings that several contenders have in common."""
     contender: str
-    """Who does it, and in which setting."""
+    """The contender that does it, and its setting."""
     work: str
-    """Which function of `benchmark.proof.worker.WORK` does it."""
+    """The function of `benchmark.proof.worker.WORK` that does it."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     expected_s: float = 30.0
     """It is not started with less time left. A guess until it has been measured on the machine at hand."""
@@ -55,7 +55,7 @@ class Job:
         return f"{self.part}/{self.case}/{self.contender}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields as JSON has them."""
         return dataclasses.asdict(self)
 
     @classmethod

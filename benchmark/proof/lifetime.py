@@ -15,11 +15,11 @@ import sys
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
-"""From ``linux/prctl.h``."""
+"""The number in ``linux/prctl.h``."""
 
 
 def end_with_parent(still_there: Callable[[], bool], number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process `number` when the thread that started it ends. Linux only; elsewhere nothing happens.
+    """Asks the kernel to send this process `number` when the thread that started it ends. Linux only; elsewhere nothing happens.
 
     Note the word *thread*: a parent has to start its children on a thread that lives as long as they may.
 

@@ -43,13 +43,13 @@ class MemoryCase(Case):
     autocast: str | None = None
     """Dtype of `torch.autocast` around forward."""
     mask: bool = False
-    """With an attention mask; every other sequence is padded by a quarter."""
+    """Adds an attention mask; every other sequence is padded by a quarter."""
     dropout: float | None = None
     """None: as the family has it."""
 
     @property
     def label(self) -> str:
-        """As a row's name."""
+        """The label used in a row's name."""
         parts = [super().label]
         parts += [f"autocast-{self.autocast}"] if self.autocast else []
         parts += ["mask"] if self.mask else []

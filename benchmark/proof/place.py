@@ -1,4 +1,4 @@
-"""Where the proof runs: a CUDA device, or the CPU for a rehearsal. All calls that need CUDA are in `Place.cuda`."""
+"""The place where the proof runs: a CUDA device, or the CPU for a rehearsal. All calls that need CUDA are in `Place.cuda`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Place:
     """Exists once the worker of the next job has loaded its libraries; None if none is being started."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields as JSON has them."""
         ready = None if self.next_ready is None else str(self.next_ready)
         return {**dataclasses.asdict(self), "folder": str(self.folder.resolve()), "next_ready": ready}
 
@@ -65,7 +65,7 @@ class Place:
 
     @property
     def device(self) -> torch.device:
-        """Where compute runs."""
+        """The device on which compute runs."""
         return torch.device("cuda", 0) if self.cuda else torch.device("cpu")
 
     def hardware(self) -> HardwareProfile:
@@ -76,7 +76,7 @@ class Place:
         return machine() if self.cuda else preset("cpu")
 
     def prepare(self, *, expandable_segments: bool = False) -> None:
-        """Before anything else in a job's process.
+        """Prepares a job's process; runs before anything else in it.
 
         Args:
             expandable_segments: of the allocator, unless the environment says what it is to do.
@@ -111,7 +111,7 @@ class Place:
             torch.cuda.set_per_process_memory_fraction(min(budget_bytes / self.total_device_bytes(), 1.0), 0)
 
     def wait_until_quiet(self) -> None:
-        """Before times are taken: the next worker, which is started ahead, loads its libraries on a core of this
+        """Waits before times are taken: the next worker, which is started ahead, loads its libraries on a core of this
         machine."""
         until = time.monotonic() + QUIET_S
         while self.next_ready is not None and not self.next_ready.exists() and time.monotonic() < until:
@@ -199,7 +199,7 @@ def set_allocator(settings: str) -> None:
 
 
 def _be_killed_first() -> None:
-    """Where the host runs out of memory, the kernel is to take this process and not the one that keeps the results."""
+    """Asks the kernel to kill this process, not the one that keeps the results, if host memory runs out."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")

@@ -21,12 +21,12 @@ from elixir.units import GIB
 
 SLICE_BYTES = GIB // 4
 PINNED_BYTES = 16 * GIB
-"""So much of what is touched is pinned as well; to pin all of it takes longer than anybody needs to know."""
+"""Bytes that are pinned of those touched; pinning all of them takes too long."""
 LEFT_FREE_BYTES = GIB
 """A slice is touched once there is so much more free than it takes. Some virtual machines begin with little memory and
 get more as it is used: threads that touch faster than that are killed."""
 WAIT_S = 10.0
-"""So long it is waited for free memory; what has not come by then is not there."""
+"""Seconds to wait for free memory; what has not come by then is not there."""
 LONGEST_S = 75.0
 """Touching ends after this, whatever is left."""
 KERNELS = ((torch.bfloat16, torch.bfloat16), (torch.float32, None))

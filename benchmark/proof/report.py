@@ -190,7 +190,7 @@ def _in_smaller_budgets(row: Row, ok: Sequence[Row]) -> list[Row]:
 
 
 def _states_only(case: str, mine: Row | None, free: dict[str, Row]) -> list[Verdict]:
-    """Where weights, gradients and activations fit and only the states do not."""
+    """Whether weights, gradients and activations fit and only the states do not."""
     if mine is None or mine["budget_bytes"] is None or mine["model"] not in free:
         return []
     if not mine["without_states_bytes"] <= mine["budget_bytes"] < mine["resident_bytes"]:

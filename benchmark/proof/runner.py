@@ -125,7 +125,7 @@ class Workers:
         return self._starter.submit(self._start).result()
 
     def _start_ahead(self, count: int) -> Path | None:
-        """Have so many workers wait for jobs; the file that says when the last of them is ready."""
+        """Starts workers that wait for jobs; gives the file that says when the last of them is ready."""
         with self._lock:
             while len(self._waiting) > count:  # those of a part that ran more at once: each holds host memory
                 _end(self._waiting.pop().process)
@@ -154,7 +154,7 @@ class Workers:
         self._log.close()
 
     def _start(self) -> _Waiting:
-        """On the starter's thread."""
+        """Starts a worker; runs on the starter's thread."""
         with self._lock:
             self._started += 1
             log = Path(self._files.name) / f"{self._started}.txt"

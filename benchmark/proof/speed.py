@@ -24,7 +24,7 @@ LEAST_STEPS, MOST_STEPS = 3, 20
 
 
 def saved_at(place: Place, part: str, case: str, contender: str) -> Path:
-    """Where a contender's plan and trace lie, without the endings."""
+    """Path of a contender's plan and trace, without the endings."""
     name = re.sub(r"[^A-Za-z0-9.-]+", "_", f"{part}_{case}_{contender}")
     return place.folder / "plans" / name
 

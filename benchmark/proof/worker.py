@@ -35,7 +35,7 @@ WORK: dict[str, Callable[[dict[str, Any], Place], Row]] = {
 }
 
 LAST_WORDS_S = 5.0
-"""So long before a job is ended its threads' stacks go to the log, which is all that is known of one that hangs."""
+"""Seconds before a job's end at which its threads' stacks go to the log, which is all that is known of one that hangs."""
 
 _OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "pinning")
 """Parts of messages of errors that are no `OutOfMemoryError`."""
@@ -114,7 +114,7 @@ def run(job: Job, place: Place) -> Row:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """By its type or message, or those of what it came from."""
+    """Whether the error's type or message, or those of its cause, say out of memory."""
     seen = 0
     while error is not None and seen < 10:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

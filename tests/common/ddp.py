@@ -126,7 +126,7 @@ class Twins:
         self.plain_optimizer.zero_grad()
 
     def train(self, steps: int = 10) -> None:
-        """So many steps on the same batch."""
+        """Trains `steps` steps on the same batch."""
         for _ in range(steps):
             self.backward()
             self.step()

@@ -57,7 +57,7 @@ class RecordingFiles(UnsyncedFiles):
 
 
 class FailingFiles(RecordingFiles):
-    """Its `at`-th change fails, and with `forever` all that come after it. Keeps those that do not."""
+    """Fails the `at`-th change, and with `forever` all later ones. Keeps those that do not fail."""
 
     def __init__(
         self, at: int, code: int = errno.ENOSPC, *, forever: bool = False, only: tuple[str, ...] = CHANGES

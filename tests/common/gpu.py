@@ -1,4 +1,4 @@
-"""Where tests run that can run on either device, which need a CUDA device, and which a real one."""
+"""Chooses the device of tests that run on either, and marks those that need CUDA, or a real GPU."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def pretended() -> bool:
 
 
 def not_pretended(reason: str) -> pytest.MarkDecorator:
-    """For what the pretended device lacks."""
+    """Marks tests of features that the pretended device lacks."""
     return pytest.mark.skipif(pretended(), reason=reason)
 
 
 def on_the_cpu(reason: str) -> pytest.MarkDecorator:
-    """For what there is on the CPU only."""
+    """Marks tests of features that only the CPU has."""
     return pytest.mark.skipif(DEVICE != "cpu", reason=reason)
 
 

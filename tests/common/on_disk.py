@@ -37,7 +37,7 @@ def with_states(plan: Plan, home: str, every: int = 1) -> Plan:
 
 
 class BrokenDisk(Files):
-    """Its transfers work until `break_it` is called, and fail from then on.
+    """A disk whose transfers work until `break_it` is called, and fail from then on.
 
     Args:
         code: errno of the failures.
@@ -65,7 +65,7 @@ class BrokenDisk(Files):
 
 
 class ShortDisk(Files):
-    """From `break_it` on a write moves half of what it is given, and the next one nothing."""
+    """A disk on which, after `break_it`, a write moves half of its bytes, and the next one none."""
 
     def __init__(self) -> None:
         self._broken = False

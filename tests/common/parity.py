@@ -59,7 +59,7 @@ def hf_loss(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
 
 
 def square_loss(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
-    """For models that return one tensor."""
+    """The loss of models that return one tensor."""
     output: torch.Tensor = model(**inp)
     return output.square().mean()
 
@@ -94,7 +94,7 @@ def make_plan(case: Case, mode: str, **options: Any) -> Plan:
 
 
 _PLANS: dict[bytes, Plan] = {}
-"""By the contents of what they were made from. Most tests plan for one of few cases, and a trace takes longer than the
+"""Traces by the contents of what they were made from. Most tests share few cases, and a trace takes longer than the
 steps that follow."""
 
 
@@ -208,7 +208,7 @@ class Pair:
         self.plain_optimizer.zero_grad()
 
     def train(self, steps: int = 10, inp: dict[str, Any] | None = None) -> list[float]:
-        """So many whole steps; gives the losses."""
+        """Trains `steps` whole steps; gives the losses."""
         losses = []
         for _ in range(steps):
             losses.append(self.backward(inp))

@@ -12,7 +12,7 @@ import pytest
 
 
 class Growth:
-    """By how much resident memory grew at most."""
+    """The largest growth of resident memory."""
 
     peak_bytes: int = 0
 

@@ -24,7 +24,7 @@ class Recount:
     device_peak_bytes: int
     host_peak_bytes: int
     host_step_bytes: int
-    """Without copies for a checkpoint, which take what the budget leaves, and so would hide a part that is left out."""
+    """Host bytes without copies for a checkpoint: those take what the budget leaves, and would hide a missing part."""
     disk_peak_bytes: int
     moved_bytes: dict[str, int]
     loads: int

@@ -101,7 +101,7 @@ class Run:
         return loss.item()
 
     def train(self, steps: int) -> list[float]:
-        """So many steps; their losses."""
+        """Trains `steps` steps; gives their losses."""
         return [self.step() for _ in range(steps)]
 
     def bits(self) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def every_placement(model: MemoryModel) -> list[Placement]:
 
 
 def home_of(homes: Homes) -> Home:
-    """By its flags."""
+    """The home with these flags."""
     resident, weight, state = homes
     return Home.find(resident, "device" if weight else "host", "device" if state else "host")
 

@@ -25,7 +25,7 @@ GROUP_TIMEOUT_S = 60.0
 WAIT_S = 120.0
 """How long a whole run may take."""
 ALONE: dict[str, float] = {"group_timeout_s": 24 * 3600.0, "wait_s": 900.0}
-"""For ranks that must end because they learn of something: no collective ends by its timeout. A rank that waits for ever
+"""Seconds for ranks that must end because they learn of something: no collective ends by its timeout. A rank that waits for ever
 has the error `no answer`, and a slow machine changes nothing."""
 
 
@@ -38,7 +38,7 @@ class Outcome:
     error: str | None = None
     """Traceback of what the function raised, or a word on how the process ended without an answer."""
     seconds: float = 0.0
-    """From the start of the run to the rank's answer."""
+    """Seconds from the start of the run to the rank's answer."""
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
@@ -70,7 +70,7 @@ def run_to_end(
     group_timeout_s: float = GROUP_TIMEOUT_S,
     wait_s: float = WAIT_S,
 ) -> list[Outcome]:
-    """As `run_ranks`, but for ranks that are expected to fail: waits for all of them, and raises nothing."""
+    """Runs ranks that are expected to fail: waits for all of them, and raises nothing; otherwise as `run_ranks`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory(prefix="elixir-ranks-") as folder, _one_thread():

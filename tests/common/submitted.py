@@ -1,4 +1,4 @@
-"""In which order the runtime loads chunks and opens and sends their gradients, seen and simulated."""
+"""Observes and simulates the order in which the runtime loads chunks, and opens and sends gradients."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class _ToyMemoryCase(MemoryCase):
 
 
 def toy_memory_cases() -> tuple[MemoryCase, ...]:
-    """Those of a real run in small; they are called the same."""
+    """The memory cases of a real run in small, under the same names."""
     small = []
     for case in _all_memory_cases():
         fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
@@ -102,7 +102,7 @@ def forked(line: str, log: str) -> None:
 
 
 def prepare() -> None:
-    """Before the first job of a process: the pretended device, and the small cases."""
+    """Prepares a process before its first job: the pretended device, and the small cases."""
     from tests.cuda_emulator import install_nccl
 
     install_nccl()

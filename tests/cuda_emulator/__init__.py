@@ -47,7 +47,7 @@ def install() -> ModuleType:
 
 
 def install_nccl() -> None:
-    """As `install`; process groups over ``nccl`` exist as well, of one rank or of several processes on this machine."""
+    """Installs the device; process groups over ``nccl`` exist as well, of one rank or of several processes on this machine."""
     install()
     distributed: Any = torch.distributed.distributed_c10d
     if not distributed.is_nccl_available():

@@ -32,7 +32,7 @@ _numbers = itertools.count(1)
 
 @dataclass
 class Access:
-    """Who touched which bytes when."""
+    """One access: who touched which bytes when."""
 
     start: int
     end: int

@@ -15,7 +15,7 @@ from tests.common.spawn import run_ranks
 
 
 class Small(nn.Module):
-    """Between two layers a weight so small that the second rank's shard of its chunk is padding alone."""
+    """Has a weight between two layers so small that the second rank's shard of its chunk is only padding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from tests.common.tiny_models import tiny
 
 COUNTED = ("loads", "host_to_device", "device_to_host", "network")
 ALONE = ((), (0,), (0, 1), (0, 2), (1,))
-"""Which micro-batches of a step run inside no_sync(), step after step."""
+"""The micro-batches of each step that run inside no_sync()."""
 
 
 def _steps(twins: Twins, patterns: tuple[tuple[int, ...], ...]) -> None:

@@ -1,4 +1,4 @@
-"""On a CUDA device: models, optimizers, inputs and streams as users have them there."""
+"""Models, optimizers, inputs and streams on a CUDA device, as users have them there."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_inputs_on_the_host_are_moved(device: torch.device | str | None) -> None
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_with_a_default_device(dtype: str, tmp_path: Path) -> None:
-    """As `torch.set_default_device("cuda")`, under which whatever names no device is made there."""
+    """Runs under `torch.set_default_device("cuda")`, where tensors that name no device are made on CUDA."""
     losses = []
     for default in ("cpu", "cuda"):
         with torch.device(default):
@@ -132,7 +132,7 @@ def test_the_bits_do_not_depend_on_where_gradients_are(mode: str) -> None:
 
 @needs_pretended_gpu
 def test_steps_of_a_cpu_are_compared_with_those_of_a_gpu_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the tests above do where the device has separate kernels."""
+    """Rounding differs as in the tests above, because the device has separate kernels."""
     monkeypatch.setattr(gpu, "pretended", lambda: False)
     it = case("opt", layers=1)
     with Pair(it, make_plan(it, "streamed")) as pair:
@@ -149,7 +149,7 @@ def test_steps_of_a_cpu_are_compared_with_those_of_a_gpu_up_to_rounding(monkeypa
 @needs_pretended_gpu
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])
 def test_a_forward_on_another_stream_comes_behind_the_last(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who only evaluates needs no order between streams in plain PyTorch, but the blocks are shared."""
+    """Plain PyTorch needs no order between streams for evaluation, but the blocks are shared."""
     it = case("opt")
     plan = make_plan(it, mode)
     inp = {name: value.cuda() for name, value in it.inp.items()}
@@ -242,7 +242,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_compiled_adam_is_asked_for_by_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its index: code that was compiled on another device would launch there."""
+    """The device has its index: code compiled on another device would launch there."""
     asked: list[Combination] = []
     monkeypatch.setattr(f"{adam_step.__module__}.compiled_step", lambda combination, numel: asked.append(combination))
     values = torch.ones(64, device="cuda:0")

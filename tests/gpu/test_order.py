@@ -201,7 +201,7 @@ def far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def waits_of_step(optimizer: ElixirOptimizer) -> list[tuple[Any, ...]]:
-    """Where this thread waits for the device in a step, and in what comes before the next forward."""
+    """Places where this thread waits for the device, from the step to the next forward."""
     device = install()
     device.start_log()
     optimizer.step()

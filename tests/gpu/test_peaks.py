@@ -1,4 +1,4 @@
-"""On a CUDA device a step takes what its trace says, by `torch.cuda.max_memory_allocated`.
+"""A step on a CUDA device takes what its trace says, by `torch.cuda.max_memory_allocated`.
 
 None of the CUDA rules has been compared with a GPU yet: see `docs/appendix/gpu_proof_rules.md` on what a failure here points
 to.

@@ -40,7 +40,7 @@ def test_many_small_buffers_do_not_share_pages() -> None:
 
 
 def test_memory_can_be_pinned_again_by_whoever_gets_it_next() -> None:
-    """Without `close`, and by views that outlive the buffer."""
+    """Memory returns without `close`, and through views that outlive the buffer."""
     arena = Arena(torch.device("cuda", 0))
     for _ in range(20):
         view = arena.make(100_000, torch.float32, "host", "weights")[10:20]

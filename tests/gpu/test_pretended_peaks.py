@@ -1,4 +1,4 @@
-"""On the pretended CUDA device, a step takes to the byte what its trace says.
+"""A step on the pretended CUDA device takes to the byte what its trace says.
 
 Its allocator sees every tensor, with the lifetimes that autograd gives it on a CUDA device, and the buffers that
 attention allocates. It does not see what kernels hold otherwise: `Seen` leaves that out of the prediction, operator by

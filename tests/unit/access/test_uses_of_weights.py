@@ -326,7 +326,7 @@ def test_a_write_between_forward_and_backward_raises_as_in_pytorch(pair: Pair) -
 
 
 class Renormed(nn.Module):
-    """Its forward writes to weights."""
+    """A module whose forward writes to weights."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 class KeepsView(torch.autograd.Function):
-    """Its context holds the view itself, of which autograd knows nothing."""
+    """A function whose context holds the view itself, of which autograd knows nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -341,7 +341,7 @@ def test_another_version_is_refused(version: Any) -> None:
 
 
 def test_a_plan_that_stepped_in_place_during_backward_is_made_anew() -> None:
-    """Until version 15 plans had two fields for that."""
+    """Plans had two fields for that until version 15."""
     plan = make_plan(3)
     data = plan.to_dict() | {"schema_version": 15, "may_step_in_backward": True}
     data["chunks"] = [chunk | {"steps_in_backward": False} for chunk in data["chunks"]]
@@ -436,7 +436,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_new_content_appears_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the file gets its name, all of it is there."""
+    """All of the file is there when it gets its name."""
     replace, seen = os.replace, []
 
     def spy(source: str, target: Path) -> None:

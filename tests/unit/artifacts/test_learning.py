@@ -34,7 +34,7 @@ def test_the_next_plan_has_the_seconds_of_the_run() -> None:
 
 
 def test_the_disk_is_learned_from_the_seconds_in_which_it_worked() -> None:
-    """In those of two ranks, too, which share it."""
+    """Two ranks that share the disk teach its rate as well."""
     before = replace(preset("h100"), disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9)
     # 4 GB either way take 2 and 4 s; the disk took half as long again.
     moved = {"disk_read_bytes": 4 * 10**9, "disk_write_bytes": 4 * 10**9, "busy_disk_s": 9.0}

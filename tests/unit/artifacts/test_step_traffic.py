@@ -187,7 +187,7 @@ def test_a_step_whose_forwards_and_backwards_differ_is_not_compared(caplog: pyte
 
 
 def test_a_wrong_prediction_still_warns(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the number of micro-batches, where it is not the planned one."""
+    """The warning names the number of micro-batches if it is not the planned one."""
     it = case("opt", layers=2)
     walk = StepSchedule.step
 

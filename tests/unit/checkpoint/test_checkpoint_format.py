@@ -453,7 +453,7 @@ def test_small_and_large_reads_of_several_files_are_done_by_any_number_of_thread
 
 
 def peak_growth_bytes(work: Callable[[], object]) -> int:
-    """By how much the resident memory of this process grew at most."""
+    """The largest growth of this process's resident memory."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         before = resident("VmRSS")

@@ -46,7 +46,7 @@ def save_generation(folder: Path, generation: int, files: Files | None = None) -
 
 
 def generation_in(folder: Path) -> int:
-    """Which save the folder holds; fails unless all of it is of that one."""
+    """The save that the folder holds; fails unless all of it is of that one."""
     assert verify(folder) == ()
     with open_checkpoint(folder) as saved:
         generation = saved.value("generation")

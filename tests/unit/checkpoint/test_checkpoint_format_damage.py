@@ -263,7 +263,7 @@ def test_other_files_are_no_index(raw: bytes, tmp_path: Path) -> None:
 
 
 def test_an_index_made_up_at_random_raises_nothing_else(whole: Path) -> None:
-    """With a right checksum: other values at any place, and what they are read as."""
+    """Damages indexes that keep a right checksum: other values at any place."""
     original = json.loads((whole / "index.json").read_text())
     odd = [None, True, 0, -1, 2**70, 1.5, "", "x", "../x", [], [[]], {}, {"$": "tuple", "items": [1]}, {"a": 1}]
     refused = 0

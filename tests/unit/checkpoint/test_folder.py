@@ -137,7 +137,7 @@ class CountingFiles(UnsyncedFiles):
 
 @pytest.mark.parametrize("keep", [None, 4])
 def test_a_save_reads_only_how_the_indexes_next_to_it_begin(run: Run, tmp_path: Path, keep: int | None) -> None:
-    """With a thousand checkpoints, whole indexes would take seconds in each save."""
+    """Reading whole indexes of a thousand checkpoints would take seconds in each save."""
     with Checkpoints(tmp_path, keep=None, wait=True, files=FILES) as checkpoints:
         for step in range(4):
             checkpoints.save(step, run.state())

@@ -18,7 +18,7 @@ each_commit = pytest.mark.parametrize("folder", COMMITS, ids=lambda folder: fold
 
 
 def different(found: Any, held: Any, where: str = "") -> list[str]:
-    """Where two nests of dicts and lists differ; tensors by dtype, shape and bits."""
+    """The paths at which two nests of dicts and lists differ; tensors by dtype, shape and bits."""
     if isinstance(held, dict):
         keys = [] if found.keys() == held.keys() else [f"{where}: {sorted(found)} is not {sorted(held)}"]
         return keys + [

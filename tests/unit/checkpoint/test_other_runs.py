@@ -40,7 +40,7 @@ def saved_run(it: Case, folder: Path, **options: Any) -> dict[str, torch.Tensor]
     ("theirs", "mine"), [("float32", "8bit"), ("8bit", "float32"), ("bfloat16", "8bit"), ("float32", "bfloat16")]
 )
 def test_moments_of_another_kind_are_rounded_once(theirs: str, mine: str, tmp_path: Path) -> None:
-    """To the bits that writing the saved values gives, and it is said."""
+    """The result has the bits that writing the saved values gives, and a line says so."""
     it, dtype = case("opt", layers=1), "bfloat16"
     weights = saved_run(it, tmp_path / "run", unified_dtype=dtype, moments=theirs)
     with Run(it, make_plan(it, "streamed", unified_dtype=dtype, moments=mine), two_groups()) as run:

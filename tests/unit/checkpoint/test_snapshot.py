@@ -106,7 +106,7 @@ def race(seed: int, *, share: float | None = None) -> tuple[Snapshot, SnapshotPo
         except BaseException as error:
             problems.append(error)
 
-    half = len(chunks) // 2  # as where the host steps some and the device others
+    half = len(chunks) // 2  # the host steps some and the device others
     threads = [threading.Thread(target=updates, args=(part,)) for part in (chunks[:half], chunks[half:])]
     for thread in threads:
         thread.start()

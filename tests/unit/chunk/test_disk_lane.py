@@ -100,7 +100,7 @@ def test_ranks_of_one_machine_share_its_disk() -> None:
 @pytest.mark.parametrize("homes", ["kkk", "sks", "eee"])
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_the_search_sees_what_simulate_step_gives(homes: str, accumulation: int) -> None:
-    """To the last bit, with a disk so slow that the step ends with it too."""
+    """Both agree to the last bit, also with a disk so slow that the step ends with it."""
     from elixir.search.problem.placement import Setting
 
     blocks = 0 if homes == "eee" else 3

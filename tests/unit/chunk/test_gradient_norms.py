@@ -63,7 +63,7 @@ def test_a_step_reads_no_gradient_for_its_norm(pair: Pair, reads: Reads) -> None
 @pytest.mark.parametrize("make", [None, lambda model: torch.optim.AdamW(model.parameters(), fused=True)])
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
 def test_gradients_stay_clipped_until_they_are_cleared(mode: str, make: Any) -> None:
-    """As after torch.nn.utils.clip_grad_norm_: a second step, and one with more gradients, go on from what was clipped."""
+    """A second step, and one with more gradients, go on from clipped gradients, as after torch's clip_grad_norm_."""
     it = case("opt", layers=1)
     with Pair(it, make_plan(it, mode), optimizer=make) as pair:
         pair.optimizer.max_norm = 0.05

@@ -224,7 +224,7 @@ def test_work_that_the_caller_issues_runs_without_the_modes_of_the_caller(cuda: 
 
 
 def test_who_asks_a_stream_lane_waits_for_no_device(cuda: FakeStream) -> None:
-    """Its events have nothing that could be waited for on the host."""
+    """The lane's events have nothing that the host could wait for."""
     host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
     told, gate = lane._stream.told, threading.Event()
     assert lane.ask(lambda: len(told)) == 1

@@ -39,7 +39,7 @@ def drive(tmp_path: Path) -> Path:
 
 
 def options(plan: Plan, drive: Path) -> dict[str, Any]:
-    """Those of a run under `plan`, with its states on the disk of a folder."""
+    """Options of a run under `plan`, with its states on the disk of a folder."""
     return {"plan": str(on_disk(plan).save(drive.parent / "disk.json")), "disk_folder": str(drive)}
 
 

@@ -143,7 +143,7 @@ def test_a_target_that_is_no_class_is_refused_or_gives_no_number(wrong: int) -> 
     target[3] = wrong
     with pytest.raises(InputError, match=rf"target {wrong} is none of the {CLASSES} classes"):
         linear_cross_entropy(hidden, weight, target)
-    unseen = module._LinearCrossEntropy.apply(hidden, weight, None, target, -100, True)  # as where nobody looks
+    unseen = module._LinearCrossEntropy.apply(hidden, weight, None, target, -100, True)  # no hook looks
     assert unseen.isnan()
 
 

@@ -12,7 +12,7 @@ from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.parity import case, make_plan
 
 BETWEEN = "model.decoder.layers.0.self_attn.k_proj.weight"
-"""In the middle of its chunk."""
+"""A position in the middle of its chunk."""
 STEPS = 3
 
 

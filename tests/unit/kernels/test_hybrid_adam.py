@@ -57,7 +57,7 @@ def test_a_hundred_steps_are_those_of_torch(adamw: bool, batched_numel: int, mon
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_weights_are_rounded_float32_training(dtype: torch.dtype) -> None:
-    """With steps below half a last bit, which weights without masters would never take."""
+    """Steps are below half a last bit, which weights without masters would never take."""
     mine = parameters(dtype)
     theirs = [nn.Parameter(parameter.detach().float()) for parameter in mine]
     start = [parameter.detach().clone() for parameter in mine]

@@ -1,4 +1,4 @@
-"""Which fused kernels are taken of what is present, and those of other libraries in models and under plans."""
+"""The choice of fused kernels among those present, and other libraries' kernels in models and under plans."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _fake(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> None:
 
 
 class _ForeignNorm(torch.autograd.Function):
-    """As Liger's and Apex': weights are read as plain memory, in forward and from `saved_tensors`."""
+    """Reads weights as plain memory, in forward and from `saved_tensors`, as Liger's and Apex' norms do."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

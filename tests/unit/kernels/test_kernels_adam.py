@@ -171,7 +171,7 @@ def test_second_moments_decay_without_bias(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_come_to_rest_when_their_gradients_stop(kind: str) -> None:
-    """While others in the same block go on: a first moment that stayed would be divided by ever less."""
+    """Other weights in the same block go on: a first moment that stayed would be divided by ever less."""
     generator = torch.Generator().manual_seed(0)
     master, moments = torch.zeros(512), make_moments(512, kind)
     options = AdamOptions(lr=1e-3, beta2=0.9)
@@ -218,7 +218,7 @@ def test_pieces_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_no_number_shows(kind: str, bad: float) -> None:
-    """As in torch: it reaches the weight, so that training visibly fails rather than drifts."""
+    """The NaN reaches the weight, as in torch, so that training visibly fails rather than drifts."""
     gradient, master, moments = torch.ones(300), torch.ones(300), make_moments(300, kind)
     gradient[5] = bad
     for step in (1, 2):

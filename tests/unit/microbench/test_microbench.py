@@ -331,7 +331,7 @@ def test_thread_counts_double_up_to_the_cores_whatever_openmp_is_told(monkeypatc
 
 @pytest.mark.usefixtures("tiny")
 def test_the_hosts_adam_is_measured_at_its_own_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a thread whose operators have that number, while those of the caller keep theirs."""
+    """The measurement runs on a thread with that number of threads; the caller's number stays."""
     seen: list[tuple[int, int]] = []
     before, real = torch.get_num_threads(), adam.adam_series
     ask = ThreadPoolExecutor(1)

@@ -130,7 +130,7 @@ def carried(out: Path) -> list[str]:
 
 
 def test_a_run_that_is_killed_has_handed_back_its_cases_and_the_next_goes_on(tmp_path: Path) -> None:
-    """On a machine that is emptied in between: the archive of one run is all that the next one gets."""
+    """The machine is emptied in between: the next run gets nothing but the archive of the one before."""
     first, second, out = tmp_path / "first", tmp_path / "second", tmp_path / "out"
     environment = os.environ | {"PYTHON": fake(tmp_path, hangs=True), "WORK": str(first / "work"), "COPY_EVERY": "0.1"}
     with subprocess.Popen(["bash", str(HOUR), "2", str(out)], env=environment, stdout=subprocess.DEVNULL) as process:

@@ -142,7 +142,7 @@ GIB = 2**30
 
 
 def test_what_cannot_fit_is_decided_before_a_process_starts(tmp_path: Path) -> None:
-    """By states alone; and again with other host memory to plan with."""
+    """States alone decide; and again with other host memory to plan with."""
     names = {
         "gpt2-10b 16x1024 in 20 GB/elixir": False,
         "gpt2-10b 16x1024 in 40 GB/elixir": False,
@@ -200,7 +200,7 @@ def test_the_probe_says_what_the_machine_is(capsys: pytest.CaptureFixture[str]) 
 def test_the_probe_waits_for_free_memory_and_touches_no_more_than_comes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a machine whose memory grows as it is used, threads that touch faster than it grows are killed."""
+    """Threads that touch memory faster than the machine's memory grows are killed."""
     free, asked = [2000 + 10**6], []
 
     def zeros(nbytes: int) -> torch.Tensor:
@@ -368,7 +368,7 @@ def test_what_had_no_time_is_begun_by_another_run(tmp_path: Path) -> None:
 
 
 def test_every_part_has_an_answer_inside_its_share_of_nine_minutes(tmp_path: Path) -> None:
-    """If jobs take as long as they are expected to, and those that run side by side share that."""
+    """This supposes that jobs take as long as expected, and that concurrent jobs share that time."""
 
     fake = AsExpected({})
     every = {part: jobs_of(part, rehearse=False) for part in PARTS}
@@ -543,7 +543,7 @@ LADDER = [describe(name) for name in capacity.LADDER]
 
 @given(st.integers(10**7, 4 * 10**11))
 def test_the_largest_that_fits_is_found(limit: int) -> None:
-    """Against trying every depth of the widest shape of the ladder that fits."""
+    """The answer equals that of trying every depth of the widest shape of the ladder that fits."""
     asked = []
 
     def fits(shape: Any) -> str | None:
@@ -566,7 +566,7 @@ def test_the_largest_that_fits_is_found(limit: int) -> None:
 
 
 def test_arithmetic_saves_plans() -> None:
-    """Where it is about right, the first plans find the largest."""
+    """The first plans find the largest model if the arithmetic is about right."""
     asked = []
 
     def fits(shape: Any) -> str | None:

@@ -86,7 +86,7 @@ def test_what_is_planned_with_a_kernel_runs_with_it(
 
 
 def test_the_loss_and_the_micro_batch_are_chosen_by_predicted_time() -> None:
-    """Where all logits fit, computing them twice costs time; where they do not, the chunked loss is what fits."""
+    """Computing logits twice costs time if all of them fit; otherwise only the chunked loss fits."""
     hardware = preset("h200")
     options = {**TOY, "micros": [4, 2], "batch": 4, "precision": "bf16"}
     roomy = ours.choose(options, hardware, 10**9, 10**9)

@@ -1,4 +1,4 @@
-"""Who may import whom (docs/design/architecture.md). The checks read the sources, lazy and type-only imports
+"""The imports that layers allow (docs/design/architecture.md). The checks read the sources, lazy and type-only imports
 included."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every wait of the runtime has a comment, which names the buffer that it protects or says who needs the answer."""
+"""Every wait of the runtime has a comment, which names the buffer that it protects or names the caller that uses the answer."""
 
 from __future__ import annotations
 

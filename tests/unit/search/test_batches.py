@@ -242,7 +242,7 @@ def test_as_many_layers_are_checkpointed_as_are_asked_for() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
 def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
-    """Between what all and what no layer needs on the device, the best is in between; at the ends, an end."""
+    """The best number lies between all and none if the budget does; at the ends, it is an end."""
     ways = ["none", *(f"non-reentrant:{count}" for count in range(1, LAYERS)), "non-reentrant"]
     memory: dict[str, Any] = {"host_memory": PLENTY}
     peaks = [

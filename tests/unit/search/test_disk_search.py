@@ -79,7 +79,7 @@ def test_a_lever_of_a_plan_on_the_disk_may_use_the_disk(stack: StepTrace, limits
 
 
 def test_the_error_names_the_disk_and_what_it_would_save(stack: StepTrace, limits: tuple[int, int]) -> None:
-    """With as much host memory as the lever leaves, and a disk, there is a plan; with a byte less there is none."""
+    """A disk and as much host memory as the lever leaves give a plan; a byte less gives none."""
     device, host = limits
     with pytest.raises(PlanError) as caught:
         planned(stack, device, host // 3)

@@ -1,4 +1,4 @@
-"""Where nothing fits, what is advised first suffices; and the levers of a plan that fits."""
+"""The first advice suffices if nothing fits; and the levers of a plan that fits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_first_advice_suffices(trace: StepTrace, budgets: Mapping[str, Any])
 
 
 def test_a_host_that_is_short_too_is_told_next_to_the_device(trace: StepTrace) -> None:
-    """Otherwise one would cut the batch until the device holds it, and only then hear of the host."""
+    """Otherwise one would cut the batch until the device holds it, and only then learn of the host."""
     short = {"device_memory": 64 * MIB, "host_memory": 900 * MIB}
     both = refusal(trace, **short)
     assert "exceed the device memory" in both.what

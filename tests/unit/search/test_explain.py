@@ -201,7 +201,7 @@ def test_frozen_chunks_have_two_places(trace: StepTrace) -> None:
 
 
 def test_a_trace_of_another_batch_is_refused(plan: Plan) -> None:
-    """Its order of use is the same, so only memory tells."""
+    """The order of use is the same, so only memory tells them apart."""
     with pytest.raises(InputError, match="same batch, sequence length"):
         explain(plan, make_trace(batch=5), HARDWARE)
 

@@ -1,4 +1,4 @@
-"""Compute seconds are those of operators one by one, at measured rates of their classes or at sustained shares."""
+"""The seconds of compute are those of operators one by one, at measured rates of their classes or at sustained shares."""
 
 from __future__ import annotations
 

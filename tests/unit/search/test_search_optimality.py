@@ -130,7 +130,7 @@ def test_what_some_chunks_rule_out_all_chunks_rule_out(seed: int) -> None:
 
 
 def test_more_blocks_never_make_a_step_slower_on_small_searches() -> None:
-    """Which is why the search takes as many as fit."""
+    """The search takes as many as fit for this reason."""
     for seed in range(40, 46):
         search = small_search(seed, most_chunks=4)
         model = search.models()[0]
@@ -145,7 +145,7 @@ def test_more_blocks_never_make_a_step_slower_on_small_searches() -> None:
 
 
 def test_homes_are_searched_from_any_start() -> None:
-    """From everything on the host, one change after the other leads to what looking at all homes gives."""
+    """Single changes from any start lead to what looking at all homes gives."""
     search = small_search(3, most_chunks=6, world_size=1)
     model, depths = search.models()[0], range(3)
     local = LocalSearch(model, search.budgets, search.space.cost)

@@ -272,7 +272,7 @@ def test_from_the_second_step_on_all_are_the_same(stack: StepTrace, world_size: 
 
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_the_search_sees_what_simulate_step_gives(stack: StepTrace, world_size: int) -> None:
-    """To the last bit, so that a plan's prediction is that of its candidate."""
+    """Both agree to the last bit, so that a plan's prediction is that of its candidate."""
     setting = Setting(world_size, world_size, StateSize(8), True)
     cost = SimulatedCost(stack, HARDWARE, setting)
     space = SearchSpace(stack, HARDWARE, setting, cost=cost)
@@ -322,7 +322,7 @@ def test_nothing_gets_slower_by_what_gets_faster(
     faster: str,
     factor: float,
 ) -> None:
-    """With prefetch too: the order of work on every lane is the plan's, so no later start can follow an earlier one."""
+    """This holds with prefetch: the plan fixes the order of work on every lane, so nothing starts later."""
     streamed = sum(home in "swk" for home in homes)
     depth = min(depth, max(streamed - 1, 0))
     blocks = min(1 + depth + spare, streamed)

@@ -1,4 +1,4 @@
-"""Which chunks the host works on in backward; and what holds for a step whichever they are."""
+"""The chunks that the host updates in backward, and what holds for a step whichever they are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.common.synthetic_trace import TraceBuilder
 
 
 def _able(trace: StepTrace, capacity: int = NUMEL * 4) -> list[bool]:
-    """By chunk of one parameter each."""
+    """Whether each chunk of one parameter can be updated early."""
     work = SearchSpace(trace, Speeds().machine(), Setting(1, 1, StateSize(8), True)).model(capacity).work
     return [work.can_step_in_backward(chunk) for chunk in range(len(work.chunks))]
 
@@ -43,7 +43,7 @@ def test_a_chunk_must_have_all_its_gradients_each_at_once() -> None:
 
 
 def test_a_chunk_that_is_read_behind_its_last_gradient_waits() -> None:
-    """As a weight is whose gradient is there before the input's is worked out."""
+    """A weight is read after its last gradient if the gradient of the input comes later."""
     build = TraceBuilder("float32")
     first, second = (build.parameter(name, NUMEL) for name in ("first", "second"))
     for phase, used in (("forward", first), ("forward", second), ("backward", second), ("backward", first)):
@@ -86,7 +86,7 @@ def test_of_several_that_are_home_forwards_first_is_taken() -> None:
 def test_steps_are_all_the_same_whichever_new_states_are_made_in_backward(
     homes: str, world_size: int, spare: int, depth: int, kind: str, speeds: Any, some: int
 ) -> None:
-    """From the one on that is simulated; every second of it is accounted for."""
+    """All steps equal the simulated one; every second of it is accounted for."""
     streamed = sum(home in "swk" for home in homes)
     depth = min(depth, max(streamed - 1, 0))
     blocks = min(1 + depth + spare, streamed)

@@ -366,7 +366,7 @@ def test_nothing_is_kept_longer_than_plain_pytorch_would() -> None:
 
 
 def test_saved_weights_come_back_on_a_thread_on_which_nothing_else_of_python_runs() -> None:
-    """As on the threads of devices, which autograd runs in C++."""
+    """Autograd runs such threads for devices in C++."""
     model, back = nn.Linear(2, 2), threading.Event()
 
     class Waited(Log):

@@ -33,7 +33,7 @@ def assert_same(one: StepTrace, other: StepTrace) -> None:
 
 
 def assert_same_but_for_stand_ins(one: StepTrace, other: StepTrace) -> None:
-    """In the optimizer's part one parameter may stand for others: fewer moments, all else the same."""
+    """Traces are the same, but one parameter may stand for others in the optimizer's part: fewer moments."""
     before, heights = [], []
     for trace in (one, other):
         before.append([sample for sample in trace.curve if sample.phase != "optimizer"])

@@ -306,7 +306,7 @@ def test_totals_hang_together() -> None:
 @pytest.mark.parametrize("weight_transposed", [True, False])
 def test_a_convolution_over_time_is_laid_out_by_its_weight(weight_transposed: bool, input_transposed: bool) -> None:
     class Convolves(nn.Module):
-        """As speech models have it that keep the weight of a convolution as that of a linear layer."""
+        """Keeps the weight of a convolution as that of a linear layer, as some speech models do."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -116,7 +116,7 @@ def calls_of(op: OpInfo) -> dict[str, Callable[..., Any]]:
 
 
 def differences(op: OpInfo) -> list[str]:
-    """Where remembering changes anything: operator, form, dtype, number of the sample."""
+    """The cases in which remembering changes anything: operator, form, dtype, number of the sample."""
     found = []
     for dtype in DTYPES:
         if dtype not in op.dtypes:

@@ -47,7 +47,7 @@ class Tokens:
 
 
 class Owner:
-    """As a trainer: everything that is changed by a step hangs on it."""
+    """Owns everything that a step changes, as a trainer does."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, Any] = {"train": collections.defaultdict(list)}

@@ -172,7 +172,7 @@ def test_norms_of_large_gradients_are_exact_to_rounding(dtype: torch.dtype) -> N
 
 
 class Lion(torch.optim.Optimizer):
-    """As users write their own."""
+    """An optimizer as users write them."""
 
     def __init__(self, params: object, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas})  # type: ignore[arg-type]

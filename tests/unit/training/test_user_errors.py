@@ -147,7 +147,7 @@ def test_a_plan_is_no_hardware_profile(tmp_path: Path) -> None:
 
 
 def test_a_trace_of_another_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Without --hardware a trace is planned for the machine it was made for; with another, the difference is said."""
+    """A trace is planned for the machine it was made for; --hardware names another, and a line says so."""
     path = str(make_trace(layers=2).save(tmp_path / "trace.json"))
     assert main(["plan", path, "--brief", "--host-memory", "64GiB"]) == 0
     out, err = capsys.readouterr()

@@ -77,7 +77,7 @@ def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_states_are_as_wide_as_those_that_torch_makes(dtype: torch.dtype, share: float, family: str) -> None:
-    """On either side; what is planned is more by the padding of chunks and the slack of a budget, never less."""
+    """The plan counts more by the padding of chunks and the slack of a budget, on either side, never less."""
     it = case("opt", layers=4)
     it.model.to(dtype)
     # No preset says how fast float64 is, and times do not matter here.
@@ -320,7 +320,7 @@ class FakeTime:
 
 @gpu.on_the_cpu("steps are timed by the host's clock")
 def test_a_step_takes_no_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the first forward with gradients to the end of the optimizer's step: 2 micro-batches of 1 s + 2 s, 4 s."""
+    """A step lasts from the first forward with gradients to the end of the optimizer's step: 2 x (1 s + 2 s) + 4 s."""
     fake = FakeTime(monkeypatch)
     it = case("opt", layers=1)
     with Pair(it, make_plan(it, "streamed")) as pair:

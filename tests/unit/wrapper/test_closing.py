@@ -1,4 +1,4 @@
-"""After `close` a model is an ordinary one with its weights; models that share a module without weights never meet."""
+"""A model is an ordinary one with its weights after `close`; models that share a module without weights never meet."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_a_step_that_fails_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_several_optimizers_plan_and_make_none() -> None:
-    """They share the memory of chunks, so nothing is updated early."""
+    """Several optimizers share the memory of chunks, so nothing is updated early."""
     run = Run(optimizers=2)
     assert run.step() == run.step(ALWAYS) == run.so_far == EarlyCounts()
     run.module.close()

@@ -142,7 +142,7 @@ def test_weights_that_are_loaded_end_it() -> None:
 
 @pytest.mark.parametrize("lane", ["fetch", "offload", "host_adam", "refresh"])
 def test_any_lane_may_fail(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every one of its submissions in turn; the weights are those of before the step, or after it."""
+    """A lane fails at each of its submissions in turn; the weights are those of before the step, or after it."""
     with make_pair("mixed") as pair:
         pair.train(1)
         worker = pair.engine.lanes.by_name()[lane]

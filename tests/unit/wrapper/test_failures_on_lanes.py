@@ -71,7 +71,7 @@ def after(plan: Any, *steps: int) -> list[dict[str, Any]]:
 
 
 def fails_at(lane: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have one of the next pieces of work of a lane fail."""
+    """Makes one of the next pieces of work of a lane fail."""
     submit, left = lane.submit, [number]
 
     def failing(work: Callable[[], None], **options: Any) -> Any:

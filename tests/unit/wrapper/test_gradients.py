@@ -1,4 +1,4 @@
-"""Gradients live with the optimizer states: who asks a parameter for one gets an answer, never a silent None."""
+"""Gradients live with the optimizer states: a caller that asks a parameter for one gets an answer, never a silent None."""
 
 from __future__ import annotations
 

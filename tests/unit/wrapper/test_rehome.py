@@ -133,7 +133,7 @@ NO_MODEL_KERNELS = {"rms_norm": "plain", "swiglu": "plain", "rotary": "plain", "
 
 
 def fused_homes(plan: Plan, mode: str) -> Plan:
-    """As `with_homes`; ``states``: weights on the device, states on the host, so that no chunk is ordinary."""
+    """Homes as in `with_homes`; ``states``: weights on the device, states on the host, so that no chunk is ordinary."""
     if mode != "states":
         return with_homes(plan, mode)
     chunks = tuple(

@@ -21,7 +21,7 @@ from tests.common.tiny_models import FAMILIES, tiny
 
 
 def wrapped(model: nn.Module, plan: Plan, **options: Any) -> ElixirModule:
-    """On the CPU, whatever this machine has."""
+    """Wraps a model on the CPU, whatever this machine has."""
     return ElixirModule(model, plan, device=gpu.DEVICE, debug=Debug(poison=True), **options)
 
 

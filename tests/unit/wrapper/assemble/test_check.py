@@ -54,7 +54,7 @@ class ByArray(Net):
 
 
 class Alone(nn.Module):
-    """As `ByArray`, with one weight, whose block no other takes."""
+    """A `ByArray` with one weight, whose block no other takes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -142,7 +142,7 @@ def test_a_folder_may_go_while_the_run_has_its_states_there(tmp_path: Path) -> N
 
 
 class EndedDisk(Files):
-    """From `end` on its calls move nothing, as at the end of a device; errors have no number then."""
+    """A disk on which calls move nothing after `end`, as at the end of a device; errors have no number then."""
 
     def __init__(self) -> None:
         self.ended = False

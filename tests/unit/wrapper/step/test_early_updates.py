@@ -47,7 +47,7 @@ _EVERY = [
     for homes in HOMES
 ]
 SLOW_HOST = replace(preset("cpu"), host_adam_numel_per_s=1e5)
-"""Its Adam takes longer than backward, so that the search has chunks speculate."""
+"""A host whose Adam takes longer than backward, so that the search plans early updates."""
 every_home = pytest.mark.parametrize("homes", HOMES)
 
 
@@ -62,7 +62,7 @@ def spec(pair: Pair) -> EarlyUpdates:
 
 
 def settled(pair: Pair) -> None:
-    """Have all new states be made before the step."""
+    """Waits until all new states are made, before the step."""
     for chunk in pair.engine.chunks:
         for ticket in chunk.home_uses.to_write():
             ticket.synchronize()
@@ -341,7 +341,7 @@ def test_no_step_after_backward(homes: str) -> None:
 @every_home
 @pytest.mark.parametrize("max_norm", [None, 1e9])
 def test_losses_that_are_nan(max_norm: float | None, homes: str) -> None:
-    """Without a limit new states of NaN are right; with one, the norm is none, so they are made again."""
+    """New states of NaN are right without a limit; with one, the norm is NaN, so they are discarded."""
     it = chain()
     with Pair(it, chain_plan(it, homes), max_norm=max_norm) as pair:
         pair.train(2)
@@ -583,7 +583,7 @@ def test_the_host_peak_that_was_predicted_is_never_passed() -> None:
 
 @every_home
 def test_memory_of_old_states_is_poisoned_once_new_ones_are_kept(homes: str) -> None:
-    """So that whatever still looks at it changes the bits that all tests here compare."""
+    """Poison shows if anything still reads the memory: it changes the bits that all tests here compare."""
     it = chain()
     with Pair(it, chain_plan(it, homes), max_norm=1e9) as pair:
         pair.train(1)

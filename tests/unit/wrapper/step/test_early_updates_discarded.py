@@ -122,7 +122,7 @@ def check_states(pair: Pair) -> None:
 @pytest.mark.parametrize("homes", HOMES)
 @pytest.mark.parametrize(("before", "given"), [(None, 1e-3), (None, 1e9), (1e-3, 1e9), (1e9, 1e-3), (1e9, 2e-3)])
 def test_a_limit_that_is_given_between_backward_and_step(before: float | None, given: float, homes: str) -> None:
-    """As frameworks give it, which call `clip_grad_norm_` with whatever limit their user has set."""
+    """Frameworks call `clip_grad_norm_` there, with the limit that their user has set."""
     it = chain()
     with Pair(it, chain_plan(it, homes), max_norm=1e9) as pair:
         pair.train(2)
@@ -157,7 +157,7 @@ def test_counts_of_steps_are_undone_with_the_states(homes: str) -> None:
 
 @pytest.mark.parametrize("homes", HOMES)
 def test_a_loss_scale_that_changes_between_backward_and_step(homes: str) -> None:
-    """As a checkpoint brings it: gradients are divided by the one that they were multiplied by."""
+    """A checkpoint may bring another scale: gradients are divided by the one they were multiplied by."""
     plan = chain_plan(chain(), homes, unified_dtype="float16")
     ends = []
     for each in (plan, make_ordinary(plan)):

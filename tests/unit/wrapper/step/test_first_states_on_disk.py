@@ -134,7 +134,7 @@ MORE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_states_that_a_class_makes_have_the_bits_of_plain_pytorch(name: str, tmp_path: Path) -> None:
-    """While they move between disk and memory, too, before they are made and after."""
+    """The bits hold while states move between disk and memory, before they are made and after."""
     make = {**QUICK, **MORE}[name]
     it = case("gpt2", layers=1)
     plan = make_plan(it, "streamed")

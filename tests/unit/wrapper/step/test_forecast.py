@@ -1,4 +1,4 @@
-"""When new states are made before anybody knows whether they are right."""
+"""The forecast that decides whether new states are made before the norm is known."""
 
 from __future__ import annotations
 

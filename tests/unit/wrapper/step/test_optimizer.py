@@ -181,7 +181,7 @@ def test_a_closure_is_run_once_with_gradients_on() -> None:
 
 
 def test_gradients_of_streamed_weights_are_taken() -> None:
-    """They leave for the home of the states, so that nothing of their size stays on the device."""
+    """Gradients leave for the home of the states, so that nothing of their size stays on the device."""
     it = case("opt", layers=1)
     with Pair(it, make_plan(it, "streamed")) as pair:
         pair.backward()

@@ -70,7 +70,7 @@ def test_weights_are_their_masters_rounded(fused: bool) -> None:
 
 
 def test_a_parameter_without_a_gradient_keeps_its_weights() -> None:
-    """Its place in the buffer holds what another chunk left there."""
+    """The parameter's place in the buffer holds what another chunk left there."""
     it = case("opt", layers=1)
     reference = Reference(copy.deepcopy(it.model), BF16, 1.0, 0.0)
     module, optimizer = make_run(it, returning_plan(it))

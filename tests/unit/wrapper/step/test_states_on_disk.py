@@ -254,7 +254,7 @@ def _train_until_killed(say: Any, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_left_after_a_kill_at_any_moment(tmp_path: Path) -> None:
-    """From before the file is made on, through the first step and many others."""
+    """The process is killed before the file is made, in the first step, and in many others."""
     for number in range(MOMENTS):
         with child(_train_until_killed, tmp_path) as (process, hear):
             assert hear.recv() == "begin"

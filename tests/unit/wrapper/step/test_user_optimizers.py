@@ -181,7 +181,7 @@ def test_evaluation_rewrites_masters_and_what_they_round_to() -> None:
 
 
 def test_hooks_run_whenever_they_were_registered() -> None:
-    """On either object, before wrapping or after, with the ElixirOptimizer as the optimizer."""
+    """Hooks on either object, registered before wrapping or after, get the ElixirOptimizer as the optimizer."""
     it, seen = chain(), []
     plain: Any = torch.optim.AdamW(it.model.parameters(), lr=1e-2)
     plain.register_step_pre_hook(lambda opt, *_: seen.append(("before", opt)))
@@ -248,7 +248,7 @@ def test_states_can_be_dropped_as_in_pytorch(mode: str) -> None:
 
 
 def test_a_compiled_function_calls_the_step_as_it_is() -> None:
-    """Without steps on the host: the compiler's flag is one for all threads, and torch's steps there would see it."""
+    """Nothing steps on the host: the compiler's flag is one for all threads, and torch's steps there would see it."""
     it = chain()
     with Pair(it, make_plan(it, "resident")) as pair:
         step = torch.compile(lambda: (pair.optimizer.step(), pair.optimizer.zero_grad()), backend="eager")

@@ -191,7 +191,7 @@ def test_a_state_dict_is_loaded_into_what_is_shown_for_writing_only(mode: str) -
 
 
 def test_memory_that_a_plain_weight_was_given_becomes_its_weights() -> None:
-    """Where all is on one device parameters are plain ones, of which anybody may set `data`."""
+    """Parameters are plain ones if all is on one device, and anybody may set their `data`."""
     with make_pair("resident") as pair:
         for model in (pair.module.module, pair.plain):
             parameter = weight(model, "layers.1.weight")
