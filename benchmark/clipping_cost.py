@@ -54,7 +54,7 @@ SHARE = 3
 def work(rounds: int) -> list[tuple[float, float, float]]:
     """Seconds of a step with clipping, of one without, and of the norm alone, per round."""
     from benchmark.emulated_runs import SHAPES, Run, mixed_plans
-    from elixir.hardware import preset
+    from elixir.hardware.profile import preset
     from elixir.models import build_shape, default_input
     from elixir.tracer import trace_step
 

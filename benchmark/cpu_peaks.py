@@ -30,7 +30,7 @@ from torch import nn
 
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table, quiet_profiler
 from benchmark.observe import ObservedMemory, observe, observe_step
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.models import ModelShape, build_shape, default_input, default_step, describe
 from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
 from elixir.tracer.device import OptimizerKernel

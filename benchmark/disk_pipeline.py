@@ -30,7 +30,7 @@ from elixir.files import file_system
 from elixir.kernels.adam.moments import Moments
 from elixir.kernels.adam.rule import AdamOptions
 from elixir.kernels.adam.step import adam_step
-from elixir.plan import WINDOW_CHUNKS
+from elixir.plan.plan import WINDOW_CHUNKS
 from elixir.units import MIB
 
 SHARE_BAR, CPU_BAR = 0.95, 0.12

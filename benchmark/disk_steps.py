@@ -42,7 +42,7 @@ from benchmark.emulated_runs import (
     traced,
     with_error,
 )
-from elixir.hardware import HardwareProfile
+from elixir.hardware.profile import HardwareProfile
 from elixir.microbench import with_disk
 from elixir.microbench.disk import InTurns, measured_file
 from elixir.search.simulator.step import simulate_step

@@ -22,10 +22,11 @@ import torch
 
 from benchmark.common import print_table
 from elixir.chunk.lanes import Emulation, ThreadLane
-from elixir.hardware import HardwareProfile
+from elixir.hardware.profile import HardwareProfile
 from elixir.models import ModelShape, build_shape, default_input, default_step, describe
 from elixir.optimizer_states import MomentKind, state_size
-from elixir.plan import Home, Plan
+from elixir.plan.chunk_plan import Home
+from elixir.plan.plan import Plan
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh

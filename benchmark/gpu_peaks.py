@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from benchmark.common import Row, append_rows, conditions, percentiles, print_table
-from elixir.hardware import HardwareProfile, preset, preset_names
+from elixir.hardware.profile import HardwareProfile, preset, preset_names
 from elixir.models import build_shape, default_input, default_step, describe
 from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
 from elixir.tracer.device import OptimizerKernel

@@ -45,7 +45,7 @@ from torch import nn
 
 from benchmark.common import Row, append_rows, conditions, print_table
 from elixir.errors import InputError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 

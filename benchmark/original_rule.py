@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from elixir.plan import Home
+from elixir.plan.chunk_plan import Home
 from elixir.schedule import StepSchedule
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.packed_step import StepFacts, Workload

@@ -68,7 +68,7 @@ CASES = {
 
 def made(batch: int, **setting: bool) -> Run:
     """The model under a plan for so many sequences; `setting` as of `Setting`."""
-    from elixir.hardware import preset
+    from elixir.hardware.profile import preset
     from elixir.models import build_shape, default_input
     from elixir.tracer import trace_step
 

@@ -47,7 +47,7 @@ def work(parts: list[str]) -> dict[str, list[float]]:
     """Seconds by measurement, in a process of one version; only names that either version has."""
     import torch
 
-    from elixir.hardware import preset
+    from elixir.hardware.profile import preset
     from elixir.models import build, default_input, default_step
     from elixir.search import plan_from_trace
     from elixir.tracer import trace_step

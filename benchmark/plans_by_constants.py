@@ -53,9 +53,9 @@ from benchmark.emulated_runs import (
     mixed_plans,
     run_apart,
 )
-from elixir.hardware import HardwareProfile
+from elixir.hardware.profile import HardwareProfile
 from elixir.models import build_shape, default_input, default_step
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.propose.sizes import Budgets, SearchSpace

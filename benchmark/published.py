@@ -35,10 +35,11 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmark.common import append_rows, conditions, print_table
-from elixir.hardware import HardwareProfile, extremes, preset
+from elixir.hardware.profile import HardwareProfile, preset
+from elixir.hardware.scenario import extremes
 from elixir.models import build, default_step, input_to_trace
 from elixir.models.loading import build_config
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.step import simulate_step

@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmark.common import Row, append_rows, conditions, print_table
 from benchmark.situations import SITUATIONS, Situation, trace
 from elixir.errors import PlanError
-from elixir.hardware import HardwareProfile, Scenario
-from elixir.hardware.scenario import SLOW_HOST_ADAM, SLOW_LINK
-from elixir.plan import Plan
+from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.scenario import SLOW_HOST_ADAM, SLOW_LINK, Scenario
+from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.step import simulate_step

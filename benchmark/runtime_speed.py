@@ -257,7 +257,7 @@ def _rank(rank: int, folder: str, rounds: int) -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from elixir.plan import Plan
+    from elixir.plan.plan import Plan
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

@@ -29,7 +29,7 @@ from benchmark.certificate.lower_bound import lower_bound
 from benchmark.common import Row, append_rows, conditions, percentiles
 from benchmark.search_vs_original import trace
 from elixir.errors import PlanError
-from elixir.hardware import HardwareProfile, preset
+from elixir.hardware.profile import HardwareProfile, preset
 from elixir.optimizer_states import StateSize
 from elixir.search import plan_from_trace
 from elixir.search.problem.placement import Setting

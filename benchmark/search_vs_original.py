@@ -21,7 +21,7 @@ import torch
 from benchmark.common import Row, append_rows, conditions, percentiles
 from benchmark.original_rule import OriginalRule
 from elixir.errors import PlanError
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.models import build, default_input, default_step
 from elixir.optimizer_states import StateSize
 from elixir.search import plan_from_trace

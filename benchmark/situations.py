@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmark.common import Row, append_rows, conditions, print_table
-from elixir.hardware import HardwareProfile, preset
+from elixir.hardware.profile import HardwareProfile, preset
 from elixir.models import build, default_input, default_step
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.tracer import StepTrace, trace_step
 

@@ -74,7 +74,7 @@ def _traced(model: Any, inp: Any, name: str, **options: Any) -> Any:
 
 def work_trace(name: str, hardware: str, optimizer: str, runs: str, uncached_runs: str) -> Result:
     """Seconds of each trace, with the cache and without, and whether all gave the same."""
-    from elixir.hardware import preset
+    from elixir.hardware.profile import preset
     from elixir.models import default_input
 
     model = _model(name)
@@ -145,7 +145,7 @@ def work_peer(name: str) -> Result:
 
 def work_plan(name: str, runs: str, *world_sizes: str) -> Result:
     """Seconds of each search and a digest of each plan, by world size."""
-    from elixir.hardware import preset
+    from elixir.hardware.profile import preset
     from elixir.models import default_input
     from elixir.search import plan_from_trace
 

@@ -44,7 +44,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from benchmark.common import Row, append_rows, conditions, onednn_limit, quiet_profiler
 from benchmark.observe import observe_step
 from elixir.errors import ElixirError
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.search import simple_search
 from elixir.tracer import RecordedRouting, RoutingRecorder, trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer

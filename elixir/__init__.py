@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from elixir.checkpoint import Checkpoints, Loaded, PerRank, Saving, load_checkpoint, save_checkpoint
     from elixir.checkpoint_format import export_hf, open_checkpoint
     from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError, PlanError, StateError, TraceError
-    from elixir.hardware import HardwareProfile
+    from elixir.hardware.profile import HardwareProfile
     from elixir.kernels import HybridAdam
-    from elixir.plan import ChunkPlan, Plan
+    from elixir.plan.chunk_plan import ChunkPlan
+    from elixir.plan.plan import Plan
     from elixir.search import minimum_waste_search, optimal_search, simple_search
     from elixir.step_trace import StepTrace
     from elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -56,7 +57,7 @@ __all__ = [
 _HOMES = {
     "ArtifactError": "elixir.errors",
     "Checkpoints": "elixir.checkpoint",
-    "ChunkPlan": "elixir.plan",
+    "ChunkPlan": "elixir.plan.chunk_plan",
     "ElixirError": "elixir.errors",
     "ElixirModule": "elixir.wrapper",
     "ElixirOptimizer": "elixir.wrapper",
@@ -66,7 +67,7 @@ _HOMES = {
     "InputTypeError": "elixir.errors",
     "Loaded": "elixir.checkpoint",
     "PerRank": "elixir.checkpoint",
-    "Plan": "elixir.plan",
+    "Plan": "elixir.plan.plan",
     "PlanError": "elixir.errors",
     "Saving": "elixir.checkpoint",
     "StateError": "elixir.errors",

@@ -22,12 +22,13 @@ from torch import nn
 from elixir.check import check_given, raise_refusals, refusals
 from elixir.chunk.group import Group
 from elixir.errors import ElixirError, InputError, InputTypeError, RankError
-from elixir.hardware import HardwareProfile, check_host_threads
+from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.threads import check_host_threads
 from elixir.kernels.adam.step import COPIED, ONE_PASS
 from elixir.microbench import with_disk
 from elixir.models import refuse_compiled
 from elixir.optimizer_states import LOOPS, check_kind, family_of, moments_of
-from elixir.plan import HasPlan, Plan, plan_of
+from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.search.question import StepQuestion
 from elixir.search.replan import EarlyShares, Observation, correct
 from elixir.search.request import Function, SearchRequest, bound, check_options, options_of, takes

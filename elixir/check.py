@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir.errors import ElixirError, InputError, InputTypeError, shortened
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.models import default_input, default_step, generators_untouched
 from elixir.optimizer_states import family_of, moments_of
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.torch_private import tree_map
 from elixir.tracer import deep_copied, is_user_code, trace_step, user_objects_restored

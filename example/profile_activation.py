@@ -16,9 +16,10 @@ from rich.table import Table
 
 from elixir.artifact import check_writable
 from elixir.errors import ElixirError
-from elixir.hardware import HardwareProfile, preset
+from elixir.hardware.profile import HardwareProfile, preset
 from elixir.models import build, default_input, default_step
-from elixir.show import picture_format, plot_activations
+from elixir.show.memory_curve import plot_activations
+from elixir.show.style import picture_format
 from elixir.tracer import StepTrace, trace_step
 from elixir.units import GIB, parse_dtype
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from elixir import Plan
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.models import build, default_input
 from elixir.search import optimal_search
-from elixir.show import plot_plan
+from elixir.show.plan_map import plot_plan
 from elixir.units import GIB
 
 WORLD_SIZE = 1

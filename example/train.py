@@ -23,7 +23,7 @@ import torch.distributed as dist
 import elixir
 from elixir.microbench import measure_briefly, with_disk
 from elixir.models import build_shape, default_step, describe
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import optimal_search
 from elixir.search.searches import profile_for
 from elixir.units import parse_dtype

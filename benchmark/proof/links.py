@@ -9,9 +9,9 @@ from typing import Any
 from benchmark.proof.jobs import NotRun, Row
 from benchmark.proof.place import HARDWARE_FILE, Place
 from benchmark.proof.speed import saved_at
-from elixir.hardware import HardwareProfile
+from elixir.hardware.profile import HardwareProfile
 from elixir.microbench import measure as measure_machine
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search.simulator.step import simulate_step
 from elixir.tracer import StepTrace
 

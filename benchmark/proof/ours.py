@@ -16,11 +16,11 @@ from benchmark.proof.jobs import NotRun
 from benchmark.proof.models import micro_batches, on_meta, random_weights
 from benchmark.proof.place import Place
 from elixir.errors import PlanError
-from elixir.hardware import HardwareProfile
+from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.adam.step import COPIED
 from elixir.kernels.adam.when_compiled import absent_kernels
 from elixir.models import default_step
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.simulator.step import simulate_step
 from elixir.tracer import StepTrace, trace_step

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from benchmark.gpu_peaks import machine
-from elixir.hardware import HardwareProfile, free_device_bytes, free_host_bytes, preset, total_host_bytes
+from elixir.hardware.memory import free_device_bytes, free_host_bytes, total_host_bytes
+from elixir.hardware.profile import HardwareProfile, preset
 from elixir.units import GIB
 
 HOST_HEADROOM_BYTES = 8 * GIB

@@ -15,7 +15,7 @@ import torch
 
 from benchmark.proof.jobs import Row
 from elixir.chunk.pinned import host_zeros, pinned_zeros
-from elixir.hardware import free_host_bytes, total_host_bytes
+from elixir.hardware.memory import free_host_bytes, total_host_bytes
 from elixir.kernels.adam.when_compiled import absent_kernels, begin_kernel
 from elixir.units import GIB
 

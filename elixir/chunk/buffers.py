@@ -17,7 +17,7 @@ from elixir.access import storage_of, unmarked
 from elixir.access.placeholders import marked
 from elixir.chunk.pinned import host_zeros, pinned_zeros
 from elixir.errors import NoMemoryError, StateError, readable_bytes
-from elixir.plan import Memory
+from elixir.plan.chunk_plan import Memory
 
 Kept: TypeAlias = "Memory | Literal['disk']"
 """Where bytes are counted: memory, and files."""

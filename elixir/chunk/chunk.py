@@ -17,7 +17,7 @@ from elixir.chunk.disk import StoredStates
 from elixir.chunk.lanes import MemoryUses, Ticket, failure
 from elixir.errors import InputError, StateError, few
 from elixir.memory_order import Order, flattened, is_dense, order_of
-from elixir.plan import ChunkPlan, ParamSlot
+from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.torch_private import DisableTorchFunctionSubclass, swap_tensors
 
 

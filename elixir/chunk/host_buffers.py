@@ -22,7 +22,7 @@ import torch
 from elixir.chunk.buffers import Arena
 from elixir.chunk.lanes import MemoryUses
 from elixir.errors import StateError
-from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS, Plan
+from elixir.plan.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS, Plan
 from elixir.units import dtype_bytes
 
 STAGING = "staging"

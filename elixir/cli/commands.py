@@ -16,8 +16,8 @@ from elixir.optimizer_states import LOOPS
 from elixir.show import tables
 
 if TYPE_CHECKING:
-    from elixir.hardware import HardwareProfile
-    from elixir.plan import Plan
+    from elixir.hardware.profile import HardwareProfile
+    from elixir.plan.plan import Plan
     from elixir.search.advise.answer import Answer
     from elixir.search.batches import BatchChoice
     from elixir.search.question import Question
@@ -33,7 +33,7 @@ def run_profile(args: argparse.Namespace) -> int:
     trace = from_flags.traced(args, hardware)
     written = [trace.save(args.out)] if args.out else []
     if args.plot:
-        from elixir.show import plot_memory
+        from elixir.show.memory_curve import plot_memory
 
         plot_memory(trace, args.plot)
         written.append(Path(args.plot))
@@ -95,7 +95,7 @@ def _say_plan(args: argparse.Namespace, answer: Answer, choice: BatchChoice | No
     plan = answer.plan
     written = [plan.save(args.out)] if args.out else []
     if args.plot:
-        from elixir.show import plot_plan
+        from elixir.show.plan_map import plot_plan
 
         plot_plan(plan, args.plot)
         written.append(Path(args.plot))
@@ -148,8 +148,8 @@ def run_check(args: argparse.Namespace) -> int:
 
 def run_show(args: argparse.Namespace) -> int:
     """Shows any saved artifact."""
-    from elixir.hardware import HardwareProfile
-    from elixir.plan import Plan
+    from elixir.hardware.profile import HardwareProfile
+    from elixir.plan.plan import Plan
     from elixir.step_trace import StepTrace
 
     artifact = files.load(args.file)
@@ -166,7 +166,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Two artifacts of one kind side by side."""
-    from elixir.plan import Plan
+    from elixir.plan.plan import Plan
 
     a, b = files.load(args.a), files.load(args.b)
     rows = tables.compare(a, b)
@@ -239,7 +239,7 @@ def _check_search_batch(args: argparse.Namespace, trace: StepTrace | None) -> No
 
 def _traced_hardware(trace: StepTrace, path: str) -> HardwareProfile:
     """The machine a saved trace was made for, if that is a preset."""
-    from elixir.hardware import preset, preset_names
+    from elixir.hardware.profile import preset, preset_names
 
     if trace.device not in preset_names():
         raise InputError(f"{path} was traced for {trace.device!r}, which is no preset; give --hardware")

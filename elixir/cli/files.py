@@ -7,8 +7,8 @@ from pathlib import Path
 
 from elixir.artifact import Artifact, check_writable, read_json
 from elixir.errors import ArtifactError, InputError
-from elixir.hardware import HardwareProfile
-from elixir.plan import Plan
+from elixir.hardware.profile import HardwareProfile
+from elixir.plan.plan import Plan
 from elixir.step_trace import StepTrace
 
 _KINDS: dict[str, type[Artifact]] = {kind.artifact: kind for kind in (StepTrace, HardwareProfile, Plan)}
@@ -20,7 +20,7 @@ def check_outputs(*, pictures: Sequence[str | None] = (), data: Sequence[str | N
     Raises:
         InputError: a folder is missing or closed, a picture's ending is no format, or two outputs are one file.
     """
-    from elixir.show import picture_format
+    from elixir.show.style import picture_format
 
     seen: list[Path] = []
     for picture in pictures:
@@ -88,14 +88,14 @@ def find_hardware(text: str) -> HardwareProfile:
         InputError: the name is unknown; the message has the nearest names.
         ArtifactError: the file is no hardware profile.
     """
-    from elixir.hardware import load_hardware
+    from elixir.hardware.profile import load_hardware
 
     return load_hardware(text)
 
 
 def find_timed_hardware(text: str) -> HardwareProfile:
     """`find_hardware`, for predictions of time: rates that are not to be relied on are warned of."""
-    from elixir.hardware import warn_if_doubtful
+    from elixir.hardware.profile import warn_if_doubtful
 
     profile = find_hardware(text)
     warn_if_doubtful(profile)

@@ -13,7 +13,7 @@ from elixir.models import user_code
 from elixir.show.tables import flag_of
 
 if TYPE_CHECKING:
-    from elixir.hardware import HardwareProfile
+    from elixir.hardware.profile import HardwareProfile
     from elixir.search.question import StepQuestion
     from elixir.search.request import SearchRequest
     from elixir.step_trace import StepTrace

@@ -12,7 +12,7 @@ from elixir.show import tables
 from elixir.units import format_bytes
 
 if TYPE_CHECKING:
-    from elixir.hardware import HardwareProfile
+    from elixir.hardware.profile import HardwareProfile
 
 
 def run_hardware(args: argparse.Namespace) -> int:
@@ -65,7 +65,7 @@ def _check_together(args: argparse.Namespace) -> None:
 
 def say_hardware(profile: HardwareProfile) -> None:
     """Every number, its source, and whether it is to be doubted."""
-    from elixir.hardware import IF_DOUBTFUL, doubtful_rates
+    from elixir.hardware.profile import IF_DOUBTFUL, doubtful_rates
 
     record = tables.hardware_record(profile)
     output.say_tables(tables.record_table(f"{profile.name}: {profile.device_name}", record))
@@ -83,7 +83,7 @@ def _learned(profile: HardwareProfile, path: str) -> HardwareProfile:
     """The profile after the steps in a file: one report, or a list of them."""
     from elixir.artifact import read_json
     from elixir.errors import ArtifactError
-    from elixir.hardware import learn
+    from elixir.hardware.learning import learn
 
     found = read_json(path)
     reports = found if isinstance(found, list) else [found]
@@ -103,7 +103,7 @@ def _measure(args: argparse.Namespace, ranks: Any) -> HardwareProfile:
 
 
 def _list_hardware(*, as_json: bool) -> int:
-    from elixir.hardware import preset, preset_names
+    from elixir.hardware.profile import preset, preset_names
 
     profiles = [preset(name) for name in preset_names()]
     if as_json:

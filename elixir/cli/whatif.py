@@ -12,8 +12,8 @@ from elixir.cli import files, from_flags, output
 from elixir.errors import ArtifactError, InputError
 
 if TYPE_CHECKING:
-    from elixir.hardware import HardwareProfile
-    from elixir.plan import Plan
+    from elixir.hardware.profile import HardwareProfile
+    from elixir.plan.plan import Plan
     from elixir.search.whatif.trial import SweepRow
     from elixir.step_trace import StepTrace
 
@@ -27,7 +27,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     for model in args.models:
         files.refuse_artifact(model)
     from elixir.search.whatif.sweep import sweep
-    from elixir.show import plot_sweep, to_frame
+    from elixir.show.sweep import plot_sweep, to_frame
 
     machines = [files.find_timed_hardware(name) for name in args.hardware]
     with output.progress() as progress:
@@ -85,7 +85,7 @@ def run_fit(args: argparse.Namespace) -> int:
         _print_rows(found.rows, f"{found.model}: the most devices of each machine")
     else:
         best = found.best
-        from elixir.plan import range_text
+        from elixir.plan.plan import range_text
         from elixir.show.sweep import speed_of_device
         from elixir.units import format_bytes
 
@@ -118,7 +118,7 @@ def run_explain(args: argparse.Namespace) -> int:
     """Why every chunk of a plan is where it is."""
     plan, trace, hardware = _planned(args)
     from elixir.search.whatif.explain import explain
-    from elixir.show import blocks_table, elsewhere_table, explanation_record, levers_table, summary_text
+    from elixir.show.explanation import blocks_table, elsewhere_table, explanation_record, levers_table, summary_text
     from elixir.show.tables import plan_levers_table
 
     with output.progress() as progress:
@@ -141,7 +141,7 @@ def run_explain(args: argparse.Namespace) -> int:
 
 def run_timeline(args: argparse.Namespace) -> int:
     """A simulated step as a picture, or as a Chrome trace."""
-    from elixir.show import FORMATS
+    from elixir.show.style import FORMATS
 
     chrome = args.out.lower().endswith(".json")
     if not chrome and Path(args.out).suffix.lower().removeprefix(".") not in FORMATS:
@@ -149,7 +149,8 @@ def run_timeline(args: argparse.Namespace) -> int:
     files.check_outputs(pictures=[] if chrome else [args.out], data=[args.out] if chrome else [])
     plan, trace, hardware = _planned(args)
     from elixir.search.simulator.step import simulate_step
-    from elixir.show import plot_timeline, save_chrome_trace
+    from elixir.show.perfetto import save_chrome_trace
+    from elixir.show.timeline import plot_timeline
 
     simulated = simulate_step(plan, trace, hardware, accumulation=args.accumulation)
     if chrome:
@@ -177,7 +178,7 @@ def run_timeline(args: argparse.Namespace) -> int:
 
 def _planned(args: argparse.Namespace) -> tuple[Plan, StepTrace, HardwareProfile]:
     """The plan of a question, the trace it was made from, and the machine it is asked for."""
-    from elixir.plan import Plan
+    from elixir.plan.plan import Plan
     from elixir.search.whatif.trial import with_network
     from elixir.step_trace import StepTrace
 
@@ -221,7 +222,7 @@ def _hardware_of(plan: Plan, args: argparse.Namespace) -> HardwareProfile:
 
 def _planned_hardware(plan: Plan) -> HardwareProfile | None:
     """The preset that the plan was made for, whose kernels its step has; None if it was made for a file."""
-    from elixir.hardware import preset, preset_names
+    from elixir.hardware.profile import preset, preset_names
 
     return preset(plan.hardware_name) if plan.hardware_name in preset_names() else None
 
@@ -251,7 +252,7 @@ def _retrace(plan: Plan, args: argparse.Namespace, hardware: HardwareProfile) ->
 
 
 def _print_rows(rows: list[SweepRow] | tuple[SweepRow, ...], title: str) -> None:
-    from elixir.show import reasons, sweep_table
+    from elixir.show.sweep import reasons, sweep_table
 
     output.say_tables(sweep_table(rows, title))
     for number, reason in enumerate(reasons(rows), 1):

@@ -23,7 +23,7 @@ from elixir.errors import InputError
 from elixir.integrations.options import Options, as_inp, read_options
 from elixir.integrations.run import Run
 from elixir.models import default_step, planning_batch
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 

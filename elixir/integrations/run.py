@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import elixir
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from elixir.integrations.accelerate import ElixirAccelerator, logger
 from elixir.integrations.options import Options, read_options
 from elixir.integrations.run import Planned, Run
 from elixir.models import generators_untouched, planning_batch
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 
 try:
     from transformers import Seq2SeqTrainer, Trainer, TrainingArguments

@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from elixir.hardware import host_share, host_view, rank_threads, use_threads
+from elixir.hardware.own_threads import use_threads
+from elixir.hardware.threads import host_share, host_view, rank_threads
 from elixir.microbench.fitting import Job, Series, geometric, sweep, windows
 from elixir.microbench.measurement import Bench, threads_text
 from elixir.units import dtype_name

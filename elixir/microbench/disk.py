@@ -20,7 +20,7 @@ import torch
 from elixir.errors import InputError
 from elixir.extents import Extent, ExtentFile, Requests, fastest_requests
 from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer, file_system, unnamed_file, warn_if_in_memory
-from elixir.hardware import HardwareProfile
+from elixir.hardware.profile import HardwareProfile
 from elixir.microbench.fitting import MIN_POINTS, Job, Series, geometric, sweep
 from elixir.microbench.measurement import Bench
 from elixir.units import MIB, format_bytes

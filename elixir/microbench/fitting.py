@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from elixir.errors import ElixirError, InputError, RankError
-from elixir.hardware import LARGEST_ALONE, RateFit
+from elixir.hardware.fits import LARGEST_ALONE, RateFit
 from elixir.microbench.measurement import Bench, Effort, median_seconds
 
 ERROR_LIMIT = 0.5

@@ -12,7 +12,8 @@ import torch
 
 from elixir.errors import RankError
 from elixir.files import PathLike
-from elixir.hardware import HardwareProfile, cpu_name, total_host_bytes
+from elixir.hardware.memory import cpu_name, total_host_bytes
+from elixir.hardware.profile import HardwareProfile
 from elixir.microbench.adam import adam_jobs, all_threads_jobs, compute_threads, thread_counts
 from elixir.microbench.collectives import collective_jobs
 from elixir.microbench.compute import DTYPES, compute_jobs

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elixir.errors import InputError
-from elixir.hardware import free_device_bytes
+from elixir.hardware.memory import free_device_bytes
 from elixir.microbench.ranks import Ranks
 from elixir.units import MIB
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from elixir.artifact import write_atomically
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile, RateFit, fit_unit
+from elixir.hardware.fits import RateFit, fit_unit
+from elixir.hardware.profile import HardwareProfile
 from elixir.microbench.fitting import Measured
 
 if TYPE_CHECKING:

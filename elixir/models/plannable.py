@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from elixir.access import TRACKED_PARAMETERS
 from elixir.errors import InputError
 from elixir.models.shared_memory import find_shared_memory
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.torch_private import DisableTorchFunctionSubclass, TopDispatch
 from elixir.units import dtype_name
 

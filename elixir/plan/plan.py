@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from elixir.artifact import Artifact, digest
 from elixir.errors import ArtifactError, InputError, InputTypeError
-from elixir.hardware import Scenario, preset_names
 from elixir.hardware.fits import is_finite
+from elixir.hardware.profile import preset_names
+from elixir.hardware.scenario import Scenario
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, StateSize, check_adam, extent_bytes, moments_size
 from elixir.plan.chunk_plan import (
     UPDATES,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elixir.errors import InputError, InputTypeError, PlanError
-from elixir.hardware import HardwareProfile
-from elixir.plan import Plan
+from elixir.hardware.profile import HardwareProfile
+from elixir.plan.plan import Plan
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
 from elixir.search.planner import plan_or_shortage

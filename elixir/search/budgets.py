@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile, free_device_bytes, free_host_bytes
+from elixir.hardware.memory import free_device_bytes, free_host_bytes
+from elixir.hardware.profile import HardwareProfile
 from elixir.search.propose.sizes import Budgets
 from elixir.search.request import FREE_HERE, SearchRequest, Size
 from elixir.units import MIB, format_bytes, parse_bytes

@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError
 from elixir.garbage import garbage_collection_paused
-from elixir.hardware import HardwareProfile, Scenario, extremes, scenarios
+from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.scenario import Scenario, extremes, scenarios
 from elixir.optimizer_states import MASTER_BYTES, check_kind, is_adam, is_copied, optimizer_name, state_size
-from elixir.plan import CHECKPOINT_PART, ChunkPlan, ParamSlot, Plan, PlanPrediction
+from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
+from elixir.plan.plan import CHECKPOINT_PART, Plan, PlanPrediction
 from elixir.search.budgets import disk_budget, resolve_budgets
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.placement import Setting, Spill

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from elixir.errors import InputError, InputTypeError
-from elixir.hardware import HardwareProfile
-from elixir.plan import Plan
+from elixir.hardware.profile import HardwareProfile
+from elixir.plan.plan import Plan
 from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_name, parse_dtype

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from elixir.errors import InputError, PlanError
-from elixir.hardware import HardwareProfile
-from elixir.plan import HasPlan, Plan, plan_of, same_packing
+from elixir.hardware.profile import HardwareProfile
+from elixir.plan.plan import HasPlan, Plan, plan_of, same_packing
 from elixir.search.planner import PREFETCH_DEPTH, to_plan
 from elixir.search.problem.from_plan import placement_of, setting_of, workload_of
 from elixir.search.problem.memory import MemoryModel

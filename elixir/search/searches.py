@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 from elixir.errors import InputTypeError, PlanError
-from elixir.hardware import HardwareProfile, load_hardware, preset, preset_names, warn_if_doubtful, warn_if_other_device
+from elixir.hardware.profile import (
+    HardwareProfile,
+    load_hardware,
+    preset,
+    preset_names,
+    warn_if_doubtful,
+    warn_if_other_device,
+)
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
 from elixir.search.budgets import host_memory_here, on_rank_0, warn_if_disk_full

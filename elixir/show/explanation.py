@@ -9,7 +9,7 @@ from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from elixir.plan import Judgement
+from elixir.plan.plan import Judgement
 from elixir.search.whatif.explain import NEGLIGIBLE_SHARE, ChunkReasons, Difference, Explanation, Spot
 from elixir.show.scenarios import scenario_text
 from elixir.show.style import RESOURCE_LABELS

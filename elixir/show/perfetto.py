@@ -10,7 +10,7 @@ from typing import Any
 
 from elixir.artifact import write_atomically
 from elixir.errors import InputError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search.problem.from_plan import workload_of
 from elixir.search.simulator.replay import RESOURCES, Span
 from elixir.search.simulator.step import Simulation

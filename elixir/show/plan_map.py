@@ -6,7 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from elixir.errors import InputError
-from elixir.plan import ChunkPlan, HasPlan, Plan, plan_of
+from elixir.plan.chunk_plan import ChunkPlan
+from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.show.style import (
     BLUE,
     DARK,

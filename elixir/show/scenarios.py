@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elixir.hardware import Scenario
-from elixir.plan import Plan
+from elixir.hardware.scenario import Scenario
+from elixir.plan.plan import Plan
 from elixir.show.tables import list_table
 from elixir.units import format_seconds
 

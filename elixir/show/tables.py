@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from elixir.artifact import Artifact
 from elixir.errors import InputTypeError
-from elixir.hardware import HardwareProfile, fit_unit
-from elixir.plan import ChunkPlan, Plan, PlanPrediction
+from elixir.hardware.fits import fit_unit
+from elixir.hardware.profile import HardwareProfile
+from elixir.plan.chunk_plan import ChunkPlan
+from elixir.plan.plan import Plan, PlanPrediction
 from elixir.show.style import part_label
 from elixir.step_trace import StepShape, StepTrace
 from elixir.units import format_bytes, format_seconds

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.hardware import HardwareProfile, preset
+from elixir.hardware.profile import HardwareProfile, preset
 from elixir.tracer.device import OptimizerKernel
 from elixir.tracer.trace import StepFn, trace_step
 from elixir.tracer.values import Routing

@@ -16,7 +16,7 @@ from torch import nn
 from elixir.access import ParameterAccess, hooks_were_refused
 from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.garbage import garbage_collection_paused
-from elixir.hardware import HardwareProfile
+from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.model.fused_modules import FusedKernels
 from elixir.models import fingerprint
 from elixir.step_trace import StepShape, StepTrace

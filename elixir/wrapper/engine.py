@@ -32,8 +32,8 @@ from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes
 from elixir.chunk.rcache import RCache
 from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, NoMemoryError
 from elixir.extents import open_extents
-from elixir.hardware import host_share, host_view
-from elixir.plan import Plan
+from elixir.hardware.threads import host_share, host_view
+from elixir.plan.plan import Plan
 from elixir.schedule import StepSchedule
 from elixir.torch_private import DisableTorchFunctionSubclass, call_after_backward
 from elixir.wrapper.fetch_on_use import WeightUses

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from elixir.errors import InputError, InputTypeError
-from elixir.hardware import check_host_threads
+from elixir.hardware.threads import check_host_threads
 from elixir.torch_private import hooks_of, not_compiled, share_hooks
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale

@@ -18,7 +18,7 @@ from elixir.chunk.host_buffers import BufferKind
 from elixir.errors import InputError
 from elixir.memory_order import Order
 from elixir.models import buffer_places
-from elixir.plan import CHECKPOINT_PART, Plan
+from elixir.plan.plan import CHECKPOINT_PART, Plan
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from elixir.hardware import HardwareProfile
+from elixir.hardware.profile import HardwareProfile
 from elixir.optimizer_states import StateSize
-from elixir.plan import Home, Plan
+from elixir.plan.chunk_plan import Home
+from elixir.plan.plan import Plan
 from elixir.search.planner import to_plan
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh

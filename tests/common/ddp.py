@@ -14,7 +14,7 @@ from transformers.models.mixtral import modeling_mixtral  # noqa: F401  slow to 
 from transformers.models.opt import modeling_opt  # noqa: F401
 
 from elixir.models import default_input
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import optimal_search, simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import Engine, engine_of

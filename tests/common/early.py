@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.class_states import ClassStates

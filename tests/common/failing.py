@@ -25,7 +25,7 @@ from elixir import load_checkpoint, save_checkpoint
 from elixir.chunk import pinned
 from elixir.errors import ElixirError, FileError
 from elixir.files import Files
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search.replan import Observation
 
 

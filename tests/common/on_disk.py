@@ -10,7 +10,7 @@ from typing import Any
 
 from elixir.errors import FileError
 from elixir.files import Files
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 
 KINDS = ((False, "host"), (True, "device"), (False, "device"))
 """(resident, weight home) of chunks whose states live on a disk, in turn."""

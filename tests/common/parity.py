@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from elixir.models import default_input
-from elixir.plan import ChunkPlan, Plan
+from elixir.plan.chunk_plan import ChunkPlan
+from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import Engine, engine_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.step_trace import StepTrace
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elixir.checkpoint_format import open_checkpoint, verify
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.optimizer import stepper_of

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from elixir.hardware import HardwareProfile
+from elixir.hardware.profile import HardwareProfile
 from elixir.optimizer_states import StateSize
-from elixir.plan import LINKS, PARAM_ALIGNMENT_BYTES, ChunkPlan, ChunkUse, ParamSlot, Plan, PlanPrediction
+from elixir.plan.chunk_plan import PARAM_ALIGNMENT_BYTES, ChunkPlan, ChunkUse, ParamSlot
+from elixir.plan.plan import LINKS, Plan, PlanPrediction
 from elixir.step_trace import Access, Contributor, CurveSample, Operation, ParamInfo, StepTrace
 from elixir.units import GIB
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from elixir.errors import PlanError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB

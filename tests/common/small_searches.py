@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elixir.optimizer_states import StateSize
-from elixir.plan import Home
+from elixir.plan.chunk_plan import Home
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.best import MOST_AHEAD

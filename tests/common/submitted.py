@@ -9,8 +9,8 @@ from typing import Any
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.flow import GradientFlow
 from elixir.chunk.rcache import RCache
-from elixir.hardware import HardwareProfile
-from elixir.plan import Plan
+from elixir.hardware.profile import HardwareProfile
+from elixir.plan.plan import Plan
 from elixir.search.problem.from_plan import placement_of, workload_of
 from elixir.search.simulator.events import LOAD, OPEN, SEND, WorkTimes
 from elixir.search.simulator.rates import Rates, main_dtype

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.tracer import RecordedRouting, RoutingRecorder, StepTrace, trace_step
 
 CPU = preset("cpu")

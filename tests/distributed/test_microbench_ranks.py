@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from elixir.errors import RankError
-from elixir.hardware import HostView, RateFit, adam_threads, preset
+from elixir.hardware.fits import RateFit
+from elixir.hardware.profile import preset
+from elixir.hardware.threads import HostView, adam_threads
 from elixir.microbench import Bench, Ranks, Series, adam, machine, measurement
 from elixir.microbench.measurement import Effort, median_seconds
 from elixir.microbench.ranks import spawn

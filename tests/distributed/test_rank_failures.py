@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir.errors import ArtifactError, InputError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.ddp import LR, batch_of, plan_for
 from tests.common.parity import hf_loss

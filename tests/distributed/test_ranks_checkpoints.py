@@ -13,7 +13,7 @@ import torch
 from elixir.checkpoint import PerRank, load_checkpoint, save_checkpoint
 from elixir.checkpoint_format import open_checkpoint, verify
 from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, FileError, InputError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from tests.common.ddp import batch_of, plan_for
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.parity import Case, case, hf_loss, make_plan

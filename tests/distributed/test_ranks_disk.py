@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import elixir
 from elixir.errors import DiskError, ElixirError, InputError, RankError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.ddp import batch_of, plan_for
 from tests.common.on_disk import BrokenDisk, ShortDisk, in_memory, on_disk

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir.errors import InputError
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.models import default_input
 from elixir.search import budgets, minimum_waste_search, optimal_search
 from elixir.units import GIB, MIB

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elixir.errors import InputError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from tests.common.ddp import Twins, batch_of
 from tests.common.parity import mixed, square_loss
 from tests.common.spawn import run_ranks, run_to_end

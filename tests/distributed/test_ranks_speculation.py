@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from elixir.chunk.lanes import Emulation
-from elixir.hardware import preset
-from elixir.plan import Plan
+from elixir.hardware.profile import preset
+from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.report import EarlyCounts
 from elixir.wrapper.engine import engine_of

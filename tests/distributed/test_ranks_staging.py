@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elixir.chunk.lanes import Emulation
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from tests.common.ddp import batch_of, plan_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.tracer import trace_step
 from tests.common.ddp import Twins, batch_of, hf_loss
 from tests.common.spawn import run_ranks

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from elixir.chunk.lanes import Emulation
-from elixir.plan import Memory, Plan
+from elixir.plan.chunk_plan import Memory
+from elixir.plan.plan import Plan
 from tests.common.ddp import Twins, batch_of
 from tests.common.parity import hf_loss
 from tests.common.spawn import run_ranks, run_to_end

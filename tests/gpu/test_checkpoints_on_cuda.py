@@ -16,7 +16,7 @@ from elixir.checkpoint.saving import SaveOptions, Saves
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format import open_checkpoint
 from elixir.chunk.chunk import Chunk
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from tests.common import gpu
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.gpu import needs_gpu, needs_pretended_gpu

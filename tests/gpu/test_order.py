@@ -16,7 +16,7 @@ from elixir.chunk.buffers import Arena
 from elixir.chunk.gradients.blocks import GradientBlocks, Leaving
 from elixir.chunk.gradients.transport import Transport
 from elixir.chunk.lanes import StreamLane, Ticket
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from tests.common.early import HOMES, speculating

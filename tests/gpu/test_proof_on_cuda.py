@@ -17,7 +17,7 @@ from benchmark.proof.jobs import PARTS, Job
 from benchmark.proof.links import read_rows
 from benchmark.proof.place import HARDWARE_FILE, Place
 from benchmark.proof.report import MEMORY_CASES, missing, verdicts
-from elixir.hardware import HardwareProfile
+from elixir.hardware.profile import HardwareProfile
 from tests.common import toy_proof
 from tests.common.gpu import needs_pretended_gpu
 from tests.common.proof_rows import assert_early_states_are_kept_unless_clipped

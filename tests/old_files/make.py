@@ -106,7 +106,7 @@ def write(rank: int, name: str, folder: str, scratch: str) -> None:
 
 
 def main() -> None:
-    from elixir.hardware import preset
+    from elixir.hardware.profile import preset
     from elixir.tracer import trace_step
 
     folder = Path(sys.argv[1])

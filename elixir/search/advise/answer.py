@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elixir.errors import InputError, PlanError, TraceError
-from elixir.hardware import HardwareProfile
-from elixir.plan import HasPlan, Plan, plan_of
+from elixir.hardware.profile import HardwareProfile
+from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.search.advise.changes import Change, Kind, better_machine, for_speed
 from elixir.search.planner import lacks_memory, planned
 from elixir.search.question import Question

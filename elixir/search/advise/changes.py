@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from elixir.hardware import HardwareProfile, RateFit
+from elixir.hardware.fits import RateFit
+from elixir.hardware.profile import HardwareProfile
 from elixir.optimizer_states import is_adam, optimizer_name
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
 from elixir.search.question import Question, StepQuestion
 from elixir.units import format_bytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elixir.plan import StepTraffic
+from elixir.plan.traffic import StepTraffic
 from elixir.schedule import StepSchedule
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.placement import Placement

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elixir.errors import InputError
 from elixir.optimizer_states import is_copied
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search.problem.packed_step import StepFacts, Workload
 from elixir.search.problem.packing import PackedChunk, Packing
 from elixir.search.problem.placement import Placement, Setting

@@ -23,7 +23,9 @@ from elixir.optimizer_states import (
     master_bytes,
     second_set_bytes,
 )
-from elixir.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS, Backwards, ChunkRoute, Home, step_traffic
+from elixir.plan.chunk_plan import Home
+from elixir.plan.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
+from elixir.plan.traffic import Backwards, ChunkRoute, step_traffic
 from elixir.search.problem.packed_step import Workload
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import (

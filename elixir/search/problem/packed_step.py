@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from elixir.plan import ChunkUse, Phase
+from elixir.plan.chunk_plan import ChunkUse, Phase
 from elixir.schedule import StepSchedule, required_chunks
 from elixir.search.problem.packing import Ints, Packing
 from elixir.search.problem.placement import Floats

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elixir.optimizer_states import MomentKind
-from elixir.plan import alignment_bytes
+from elixir.plan.chunk_plan import alignment_bytes
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_bytes
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elixir.optimizer_states import MomentKind, StateSize
-from elixir.plan import Home
+from elixir.plan.chunk_plan import Home
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from elixir.plan import Judgement
+from elixir.plan.plan import Judgement
 from elixir.search.propose.candidate import Candidate, Found, updated_early
 from elixir.search.propose.climb import LITTLE_LESS, MUCH_LESS
 from elixir.search.propose.local_search import LocalSearch

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 
-from elixir.plan import Home
+from elixir.plan.chunk_plan import Home
 from elixir.schedule import ScheduleResult
 from elixir.search.problem.bytes_moved import Traffic, traffic
 from elixir.search.problem.memory import MemoryModel, MemoryNeed

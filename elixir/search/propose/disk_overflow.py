@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elixir.plan import WINDOW_CHUNKS
+from elixir.plan.plan import WINDOW_CHUNKS
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.placement import Placement, Spill
 

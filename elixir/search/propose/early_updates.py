@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from elixir.plan import Home
+from elixir.plan.chunk_plan import Home
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.placement import HOMES, STATES, Placement
 from elixir.search.propose.candidate import Candidate, Found, early_host_bytes, updated_early, weigh

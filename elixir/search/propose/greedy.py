@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from elixir.plan import Home
+from elixir.plan.chunk_plan import Home
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.placement import HOMES, Floats, Placement
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elixir.plan import Home
+from elixir.plan.chunk_plan import Home
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import HOMES, RESIDENT, Codes, Floats, Placement

@@ -10,7 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from elixir.hardware import HardwareProfile, Scenario
+from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.scenario import Scenario
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.packed_step import StepFacts, Workload
 from elixir.search.problem.packing import MIN_CHUNK_BYTES, ParamTable, minimum_waste_size, round_up

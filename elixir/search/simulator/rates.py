@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from elixir.hardware import HardwareProfile, RateFit, adam_threads, enough_threads, plainer_keys
+from elixir.hardware.fits import RateFit, plainer_keys
+from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.threads import adam_threads, enough_threads
 from elixir.optimizer_states import MomentKind
 from elixir.search.problem.placement import Floats
 from elixir.search.simulator.collectives import (

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from elixir.errors import InputTypeError
-from elixir.hardware import HardwareProfile
-from elixir.plan import HasPlan, Plan, plan_of
+from elixir.hardware.profile import HardwareProfile
+from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.schedule import ScheduleResult
 from elixir.search.problem.from_plan import placement_of, setting_of, workload_of
 from elixir.search.problem.memory import MemoryModel

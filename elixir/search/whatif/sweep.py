@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elixir.errors import InputError, PlanError
-from elixir.hardware import HardwareProfile, preset, preset_names
+from elixir.hardware.profile import HardwareProfile, preset, preset_names
 from elixir.search.question import StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.searches import profile_for

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from elixir.errors import ElixirError, InputError, PlanError
-from elixir.hardware import HardwareProfile
+from elixir.hardware.profile import HardwareProfile
 from elixir.optimizer_states import state_size
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search.budgets import resolve_budgets
 from elixir.search.planner import plan_or_shortage
 from elixir.search.propose.sizes import Budgets

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from elixir.hardware import HardwareProfile
+from elixir.hardware.profile import HardwareProfile
 from elixir.torch_private import suggest_memory_format
 from elixir.tracer.device.attention_buffers import held_in_backward
 from elixir.tracer.device.attention_choice import HALF, Attention, AttentionKernel, chosen_on_cpu, chosen_on_cuda

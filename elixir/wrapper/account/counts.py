@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elixir.plan import Backwards
+from elixir.plan.traffic import Backwards
 from elixir.wrapper.account.clock import StepClock
 from elixir.wrapper.account.report import (
     Course,

@@ -16,7 +16,7 @@ from torch import nn
 
 from elixir.chunk.group import Group
 from elixir.errors import InputError, few
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.units import format_bytes
 from elixir.wrapper.assemble.weights import Weights
 

@@ -16,10 +16,12 @@ from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.disk import MASTERS, StateWindow, StoredStates
 from elixir.chunk.group import Group
 from elixir.errors import ArtifactError, InputError, few
-from elixir.hardware import other_device, total_host_bytes
+from elixir.hardware.memory import total_host_bytes
+from elixir.hardware.profile import other_device
 from elixir.memory_order import is_dense
 from elixir.models import buffer_places, fingerprint, refuse_compiled, refuse_unplannable
-from elixir.plan import ChunkPlan, HasPlan, Plan, plan_of
+from elixir.plan.chunk_plan import ChunkPlan
+from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.units import dtype_name, format_bytes, parse_dtype
 from elixir.wrapper.assemble.agreement import agree_on_values, plan_for_all

@@ -12,7 +12,7 @@ import torch
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Ticket
 from elixir.errors import InputError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.run_errors import Call, ErrorKind, changed_in_part
 from elixir.wrapper.step.early import Inputs

@@ -14,7 +14,7 @@ from torch import nn
 from elixir import save_checkpoint
 from elixir.checkpoint_format import open_checkpoint
 from elixir.errors import InputError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu
 from tests.common.parity import Case, Pair, adamw, make_plan, square_loss

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from elixir.artifact import Artifact, check_writable, digest, write_atomically
 from elixir.errors import ArtifactError, InputError
-from elixir.hardware import HardwareProfile, RateFit
-from elixir.hardware.profile import Learned
+from elixir.hardware.fits import RateFit
+from elixir.hardware.profile import HardwareProfile, Learned
 from elixir.optimizer_states import StateSize
-from elixir.plan import LINKS, Plan, PlanPrediction
+from elixir.plan.plan import LINKS, Plan, PlanPrediction
 from elixir.step_trace import StepTrace
 from tests.common.samples import make_hardware, make_plan, make_trace
 

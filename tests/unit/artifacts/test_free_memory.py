@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from elixir.errors import InputError
-from elixir.hardware import free_device_bytes, free_host_bytes, total_host_bytes
 from elixir.hardware import memory as free_memory
+from elixir.hardware.memory import free_device_bytes, free_host_bytes, total_host_bytes
 
 GIB = 2**30
 

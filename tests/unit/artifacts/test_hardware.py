@@ -13,13 +13,10 @@ import pytest
 import torch
 
 from elixir.errors import ArtifactError, InputError, InputTypeError
-from elixir.hardware import (
-    LARGEST_ALONE,
+from elixir.hardware.fits import LARGEST_ALONE, RateFit, fit_unit
+from elixir.hardware.memory import cpu_name, device_name_here
+from elixir.hardware.profile import (
     HardwareProfile,
-    RateFit,
-    cpu_name,
-    device_name_here,
-    fit_unit,
     load_hardware,
     preset,
     preset_names,

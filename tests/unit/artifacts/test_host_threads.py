@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from elixir.chunk.lanes import ThreadLane
 from elixir.errors import InputError
-from elixir.hardware import (
+from elixir.hardware.fits import RateFit
+from elixir.hardware.own_threads import use_threads
+from elixir.hardware.threads import (
     HostShare,
     HostView,
-    RateFit,
     adam_threads,
     binds,
     core_list,
@@ -30,7 +31,6 @@ from elixir.hardware import (
     host_view,
     quota_cores,
     rank_threads,
-    use_threads,
 )
 from elixir.kernels.adam.compiled import Combination, missing_compiler
 from elixir.kernels.adam.eager import fused_step

@@ -10,7 +10,10 @@ import pytest
 
 from elixir.cli import main
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile, RateFit, extremes, learn, load_hardware, preset
+from elixir.hardware.fits import RateFit
+from elixir.hardware.learning import learn
+from elixir.hardware.profile import HardwareProfile, load_hardware, preset
+from elixir.hardware.scenario import extremes
 from elixir.search import plan_from_trace
 from elixir.wrapper.account.report import EarlyCounts, StepReport
 from tests.common.synthetic_trace import StackShape, stack_trace

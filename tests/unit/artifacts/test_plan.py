@@ -10,7 +10,8 @@ import pytest
 
 from elixir.errors import ArtifactError
 from elixir.optimizer_states import moments_size
-from elixir.plan import ChunkPlan, ChunkUse, ParamSlot, Plan
+from elixir.plan.chunk_plan import ChunkPlan, ChunkUse, ParamSlot
+from elixir.plan.plan import Plan
 from elixir.schedule import simulate
 from tests.common.samples import make_plan
 

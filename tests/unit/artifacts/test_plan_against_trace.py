@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.models import default_input, default_step
 from elixir.search import plan_from_trace
 from elixir.tracer import StepTrace, trace_step

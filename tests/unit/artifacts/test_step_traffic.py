@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import elixir
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.models import default_input
-from elixir.plan import Backwards, Plan
+from elixir.plan.plan import Plan
+from elixir.plan.traffic import Backwards
 from elixir.schedule import StepSchedule
 from elixir.search.searches import optimal_search
 from elixir.search.simulator.step import simulate_step

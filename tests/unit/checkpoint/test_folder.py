@@ -30,7 +30,7 @@ from elixir.errors import (
     InputError,
     InputTypeError,
 )
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper.engine import engine_of
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.parity import Case, adamw, case, make_plan

@@ -15,7 +15,7 @@ import torch
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format import open_checkpoint
 from elixir.errors import InputError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.training_states import ChunkStates
 from tests.common.early import all_speculating, attempts, rehomed

@@ -17,7 +17,7 @@ from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
 from elixir.chunk.lanes import Emulation, make_lanes
 from elixir.errors import InputError, StateError
-from elixir.plan import ChunkPlan, ParamSlot
+from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 
 CPU = torch.device("cpu")
 

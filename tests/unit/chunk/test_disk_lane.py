@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from elixir.errors import ArtifactError, InputError
-from elixir.hardware import HardwareProfile, RateFit, preset
+from elixir.hardware.fits import RateFit
+from elixir.hardware.profile import HardwareProfile, preset
 from elixir.optimizer_states import StateSize
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search.problem.from_plan import placement_of, workload_of
 from elixir.search.simulator.step import SimulatedCost, simulate_step
 from elixir.search.whatif.explain import explain

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from tests.common.parity import Pair, case, make_plan
 
 

@@ -18,7 +18,7 @@ from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.lanes import Emulation, Lanes, make_lanes
 from elixir.chunk.rcache import RCache
 from elixir.errors import InputError, StateError
-from elixir.plan import ChunkPlan, ParamSlot
+from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.schedule import StepSchedule, required_chunks
 
 CPU = torch.device("cpu")

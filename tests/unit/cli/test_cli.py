@@ -17,11 +17,11 @@ from elixir.artifact import Artifact
 from elixir.cli import main
 from elixir.cli.options import build_parser, normalise
 from elixir.errors import InputError, Lever, PlanError, StateError, unknown_name
-from elixir.hardware import RateFit, preset
-from elixir.plan import Plan
+from elixir.hardware.fits import RateFit
+from elixir.hardware.profile import preset
+from elixir.plan.plan import Plan
 from elixir.search.request import SearchRequest
-from elixir.show import record_of, show_value
-from elixir.show.tables import _label
+from elixir.show.tables import _label, record_of, show_value
 from elixir.step_trace import StepTrace
 from tests.common.command_line import fails, run
 from tests.common.samples import make_hardware, make_plan, make_trace

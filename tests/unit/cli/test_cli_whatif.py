@@ -11,7 +11,7 @@ import pytest
 
 from elixir.cli import main
 from elixir.cli.options import build_parser, normalise
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search.whatif.trial import SweepRow
 from tests.common.command_line import fails, run
 

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from elixir.integrations.accelerate import ElixirAccelerator
 from elixir.integrations.lightning import ElixirStrategy
 from elixir.integrations.transformers import ElixirTrainer
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule
 from tests.common import accelerated, lit, trainers
 from tests.common.on_disk import on_disk

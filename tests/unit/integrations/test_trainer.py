@@ -19,7 +19,7 @@ import elixir
 from elixir.errors import InputError, InputTypeError, PlanError, TraceError
 from elixir.integrations.run import Run
 from elixir.integrations.transformers import ElixirTrainer, ElixirTrainingArguments, with_elixir
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from tests.common.trainers import PLAIN, Trained, arguments, llama, logged, make, rows, train
 
 ROOMY = {"device_memory": "64MiB", "host_memory": "64MiB"}

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from elixir.errors import InputError
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.microbench import brief, measure_briefly
 from elixir.tracer import trace_step
 

@@ -13,7 +13,7 @@ import torch
 from elixir.errors import InputError
 from elixir.extents import extent_file as extents
 from elixir.files import DIRECT_BYTES
-from elixir.hardware import HardwareProfile, preset
+from elixir.hardware.profile import HardwareProfile, preset
 from elixir.microbench import Bench, disk, disk_jobs, machine, measure
 from elixir.microbench.disk import check_folder, disk_series, file_system
 from elixir.microbench.fitting import Job, Series

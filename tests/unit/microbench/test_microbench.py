@@ -21,16 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir.errors import InputError, RankError
-from elixir.hardware import (
-    LARGEST_ALONE,
-    HardwareProfile,
-    HostView,
-    RateFit,
-    free_host_bytes,
-    load_hardware,
-    preset,
-    total_host_bytes,
-)
+from elixir.hardware.fits import LARGEST_ALONE, RateFit
+from elixir.hardware.memory import free_host_bytes, total_host_bytes
+from elixir.hardware.profile import HardwareProfile, load_hardware, preset
+from elixir.hardware.threads import HostView
 from elixir.microbench import (
     Bench,
     Job,

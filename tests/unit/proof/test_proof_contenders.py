@@ -14,7 +14,7 @@ import torch
 
 from benchmark.proof import contenders, ours
 from benchmark.proof.place import Place
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.kernels.adam import when_compiled
 
 TOY: dict[str, Any] = {

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.models import build_shape, default_input, default_step, describe
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import optimal_search
 from elixir.step_trace import StepTrace
 from elixir.tracer import trace_step

@@ -40,8 +40,8 @@ UPDATE_MODE = """
 from dataclasses import replace
 
 import torch
-from elixir.hardware import HardwareProfile
-from elixir.plan import Plan
+from elixir.hardware.profile import HardwareProfile
+from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace, simple_search
 from elixir.search.simulator.step import simulate_step
 from elixir.step_trace import StepTrace

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputTypeError
-from elixir.plan import Plan, plan_of
+from elixir.plan.plan import Plan, plan_of
 from elixir.search import Answer, optimal_search, planner
 from elixir.search.request import SearchRequest
 from elixir.search.whatif.explain import explain

@@ -15,7 +15,8 @@ from elixir.cli import main
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.models import build_shape, checkpointable_layers, default_input, default_step, describe
 from elixir.optimizer_states import StateSize
-from elixir.plan import Home, Plan
+from elixir.plan.chunk_plan import Home
+from elixir.plan.plan import Plan
 from elixir.search import optimal_search, plan_from_trace, search_batches
 from elixir.search.problem.memory import MemoryModel
 from elixir.search.problem.packed_step import StepFacts, Workload

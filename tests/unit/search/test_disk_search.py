@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from benchmark.certificate.lower_bound import lower_bound
 from elixir.errors import InputError, PlanError
 from elixir.optimizer_states import StateSize
-from elixir.plan import Home, Plan
+from elixir.plan.chunk_plan import Home
+from elixir.plan.plan import Plan
 from elixir.search import Answer, plan_from_trace
 from elixir.search.budgets import warn_if_disk_full
 from elixir.search.problem.memory import MemoryModel

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elixir.errors import InputError, PlanError
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.search import plan_from_trace
 from elixir.search.advise.answer import Answer, best_allowed
 from elixir.search.advise.changes import of_the_training

@@ -12,14 +12,24 @@ import pytest
 import torch
 
 from elixir.errors import InputError
-from elixir.hardware import HardwareProfile, RateFit, preset
+from elixir.hardware.fits import RateFit
+from elixir.hardware.profile import HardwareProfile, preset
 from elixir.models import build, default_input, default_step
-from elixir.plan import ChunkPlan, Plan
+from elixir.plan.chunk_plan import ChunkPlan
+from elixir.plan.plan import Plan
 from elixir.search import Answer, plan_from_trace, simple_search
 from elixir.search.advise.changes import faster
 from elixir.search.simulator.step import simulate_step
 from elixir.search.whatif.explain import Explanation, Spot, explain
-from elixir.show import blocks_table, elsewhere_table, explanation_record, kinds, levers_table, runs, summary_text
+from elixir.show.explanation import (
+    blocks_table,
+    elsewhere_table,
+    explanation_record,
+    kinds,
+    levers_table,
+    runs,
+    summary_text,
+)
 from elixir.step_trace import StepTrace
 from elixir.tracer import trace_step
 from elixir.units import MIB

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elixir.errors import InputError
 from elixir.optimizer_states import optimizer_name, state_size
-from elixir.plan import PARAM_ALIGNMENT_BYTES
+from elixir.plan.chunk_plan import PARAM_ALIGNMENT_BYTES
 from elixir.search.problem.packing import (
     GRID_REACH,
     MIN_CHUNK_BYTES,

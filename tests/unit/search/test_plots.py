@@ -10,18 +10,9 @@ from pathlib import Path
 import pytest
 
 from elixir.errors import InputError
-from elixir.show import (
-    HOME_COLOURS,
-    gib,
-    order_of_use,
-    picture_format,
-    plot_activations,
-    plot_memory,
-    plot_plan,
-    render,
-    save,
-    shorten,
-)
+from elixir.show.memory_curve import plot_activations, plot_memory
+from elixir.show.plan_map import HOME_COLOURS, order_of_use, plot_plan
+from elixir.show.style import gib, picture_format, render, save, shorten
 from elixir.step_trace import CurveSample
 from elixir.units import GIB
 from tests.common.samples import make_plan, make_trace

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from elixir.hardware import HardwareProfile, preset
-from elixir.plan import Plan
+from elixir.hardware.profile import HardwareProfile, preset
+from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.replan import EarlyShares, Observation, calibrated, correct, simulated_s, worst
 from elixir.search.simulator.step import simulate_step

@@ -11,9 +11,11 @@ import pytest
 
 from benchmark import regret
 from elixir.errors import ArtifactError, InputError
-from elixir.hardware import HardwareProfile, RateFit, Scenario, extremes, learn, preset, scenarios
-from elixir.hardware.profile import Learned
-from elixir.plan import Plan
+from elixir.hardware.fits import RateFit
+from elixir.hardware.learning import learn
+from elixir.hardware.profile import HardwareProfile, Learned, preset
+from elixir.hardware.scenario import Scenario, extremes, scenarios
+from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.simulator.step import simulate_step
 from elixir.show.scenarios import regret_text, scenario_text

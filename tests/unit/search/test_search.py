@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmark.certificate.lower_bound import lower_bound
 from benchmark.original_rule import OriginalRule, rcache_first
 from elixir.errors import PlanError
-from elixir.hardware import HardwareProfile
+from elixir.hardware.profile import HardwareProfile
 from elixir.optimizer_states import StateSize, moments_size
 from elixir.search import plan_from_trace
 from elixir.search.planner import PREFETCH_DEPTH

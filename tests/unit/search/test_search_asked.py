@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
-from elixir.hardware import HardwareProfile, preset
+from elixir.hardware.profile import HardwareProfile, preset
 from elixir.search import minimum_waste_search, optimal_search, simple_search
 from elixir.search.budgets import (
     CUDA_CONTEXT_BYTES,

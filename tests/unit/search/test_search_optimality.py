@@ -12,7 +12,7 @@ import pytest
 
 from benchmark.certificate.lower_bound import lower_bound
 from elixir.optimizer_states import StateSize
-from elixir.plan import Home
+from elixir.plan.chunk_plan import Home
 from elixir.search import plan_from_trace
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.best import find_best

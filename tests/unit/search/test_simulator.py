@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elixir.errors import InputError
-from elixir.hardware import RateFit
+from elixir.hardware.fits import RateFit
 from elixir.optimizer_states import StateSize
-from elixir.plan import Home
+from elixir.plan.chunk_plan import Home
 from elixir.search import plan_from_trace, simple_search
 from elixir.search.planner import to_plan
 from elixir.search.problem.placement import Placement, Setting

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from elixir.hardware import RateFit, preset
+from elixir.hardware.fits import RateFit
+from elixir.hardware.profile import preset
 from elixir.search.simulator.rates import ADAM_TRAFFIC_BYTES, DEVICE_ROUNDING_BYTES, Rates
 from tests.common.samples import make_hardware
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from elixir.errors import InputError, InputTypeError
-from elixir.hardware import HardwareProfile, RateFit
+from elixir.hardware.fits import RateFit
+from elixir.hardware.profile import HardwareProfile
 from elixir.search import plan_from_trace
 from elixir.search.simulator.rates import with_link_speed
 from elixir.search.simulator.step import simulate_step

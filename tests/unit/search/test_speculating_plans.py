@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from elixir.errors import ArtifactError, InputError
-from elixir.hardware import HardwareProfile, preset
-from elixir.plan import CHECKPOINT_PART, Home, Plan
+from elixir.hardware.profile import HardwareProfile, preset
+from elixir.plan.chunk_plan import Home
+from elixir.plan.plan import CHECKPOINT_PART, Plan
 from elixir.search import Answer, plan_from_trace
 from elixir.search.planner import setting_for, simple_plan
 from elixir.search.problem.from_plan import setting_of
@@ -24,7 +25,7 @@ from elixir.search.request import SearchRequest
 from elixir.search.simulator import step
 from elixir.search.simulator.in_backward import worth_stepping, worth_stepping_within
 from elixir.search.simulator.step import SimulatedCost, simulate_step
-from elixir.show import plan_record
+from elixir.show.tables import plan_record
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.observed import steady

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elixir.errors import InputError, InputTypeError, PlanError
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.models import build, default_input, default_step
 from elixir.search import plan_from_trace
 from elixir.search.question import StepQuestion
@@ -17,7 +17,7 @@ from elixir.search.request import SearchRequest
 from elixir.search.simulator.step import simulate_step
 from elixir.search.whatif.sweep import doublings, fit, sweep
 from elixir.search.whatif.trial import HOST_PER_DEVICE_BYTE, SweepRow, budgets_on_paper
-from elixir.show import plot_sweep, reasons, sweep_table, to_frame
+from elixir.show.sweep import plot_sweep, reasons, sweep_table, to_frame
 from elixir.step_trace import StepTrace
 from elixir.tracer import trace_step
 from elixir.units import GIB, MIB

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from elixir.errors import InputError, InputTypeError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.simulator.replay import RESOURCES, Span
 from elixir.search.simulator.step import Simulation, simulate_step
-from elixir.show import chrome_trace, plot_timeline, render, save_chrome_trace
+from elixir.show.perfetto import chrome_trace, save_chrome_trace
+from elixir.show.style import render
+from elixir.show.timeline import plot_timeline
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.samples import make_hardware

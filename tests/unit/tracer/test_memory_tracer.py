@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.tracer.memory_tracer import cuda_memory_profiling
 from tests.common.tracing import sum_step, trace_step
 

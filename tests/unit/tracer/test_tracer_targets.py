@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.tracer import StepTrace, operators, trace_step
 from elixir.tracer.device import Attention, target_for
 from elixir.units import KIB, MIB

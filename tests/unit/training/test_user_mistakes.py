@@ -14,7 +14,7 @@ from torch import nn
 
 import elixir
 from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of

@@ -14,7 +14,7 @@ from torch import nn
 
 from elixir.chunk.lanes import Emulation
 from elixir.errors import PlanError, StepError
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.search import optimal_search, simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.account import clock

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import MODES, Case, Pair, case, make_plan, mixed, square_loss
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.optimizer import stepper_of
 from tests.common.on_disk import on_disk

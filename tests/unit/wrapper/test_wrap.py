@@ -15,8 +15,8 @@ from torch import nn
 import elixir
 from elixir import api
 from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
-from elixir.hardware import preset
-from elixir.plan import Plan
+from elixir.hardware.profile import preset
+from elixir.plan.plan import Plan
 from elixir.search.replan import Correction, Observation, calibrated, correct, simulated_s
 from elixir.search.simulator.step import simulate_step
 from elixir.wrapper.account.report import EarlyCounts

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from elixir.errors import InputError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common import gpu

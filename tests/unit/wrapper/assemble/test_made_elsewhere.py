@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from elixir.hardware import memory as free_memory
-from elixir.hardware import other_device, preset
-from elixir.plan import Plan
+from elixir.hardware.profile import other_device, preset
+from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu
 from tests.common.parity import case, make_plan

@@ -19,7 +19,7 @@ from elixir.chunk.lanes import Emulation
 from elixir.errors import DiskError
 from elixir.extents import extent_file as extents
 from elixir.files import DIRECT_BYTES, Files
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.units import MIB
 from elixir.wrapper.options import Debug
 from tests.common.early import all_speculating

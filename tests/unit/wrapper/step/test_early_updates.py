@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from elixir.chunk.lanes import Emulation
-from elixir.hardware import preset
+from elixir.hardware.profile import preset
 from elixir.kernels import HybridAdam
 from elixir.kernels.adam import when_compiled
 from elixir.kernels.adam.step import ONE_PASS

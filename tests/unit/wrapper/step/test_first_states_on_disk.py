@@ -15,7 +15,7 @@ from torch import nn
 
 from elixir.chunk.host_buffers import WINDOW, HostBuffer, window_kind
 from elixir.kernels import HybridAdam
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.step.shard import Shard

@@ -15,14 +15,15 @@ from torch.utils._pytree import tree_leaves
 
 import elixir
 from elixir.errors import InputError, InputTypeError
-from elixir.hardware import HardwareProfile, RateFit, preset
+from elixir.hardware.fits import RateFit
+from elixir.hardware.profile import HardwareProfile, preset
 from elixir.kernels import HybridAdam
 from elixir.kernels.adam.moments import make_moments, read_moments
 from elixir.kernels.adam.rule import AdamOptions
 from elixir.kernels.adam.step import adam_step
 from elixir.models import default_step
 from elixir.optimizer_states import LARGEST_HOST_PIECE_NUMEL, STEP_TEMPORARY_BYTES, StateSize, moments_size, state_bytes
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.search import optimal_search
 from elixir.search.replan import Observation, calibrated
 from elixir.search.simulator.rates import ARITHMETIC_NUMEL_PER_S, Rates

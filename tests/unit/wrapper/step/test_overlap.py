@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from elixir.chunk.lanes import Lane, Ticket
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper.fetch_on_use import WeightUses
 from tests.common.parity import Pair, case, make_plan
 

@@ -11,7 +11,8 @@ import torch
 
 from elixir.chunk.host_buffers import STAGING
 from elixir.optimizer_states import state_size
-from elixir.plan import Home, Plan
+from elixir.plan.chunk_plan import Home
+from elixir.plan.plan import Plan
 from elixir.search.planner import to_plan
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.candidate import weigh

@@ -13,7 +13,7 @@ import torch
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.chunk.lanes import Emulation
 from elixir.errors import DiskError, InputError
-from elixir.plan import Plan
+from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.options import Debug
 from tests.common.early import all_speculating
