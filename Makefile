@@ -4,6 +4,9 @@
 # make pictures     the pictures of README and docs, made anew
 # make finetune     the fine-tuning under DDP and under a plan: its table and picture, made anew
 # make figures      the figures that README and docs quote, from the newest rows in benchmark/results
+# make wheel        the source archive and the wheel, in dist
+# make wheel-check  the same wheel and what it needs, from the package index in a new environment: three commands run
+# make release-check  what a release of the version in elixir/__init__.py still lacks
 # make test-newest  unit tests with the newest torch and transformers on the package index, in an environment of its own
 # make test-oldest  unit tests and the rehearsed proof with the oldest torch that is supported, in an environment of its own
 PYTHON ?= python3
@@ -19,7 +22,8 @@ PLAN    := $(PLANNED) --out $(OUT)/plan.json --plot $(OUT)/plan.png
 TRAIN   := example/train.py --model opt-125m --batch 4 --seq 64 --activation-checkpointing --device-memory 128MiB --steps 11
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart pictures finetune figures test test-all test-oldest test-newest lint clean
+.PHONY: help quickstart pictures finetune figures test test-all test-oldest test-newest lint wheel wheel-check release-check \
+        clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -50,6 +54,18 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict elixir
+
+wheel: $(VENV)/.installed-release
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
+	@ls dist/*
+
+# Outside of the repository, where nothing but what was installed can be imported.
+wheel-check: wheel
+	$(BIN)/python -m tests.common.installed --from-index
+
+release-check: wheel
+	$(BIN)/python .ci/release_check.py
 
 # What takes the paths of CUDA: on a GPU, or on a device that is pretended.
 ON_CUDA := tests/gpu
@@ -87,7 +103,7 @@ test-oldest: $(OLDEST)/.installed
 
 $(OLDEST)/.installed: requirements-oldest.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install -qq 'setuptools>=68' wheel -r requirements-oldest.txt
+	$(OLDEST)/bin/python -m pip install -qq 'setuptools>=77' wheel -r requirements-oldest.txt
 	$(OLDEST)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
@@ -96,7 +112,7 @@ NEWEST := .venv-newest
 
 test-newest:
 	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install -qq --upgrade 'setuptools>=68' wheel torch transformers
+	$(NEWEST)/bin/python -m pip install -qq --upgrade 'setuptools>=77' wheel torch transformers
 	$(NEWEST)/bin/python -m pip install -qq --no-build-isolation -e '.[test]'
 	@$(NEWEST)/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'not slow' tests/unit
@@ -111,15 +127,21 @@ $(VENV)/.requirements: requirements.txt
 	  echo "Elixir needs Python 3.10 or newer, but '$(PYTHON)' is $$found. Try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; \
 	  exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo 'cannot create $(VENV): is the venv module of $(PYTHON) installed?' >&2; exit 1; }
-	$(BIN)/python -m pip install -qq 'setuptools>=68' wheel -r requirements.txt
+	$(BIN)/python -m pip install -qq 'setuptools>=77' wheel -r requirements.txt
 	@touch $@
 
+# The distribution was called "elixir" before, which is another project's name on the package index.
 $(VENV)/.installed: $(VENV)/.requirements pyproject.toml setup.py
+	@$(BIN)/python -m pip uninstall -qq -y elixir
 	$(BIN)/python -m pip install -qq --no-build-isolation -e '.[hf]'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install -qq --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(VENV)/.installed-release: $(VENV)/.installed
+	$(BIN)/python -m pip install -qq --no-build-isolation -e '.[release]'
 	@touch $@
 
 clean:

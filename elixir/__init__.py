@@ -7,6 +7,8 @@ Names are loaded on first use, so that ``import elixir`` costs next to nothing.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -82,6 +84,40 @@ _HOMES = {
     "simple_search": "elixir.search",
     "wrap": "elixir.api",
 }
+
+
+_SUMMARY = "A memory planner and offloading runtime for PyTorch"
+"""As pyproject.toml has it: an old installation of this package under the name `elixir` is not another project's."""
+
+
+def _warn_of_namesake() -> None:
+    """Warns if the unrelated distribution `elixir` is installed, whose files go to the same folder as this package's.
+
+    Names of files are enough to find it: `importlib.metadata` would make every command slower by a tenth.
+    """
+    for folder in sys.path:
+        try:
+            names = os.listdir(folder or ".")
+        except OSError:
+            continue
+        for name in names:
+            if not (name.lower().startswith("elixir-") and name.endswith((".dist-info", ".egg-info"))):
+                continue
+            from importlib.metadata import PathDistribution
+            from pathlib import Path
+
+            found = PathDistribution(Path(folder, name)).metadata
+            if found["Summary"] != _SUMMARY:
+                import warnings
+
+                warnings.warn(
+                    f"the unrelated distribution 'elixir' {found['Version']} is installed in {folder}, and its files "
+                    "have our names: pip uninstall elixir torch-elixir, then pip install torch-elixir",
+                    stacklevel=2,
+                )
+
+
+_warn_of_namesake()
 
 
 def __getattr__(name: str) -> Any:

@@ -32,7 +32,7 @@ try:
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DistributedType
 except ImportError as error:
-    raise ImportError("this needs the package accelerate: pip install 'elixir[hf]'") from error
+    raise ImportError("this needs the package accelerate: pip install 'torch-elixir[hf]'") from error
 
 logger = logging.getLogger(__name__)
 

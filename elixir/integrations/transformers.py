@@ -29,7 +29,7 @@ from elixir.plan.plan import Plan
 try:
     from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 except ImportError as error:
-    raise ImportError("this needs the package transformers: pip install 'elixir[hf]'") from error
+    raise ImportError("this needs the package transformers: pip install 'torch-elixir[hf]'") from error
 
 SETTLED = OF_ACCELERATOR | {
     "accumulation": "gradient_accumulation_steps",

@@ -300,9 +300,10 @@ def _transformers(module: str) -> ModuleType:
         return importlib.import_module(f"transformers.{module}") if module else package
     except ModuleNotFoundError as error:
         if error.name == "transformers":
-            raise InputError("named models and config.json need transformers: pip install elixir[hf]") from None
+            raise InputError("named models and config.json need transformers: pip install 'torch-elixir[hf]'") from None
         if error.name is not None and error.name.startswith("transformers."):
-            raise InputError(f"this transformers has no {error.name}: pip install --upgrade elixir[hf]") from None
+            message = f"this transformers has no {error.name}: pip install --upgrade 'torch-elixir[hf]'"
+            raise InputError(message) from None
         raise
 
 

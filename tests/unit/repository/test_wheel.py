@@ -1,41 +1,86 @@
-"""A wheel installs, and both commands run outside of the tree."""
+"""The package has a name that is ours, its wheel is whole, and it runs where nothing but its requirements are installed."""
 
 from __future__ import annotations
 
-import os
+import email
+import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
+import elixir
+from tests.common.installed import commands_run, environment, run
+
 ROOT = Path(__file__).parents[3]
 
 
-def run(*words: str, cwd: Path, **environment: str) -> str:
-    """Standard output of a command that must succeed."""
-    own = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONUNBUFFERED")}
-    done = subprocess.run(words, cwd=cwd, env=own | environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    leave_out = shutil.ignore_patterns(
+        ".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "tests", "benchmark"
+    )
+    shutil.copytree(ROOT, folder / "source", ignore=leave_out)  # building leaves files next to the sources
+    pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation")
+    run(*pip, "-w", folder, folder / "source", cwd=folder)
+    shutil.rmtree(folder / "source")
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_has_every_file_of_the_package_and_says_what_it_is(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (path,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(archive.read(path))
+    assert wheel.name == f"torch_elixir-{elixir.__version__}-py3-none-any.whl"
+    ours = [file for file in (ROOT / "elixir").rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    assert {file.relative_to(ROOT).as_posix() for file in ours} == {
+        name for name in names if name.startswith("elixir/")
+    }
+    assert (metadata["Name"], metadata["Version"]) == ("torch-elixir", elixir.__version__)
+    assert metadata["Summary"] == elixir._SUMMARY, "or an old installation of ours is taken for another project's"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 
 @pytest.mark.slow
-def test_a_wheel_runs_both_commands_outside_of_the_tree(tmp_path: Path) -> None:
-    pip = (sys.executable, "-m", "pip")
-    source, folder, site = tmp_path / "source", tmp_path / "wheels", tmp_path / "site"
-    leave_out = shutil.ignore_patterns(
-        ".git", ".venv*", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
+def test_a_wheel_runs_where_only_its_requirements_are(wheel: Path, tmp_path: Path) -> None:
+    commands_run(environment(wheel, tmp_path / "env", from_index=False), tmp_path)
+
+
+def test_nothing_names_the_unrelated_distribution() -> None:
+    """On the package index `elixir` is a mapper for SQLAlchemy."""
+    foreign = re.compile(r"(?<!torch-)\belixir\[\w+\]|pip install(?: -\S+)* '?elixir\b")
+    kinds = ("*.py", "*.md", "*.toml", "*.txt", "*.yml", "*.yaml", "*.cff", "Makefile")
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *kinds],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    assert len(listed) > 300
+    found = [
+        f"{name}: {match[0]}"
+        for name in listed
+        if (ROOT / name).exists()
+        for match in foreign.finditer((ROOT / name).read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("summary", "said"), [("Declarative Mapper for SQLAlchemy", True), (elixir._SUMMARY, False)], ids=["other", "ours"]
+)
+def test_the_unrelated_distribution_is_named_if_it_is_installed(tmp_path: Path, summary: str, said: bool) -> None:
+    info = tmp_path / "Elixir-0.7.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: Elixir\nVersion: 0.7.1\nSummary: {summary}\n")
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]; import elixir"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
     )
-    shutil.copytree(ROOT, source, ignore=leave_out)  # building leaves files next to the sources
-    run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source), cwd=tmp_path)
-    shutil.rmtree(source)
-    (wheel,) = folder.glob("*.whl")
-    run(*pip, "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel), cwd=tmp_path)
-    where = {"PYTHONPATH": str(site)}
-    code = "import elixir, os; print(os.path.dirname(elixir.__file__))"
-    assert run(sys.executable, "-c", code, cwd=tmp_path, **where).strip() == str(site / "elixir")
-    words = ("plan", "opt-125m", "--seq", "64", "--host-memory", "64GiB", "--brief")
-    for command in ((sys.executable, "-m", "elixir"), (str(site / "bin" / "elixir"),)):
-        assert "opt-125m (bfloat16) on 1 x h200" in run(*command, *words, cwd=tmp_path, **where)
+    assert ("unrelated distribution 'elixir' 0.7.1 is installed" in done.stderr) is said, done.stderr
+    assert ("pip install torch-elixir" in done.stderr) is said
