@@ -42,7 +42,7 @@ from elixir.wrapper.assemble.weights import check_weights
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import folders_of
-from elixir.wrapper.step import check_optimizer, copies_states
+from elixir.wrapper.step.user_class import check_optimizer, copies_states
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from elixir.access import storage_of, unmarked
-from elixir.access.placeholders import marked
+from elixir.access.placeholders import marked, storage_of, unmarked
 from elixir.chunk.pinned import host_zeros, pinned_zeros
 from elixir.errors import NoMemoryError, StateError, readable_bytes
 from elixir.plan.chunk_plan import Memory

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from elixir.access import absent, storage_of, unmarked
+from elixir.access.placeholders import absent, storage_of, unmarked
 from elixir.chunk.disk import StoredStates
 from elixir.chunk.lanes import MemoryUses, Ticket, failure
 from elixir.errors import InputError, StateError, few

@@ -459,7 +459,7 @@ class StreamLane:
                 else:
                     # Work of the host, such as its Adam: the stream would copy weights that are half new.
                     earlier.synchronize()
-            # The pair times the work for `take_busy_s`. Whoever uses the buffers of the work next waits for `event`.
+            # The pair times the work for `take_busy_s`. Others wait for `event` before they use its buffers.
             started, event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             started.record(self._stream)
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad(), _own_modes():
@@ -481,7 +481,7 @@ class Lanes:
     submitted before it, which may still read the block that it fills."""
     network: Lane
     """All collectives. The next gather and the last reduction run while compute goes on. One lane for both, since all
-    ranks must start their collectives in the same order, and a second communicator would need buffers of its own."""
+    ranks must start their collectives in the same order, and a second communicator would need more buffers."""
     offload: Lane
     """Gradients, device to host. A chunk's gradients leave while backward computes those of the chunk before. Apart
     from `fetch`, both directions of the link are used at once. A gradient block is reused only after its copy."""

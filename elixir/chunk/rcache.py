@@ -22,7 +22,7 @@ from itertools import islice
 
 import torch
 
-from elixir.access import backward_is_running
+from elixir.access.autograd import backward_is_running
 from elixir.chunk.buffers import BlockPool
 from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.gradients.flow import GradientFlow

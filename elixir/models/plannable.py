@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from elixir.access import TRACKED_PARAMETERS
+from elixir.access.interception import TRACKED_PARAMETERS
 from elixir.errors import InputError
 from elixir.models.shared_memory import find_shared_memory
 from elixir.plan.plan import Plan

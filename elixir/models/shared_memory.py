@@ -15,7 +15,7 @@ from itertools import islice
 import torch
 from torch import nn
 
-from elixir.access import is_absent, storage_of
+from elixir.access.placeholders import is_absent, storage_of
 from elixir.errors import InputError
 from elixir.memory_order import is_dense
 from elixir.torch_private import DisableTorchFunctionSubclass

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access import ParameterAccess
+from elixir.access.interception import ParameterAccess
 from elixir.errors import InputError, InputTypeError, TraceError
 from elixir.models import casts_buffers, refuse_unplannable
 from elixir.torch_private import tree_map

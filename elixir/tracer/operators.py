@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from elixir.access import REPLACES_MEMORY, storage_of
+from elixir.access.functions import REPLACES_MEMORY
+from elixir.access.placeholders import storage_of
 from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import TopDispatch

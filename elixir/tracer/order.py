@@ -11,15 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from elixir.access import (
-    REPLACES_MEMORY,
-    TrackedView,
-    current_node_number,
-    detached,
-    operator_reads_only_metadata,
-    storage_of,
-    untrack,
-)
+from elixir.access.autograd import current_node_number, detached
+from elixir.access.functions import REPLACES_MEMORY, operator_reads_only_metadata
+from elixir.access.interception import TrackedView, untrack
+from elixir.access.placeholders import storage_of
 from elixir.step_trace import Operation, Phase
 from elixir.torch_private import (
     OpOverload,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elixir.access import backward_is_running, current_node_number
+from elixir.access.autograd import backward_is_running, current_node_number
 from elixir.errors import TraceError
 from elixir.step_trace import Kind
 from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map

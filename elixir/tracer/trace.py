@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access import ParameterAccess, hooks_were_refused
+from elixir.access.autograd import hooks_were_refused
+from elixir.access.interception import ParameterAccess
 from elixir.errors import ElixirError, InputTypeError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile

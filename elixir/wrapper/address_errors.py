@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from elixir.access import is_absent
+from elixir.access.placeholders import is_absent
 from elixir.errors import InputError, few
 
 _NOT_ALLOCATED = "its data is not allocated yet"

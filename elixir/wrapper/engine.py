@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from elixir.access import CountedParameter, ParameterAccess, backward_is_running
+from elixir.access.autograd import backward_is_running
+from elixir.access.interception import CountedParameter, ParameterAccess
 from elixir.chunk.buffers import Arena, BlockPool
 from elixir.chunk.chunk import Chunk, Slot, take_back
 from elixir.chunk.disk import StateWindow, StoredStates
@@ -54,7 +55,7 @@ weights, so it takes its place in `Engine.chunks` at once, whatever fails after 
 
 
 class AnyStepper(Protocol):
-    """An optimizer as the engine sees it; see `elixir.wrapper.step.Stepper`."""
+    """An optimizer as the engine sees it; see `elixir.wrapper.step.stepper.Stepper`."""
 
     @property
     def parameters(self) -> set[nn.Parameter]:

@@ -11,13 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access import (
-    RENORMALISE,
-    TRACKED_PARAMETERS,
-    TrackedView,
-    backward_is_running,
-    current_node_number,
-)
+from elixir.access.autograd import backward_is_running, current_node_number
+from elixir.access.functions import RENORMALISE
+from elixir.access.interception import TRACKED_PARAMETERS, TrackedView
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.gradients.flow import GradientFlow
 from elixir.chunk.rcache import RCache

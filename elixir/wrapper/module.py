@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir.access import hooks_were_refused
+from elixir.access.autograd import hooks_were_refused
 from elixir.chunk.group import Group
 from elixir.errors import InputError, InputTypeError, few
 from elixir.files import PathLike
@@ -38,7 +38,7 @@ from elixir.wrapper.assemble.weights import Weights
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.options import Debug, RunOptions
 from elixir.wrapper.run_errors import Call
-from elixir.wrapper.step import cast_inputs
+from elixir.wrapper.step.inputs import cast_inputs
 from elixir.wrapper.weights_io.gathered import shown
 from elixir.wrapper.weights_io.shared_weights import SharedWeights
 from elixir.wrapper.weights_io.state_dict import ModelState, in_use

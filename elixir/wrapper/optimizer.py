@@ -21,7 +21,10 @@ from elixir.torch_private import hooks_of, not_compiled, share_hooks
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import ElixirModule
-from elixir.wrapper.step import MODES, Stepper, check_optimizer, load_whole_states, options_of, whole_states
+from elixir.wrapper.step.elementwise import MODES, options_of
+from elixir.wrapper.step.stepper import Stepper
+from elixir.wrapper.step.user_class import check_optimizer
+from elixir.wrapper.step.whole_states import load_whole_states, whole_states
 
 
 class ElixirOptimizer(torch.optim.Optimizer):

@@ -7,7 +7,7 @@ import enum
 import threading
 from collections.abc import Iterator
 
-from elixir.access import backward_is_running
+from elixir.access.autograd import backward_is_running
 from elixir.chunk.lanes import closed
 from elixir.errors import InputError, StateError
 

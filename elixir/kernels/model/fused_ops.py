@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from elixir.access import untrack
+from elixir.access.interception import untrack
 from elixir.errors import InputError
 
 Gradients = tuple[torch.Tensor | None, ...]

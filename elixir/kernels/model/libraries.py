@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from elixir.access import untrack
+from elixir.access.interception import untrack
 from elixir.kernels.model.fused_ops import outline_rms_norm, silu_mul
 
 _reported: set[str] = set()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from elixir.access import backward_is_running
+from elixir.access.autograd import backward_is_running
 from elixir.torch_private import TorchDispatchMode, current_autograd_node, has_internal_overlap, references
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elixir.access import TrackedView
+from elixir.access.interception import TrackedView
 from elixir.errors import InputError
 from elixir.wrapper.engine import engine_of
 from tests.common.parity import MODES, Case, Pair, make_plan

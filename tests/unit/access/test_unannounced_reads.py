@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elixir.access import is_absent
-from elixir.access.placeholders import marked
+from elixir.access.placeholders import is_absent, marked
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.tracer import trace_step

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.access import untrack
+from elixir.access.interception import untrack
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.wrapper import ElixirModule
 from tests.common import gpu

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elixir.access import TrackedView
+from elixir.access.interception import TrackedView
 from elixir.errors import InputError
 from tests.common import gpu
 from tests.common.parity import Case, Pair, make_plan, square_loss

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.access import is_absent
+from elixir.access.placeholders import is_absent
 from elixir.chunk.buffers import Arena, BlockPool
 from elixir.chunk.chunk import _ALLOWED, Chunk, ChunkState
 from elixir.chunk.gradients.flow import FlowOptions, GradientFlow

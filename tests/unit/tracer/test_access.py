@@ -12,15 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elixir.access import (
-    ParameterAccess,
-    TrackedParameter,
-    TrackedView,
-    backward_is_running,
-    innermost_saved_tensors_hooks,
-    untrack,
-)
-from elixir.access.autograd import hooks_over
+from elixir.access.autograd import backward_is_running, hooks_over, innermost_saved_tensors_hooks
+from elixir.access.interception import ParameterAccess, TrackedParameter, TrackedView, untrack
 from elixir.access.placeholders import absent
 
 

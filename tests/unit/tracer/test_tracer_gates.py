@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elixir.access import TrackedParameter
+from elixir.access.interception import TrackedParameter
 from elixir.errors import ElixirError, InputError, InputTypeError, TraceError
 from elixir.tracer import BalancedRouting, RecordedRouting, trace_step
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, sum_step

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmark.observe import observe_step
-from elixir.access import ParameterAccess
+from elixir.access.interception import ParameterAccess
 from elixir.errors import TraceError
 from elixir.models import default_input, default_step
 from elixir.tracer import StepTrace, trace_step

@@ -18,7 +18,7 @@ from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.step import Stepper
+from elixir.wrapper.step.stepper import Stepper
 from tests.common import gpu
 from tests.common.parity import MODES, Case, Pair, case, make_plan, square_loss
 

@@ -11,7 +11,7 @@ import torch
 from elixir.kernels import HybridAdam
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.step import FusedStates
+from elixir.wrapper.step.fused_states import FusedStates
 from tests.common import gpu
 from tests.common.parity import Case, case, make_plan, mixed
 

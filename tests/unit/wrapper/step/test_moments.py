@@ -30,7 +30,7 @@ from elixir.search.simulator.rates import ARITHMETIC_NUMEL_PER_S, Rates
 from elixir.tracer import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.step import FusedStates
+from elixir.wrapper.step.fused_states import FusedStates
 from tests.common import gpu
 from tests.common.parity import MODES, Case, case, make_plan, mixed
 from tests.common.samples import make_hardware

@@ -15,7 +15,8 @@ from torch import nn
 from elixir.errors import InputError, InputTypeError
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.step import check_elementwise, shards
+from elixir.wrapper.step import shards
+from elixir.wrapper.step.elementwise import check_elementwise
 from tests.common import gpu
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan, square_loss
 

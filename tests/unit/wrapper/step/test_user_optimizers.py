@@ -15,7 +15,7 @@ import elixir
 from elixir.errors import InputError, StepError
 from elixir.optimizer_states import family_of
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.step import check_elementwise
+from elixir.wrapper.step.elementwise import check_elementwise
 from tests.common import gpu
 from tests.common import user_optimizers as own
 from tests.common.early import chain, speculating
