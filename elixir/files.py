@@ -291,8 +291,7 @@ class File:
         if self.is_direct and (offset % DIRECT_BYTES or len(view) % DIRECT_BYTES):
             raise InputError(
                 f"{self.path} was opened for direct transfers, which begin and end at multiples of {DIRECT_BYTES} "
-                "bytes; "
-                f"found {len(view)} bytes at {offset}"
+                f"bytes; found {len(view)} bytes at {offset}"
             )
         done = 0
         while done < len(view):

@@ -190,8 +190,7 @@ class _Load:
             name = next(iter(shapes))
             raise CheckpointMismatch(
                 f"{self._folder}: {len(shapes)} parameters have another shape, such as {name}: {list(shapes[name][0])} "
-                "in the "
-                f"checkpoint, {list(shapes[name][1])} here; build the model that was saved",
+                f"in the checkpoint, {list(shapes[name][1])} here; build the model that was saved",
                 missing=missing,
                 unexpected=unexpected,
                 shapes=shapes,
@@ -199,8 +198,7 @@ class _Load:
         if self._strict and (missing or unexpected):
             raise CheckpointMismatch(
                 f"{self._folder} is of another model: missing {_few(missing)}, unexpected {_few(unexpected)}; build "
-                "the model "
-                "that was saved, or give strict=False",
+                "the model that was saved, or give strict=False",
                 missing=missing,
                 unexpected=unexpected,
             )
@@ -225,8 +223,7 @@ class _Load:
         if shapes or (self._strict and (missing or unexpected)):
             raise CheckpointMismatch(
                 f"{self._folder}: buffers differ: missing {_few(missing)}, unexpected {_few(unexpected)}, of another "
-                "shape "
-                f"{_few(list(shapes))}; build the model that was saved",
+                f"shape {_few(list(shapes))}; build the model that was saved",
                 missing=missing,
                 unexpected=unexpected,
                 shapes=shapes,
@@ -262,10 +259,8 @@ class _Load:
                     if self._strict:
                         raise CheckpointMismatch(
                             f"{self._folder}: the parameters of a group of {name!r} ({_few(list(names))}) are in no "
-                            "group, or in "
-                            "several, of the optimizer that was saved; make the same groups, or give strict=False, "
-                            "which "
-                            "keeps the options that this group has here"
+                            "group, or in several, of the optimizer that was saved; make the same groups, or give "
+                            "strict=False, which keeps the options that this group has here"
                         )
                     self.notes.add(f"a group of {name!r} keeps the options that it has here: {_few(list(names))}")
         unused = [name for name in theirs if name not in self._optimizers.values()]
@@ -300,8 +295,7 @@ class _Load:
         if self._user.rank_values and self._index.world_size != self.states.group.size:
             raise CheckpointMismatch(
                 f"{self._folder} has {_few(list(self._user.rank_values))} for each of {self._index.world_size} ranks, "
-                "here are "
-                f"{self.states.group.size}; leave it out of the state and begin it anew"
+                f"here are {self.states.group.size}; leave it out of the state and begin it anew"
             )
         left = sorted((there | per_rank) - set(self._user.values) - set(self._user.rank_values))
         if left:

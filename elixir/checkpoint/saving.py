@@ -165,8 +165,7 @@ class _ChunkReader:
             if parameter._version != version:
                 raise CheckpointError(
                     f"{name} was written to while it was being saved; call wait() of the save before, or write inside "
-                    "of "
-                    "gathered(write=True), which waits"
+                    "of gathered(write=True), which waits"
                 )
 
 

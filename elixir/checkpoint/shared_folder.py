@@ -115,8 +115,7 @@ class SharedFolder:
             if needed > free:
                 raise CheckpointError(
                     f"the checkpoint takes {format_bytes(needed)} in {self.folder}, where {format_bytes(free)} are "
-                    "free: remove "
-                    "old checkpoints, or save elsewhere"
+                    "free: remove old checkpoints, or save elsewhere"
                 )
 
     def check_written(self, written: Iterable[WrittenFile | None]) -> None:

@@ -212,8 +212,7 @@ def safetensors_header(
     if len(text) > LARGEST_HEADER_BYTES:
         raise InputError(
             f"names of {len(tensors)} tensors take {len(text)} bytes, and readers of safetensors accept at most "
-            f"{LARGEST_HEADER_BYTES}: "
-            "shorten them, or save with more ranks"
+            f"{LARGEST_HEADER_BYTES}: shorten them, or save with more ranks"
         )
     return len(text).to_bytes(8, "little") + text
 

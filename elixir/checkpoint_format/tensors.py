@@ -100,8 +100,7 @@ class SavedTensor:
             if len(piece.checksums) != span_count(piece.numel * self.itemsize):
                 raise InputError(
                     f"a piece of {piece.numel * self.itemsize} bytes has {span_count(piece.numel * self.itemsize)} "
-                    "spans, "
-                    f"found {len(piece.checksums)} checksums"
+                    f"spans, found {len(piece.checksums)} checksums"
                 )
 
     @property

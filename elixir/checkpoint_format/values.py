@@ -105,8 +105,8 @@ class _Encoder:
             return {_TAG: "numpy", "dtype": value.dtype.name, "hex": raw.hex()}
         raise InputError(
             f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be saved; give plain values (None, bool, int, "
-            "float, str, bytes, "
-            "list, tuple, dict, set, tensors, numpy), or an object with state_dict and load_state_dict"
+            "float, str, bytes, list, tuple, dict, set, tensors, numpy), or an object with state_dict and "
+            "load_state_dict"
         )
 
     def _items(self, values: Any, where: str, depth: int) -> list[Any]:

@@ -314,8 +314,7 @@ def closed() -> InputError:
     """The error of using a module that was closed."""
     return InputError(
         "this ElixirModule was closed, and cannot run or give its weights any more; its model, module.module, is an "
-        "ordinary "
-        "one again, which can"
+        "ordinary one again, which can"
     )
 
 

@@ -94,8 +94,7 @@ class _Pages(mmap.mmap):
                 _forget_last_error()
                 raise StateError(
                     f"pinning {len(self)} bytes of host memory failed with CUDA error {int(status)}: is so much free, "
-                    "and "
-                    "may this process lock it (ulimit -l)?"
+                    "and may this process lock it (ulimit -l)?"
                 )
         self._address, self._pinned_by = address, os.getpid()
 

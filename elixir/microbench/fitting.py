@@ -141,8 +141,7 @@ def fit_points(points: Sequence[tuple[float, float]]) -> RateFit:
     if inverse < MIN_RATE_SHARE * (latency + inverse):
         raise InputError(
             f"seconds hardly grow with the amount: {latency / (latency + inverse):.0%} of the largest amount's time "
-            "would "
-            f"be latency; measure larger amounts, on a quieter machine"
+            "would be latency; measure larger amounts, on a quieter machine"
         )
     if latency * seconds_unit > MAX_LATENCY_S:
         raise InputError(
