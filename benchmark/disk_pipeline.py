@@ -25,7 +25,7 @@ from elixir.chunk.buffers import Arena
 from elixir.chunk.disk import MASTERS, StateWindow, StoredStates
 from elixir.chunk.host_buffers import WINDOW, BufferKind, HostBuffers
 from elixir.chunk.lanes import ThreadLane
-from elixir.extents import ExtentFile, whole_blocks
+from elixir.extents.extent_file import ExtentFile, whole_blocks
 from elixir.files import file_system
 from elixir.kernels.adam.moments import Moments
 from elixir.kernels.adam.rule import AdamOptions

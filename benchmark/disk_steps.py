@@ -43,8 +43,7 @@ from benchmark.emulated_runs import (
     with_error,
 )
 from elixir.hardware.profile import HardwareProfile
-from elixir.microbench import with_disk
-from elixir.microbench.disk import InTurns, measured_file
+from elixir.microbench.disk import InTurns, measured_file, with_disk
 from elixir.search.simulator.step import simulate_step
 
 SHARES = (0.4, 2.5)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elixir.api import wrap
     from elixir.checkpoint import Checkpoints, Loaded, PerRank, Saving, load_checkpoint, save_checkpoint
-    from elixir.checkpoint_format import export_hf, open_checkpoint
+    from elixir.checkpoint_format.export import export_hf
+    from elixir.checkpoint_format.saved import open_checkpoint
     from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError, PlanError, StateError, TraceError
     from elixir.hardware.profile import HardwareProfile
     from elixir.kernels import HybridAdam
@@ -75,10 +76,10 @@ _HOMES = {
     "StateError": "elixir.errors",
     "StepTrace": "elixir.step_trace",
     "TraceError": "elixir.errors",
-    "export_hf": "elixir.checkpoint_format",
+    "export_hf": "elixir.checkpoint_format.export",
     "load_checkpoint": "elixir.checkpoint",
     "minimum_waste_search": "elixir.search",
-    "open_checkpoint": "elixir.checkpoint_format",
+    "open_checkpoint": "elixir.checkpoint_format.saved",
     "optimal_search": "elixir.search",
     "save_checkpoint": "elixir.checkpoint",
     "simple_search": "elixir.search",

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 import elixir
-from elixir.microbench import measure_briefly, with_disk
+from elixir.microbench import measure_briefly
+from elixir.microbench.disk import with_disk
 from elixir.models import build_shape, default_step, describe
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search

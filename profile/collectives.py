@@ -6,7 +6,7 @@ torchrun --nproc-per-node 8 profile/collectives.py --out collectives.json --plot
 
 from __future__ import annotations
 
-from elixir.microbench import collective_jobs
+from elixir.microbench.collectives import collective_jobs
 from elixir.microbench.script import run_script
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ torchrun --nproc-per-node 8 profile/compute.py     # all devices at once, the sl
 
 from __future__ import annotations
 
-from elixir.microbench import compute_jobs
+from elixir.microbench.compute import compute_jobs
 from elixir.microbench.script import run_script
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ python profile/disk.py --disk-folder /mnt/nvme --quick --out disk.json --plot di
 
 from __future__ import annotations
 
-from elixir.microbench import disk_jobs
+from elixir.microbench.disk import disk_jobs
 from elixir.microbench.script import run_script
 
 if __name__ == "__main__":

@@ -15,8 +15,11 @@ from elixir.checkpoint.result import Loaded
 from elixir.checkpoint.saving import Saves
 from elixir.checkpoint.shared_folder import known_indexes, newest_of_all
 from elixir.checkpoint.user_state import UserState, check_tensor, restore, restore_rng
-from elixir.checkpoint_format import INDEX_NAME, Index, SavedCheckpoint, SavedTensor, SliceReader, read_index
-from elixir.checkpoint_format.tensors import SPAN_BYTES
+from elixir.checkpoint_format.commit import read_index
+from elixir.checkpoint_format.index import INDEX_NAME, Index
+from elixir.checkpoint_format.reader import SliceReader
+from elixir.checkpoint_format.saved import SavedCheckpoint
+from elixir.checkpoint_format.tensors import SPAN_BYTES, SavedTensor
 from elixir.errors import (
     CheckpointCorrupt,
     CheckpointError,

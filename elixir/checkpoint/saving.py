@@ -21,20 +21,11 @@ from elixir.checkpoint.result import Loaded
 from elixir.checkpoint.shared_folder import SharedFolder
 from elixir.checkpoint.snapshot import LiveTensor, Snapshot
 from elixir.checkpoint.user_state import UserState, encoded, rng_state
-from elixir.checkpoint_format import (
-    Index,
-    SavedGroup,
-    Slice,
-    SliceWriter,
-    WrittenFile,
-    encode,
-    merge_tensors,
-    new_id,
-    rank_file,
-    shared_file,
-)
 from elixir.checkpoint_format.checksum import CHECKSUM_KIND
-from elixir.checkpoint_format.slices import slice_header
+from elixir.checkpoint_format.commit import new_id, rank_file, shared_file
+from elixir.checkpoint_format.index import Index, SavedGroup, merge_tensors
+from elixir.checkpoint_format.slices import Slice, SliceWriter, WrittenFile, slice_header
+from elixir.checkpoint_format.values import encode
 from elixir.chunk.group import Group
 from elixir.errors import (
     CheckpointCorrupt,

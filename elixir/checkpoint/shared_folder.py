@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elixir.checkpoint.heartbeat import HeartbeatGroup
-from elixir.checkpoint_format import (
-    Index,
-    WrittenFile,
+from elixir.checkpoint_format.commit import (
     abandon,
     commit,
     newest_checkpoints,
@@ -26,8 +24,9 @@ from elixir.checkpoint_format import (
     remove_stale,
     settle,
 )
-from elixir.checkpoint_format.index import INDEX_NAME, PREVIOUS_NAME
+from elixir.checkpoint_format.index import INDEX_NAME, PREVIOUS_NAME, Index
 from elixir.checkpoint_format.run_folders import is_step_folder, surplus, unfinished
+from elixir.checkpoint_format.slices import WrittenFile
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError
 from elixir.files import Files
 from elixir.units import format_bytes

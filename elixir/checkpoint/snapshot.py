@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from elixir.checkpoint.pool import Area, SnapshotPool, aligned
-from elixir.checkpoint_format import SPAN_BYTES, memory_of, span_count
+from elixir.checkpoint_format.tensors import SPAN_BYTES, memory_of, span_count
 from elixir.chunk.pinned import pinned_zeros
 from elixir.errors import CheckpointError, StateError
 

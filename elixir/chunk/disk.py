@@ -25,7 +25,8 @@ from elixir.chunk.buffers import Arena
 from elixir.chunk.host_buffers import WINDOW, HostBuffer, HostBuffers
 from elixir.chunk.lanes import Lane, MemoryUses, Ticket, Work, failure, over, settled
 from elixir.errors import DiskError, StateError
-from elixir.extents import ExtentFile, StoredTensors, TensorFile, whole_blocks
+from elixir.extents.extent_file import ExtentFile, whole_blocks
+from elixir.extents.stored_tensors import StoredTensors, TensorFile
 
 MASTERS = "masters"
 """The first region of every extent."""

@@ -22,7 +22,7 @@ def run_hardware(args: argparse.Namespace) -> int:
     if not args.measure and args.show is None:
         return _list_hardware(as_json=args.json)
     if args.measure:
-        from elixir.microbench import joined
+        from elixir.microbench.ranks import joined
 
         if args.disk_folder:
             from elixir.microbench.disk import check_folder
@@ -39,7 +39,7 @@ def run_hardware(args: argparse.Namespace) -> int:
             profile = _learned(profile, args.learn)
     written = [profile.save(args.out)] if args.out else []
     if args.plot:
-        from elixir.microbench import plot_profile
+        from elixir.microbench.plots import plot_profile
 
         plot_profile(profile, args.plot)
         written.append(Path(args.plot))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from elixir.errors import InputError
-from elixir.extents import Extent, ExtentFile, Requests, fastest_requests
+from elixir.extents.extent_file import Extent, ExtentFile, Requests, fastest_requests
 from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer, file_system, unnamed_file, warn_if_in_memory
 from elixir.hardware.profile import HardwareProfile
 from elixir.microbench.fitting import MIN_POINTS, Job, Series, geometric, sweep

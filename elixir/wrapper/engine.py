@@ -32,7 +32,7 @@ from elixir.chunk.host_buffers import STAGING, SUMMANDS, WINDOW, HostBuffers, st
 from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes
 from elixir.chunk.rcache import RCache
 from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, NoMemoryError
-from elixir.extents import open_extents
+from elixir.extents.extent_file import open_extents
 from elixir.hardware.threads import host_share, host_view
 from elixir.plan.plan import Plan
 from elixir.schedule import StepSchedule

@@ -10,15 +10,10 @@ from typing import Any
 
 import torch
 
-from elixir.checkpoint_format import (
-    Index,
-    SavedGroup,
-    Slice,
-    SliceWriter,
+from elixir.checkpoint_format.checksum import CHECKSUM_KIND
+from elixir.checkpoint_format.commit import (
     abandon,
     commit,
-    encode,
-    merge_tensors,
     new_id,
     next_sequence,
     rank_file,
@@ -26,7 +21,9 @@ from elixir.checkpoint_format import (
     remove_stale,
     settle,
 )
-from elixir.checkpoint_format.checksum import CHECKSUM_KIND
+from elixir.checkpoint_format.index import Index, SavedGroup, merge_tensors
+from elixir.checkpoint_format.slices import Slice, SliceWriter
+from elixir.checkpoint_format.values import encode
 from elixir.errors import CheckpointNotFound, FileError
 from elixir.files import FILES, Files
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir.checkpoint_format import open_checkpoint, verify
+from elixir.checkpoint_format.reader import verify
+from elixir.checkpoint_format.saved import open_checkpoint
 
 ROOT = Path(__file__).parents[2]
 CALL = (

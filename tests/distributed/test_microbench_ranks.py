@@ -14,9 +14,10 @@ from elixir.errors import RankError
 from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import preset
 from elixir.hardware.threads import HostView, adam_threads
-from elixir.microbench import Bench, Ranks, Series, adam, machine, measurement
-from elixir.microbench.measurement import Effort, median_seconds
-from elixir.microbench.ranks import spawn
+from elixir.microbench import adam, machine, measurement
+from elixir.microbench.fitting import Series
+from elixir.microbench.measurement import Bench, Effort, median_seconds
+from elixir.microbench.ranks import Ranks, spawn
 from tests.common.spawn import run_ranks
 
 TINY = Effort(2, 2, 0.0, 4, 2**21, 2**18, 1e-3)

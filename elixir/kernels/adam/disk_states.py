@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError
-from elixir.extents import ExtentFile, StoredTensors, TensorFile, paged_memory
+from elixir.extents.extent_file import ExtentFile
+from elixir.extents.stored_tensors import StoredTensors, TensorFile, paged_memory
 from elixir.files import PathLike
 
 WINDOW = 3

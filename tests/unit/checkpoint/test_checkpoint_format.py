@@ -16,22 +16,14 @@ import pytest
 import torch
 
 from elixir import checkpoint_format
-from elixir.checkpoint_format import (
-    SPAN_BYTES,
-    Slice,
-    SliceReader,
-    SliceWriter,
-    find_checkpoints,
-    next_sequence,
-    open_checkpoint,
-    parse_index,
-    read_index,
-    remove_checkpoint,
-    verify,
-)
 from elixir.checkpoint_format.checksum import LARGEST_CHECKSUM, checksum
-from elixir.checkpoint_format.reader import OPEN_FILES
-from elixir.checkpoint_format.tensors import SAFETENSORS_NAMES
+from elixir.checkpoint_format.commit import find_checkpoints, next_sequence, read_index, remove_checkpoint
+from elixir.checkpoint_format.export import export_hf
+from elixir.checkpoint_format.index import merge_tensors, parse_index
+from elixir.checkpoint_format.reader import OPEN_FILES, SliceReader, verify
+from elixir.checkpoint_format.saved import open_checkpoint
+from elixir.checkpoint_format.slices import Slice, SliceWriter
+from elixir.checkpoint_format.tensors import SAFETENSORS_NAMES, SPAN_BYTES
 from elixir.checkpoint_format.values import encode
 from elixir.errors import (
     CheckpointCorrupt,
@@ -167,7 +159,7 @@ def test_what_a_header_cannot_hold_is_refused_before_a_byte_is_written(
 
 def test_ranks_that_do_not_agree_are_found(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=re.escape("'a': int8 [4] and int8 [5]")):
-        checkpoint_format.merge_tensors(
+        merge_tensors(
             SliceWriter(tmp_path / str(size), [Slice("a", (size,), torch.int8, 0, 0)]).finish().tensors
             for size in (4, 5)
         )
@@ -482,7 +474,7 @@ def test_saving_and_reading_take_a_few_spans_of_memory(tmp_path: Path) -> None:
     assert bool((target == 1).all())
     assert peak_growth_bytes(lambda: verify(tmp_path)) < 16 * 2**20
     out = tmp_path / "out"
-    grown = peak_growth_bytes(lambda: checkpoint_format.export_hf(tmp_path, out, dtype="bf16", max_shard_size="30MB"))
+    grown = peak_growth_bytes(lambda: export_hf(tmp_path, out, dtype="bf16", max_shard_size="30MB"))
     assert grown < 32 * 2**20
     assert sum(path.stat().st_size for path in out.glob("*.safetensors")) >= 48 * 2**20
 

@@ -13,18 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir.checkpoint_format import (
-    SPAN_BYTES,
-    Index,
-    abandon,
-    commit,
-    open_checkpoint,
-    read_index,
-    remove_checkpoint,
-    remove_stale,
-    settle,
-    verify,
-)
+from elixir.checkpoint_format.commit import abandon, commit, read_index, remove_checkpoint, remove_stale, settle
+from elixir.checkpoint_format.index import Index
+from elixir.checkpoint_format.reader import verify
+from elixir.checkpoint_format.saved import open_checkpoint
+from elixir.checkpoint_format.tensors import SPAN_BYTES
 from elixir.errors import CheckpointError, CheckpointNotFound, FileError
 from elixir.files import Files
 from tests.common.checkpoints import save, write

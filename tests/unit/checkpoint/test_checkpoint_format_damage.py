@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.checkpoint_format import Index, open_checkpoint, parse_index, read_index, verify
-from elixir.checkpoint_format.index import _checksum
+from elixir.checkpoint_format.commit import read_index
+from elixir.checkpoint_format.index import Index, _checksum, parse_index
+from elixir.checkpoint_format.reader import verify
+from elixir.checkpoint_format.saved import open_checkpoint
 from elixir.errors import ArtifactError, CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from tests.common.checkpoints import group, same, save
 

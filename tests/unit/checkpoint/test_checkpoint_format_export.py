@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.checkpoint_format import export_hf, open_checkpoint
+from elixir.checkpoint_format.export import export_hf
+from elixir.checkpoint_format.saved import open_checkpoint
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, InputError, InputTypeError
 from elixir.files import Files
 from tests.common.checkpoints import save

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from elixir import checkpoint_format
-from elixir.checkpoint_format import encode, open_checkpoint
+from elixir.checkpoint_format.commit import commit
+from elixir.checkpoint_format.saved import open_checkpoint
+from elixir.checkpoint_format.values import encode
 from elixir.errors import CheckpointCorrupt, InputError
 from tests.common.checkpoints import same, save, write
 
@@ -134,9 +135,7 @@ def test_values_that_were_not_encoded_are_corrupt(tmp_path: Path) -> None:
         {"$": "tensor", "key": "weight/w", "dtype": "complex128", "shape": [2]}, nested,
     ]  # fmt: skip
     index = write(tmp_path, {"weight/w": torch.ones(4)})
-    checkpoint_format.commit(
-        tmp_path, dataclasses.replace(index, values={str(i): each for i, each in enumerate(wrong)})
-    )
+    commit(tmp_path, dataclasses.replace(index, values={str(i): each for i, each in enumerate(wrong)}))
     with open_checkpoint(tmp_path) as saved:
         for i in range(len(wrong)):
             with pytest.raises(CheckpointCorrupt) as caught:

@@ -12,8 +12,28 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from elixir.integrations import PRIVATE_NAMES
+PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
+    "transformers": (
+        "_has_mixed_mesh_grads",  # since 5.17 it reads every parameter's gradient
+        "_load_from_checkpoint",  # a model on meta cannot take weights before it is wrapped
+        "_load_optimizer_and_scheduler",
+        "_move_model_to_device",
+        "_n_gpu",  # more than one would mean nn.DataParallel
+        "_save",
+        "_save_optimizer_and_scheduler",
+        "_wrap_model",
+    ),
+    "accelerate": ("_is_accelerate_prepared",),
+    "lightning": (
+        "_device",  # what training_step makes on self.device belongs on meta while it is traced
+        "_layer_sync",  # sync_batchnorm, which is refused
+        "_precision_plugin",  # the Trainer reads it of a strategy that it is given
+    ),
+}
+"""Every name of a framework that begins with an underscore and on which an integration leans.
 
+The tests look for each in the version that is installed, and for others in the sources.
+"""
 FOLDER = Path(__file__).parents[3] / "elixir" / "integrations"
 MOST = {"transformers": 8, "accelerate": 4, "lightning": 5}
 MOST_LINES = 700

@@ -25,37 +25,17 @@ from elixir.hardware.fits import LARGEST_ALONE, RateFit
 from elixir.hardware.memory import free_host_bytes, total_host_bytes
 from elixir.hardware.profile import HardwareProfile, load_hardware, preset
 from elixir.hardware.threads import HostView
-from elixir.microbench import (
-    Bench,
-    Job,
-    Measured,
-    Ranks,
-    Series,
-    adam,
-    adam_series,
-    as_json,
-    as_table,
-    attention_series,
-    collective_jobs,
-    collective_series,
-    compute_jobs,
-    fit_points,
-    fitted,
-    machine,
-    matmul_series,
-    measure,
-    measurement,
-    plot_fits,
-    plot_profile,
-    transfer_jobs,
-)
-from elixir.microbench.adam import compute_threads, thread_counts
-from elixir.microbench.fitting import ERROR_LIMIT, geometric, windows
-from elixir.microbench.measurement import Effort, check_device, effort, median_seconds
-from elixir.microbench.ranks import joined
-from elixir.microbench.report import format_rate
+from elixir.microbench import adam, machine, measure, measurement
+from elixir.microbench.adam import adam_series, compute_threads, thread_counts
+from elixir.microbench.collectives import collective_jobs, collective_series
+from elixir.microbench.compute import attention_series, compute_jobs, matmul_series
+from elixir.microbench.fitting import ERROR_LIMIT, Job, Measured, Series, fit_points, fitted, geometric, windows
+from elixir.microbench.measurement import Bench, Effort, check_device, effort, median_seconds
+from elixir.microbench.plots import plot_fits, plot_profile
+from elixir.microbench.ranks import Ranks, joined
+from elixir.microbench.report import as_json, as_table, format_rate
 from elixir.microbench.script import run_script
-from elixir.microbench.transfers import both_ways_series, memory_series, one_way_series, peer_series
+from elixir.microbench.transfers import both_ways_series, memory_series, one_way_series, peer_series, transfer_jobs
 
 CPU = torch.device("cpu")
 QUICK = Bench(CPU, quick=True)
