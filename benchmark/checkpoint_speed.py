@@ -23,7 +23,6 @@ Each figure has a bar. Misses of p80 are printed; the exit status is 1 if p50 mi
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -334,7 +333,7 @@ def bytes_beyond(folder: str, shape: ModelShape) -> dict[str, list[float]]:
 def shape_of(model: str, layers: int | None) -> ModelShape:
     """The model, or its first layers with a small vocabulary."""
     shape = describe(model)
-    return dataclasses.replace(shape, layers=layers, vocabulary=8192) if layers else shape
+    return shape.changed(layers=layers, vocabulary=8192) if layers else shape
 
 
 def main() -> int:

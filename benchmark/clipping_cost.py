@@ -22,7 +22,6 @@ Appends to ``results/clipping_cost.csv``; fails where the bar is missed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
@@ -58,7 +57,7 @@ def work(rounds: int) -> list[tuple[float, float, float]]:
     from elixir.models import build_shape, default_input
     from elixir.tracer import trace_step
 
-    shape = dataclasses.replace(SHAPES["opt"][0], name="opt 13x768", layers=13, vocabulary=8192)
+    shape = SHAPES["opt"][0].changed(name="opt 13x768", layers=13, vocabulary=8192)
     meta = build_shape(shape, device="meta")
     inp = default_input(meta, batch=BATCH, seq=SEQUENCE)
     machine = preset("cpu")

@@ -15,7 +15,6 @@ was all there was to the difference. Fails if a case misses in any other way. Th
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import sys
 import time
@@ -78,8 +77,7 @@ def shape_of(family: str) -> ModelShape:
     """A model of the family's proportions, small enough for a second on one core."""
     real = describe(_SHAPES[family])
     fewer: dict[str, Any] = {"patch_size": 14, "image_size": 224} if family == "vit" else {}
-    return dataclasses.replace(
-        real,
+    return real.changed(
         name=f"{family} {_LAYERS}x{_HIDDEN}",
         layers=_LAYERS,
         hidden=_HIDDEN,
@@ -184,7 +182,7 @@ def step_row(family: str, checkpoint: str, dtype: torch.dtype, dropout: float) -
 
 def _patches(family: str) -> int:
     shape = shape_of(family)
-    return (shape.image_size // shape.patch_size) ** 2
+    return (shape.positions or 1) - 1
 
 
 def optimizer_row(family: str, dtype: torch.dtype, kernel: OptimizerKernel) -> Row:

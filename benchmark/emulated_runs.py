@@ -47,10 +47,9 @@ WARM, MEASURED = 1, 1
 BLOCK_SHARE = 0.25
 """Share of the streamed chunks that have a block."""
 SHAPES: dict[str, tuple[ModelShape, int, int]] = {
-    "opt": (dataclasses.replace(describe("opt-125m"), name="opt 4x768", layers=4, vocabulary=8192), 1, 160),
+    "opt": (describe("opt-125m").changed(name="opt 4x768", layers=4, vocabulary=8192), 1, 160),
     "llama": (
-        dataclasses.replace(
-            describe("llama-2-7b"),
+        describe("llama-2-7b").changed(
             name="llama 6x512",
             layers=6,
             hidden=512,

@@ -90,7 +90,7 @@ def machine() -> HardwareProfile:
 def build_case(case: Case, device: str) -> tuple[nn.Module, dict[str, Any]]:
     """The model and its batch on a device."""
     torch.manual_seed(0)
-    shape = dataclasses.replace(describe(case.model), layers=case.layers)
+    shape = describe(case.model).changed(layers=case.layers)
     model = build_shape(shape, dtype=case.dtype, checkpoint=case.checkpoint, device=device)
     inp = default_input(model, batch=case.batch, seq=case.seq)
     return model, {key: value.to(device) for key, value in inp.items()} if device == "cuda" else inp

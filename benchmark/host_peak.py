@@ -20,7 +20,6 @@ fails where the error of a sum is above 5 %.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -45,8 +44,8 @@ from tests.common.peaks import resident_growth
 
 BAR = 0.05
 BATCH, SEQUENCE = 1, 128
-SHAPE = dataclasses.replace(describe("opt-125m"), name="opt 16x768", layers=16, vocabulary=8192)
-SMALL = dataclasses.replace(SHAPE, name="opt 2x256", layers=2, hidden=256, heads=4, ffn=1024, embedding=None)
+SHAPE = describe("opt-125m").changed(name="opt 16x768", layers=16, vocabulary=8192)
+SMALL = SHAPE.changed(name="opt 2x256", layers=2, hidden=256, heads=4, ffn=1024)
 MAPPED_FROM_BYTES = 1 << 16
 """Tensors from this size on are mapped one by one."""
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import statistics
 import sys
@@ -130,7 +129,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=768, help="less for a quick look; rows are of 768")
     parser.add_argument("--no-record", action="store_true")
     args = parser.parse_args()
-    shape = dataclasses.replace(describe("opt-125m"), layers=args.layers, hidden=args.hidden, ffn=4 * args.hidden)
+    shape = describe("opt-125m").changed(layers=args.layers, hidden=args.hidden, ffn=4 * args.hidden)
     plain = outside(Trainer, PLAIN, shape, args.steps)
     ours = outside(ElixirTrainer, OURS, shape, args.steps)
     own_ms, own_cpu_ms = (statistics.median(step[which] for step in plain) for which in (0, 1))

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from benchmark.common import append_rows, conditions, percentiles, print_table  # noqa: E402
 from benchmark.emulated_runs import SHAPES, Run, median, mixed_plans, run_apart  # noqa: E402
 
-SHAPE = dataclasses.replace(SHAPES["opt"][0], name="opt 8x768", layers=8, vocabulary=1024)
+SHAPE = SHAPES["opt"][0].changed(name="opt 8x768", layers=8, vocabulary=1024)
 SEQUENCE = 16
 MOMENTS = "bfloat16"
 TRIED = (1, 9)

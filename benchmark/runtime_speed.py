@@ -66,7 +66,6 @@ Step = Callable[[], float]
 
 
 def _case(batch: int = BATCH, vocabulary: int | None = None) -> tuple[Any, Any]:
-    import dataclasses
 
     import torch
 
@@ -75,7 +74,7 @@ def _case(batch: int = BATCH, vocabulary: int | None = None) -> tuple[Any, Any]:
     torch.manual_seed(0)
     shape = describe(MODEL)
     if vocabulary is not None:
-        shape = dataclasses.replace(shape, vocabulary=vocabulary)
+        shape = shape.changed(vocabulary=vocabulary)
     model = build_shape(shape, dtype=torch.float32, device="cpu")
     return model, default_input(model, batch=batch, seq=SEQUENCE)
 

@@ -10,7 +10,6 @@ Runs on the CPU over gloo and, unchanged, on GPUs over NCCL. Rank 0 plans, all r
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import signal
 import sys
@@ -104,9 +103,9 @@ def main() -> None:
     rank = dist.get_rank() if ranks > 1 else 0
 
     torch.manual_seed(0)  # the same weights on every rank
-    shape = dataclasses.replace(describe(args.model), vocabulary=BYTES)
+    shape = describe(args.model).changed(vocabulary=BYTES)
     if args.layers:
-        shape = dataclasses.replace(shape, layers=args.layers)
+        shape = shape.changed(layers=args.layers)
     checkpoint = "non-reentrant" if args.activation_checkpointing else "none"
     model = build_shape(shape, checkpoint=checkpoint, device="meta" if args.weights_on_meta else "cpu")
     dtype = parse_dtype(args.dtype)

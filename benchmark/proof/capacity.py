@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 from benchmark.proof import ours
 from benchmark.proof.contenders import BYTES_PER_NUMEL
 from benchmark.proof.jobs import NotRun, Row
+from benchmark.proof.models import numel_of
 from benchmark.proof.place import Place
 from benchmark.proof.speed import saved_at
 from elixir.errors import PlanError
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 def with_layers(shape: ModelShape, layers: int) -> ModelShape:
     """The same width, and other depth."""
-    return dataclasses.replace(shape, layers=layers, name=f"opt-like {shape.hidden}x{layers}")
+    return shape.changed(layers=layers, name=f"opt-like {shape.hidden}x{layers}")
 
 
 def largest(
@@ -67,9 +67,11 @@ def largest(
         best = last(ladder[0].layers - 1, lambda index: with_layers(ladder[0], index + 1))
         return None if best is None else best[1:]
     index, base, _ = best
-    most = ladder[index + 1].parameters if index + 1 < len(ladder) else 2 * base.parameters
-    layer = with_layers(base, base.layers + 1).parameters - base.parameters
-    more = (most - base.parameters) // layer  # as many as the next of the ladder has, which does not fit
+    numel = numel_of(base)
+    most = numel_of(ladder[index + 1]) if index + 1 < len(ladder) else 2 * numel
+    more = (most - numel) // (
+        numel_of(with_layers(base, base.layers + 1)) - numel
+    )  # as many as the next of the ladder has, which does not fit
     return (last(more, lambda index: with_layers(base, base.layers + 1 + index)) or best)[1:]
 
 
@@ -94,14 +96,14 @@ def work(options: dict[str, Any], place: Place) -> Row:
             found = ours.choose(asked(shape), hardware, device_bytes, host_bytes)
         except PlanError:
             found = None
-        plans_tried.append(f"{shape.parameters / 1e9:.3g} B: {'does not fit' if found is None else 'fits'}")
+        plans_tried.append(f"{numel_of(shape) / 1e9:.3g} B: {'does not fit' if found is None else 'fits'}")
         return found
 
     def may_fit(shape: ModelShape) -> bool:
-        return shape.parameters * BYTES_PER_NUMEL <= device_bytes + host_bytes
+        return numel_of(shape) * BYTES_PER_NUMEL <= device_bytes + host_bytes
 
     began = time.perf_counter()
-    ladder = [dataclasses.replace(describe("opt-125m"), **changes) for changes in options["ladder"]]
+    ladder = [describe("opt-125m").changed(**changes) for changes in options["ladder"]]
     found = largest(ladder or [describe(name) for name in LADDER], fits, may_fit)
     planned_s = time.perf_counter() - began
     if found is None:
@@ -130,7 +132,7 @@ def work(options: dict[str, Any], place: Place) -> Row:
     return {
         "kind": "elixir",
         "model": shape.name,
-        "parameters": shape.parameters,
+        "parameters": numel_of(shape),
         "layers": shape.layers,
         "hidden": shape.hidden,
         "batch": options["batch"],

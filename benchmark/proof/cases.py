@@ -12,7 +12,7 @@ from typing import Any
 from benchmark.proof.contenders import BYTES_PER_NUMEL, CLIPPED_NORM
 from benchmark.proof.jobs import PARTS, Job
 from benchmark.proof.memory import memory_cases, rehearsal_memory_cases
-from benchmark.proof.models import shape_of
+from benchmark.proof.models import numel_of, shape_of
 from benchmark.proof.ours import PLAIN_LOSS, RESERVE_SHARE
 from benchmark.proof.place import Place
 from elixir.units import format_bytes
@@ -218,7 +218,7 @@ def _offload_rounds(rehearse: bool) -> list[list[Job]]:
 
 def _states_bytes(options: dict[str, Any]) -> int:
     """Weights, gradients and states of a job's model."""
-    return shape_of(options).parameters * BYTES_PER_NUMEL
+    return numel_of(shape_of(options)) * BYTES_PER_NUMEL
 
 
 def _times(host_bytes: float) -> dict[str, float]:
@@ -341,7 +341,7 @@ def impossible(job: Job, place: Place) -> str | None:
     options = job.options
     if job.work != "speed" or "model" not in options:
         return None
-    numel, budget = shape_of(options).parameters, options.get("budget_bytes")
+    numel, budget = numel_of(shape_of(options)), options.get("budget_bytes")
     kind = options["kind"]
     per_numel = BYTES_PER_NUMEL // 2 if kind == "plain-bf16" else BYTES_PER_NUMEL
     host = options.get("host_bytes") or place.free_host_bytes()

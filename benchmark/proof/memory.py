@@ -59,7 +59,7 @@ class MemoryCase(Case):
     @property
     def shape(self) -> ModelShape:
         """The model that is built."""
-        return dataclasses.replace(describe(self.model), layers=self.layers, **dict(self.changes))
+        return describe(self.model).changed(layers=self.layers, **dict(self.changes))
 
 
 def _case(

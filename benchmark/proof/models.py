@@ -6,7 +6,8 @@ views of one random buffer as large as the largest; matrix products take as long
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from elixir.models import ModelShape, build_shape, default_input, describe
+from elixir.models.loading import build_config
 from elixir.wrapper.assemble.initialise import OwnInitialisation
 
 INITIAL_STD = 0.02
@@ -24,7 +26,21 @@ Batch = dict[str, torch.Tensor]
 
 def shape_of(options: dict[str, Any]) -> ModelShape:
     """``{"model": a name, "changes": fields that are other}`` as a shape."""
-    return dataclasses.replace(describe(options["model"]), **options.get("changes", {}))
+    return describe(options["model"]).changed(**options.get("changes", {}))
+
+
+def numel_of(shape: ModelShape) -> int:
+    """Number of parameter elements; each layer after the first adds as many."""
+    if shape.parameters is not None:
+        return shape.parameters
+    one, two = (_built_numel(json.dumps(dict(shape.changed(layers=layers).config))) for layers in (1, 2))
+    return one + (shape.layers - 1) * (two - one)
+
+
+@functools.cache
+def _built_numel(config: str) -> int:
+    values = json.loads(config)
+    return sum(parameter.numel() for parameter in build_config(values.pop("model_type"), values).parameters())
 
 
 def on_meta(options: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -12,7 +12,7 @@ from benchmark.common import percentiles
 from benchmark.proof import ours
 from benchmark.proof.contenders import PEERS, Running, max_norm
 from benchmark.proof.jobs import Row
-from benchmark.proof.models import shape_of
+from benchmark.proof.models import numel_of, shape_of
 from benchmark.proof.place import Place
 
 WARM_UP_STEPS = 2
@@ -76,7 +76,7 @@ def work(options: dict[str, Any], place: Place) -> Row:
     return {
         "kind": kind,
         "model": shape_of(options).name,
-        "parameters": shape_of(options).parameters,
+        "parameters": numel_of(shape_of(options)),
         "batch": options["batch"],
         "seq": options["seq"],
         "precision": options["precision"],

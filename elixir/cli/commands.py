@@ -188,15 +188,25 @@ def run_models(args: argparse.Namespace) -> int:
 
     shapes = [describe(name) for name in model_names()]
     if args.json:
-        import dataclasses
-
-        output.say_json({shape.name: {**dataclasses.asdict(shape), "parameters": shape.parameters} for shape in shapes})
+        sized = (
+            "parameters",
+            "source",
+            "family",
+            "layers",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "ffn",
+            "vocabulary",
+            "positions",
+        )
+        output.say_json({shape.name: {key: getattr(shape, key) for key in (*sized, "config")} for shape in shapes})
         return 0
     sizes = ("layers", "hidden", "heads", "ffn", "positions")
     rows = []
     for shape in shapes:
         shown = [tables.show_value(key, getattr(shape, key)) for key in sizes]
-        rows.append([shape.name, f"{shape.parameters / 1e9:,.3f} B", *shown])
+        rows.append([shape.name, f"{(shape.parameters or 0) / 1e9:,.3f} B", *shown])
     output.say_tables(tables.list_table("models known by name", ("name", "parameters", *sizes), rows))
     return 0
 

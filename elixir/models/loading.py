@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -25,7 +23,7 @@ from torch import nn
 from elixir.errors import InputError, InputTypeError, shortened, unknown_name
 from elixir.models.activation_checkpointing import enable_checkpointing, parse_checkpoint
 from elixir.models.model_fingerprint import fingerprint
-from elixir.models.shapes import ModelShape, config_values, describe, find, model_names
+from elixir.models.shapes import ModelShape, describe, find, model_names, read_config
 from elixir.models.step import default_input, default_step
 from elixir.models.user_code import called, imported
 from elixir.units import dtype_name, parse_dtype
@@ -97,7 +95,7 @@ def build(
         return build_shape(shape, dtype=dtype, checkpoint=checkpoint, device=device, max_positions=max_positions)
     path = Path(model).expanduser()
     if (model and path.exists()) or path.suffix == ".json" or os.sep in model:
-        values = _read_config(path)
+        values = read_config(path)
         family = values.pop("model_type")
         return build_config(
             family, values, dtype=dtype, checkpoint=checkpoint, device=device, max_positions=max_positions
@@ -122,17 +120,18 @@ def build_shape(
     max_positions: int | None = None,
     **overrides: Any,
 ) -> nn.Module:
-    """The model of a shape, such as ``dataclasses.replace(describe("opt-13b"), layers=2)``; see `build`.
+    """The model of a shape, such as ``describe("opt-13b").changed(layers=2)``; see `build`.
 
     `overrides` go to the transformers config class, such as ``dropout=0.0`` for OPT.
     """
-    _check_options(dtype, checkpoint, max_positions)
-    if max_positions is not None:
-        if shape.positions is None or shape.family == "vit":
-            raise _no_positions(shape.name)
-        shape = replace(shape, positions=max_positions)
-    values = config_values(shape) | overrides
-    return build_config(shape.family, values, dtype=dtype, checkpoint=checkpoint, device=device)
+    return build_config(
+        shape.family,
+        {**shape.config, **overrides},
+        dtype=dtype,
+        checkpoint=checkpoint,
+        device=device,
+        max_positions=max_positions,
+    )
 
 
 def build_config(
@@ -203,27 +202,6 @@ def _constructing(dtype: torch.dtype | None, device: str) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """The JSON object of a config file, with its ``model_type``."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(
-            f"{file}: cannot be read as a model config: {error.strerror}; nothing is downloaded: give a config.json "
-            "that is "
-            "on this disk, or a name that `elixir models` lists"
-        ) from None
-    except ValueError as error:
-        raise InputError(f"{file}: no valid JSON: {error}") from None
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise InputError(f"{file}: no Hugging Face model config: expected an object with 'model_type'")
-    if values.get("quantization_config"):
-        logger.warning("%s: quantization_config is ignored; weights are built in full precision", file)
-        del values["quantization_config"]
-    return cast(dict[str, Any], values)
 
 
 def _make_config(family: str, values: Mapping[str, Any]) -> Any:

@@ -7,9 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.models import ModelShape, build_shape
+from elixir.models import ModelShape, build_shape, describe
 
-FAMILIES = ("opt", "gpt2", "llama", "bert", "t5", "vit", "mixtral")
+_NAMED = {
+    "opt": "opt-125m",
+    "gpt2": "gpt2",
+    "llama": "llama-2-7b",
+    "bert": "bert-base",
+    "t5": "t5-small",
+    "vit": "vit-base",
+    "mixtral": "mixtral-8x7b",
+}
+FAMILIES = tuple(_NAMED)
 
 # Every dropout a family's config has; all are set by `tiny`, so that one number turns all of them on or off.
 _DROPOUTS = {
@@ -55,20 +64,21 @@ def tiny(
 def tiny_shape(
     family: str, *, layers: int = 2, hidden: int = 64, heads: int = 4, vocabulary: int = 128, positions: int = 64
 ) -> ModelShape:
-    """The shape `tiny` builds; its `parameters` is the count to expect."""
-    image: dict[str, Any] = {"image_size": 32, "patch_size": 8} if family == "vit" else {}
-    experts: dict[str, Any] = {"experts": 4, "experts_per_token": 2} if family == "mixtral" else {}
-    return ModelShape(
+    """The shape that `tiny` builds."""
+    more: dict[str, Any] = {
+        "vit": {"image_size": 32, "patch_size": 8},
+        "t5": {"d_kv": hidden // heads},
+        "gpt2": {"bos_token_id": vocabulary - 1, "eos_token_id": vocabulary - 1},
+        "mixtral": {"num_local_experts": 4, "rope_theta": 10000.0},
+    }
+    return describe(_NAMED[family]).changed(
         name=f"tiny-{family}",
-        family=family,
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=heads // 2 if family in _SHARED_KEYS else heads,
         ffn=2 * hidden if family == "mixtral" else 4 * hidden,
         vocabulary=vocabulary,
-        positions={"t5": None, "vit": 17}.get(family, positions),
-        source="made for tests",
-        **image,
-        **experts,
+        positions=positions,
+        **more.get(family, {}),
     )

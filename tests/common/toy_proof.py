@@ -20,7 +20,7 @@ from benchmark.proof import memory, runner, worker
 from benchmark.proof.contenders import MAX_NORM
 from benchmark.proof.jobs import PARTS, Job
 from benchmark.proof.memory import MemoryCase
-from benchmark.proof.models import shape_of
+from benchmark.proof.models import numel_of, shape_of
 from elixir.microbench import compute, measurement
 from elixir.models import ModelShape
 from elixir.tracer.device import target as targets
@@ -47,7 +47,7 @@ def toy(job: Job) -> Job:
         changed = {**options, "changes": _TOY, "seq": _SEQ, "measure_s": 0.05}
         if "budget_bytes" in options:
             # As large compared with weights, gradients and states as it is for the real model.
-            share = shape_of(changed).parameters / shape_of(options).parameters
+            share = numel_of(shape_of(changed)) / numel_of(shape_of(options))
             changed["budget_bytes"] = int(options["budget_bytes"] * share)
         if options["kind"] == "elixir":
             changed["host_bytes"] = options.get("host_bytes", _HOST_BYTES)
@@ -72,7 +72,7 @@ class _ToyMemoryCase(MemoryCase):
             small |= {"image_size": 32, "patch_size": 8, "positions": 17}
         elif self.model.startswith("t5"):
             small["positions"] = None
-        return dataclasses.replace(super().shape, **small)
+        return super().shape.changed(**small)
 
 
 def toy_memory_cases() -> tuple[MemoryCase, ...]:

@@ -24,6 +24,7 @@ from benchmark.proof.cases import closing_jobs, jobs_of, jobs_of_hour
 from benchmark.proof.jobs import PARTS, Job
 from benchmark.proof.links import ROWS_FILE, read_rows
 from benchmark.proof.memory import memory_cases
+from benchmark.proof.models import numel_of
 from benchmark.proof.place import Place
 from benchmark.proof.report import missing, verdicts
 from elixir.models import describe
@@ -548,11 +549,11 @@ def test_the_largest_that_fits_is_found(limit: int) -> None:
 
     def fits(shape: Any) -> str | None:
         asked.append(shape.name)
-        return shape.name if shape.parameters <= limit else None
+        return shape.name if numel_of(shape) <= limit else None
 
     found = capacity.largest(LADDER, fits)
-    base = next((shape for shape in reversed(LADDER) if shape.parameters <= limit), LADDER[0])
-    depths = [shape for layers in range(1, 400) if (shape := capacity.with_layers(base, layers)).parameters <= limit]
+    base = next((shape for shape in reversed(LADDER) if numel_of(shape) <= limit), LADDER[0])
+    depths = [shape for layers in range(1, 400) if numel_of(shape := capacity.with_layers(base, layers)) <= limit]
     assert len(asked) <= 20
     if not depths:
         assert found is None
@@ -560,9 +561,9 @@ def test_the_largest_that_fits_is_found(limit: int) -> None:
     assert found is not None
     shape, answer = found
     assert answer == shape.name
-    best = max(depths, key=lambda shape: shape.parameters)
+    best = max(depths, key=lambda shape: numel_of(shape))
     # Beyond the ladder's last, or where layers of one width would pass the next width, it stops.
-    assert shape.parameters == best.parameters or shape.parameters >= 0.97 * min(limit, 2 * LADDER[-1].parameters)
+    assert numel_of(shape) == numel_of(best) or numel_of(shape) >= 0.97 * min(limit, 2 * numel_of(LADDER[-1]))
 
 
 def test_arithmetic_saves_plans() -> None:
@@ -571,9 +572,9 @@ def test_arithmetic_saves_plans() -> None:
 
     def fits(shape: Any) -> str | None:
         asked.append(shape.name)
-        return shape.name if shape.parameters <= 12.0e9 else None
+        return shape.name if numel_of(shape) <= 12.0e9 else None
 
-    found = capacity.largest(LADDER, fits, lambda shape: shape.parameters <= 12.4e9)
-    assert found == capacity.largest(LADDER, lambda shape: shape.name if shape.parameters <= 12.0e9 else None)
+    found = capacity.largest(LADDER, fits, lambda shape: numel_of(shape) <= 12.4e9)
+    assert found == capacity.largest(LADDER, lambda shape: shape.name if numel_of(shape) <= 12.0e9 else None)
     assert asked[0] == "opt-6.7b"
     assert len(asked) <= 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -29,9 +28,7 @@ def examples(document: Path) -> list[str]:
 
 def make_model() -> torch.nn.Module:
     """An OPT of two layers, on the device that is the default."""
-    shape = dataclasses.replace(
-        describe("opt-125m"), layers=2, hidden=64, heads=4, kv_heads=4, ffn=128, vocabulary=96, positions=64
-    )
+    shape = describe("opt-125m").changed(layers=2, hidden=64, heads=4, kv_heads=4, ffn=128, vocabulary=96, positions=64)
     return build_shape(shape, device=str(torch.get_default_device()))
 
 

@@ -220,7 +220,7 @@ def test_the_command_shows_every_way(capsys: pytest.CaptureFixture[str]) -> None
 
 
 LAYERS = 6
-SHALLOW = replace(describe("opt-125m"), layers=LAYERS, hidden=256, heads=4, ffn=1024, vocabulary=512)
+SHALLOW = describe("opt-125m").changed(layers=LAYERS, hidden=256, heads=4, ffn=1024, vocabulary=512)
 
 
 @cache
