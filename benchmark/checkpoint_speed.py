@@ -46,7 +46,7 @@ from benchmark.emulated_runs import run_apart
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
-from elixir.checkpoint_format.tensors import SPAN_BYTES
+from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
 from elixir.files import Files
 from elixir.models import ModelShape, build_shape, default_input, default_step, describe
 from elixir.search import optimal_search

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmark.common import append_rows, conditions, percentiles, print_table
-from elixir.chunk.buffers import Arena
-from elixir.chunk.disk import MASTERS, StateWindow, StoredStates
+from elixir.chunk.arena import Arena
 from elixir.chunk.host_buffers import WINDOW, BufferKind, HostBuffers
 from elixir.chunk.lanes import ThreadLane
+from elixir.chunk.state_window import MASTERS, StateWindow, StoredStates
 from elixir.extents.extent_file import ExtentFile, whole_blocks
 from elixir.files import file_system
 from elixir.kernels.adam.moments import Moments

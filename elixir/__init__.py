@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from elixir.api import wrap
     from elixir.checkpoint import Checkpoints, Loaded, PerRank, Saving, load_checkpoint, save_checkpoint
     from elixir.checkpoint_format.export import export_hf
-    from elixir.checkpoint_format.saved import open_checkpoint
+    from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
     from elixir.errors import ArtifactError, ElixirError, InputError, InputTypeError, PlanError, StateError, TraceError
     from elixir.hardware.profile import HardwareProfile
     from elixir.kernels import HybridAdam
@@ -79,7 +79,7 @@ _HOMES = {
     "export_hf": "elixir.checkpoint_format.export",
     "load_checkpoint": "elixir.checkpoint",
     "minimum_waste_search": "elixir.search",
-    "open_checkpoint": "elixir.checkpoint_format.saved",
+    "open_checkpoint": "elixir.checkpoint_format.saved_checkpoint",
     "optimal_search": "elixir.search",
     "save_checkpoint": "elixir.checkpoint",
     "simple_search": "elixir.search",

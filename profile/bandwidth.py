@@ -7,8 +7,8 @@ torchrun --nproc-per-node 8 profile/bandwidth.py   # all ranks at once: each ran
 
 from __future__ import annotations
 
+from elixir.microbench.bench import Bench
 from elixir.microbench.fitting import Job
-from elixir.microbench.measurement import Bench
 from elixir.microbench.script import run_script
 from elixir.microbench.transfers import link_jobs, transfer_jobs
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmark.proof.jobs import Row
-from elixir.chunk.pinned import host_zeros, pinned_zeros
+from elixir.chunk.pages import host_zeros, pinned_zeros
 from elixir.hardware.memory import free_host_bytes, total_host_bytes
 from elixir.kernels.adam.when_compiled import absent_kernels, begin_kernel
 from elixir.units import GIB

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elixir.checkpoint.folder import Checkpoints
+from elixir.checkpoint.checkpoints import Checkpoints
+from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.loading import load_checkpoint
-from elixir.checkpoint.result import Loaded
 from elixir.checkpoint.saving import Saving, save_checkpoint
 from elixir.checkpoint.user_state import PerRank
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from elixir.checkpoint.result import Loaded
+from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.saving import Saves
 from elixir.checkpoint.shared_folder import known_indexes, newest_of_all
 from elixir.checkpoint.user_state import UserState, check_tensor, restore, restore_rng
 from elixir.checkpoint_format.commit import read_index
 from elixir.checkpoint_format.index import INDEX_NAME, Index
-from elixir.checkpoint_format.reader import SliceReader
-from elixir.checkpoint_format.saved import SavedCheckpoint
-from elixir.checkpoint_format.tensors import SPAN_BYTES, SavedTensor
+from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint
+from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, SavedTensor
+from elixir.checkpoint_format.slice_reader import SliceReader
 from elixir.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -77,7 +77,7 @@ def load_checkpoint(
     path = Path(os.fspath(folder))
     index = _agreed_index(path, user, saves, files)
     with SliceReader(path, index, files=files) as reader:
-        load = _Load(path, user, state, SavedCheckpoint(reader), strict, rng)
+        load = _Loading(path, user, state, SavedCheckpoint(reader), strict, rng)
         problem: Exception | None = None
         try:
             load.check()
@@ -132,7 +132,7 @@ def _agreed_index(folder: Path, user: UserState, saves: Saves, files: Files) -> 
     return next(each for each in known if each.id == chosen)
 
 
-class _Load:
+class _Loading:
     """One load on one rank."""
 
     def __init__(
@@ -381,7 +381,7 @@ class _Load:
             if group.optimizer == saved_name
             for name in group.names
         }
-        source = StoredStates(self._saved, names, self.states.orders())
+        source = CheckpointStates(self._saved, names, self.states.orders())
         self.notes |= self.states.load(source.fill_weights, source, skipped=frozenset(self._skipped))
 
     @torch.no_grad()
@@ -405,7 +405,7 @@ class _Load:
             restore_rng(values["rng"], states.device)
 
 
-class StoredStates(SavedStates):
+class CheckpointStates(SavedStates):
     """The tensors of a checkpoint for `TrainingStates.load`, read in pieces of a span. Implements `SavedStates`.
 
     Args:

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from elixir.checkpoint.heartbeat import HeartbeatGroup
-from elixir.checkpoint.pool import ALIGNMENT_BYTES, SnapshotPool
-from elixir.checkpoint.result import Loaded
+from elixir.checkpoint.heartbeat_group import HeartbeatGroup
+from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.shared_folder import SharedFolder
 from elixir.checkpoint.snapshot import LiveTensor, Snapshot
+from elixir.checkpoint.snapshot_pool import ALIGNMENT_BYTES, SnapshotPool
 from elixir.checkpoint.user_state import UserState, encoded, rng_state
 from elixir.checkpoint_format.checksum import CHECKSUM_KIND
 from elixir.checkpoint_format.commit import new_id, rank_file, shared_file

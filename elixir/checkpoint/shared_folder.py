@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elixir.checkpoint.heartbeat import HeartbeatGroup
+from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint_format.commit import (
     abandon,
     commit,

@@ -20,9 +20,9 @@ from typing import Protocol
 
 import torch
 
-from elixir.checkpoint.pool import Area, SnapshotPool, aligned
-from elixir.checkpoint_format.tensors import SPAN_BYTES, memory_of, span_count
-from elixir.chunk.pinned import pinned_zeros
+from elixir.checkpoint.snapshot_pool import Area, SnapshotPool, aligned
+from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, memory_of, span_count
+from elixir.chunk.pages import pinned_zeros
 from elixir.errors import CheckpointError, StateError
 
 WriteSpan = Callable[[str, int, memoryview], None]
@@ -57,7 +57,7 @@ class LiveStates(Protocol):
         """Raises if anything has changed unannounced since the snapshot was taken."""
 
 
-class Phase(enum.Enum):
+class PartState(enum.Enum):
     """How far the writer is with a chunk, and who holds the bytes that are still to be written."""
 
     LIVE = "live"
@@ -73,11 +73,11 @@ class Phase(enum.Enum):
 
 
 _ALLOWED = {
-    Phase.LIVE: (Phase.WRITING, Phase.COPYING, Phase.DONE),
-    Phase.WRITING: (Phase.COPYING, Phase.DONE),
-    Phase.COPYING: (Phase.COPIED, Phase.DONE),
-    Phase.COPIED: (Phase.DONE,),
-    Phase.DONE: (),
+    PartState.LIVE: (PartState.WRITING, PartState.COPYING, PartState.DONE),
+    PartState.WRITING: (PartState.COPYING, PartState.DONE),
+    PartState.COPYING: (PartState.COPIED, PartState.DONE),
+    PartState.COPIED: (PartState.DONE,),
+    PartState.DONE: (),
 }
 
 
@@ -102,7 +102,7 @@ class _Part:
 
     def __init__(self, states: LiveStates) -> None:
         self.states = states
-        self.phase = Phase.LIVE
+        self.state = PartState.LIVE
         self.rest: list[_Rest] | None = None
         """The tensors that are left; None until it was read for the first time."""
         self.area: Area | None = None
@@ -112,10 +112,10 @@ class _Part:
         """Event after the copies into the pool, if they come from a device."""
         self.lock = threading.Lock()
 
-    def to(self, phase: Phase) -> None:
-        if phase not in _ALLOWED[self.phase]:
-            raise StateError(f"a chunk of a snapshot cannot go from {self.phase.value} to {phase.value}")
-        self.phase = phase
+    def to(self, state: PartState) -> None:
+        if state not in _ALLOWED[self.state]:
+            raise StateError(f"a chunk of a snapshot cannot go from {self.state.value} to {state.value}")
+        self.state = state
 
     def read(self) -> list[_Rest]:
         """The data to write, taken down once: by the writer, or by the first update after the snapshot."""
@@ -165,7 +165,7 @@ class Snapshot:
         try:
             with self._turn:
                 self._begun = True
-                if part.phase is Phase.DONE:
+                if part.state is PartState.DONE:
                     return
             part.read()
             with self._turn:
@@ -175,7 +175,7 @@ class Snapshot:
                     self._turn.notify_all()
                     # The writer, or another update, reads this chunk's live memory, which the caller is about to
                     # change.
-                    self._turn.wait_for(lambda: part.phase in (Phase.DONE, Phase.COPIED) or part.handed_over)
+                    self._turn.wait_for(lambda: part.state in (PartState.DONE, PartState.COPIED) or part.handed_over)
                     self._wanted.remove(index)
                     copying, part.handed_over = part.handed_over, False
             if copying:
@@ -184,8 +184,8 @@ class Snapshot:
             # The update must go on, and a checkpoint of half a chunk is none.
             with self._turn:
                 self._given_up = self._given_up or error  # before the writer finds nothing left to write
-                if part.phase is Phase.COPYING and (copying or part.handed_over):
-                    part.to(Phase.DONE)
+                if part.state is PartState.COPYING and (copying or part.handed_over):
+                    part.to(PartState.DONE)
                     if self._device.type == "cuda":
                         # What was queued still fills the area, which another save may get.
                         torch.cuda.current_stream(self._device).synchronize()
@@ -199,12 +199,12 @@ class Snapshot:
 
     def _copy_now(self, part: _Part) -> bool:
         """Whether the chunk lies still and the pool has room, which it has taken then."""
-        if part.phase is not Phase.LIVE:
+        if part.state is not PartState.LIVE:
             return False
         part.area = self._pool.take(part.rest_bytes)
         if part.area is None:
             return False
-        part.to(Phase.COPYING)
+        part.to(PartState.COPYING)
         return True
 
     def _copy(self, part: _Part) -> None:
@@ -226,8 +226,8 @@ class Snapshot:
         arrived = self._recorded() if by_device else None
         with self._turn:
             part.arrived = arrived
-            if part.phase is Phase.COPYING:
-                part.to(Phase.COPIED)
+            if part.state is PartState.COPYING:
+                part.to(PartState.COPIED)
             self._turn.notify_all()
 
     def write(self, write_span: WriteSpan, heartbeat: Callable[[], None]) -> None:
@@ -249,16 +249,16 @@ class Snapshot:
         with self._turn:
             while True:
                 self._refuse_given_up()
-                live = [i for i, part in enumerate(self._parts) if part.phase is Phase.LIVE]
-                copied = [i for i, part in enumerate(self._parts) if part.phase is Phase.COPIED]
+                live = [i for i, part in enumerate(self._parts) if part.state is PartState.LIVE]
+                copied = [i for i, part in enumerate(self._parts) if part.state is PartState.COPIED]
                 waiting = [i for i in self._wanted if i in live]
                 found = waiting or (live[::-1] if self._begun else live) or copied
                 if found:
                     part = self._parts[found[0]]
-                    if part.phase is Phase.LIVE:
-                        part.to(Phase.WRITING)
+                    if part.state is PartState.LIVE:
+                        part.to(PartState.WRITING)
                     return found[0]
-                if all(part.phase is Phase.DONE for part in self._parts):
+                if all(part.state is PartState.DONE for part in self._parts):
                     return None
                 self._turn.wait()  # until the last copy is made
 
@@ -268,7 +268,7 @@ class Snapshot:
 
     def _write_part(self, index: int, part: _Part, write_span: WriteSpan, heartbeat: Callable[[], None]) -> None:
         rest = part.read()
-        copied = part.phase is Phase.COPIED
+        copied = part.state is PartState.COPIED
         if copied and part.arrived is not None:
             part.arrived.synchronize()  # the copies in the pool are made by the device
         while rest:
@@ -285,7 +285,7 @@ class Snapshot:
             part.states.check()
         with self._turn:
             self._refuse_given_up()
-            part.to(Phase.DONE)
+            part.to(PartState.DONE)
             self._drop(part)
             self._turn.notify_all()
 
@@ -337,7 +337,7 @@ class Snapshot:
             if area is None:
                 return False
             part.area, part.handed_over = area, True
-            part.to(Phase.COPYING)
+            part.to(PartState.COPYING)
             self._turn.notify_all()
             return True
 
@@ -352,7 +352,7 @@ class Snapshot:
         """Waits until nothing is read from live memory."""
         with self._turn:
             # The caller writes to chunks without asking one by one, such as a load or a move to another plan.
-            self._turn.wait_for(lambda: all(part.phase in (Phase.COPIED, Phase.DONE) for part in self._parts))
+            self._turn.wait_for(lambda: all(part.state in (PartState.COPIED, PartState.DONE) for part in self._parts))
 
     def give_up(self, error: BaseException | None = None) -> None:
         """Nobody wants what is not written yet: updates go on, and the pool is free."""
@@ -360,8 +360,8 @@ class Snapshot:
             if error is not None and self._given_up is None:
                 self._given_up = error
             for part in self._parts:
-                if part.phase not in (Phase.DONE, Phase.COPYING, Phase.WRITING):
-                    part.to(Phase.DONE)
+                if part.state not in (PartState.DONE, PartState.COPYING, PartState.WRITING):
+                    part.to(PartState.DONE)
                     self._drop(part)
             self._turn.notify_all()
 
@@ -369,12 +369,12 @@ class Snapshot:
         """The writer has ended, well or not: nothing is read any more."""
         with self._turn:
             for part in self._parts:
-                if part.phase is Phase.WRITING:
-                    part.to(Phase.DONE)
+                if part.state is PartState.WRITING:
+                    part.to(PartState.DONE)
             # An updating thread still copies into areas of the pool, which are given back next.
-            self._turn.wait_for(lambda: all(part.phase is not Phase.COPYING for part in self._parts))
+            self._turn.wait_for(lambda: all(part.state is not PartState.COPYING for part in self._parts))
             for part in self._parts:
-                if part.phase is not Phase.DONE:
-                    part.to(Phase.DONE)
+                if part.state is not PartState.DONE:
+                    part.to(PartState.DONE)
                 self._drop(part)
             self._turn.notify_all()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 
 from elixir.artifact import Artifact, without_repetition
 from elixir.checkpoint_format.checksum import CHECKSUM_KIND
-from elixir.checkpoint_format.tensors import SavedTensor
+from elixir.checkpoint_format.saved_tensor import SavedTensor
 from elixir.errors import ArtifactError, CheckpointCorrupt, InputError
 from elixir.units import MIB
 

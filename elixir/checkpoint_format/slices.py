@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from elixir.checkpoint_format.checksum import checksum
-from elixir.checkpoint_format.tensors import (
+from elixir.checkpoint_format.saved_tensor import (
     SAFETENSORS_NAMES,
     SPAN_BYTES,
     Piece,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elixir.checkpoint_format.tensors import SAFETENSORS_NAMES, STORED_DTYPES
+from elixir.checkpoint_format.saved_tensor import SAFETENSORS_NAMES, STORED_DTYPES
 from elixir.errors import CheckpointCorrupt, CheckpointError, InputError
 from elixir.units import dtype_name
 

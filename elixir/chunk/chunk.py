@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from elixir.access.placeholders import absent, storage_of, unmarked
-from elixir.chunk.disk import StoredStates
 from elixir.chunk.lanes import MemoryUses, Ticket, failure
+from elixir.chunk.state_window import StoredStates
 from elixir.errors import InputError, StateError, few
 from elixir.memory_order import Order, flattened, is_dense, order_of
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
@@ -282,7 +282,7 @@ class Chunk:
 
         Args:
             write: they are changed.
-            alone: states are made that lie with them afterwards (`elixir.chunk.disk`).
+            alone: states are made that lie with them afterwards (`elixir.chunk.state_window`).
 
         Raises:
             DiskError: they are on a disk that has failed.

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from elixir.chunk.buffers import Arena
+from elixir.chunk.arena import Arena
 from elixir.chunk.lanes import MemoryUses
 from elixir.errors import StateError
 from elixir.plan.plan import PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS, Plan
@@ -35,7 +35,7 @@ into while the CPU-Adam thread adds the other."""
 
 WINDOW = "states from a disk"
 """Kind: masters and states that live on a disk are here while they are stepped, read ahead or written back
-(`elixir.chunk.disk`)."""
+(`elixir.chunk.state_window`)."""
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from itertools import islice
 import torch
 
 from elixir.access.autograd import backward_is_running
-from elixir.chunk.buffers import BlockPool
+from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk, ChunkState
-from elixir.chunk.gradients.flow import GradientFlow
+from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Lanes, failure
 from elixir.errors import InputError, StateError

@@ -9,9 +9,9 @@ from typing import Any
 from elixir.checkpoint_format.commit import find_checkpoints, remove_checkpoint, remove_stale
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.index import INDEX_NAME
-from elixir.checkpoint_format.reader import verify
 from elixir.checkpoint_format.run_folders import surplus, unfinished
-from elixir.checkpoint_format.saved import SavedCheckpoint, open_checkpoint
+from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint, open_checkpoint
+from elixir.checkpoint_format.slice_reader import verify
 from elixir.cli import output
 from elixir.errors import CheckpointCorrupt, CheckpointNotFound, InputError
 from elixir.files import FILES

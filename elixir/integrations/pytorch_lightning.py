@@ -8,7 +8,7 @@ trainer = Trainer(strategy=ElixirStrategy(device_memory="20GiB"), devices=4)
 
 from __future__ import annotations
 
-from elixir.integrations.strategy import PrecisionMixin, StrategyMixin
+from elixir.integrations.strategy_mixin import PrecisionMixin, StrategyMixin
 
 try:
     from pytorch_lightning.plugins.precision import Precision

@@ -11,8 +11,8 @@ import torch
 
 from elixir.hardware.own_threads import use_threads
 from elixir.hardware.threads import host_share, host_view, rank_threads
+from elixir.microbench.bench import Bench, threads_text
 from elixir.microbench.fitting import Job, Series, geometric, sweep, windows
-from elixir.microbench.measurement import Bench, threads_text
 from elixir.units import dtype_name
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)

@@ -26,7 +26,7 @@ from elixir.hardware.memory import cpu_name, total_host_bytes
 from elixir.hardware.own_threads import use_threads
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.hardware.threads import host_share, host_view, rank_threads
-from elixir.microbench.measurement import threads_text, today
+from elixir.microbench.bench import threads_text, today
 from elixir.units import MIB, dtype_name
 
 HIDDEN = 768

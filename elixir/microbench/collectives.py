@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from elixir.errors import InputError
+from elixir.microbench.bench import Bench
 from elixir.microbench.fitting import Job, Series, geometric, sweep
-from elixir.microbench.measurement import Bench
 from elixir.units import MIB
 
 SMALLEST_BYTES = MIB

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from elixir.errors import InputError
+from elixir.microbench.bench import Bench, Effort
 from elixir.microbench.fitting import Job, Series, geometric, sweep, windows
-from elixir.microbench.measurement import Bench, Effort
 from elixir.units import MIB, dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

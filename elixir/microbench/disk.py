@@ -21,8 +21,8 @@ from elixir.errors import InputError
 from elixir.extents.extent_file import Extent, ExtentFile, Requests, fastest_requests
 from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer, file_system, unnamed_file, warn_if_in_memory
 from elixir.hardware.profile import HardwareProfile
+from elixir.microbench.bench import Bench
 from elixir.microbench.fitting import MIN_POINTS, Job, Series, geometric, sweep
-from elixir.microbench.measurement import Bench
 from elixir.units import MIB, format_bytes
 
 FILE_BYTES = {False: 512 * MIB, True: 128 * MIB}

@@ -14,7 +14,7 @@ import torch
 
 from elixir.errors import ElixirError, InputError, RankError
 from elixir.hardware.fits import LARGEST_ALONE, RateFit
-from elixir.microbench.measurement import Bench, Effort, median_seconds
+from elixir.microbench.bench import Bench, Effort, median_seconds
 
 ERROR_LIMIT = 0.5
 """A fit that is off by more than this share at any point is left out."""

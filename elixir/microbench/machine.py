@@ -15,11 +15,11 @@ from elixir.files import PathLike
 from elixir.hardware.memory import cpu_name, total_host_bytes
 from elixir.hardware.profile import HardwareProfile
 from elixir.microbench.adam import adam_jobs, all_threads_jobs, compute_threads, thread_counts
+from elixir.microbench.bench import Bench, default_device, threads_text, today
 from elixir.microbench.collectives import collective_jobs
 from elixir.microbench.compute import DTYPES, compute_jobs
 from elixir.microbench.disk import disk_jobs, free_disk_bytes
 from elixir.microbench.fitting import Job, Measured
-from elixir.microbench.measurement import Bench, default_device, threads_text, today
 from elixir.microbench.ranks import Ranks, spawn
 from elixir.microbench.transfers import link_jobs, pinning_rate, transfer_jobs
 from elixir.units import dtype_name

@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 import torch
 
+from elixir.microbench.bench import today
 from elixir.microbench.fitting import Measured
-from elixir.microbench.measurement import today
 from elixir.units import format_seconds
 
 _SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

@@ -11,9 +11,9 @@ import torch
 
 from elixir.artifact import check_writable, write_atomically
 from elixir.errors import ElixirError, InputError
+from elixir.microbench.bench import Bench, check_device, default_device
 from elixir.microbench.fitting import Job, Measured
 from elixir.microbench.machine import SPAWNED_WORLD, run_jobs
-from elixir.microbench.measurement import Bench, check_device, default_device
 from elixir.microbench.plots import check_picture, plot_fits
 from elixir.microbench.ranks import Ranks, joined, spawn
 from elixir.microbench.report import as_json, as_table

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from elixir.errors import InputError
+from elixir.microbench.bench import Bench, Effort, check_device, repeat
 from elixir.microbench.fitting import Job, Series, geometric, sweep, windows
-from elixir.microbench.measurement import Bench, Effort, check_device, repeat
 from elixir.units import MIB, format_bytes
 
 SMALLEST_BYTES = 256 * 1024

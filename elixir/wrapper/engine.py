@@ -23,14 +23,15 @@ from torch.utils.hooks import RemovableHandle
 
 from elixir.access.autograd import backward_is_running
 from elixir.access.interception import CountedParameter, ParameterAccess
-from elixir.chunk.buffers import Arena, BlockPool
+from elixir.chunk.arena import Arena
+from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk, Slot, take_back
-from elixir.chunk.disk import StateWindow, StoredStates
-from elixir.chunk.gradients.flow import FlowOptions, GradientFlow
+from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import STAGING, SUMMANDS, WINDOW, HostBuffers, staging_kind, summands_kind, window_kind
 from elixir.chunk.lanes import Lanes, Ticket, failure, make_lanes
 from elixir.chunk.rcache import RCache
+from elixir.chunk.state_window import StateWindow, StoredStates
 from elixir.errors import DiskError, ElixirError, InputError, InputTypeError, NoMemoryError
 from elixir.extents.extent_file import open_extents
 from elixir.hardware.threads import host_share, host_view

@@ -15,7 +15,7 @@ from elixir.access.autograd import backward_is_running, current_node_number
 from elixir.access.functions import RENORMALISE
 from elixir.access.interception import TRACKED_PARAMETERS, TrackedView
 from elixir.chunk.chunk import Chunk, Slot
-from elixir.chunk.gradients.flow import GradientFlow
+from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.rcache import RCache
 from elixir.errors import InputError
 from elixir.models import compiled_over_moving_weights

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from elixir.chunk.disk import StateWindow
 from elixir.chunk.lanes import is_reported
+from elixir.chunk.state_window import StateWindow
 from elixir.errors import InputError, RankError
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.disk import MASTERS
 from elixir.chunk.host_buffers import BufferKind
+from elixir.chunk.state_window import MASTERS
 from elixir.errors import InputError
 from elixir.memory_order import Order
 from elixir.models import buffer_places

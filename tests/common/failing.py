@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from elixir import load_checkpoint, save_checkpoint
-from elixir.chunk import pinned
+from elixir.chunk import pages
 from elixir.errors import ElixirError, FileError
 from elixir.files import Files
 from elixir.plan.plan import Plan
@@ -55,10 +55,10 @@ class Fault(Files):
             with contextlib.ExitStack() as patched:
                 if self.kind == "zeros":
                     failing = _Torch(self._failing(torch.zeros, RuntimeError))
-                    patched.enter_context(mock.patch("elixir.chunk.buffers.torch", failing))
+                    patched.enter_context(mock.patch("elixir.chunk.arena.torch", failing))
                 if self.kind == "pages":
-                    touched = self._failing(vars(pinned)["_touched"], OSError)
-                    patched.enter_context(mock.patch("elixir.chunk.pinned._touched", touched))
+                    touched = self._failing(vars(pages)["_touched"], OSError)
+                    patched.enter_context(mock.patch("elixir.chunk.pages._touched", touched))
                 yield
         finally:
             self._armed = False

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.gradients.flow import GradientFlow
+from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.rcache import RCache
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan

@@ -21,7 +21,8 @@ from benchmark.proof.contenders import MAX_NORM
 from benchmark.proof.jobs import PARTS, Job
 from benchmark.proof.memory import MemoryCase
 from benchmark.proof.models import numel_of, shape_of
-from elixir.microbench import compute, measurement
+from elixir.microbench import bench as bench_module
+from elixir.microbench import compute
 from elixir.models import ModelShape
 from elixir.tracer.device import target as targets
 from elixir.units import MIB
@@ -108,7 +109,7 @@ def prepare() -> None:
     install_nccl()
     targets.CUBLAS_HOPPER_WORKSPACE_BYTES = 0  # the CPU's kernels need none, and it would be more than a toy
     # What a GPU does in a moment takes the CPU minutes.
-    measurement._EFFORTS["cuda", True] = measurement.Effort(2, 2, 0.01, 4, 8 * MIB, 10**5, 0.002)
+    bench_module._EFFORTS["cuda", True] = bench_module.Effort(2, 2, 0.01, 4, 8 * MIB, 10**5, 0.002)
     compute._SMALLEST["cuda"] = 32
     memory.memory_cases = toy_memory_cases  # found by their names
 

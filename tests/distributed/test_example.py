@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir.checkpoint_format.reader import verify
-from elixir.checkpoint_format.saved import open_checkpoint
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import verify
 
 ROOT = Path(__file__).parents[2]
 CALL = (

@@ -14,9 +14,10 @@ from elixir.errors import RankError
 from elixir.hardware.fits import RateFit
 from elixir.hardware.profile import preset
 from elixir.hardware.threads import HostView, adam_threads
-from elixir.microbench import adam, machine, measurement
+from elixir.microbench import adam, machine
+from elixir.microbench import bench as bench_module
+from elixir.microbench.bench import Bench, Effort, median_seconds
 from elixir.microbench.fitting import Series
-from elixir.microbench.measurement import Bench, Effort, median_seconds
 from elixir.microbench.ranks import Ranks, spawn
 from tests.common.spawn import run_ranks
 
@@ -28,7 +29,7 @@ def ranks_here(rank: int, size: int) -> Ranks:
 
 
 def measured(rank: int, size: int) -> dict[str, Series | None]:
-    measurement._EFFORTS = dict.fromkeys([("cpu", False), ("cpu", True)], TINY)
+    bench_module._EFFORTS = dict.fromkeys([("cpu", False), ("cpu", True)], TINY)
     bench = Bench(torch.device("cpu"), True, ranks_here(rank, size))
     return {result.key: result.series for result in machine.run_jobs(machine.rank_jobs(bench))}
 
@@ -48,7 +49,7 @@ def test_all_ranks_have_the_same_points_under_keys_that_say_so() -> None:
 
 def on_a_gpu_machine(rank: int, size: int) -> tuple[list[str], set[tuple[int, tuple[int, ...]]]]:
     """The ranks of a GPU machine of 8 cores measure the host's Adam on their threads and cores."""
-    measurement._EFFORTS = dict.fromkeys([("cpu", False), ("cpu", True)], TINY)
+    bench_module._EFFORTS = dict.fromkeys([("cpu", False), ("cpu", True)], TINY)
     adam.host_view = lambda: HostView("here", tuple(range(8)), float("inf"))
     asked: set[tuple[int, tuple[int, ...]]] = set()
     adam.use_threads = lambda threads, cores: asked.add((threads, cores))

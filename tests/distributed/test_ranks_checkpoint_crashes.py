@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elixir.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
-from elixir.checkpoint_format.reader import verify
+from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import CheckpointError, RankError
 from tests.common.ddp import batch_of, plan_for
 from tests.common.file_faults import CHANGES, Crash, Operation, RecordingFiles, UnsyncedFiles

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
-from elixir.checkpoint_format.saved import open_checkpoint
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from tests.common.ddp import PLANS, batch_of, plan_for
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.parity import Case, hf_loss

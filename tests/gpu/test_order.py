@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.chunk.buffers import Arena
-from elixir.chunk.gradients.blocks import GradientBlocks, Leaving
+from elixir.chunk.arena import Arena
+from elixir.chunk.gradients.gradient_blocks import GradientBlocks, Leaving
 from elixir.chunk.gradients.transport import Transport
 from elixir.chunk.lanes import StreamLane, Ticket
 from elixir.plan.plan import Plan

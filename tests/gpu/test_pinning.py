@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from elixir.chunk.buffers import Arena
-from elixir.chunk.pinned import pinned_zeros
+from elixir.chunk.arena import Arena
+from elixir.chunk.pages import pinned_zeros
 from elixir.errors import NoMemoryError
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.engine import engine_of

@@ -13,12 +13,12 @@ from functools import partial
 
 import torch
 
-from elixir.chunk.gradients.blocks import Leaving
-from elixir.chunk.gradients.gradient import ChunkGradient, GradState, OpenChunk
+from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradState, OpenChunk
+from elixir.chunk.gradients.gradient_blocks import Leaving
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, HostBuffers
 from elixir.chunk.lanes import Lanes, Ticket, Work, settled
-from elixir.chunk.norms import PartNorms
+from elixir.chunk.part_norms import PartNorms
 
 
 @dataclass

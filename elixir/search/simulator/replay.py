@@ -231,9 +231,9 @@ class Machine:
     def _update_on_host(self, c: int, submitted_s: float, free_s: float) -> float:
         """Adam of one shard; with states on the disk after their reading, and before they are written back.
 
-        As `elixir.chunk.disk`: the disk reads as far ahead as there are buffers, so during Adam of one chunk it reads
-        the next. Its order is read 0, read 1, read 2, write 0, read 3, write 1, and so on; a buffer is read into after
-        its write.
+        As `elixir.chunk.state_window`: the disk reads as far ahead as there are buffers, so during Adam of one chunk it
+        reads the next. Its order is read 0, read 1, read 2, write 0, read 3, write 1, and so on; a buffer is read into
+        after its write.
         """
         times = self._times
         seconds = times.host_adam_s[c]

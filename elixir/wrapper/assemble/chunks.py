@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir.chunk.buffers import Arena
+from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk, Slot
-from elixir.chunk.disk import MASTERS, StateWindow, StoredStates
 from elixir.chunk.group import Group
+from elixir.chunk.state_window import MASTERS, StateWindow, StoredStates
 from elixir.errors import ArtifactError, InputError, few
 from elixir.hardware.memory import total_host_bytes
 from elixir.hardware.profile import other_device

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from elixir.checkpoint_format.index import INDEX_NAME
-from elixir.checkpoint_format.saved import open_checkpoint
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.errors import InputError, InputTypeError, few
 from elixir.models import buffer_places
 from elixir.wrapper.assemble.initialise import OwnInitialisation

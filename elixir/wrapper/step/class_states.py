@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from elixir.checkpoint_format.tensors import scalar_state
-from elixir.chunk.disk import StoredStates
-from elixir.chunk.pinned import host_zeros
+from elixir.checkpoint_format.saved_tensor import scalar_state
+from elixir.chunk.pages import host_zeros
+from elixir.chunk.state_window import StoredStates
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
 from elixir.kernels.adam.of_class import Kept, can_step_like, step_like

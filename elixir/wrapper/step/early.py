@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.chunk.buffers import Arena
+from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Ticket
 from elixir.wrapper.step.elementwise import same_options

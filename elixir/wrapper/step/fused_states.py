@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.chunk.disk import StoredStates
-from elixir.chunk.pinned import host_zeros
+from elixir.chunk.pages import host_zeros
+from elixir.chunk.state_window import StoredStates
 from elixir.errors import InputError
 from elixir.kernels.adam.hybrid import HybridAdam
 from elixir.kernels.adam.moments import Moments, make_moments, read_moments, write_moments

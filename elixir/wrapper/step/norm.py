@@ -12,8 +12,8 @@ from functools import partial, reduce
 import torch
 from torch import nn
 
-from elixir.chunk.norms import norms_of
-from elixir.chunk.pinned import pinned_zeros
+from elixir.chunk.pages import pinned_zeros
+from elixir.chunk.part_norms import norms_of
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.shards import Shards
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from elixir.chunk.chunk import Chunk, Slot
-from elixir.chunk.disk import MASTERS
-from elixir.chunk.gradients.gradient import ChunkGradient
+from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.lanes import MemoryUses
+from elixir.chunk.state_window import MASTERS
 from elixir.errors import StateError
 from elixir.memory_order import shaped
 from elixir.wrapper.engine import Engine

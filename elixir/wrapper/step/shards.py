@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from elixir.chunk.disk import StoredStates
+from elixir.chunk.state_window import StoredStates
 from elixir.errors import InputError
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.segments import Segment

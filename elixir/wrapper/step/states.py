@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from elixir.chunk.chunk import Held
-from elixir.chunk.disk import StoredStates
+from elixir.chunk.state_window import StoredStates
 from elixir.errors import InputError, StateError
 from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name

@@ -20,9 +20,9 @@ from functools import partial
 import torch
 
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.disk import StoredStates
 from elixir.chunk.host_buffers import STAGING
 from elixir.chunk.lanes import Ticket, Work, over, settled
+from elixir.chunk.state_window import StoredStates
 from elixir.errors import StepError
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.early import Inputs

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elixir.checkpoint_format.tensors import scalar_state
+from elixir.checkpoint_format.saved_tensor import scalar_state
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.errors import InputError, InputTypeError
 from elixir.memory_order import Order, is_dense, order_of

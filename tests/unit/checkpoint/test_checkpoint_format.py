@@ -20,10 +20,10 @@ from elixir.checkpoint_format.checksum import LARGEST_CHECKSUM, checksum
 from elixir.checkpoint_format.commit import find_checkpoints, next_sequence, read_index, remove_checkpoint
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.index import merge_tensors, parse_index
-from elixir.checkpoint_format.reader import OPEN_FILES, SliceReader, verify
-from elixir.checkpoint_format.saved import open_checkpoint
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.saved_tensor import SAFETENSORS_NAMES, SPAN_BYTES
+from elixir.checkpoint_format.slice_reader import OPEN_FILES, SliceReader, verify
 from elixir.checkpoint_format.slices import Slice, SliceWriter
-from elixir.checkpoint_format.tensors import SAFETENSORS_NAMES, SPAN_BYTES
 from elixir.checkpoint_format.values import encode
 from elixir.errors import (
     CheckpointCorrupt,

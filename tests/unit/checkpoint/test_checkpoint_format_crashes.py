@@ -15,9 +15,9 @@ import torch
 
 from elixir.checkpoint_format.commit import abandon, commit, read_index, remove_checkpoint, remove_stale, settle
 from elixir.checkpoint_format.index import Index
-from elixir.checkpoint_format.reader import verify
-from elixir.checkpoint_format.saved import open_checkpoint
-from elixir.checkpoint_format.tensors import SPAN_BYTES
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
+from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import CheckpointError, CheckpointNotFound, FileError
 from elixir.files import Files
 from tests.common.checkpoints import save, write

@@ -20,8 +20,8 @@ import torch
 
 from elixir.checkpoint_format.commit import read_index
 from elixir.checkpoint_format.index import Index, _checksum, parse_index
-from elixir.checkpoint_format.reader import verify
-from elixir.checkpoint_format.saved import open_checkpoint
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import ArtifactError, CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from tests.common.checkpoints import group, same, save
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elixir.checkpoint_format.export import export_hf
-from elixir.checkpoint_format.saved import open_checkpoint
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, InputError, InputTypeError
 from elixir.files import Files
 from tests.common.checkpoints import save

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from elixir.checkpoint_format.commit import commit
-from elixir.checkpoint_format.saved import open_checkpoint
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.values import encode
 from elixir.errors import CheckpointCorrupt, InputError
 from tests.common.checkpoints import same, save, write

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
-from elixir.checkpoint_format.reader import verify
-from elixir.checkpoint_format.saved import open_checkpoint
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import CheckpointError
 from elixir.files import Files
 from elixir.kernels.adam.moments import make_moments, read_moments, write_moments

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from elixir.checkpoint import snapshot as module
-from elixir.checkpoint.pool import SnapshotPool, aligned
 from elixir.checkpoint.snapshot import LiveTensor, Snapshot
-from elixir.checkpoint_format import tensors
+from elixir.checkpoint.snapshot_pool import SnapshotPool, aligned
+from elixir.checkpoint_format import saved_tensor
 from elixir.errors import CheckpointError
 
 SPAN = 256
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in (module, tensors):
+    for each in (module, saved_tensor):
         monkeypatch.setattr(each, "SPAN_BYTES", SPAN)
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from elixir.access.placeholders import is_absent
-from elixir.chunk.buffers import Arena, BlockPool
+from elixir.chunk.arena import Arena
+from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import _ALLOWED, Chunk, ChunkState
-from elixir.chunk.gradients.flow import FlowOptions, GradientFlow
+from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
 from elixir.chunk.lanes import Emulation, make_lanes

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from elixir.chunk.buffers import Arena
-from elixir.chunk.gradients.blocks import GradientBlocks
-from elixir.chunk.gradients.gradient import _NEXT, ChunkGradient, GradState
+from elixir.chunk.arena import Arena
+from elixir.chunk.gradients.chunk_gradient import _NEXT, ChunkGradient, GradState
+from elixir.chunk.gradients.gradient_blocks import GradientBlocks
 from elixir.errors import StateError
 from tests.unit.chunk.test_chunks import backward, make_chunk, make_flow
 

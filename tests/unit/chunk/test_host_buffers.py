@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from elixir.chunk.buffers import Arena
+from elixir.chunk.arena import Arena
 from elixir.chunk.host_buffers import BufferKind, HostBuffers
 from elixir.chunk.lanes import ThreadLane
 from elixir.errors import StateError

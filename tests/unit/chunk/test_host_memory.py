@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from elixir.chunk.pinned import HUGE_PAGE_BYTES, host_zeros
+from elixir.chunk.pages import HUGE_PAGE_BYTES, host_zeros
 from elixir.kernels.adam.moments import make_moments
 from elixir.optimizer_states import MomentKind
 from elixir.wrapper import ElixirModule, ElixirOptimizer

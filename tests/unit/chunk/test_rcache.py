@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elixir.chunk.buffers import Arena, BlockPool
+from elixir.chunk.arena import Arena
+from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk, ChunkState
-from elixir.chunk.gradients.flow import FlowOptions, GradientFlow
+from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.lanes import Emulation, Lanes, make_lanes

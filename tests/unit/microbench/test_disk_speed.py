@@ -15,9 +15,9 @@ from elixir.extents import extent_file as extents
 from elixir.files import DIRECT_BYTES
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.microbench import disk, machine, measure
+from elixir.microbench.bench import Bench
 from elixir.microbench.disk import check_folder, disk_jobs, disk_series, file_system
 from elixir.microbench.fitting import Job, Series
-from elixir.microbench.measurement import Bench
 from elixir.microbench.script import run_script
 from elixir.units import MIB
 

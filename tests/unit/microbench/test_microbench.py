@@ -25,12 +25,13 @@ from elixir.hardware.fits import LARGEST_ALONE, RateFit
 from elixir.hardware.memory import free_host_bytes, total_host_bytes
 from elixir.hardware.profile import HardwareProfile, load_hardware, preset
 from elixir.hardware.threads import HostView
-from elixir.microbench import adam, machine, measure, measurement
+from elixir.microbench import adam, machine, measure
+from elixir.microbench import bench as bench_module
 from elixir.microbench.adam import adam_series, compute_threads, thread_counts
+from elixir.microbench.bench import Bench, Effort, check_device, effort, median_seconds
 from elixir.microbench.collectives import collective_jobs, collective_series
 from elixir.microbench.compute import attention_series, compute_jobs, matmul_series
 from elixir.microbench.fitting import ERROR_LIMIT, Job, Measured, Series, fit_points, fitted, geometric, windows
-from elixir.microbench.measurement import Bench, Effort, check_device, effort, median_seconds
 from elixir.microbench.plots import plot_fits, plot_profile
 from elixir.microbench.ranks import Ranks, joined
 from elixir.microbench.report import as_json, as_table, format_rate
@@ -47,7 +48,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machi
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of 2 MiB and two runs each: enough to see what is measured, if not how fast it is."""
-    monkeypatch.setattr(measurement, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], TINY))
+    monkeypatch.setattr(bench_module, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], TINY))
 
 
 def line(
@@ -167,7 +168,7 @@ def test_the_first_run_is_not_counted_and_the_median_is_taken(monkeypatch: pytes
     # A run that is not counted, the beginning, then pairs: 0.1, 0.5, 0.3.
     clock = iter([-9.0, -1.0, 0.0, 0.0, 0.1, 1.0, 1.5, 2.0, 2.3])
     runs: list[int] = []
-    monkeypatch.setattr(measurement.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(bench_module.time, "perf_counter", lambda: next(clock))
     plan = dataclasses.replace(TINY, min_repeats=3, max_repeats=3)
     seconds, repeats = median_seconds(lambda: runs.append(1), CPU, plan)
     assert (seconds, repeats, len(runs)) == (pytest.approx(0.3), 3, 4)
@@ -181,13 +182,13 @@ def test_a_slow_run_stops_at_its_budget() -> None:
 
 def test_buffers_never_take_more_than_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for free in (free_host_bytes(), 100 * 2**20):
-        monkeypatch.setattr(measurement, "free_device_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(bench_module, "free_device_bytes", lambda device, free=free: free)
         for quick in (True, False):
             for sharers in (1, 2, 8):
                 plan = effort(CPU, quick, sharers)
                 assert sharers * 3 * plan.buffer_bytes <= min(free // 2, 2**30)
                 assert sharers * 16 * plan.adam_numel <= min(free // 2, 2**30)
-    monkeypatch.setattr(measurement, "free_device_bytes", lambda device: 2**20)
+    monkeypatch.setattr(bench_module, "free_device_bytes", lambda device: 2**20)
     with pytest.raises(InputError, match="too little free memory"):
         effort(CPU, quick=True)
 
@@ -267,7 +268,7 @@ def test_copies_go_both_ways_at_once_with_a_series_each() -> None:
 
 
 def test_jobs_promise_the_keys_they_give_and_profiles_accept_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], TINY))
+    monkeypatch.setattr(bench_module, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], TINY))
     monkeypatch.setattr(Job, "measured", lambda job: [Measured(each.key, each, None) for each in job.run()])
     jobs = [*transfer_jobs(QUICK), *machine.adam_jobs(QUICK), *compute_jobs(QUICK, (torch.bfloat16,))]
     promised = [key for job in jobs for key in job.keys]
@@ -347,7 +348,7 @@ def test_devices_dtypes_and_kinds_that_cannot_be_measured_are_refused() -> None:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> tuple[HardwareProfile, list[str]]:
     """A measurement on tiny buffers in which every copy has a fit and every Adam step is without."""
-    monkeypatch.setattr(measurement, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], TINY))
+    monkeypatch.setattr(bench_module, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], TINY))
 
     def judged(job: Job) -> list[Measured]:
         return [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elixir.chunk.lanes import Emulation
-from elixir.chunk.norms import PIECE_NUMEL, ROW_NUMEL
+from elixir.chunk.part_norms import PIECE_NUMEL, ROW_NUMEL
 from elixir.models import default_input
 from elixir.wrapper.step.norm import total_norm
 from tests.common import gpu

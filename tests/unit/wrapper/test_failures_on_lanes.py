@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elixir.checkpoint import save_checkpoint
-from elixir.checkpoint_format.saved import open_checkpoint
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.errors import CheckpointError, DiskError, StepError
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.options import Debug

@@ -23,15 +23,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elixir.chunk.buffers import Arena
+from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk, Slot
-from elixir.chunk.gradients.blocks import GradientBlocks
-from elixir.chunk.gradients.gradient import ChunkGradient, OpenChunk
+from elixir.chunk.gradients.chunk_gradient import ChunkGradient, OpenChunk
+from elixir.chunk.gradients.gradient_blocks import GradientBlocks
 from elixir.chunk.gradients.transport import MovedBytes, Transport
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.lanes import Lanes
-from elixir.chunk.norms import PartNorms
+from elixir.chunk.part_norms import PartNorms
 
 
 @dataclass(frozen=True, kw_only=True)

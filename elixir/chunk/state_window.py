@@ -21,7 +21,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from elixir.chunk.buffers import Arena
+from elixir.chunk.arena import Arena
 from elixir.chunk.host_buffers import WINDOW, HostBuffer, HostBuffers
 from elixir.chunk.lanes import Lane, MemoryUses, Ticket, Work, failure, over, settled
 from elixir.errors import DiskError, StateError

@@ -8,8 +8,8 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.loading import load_checkpoint
-from elixir.checkpoint.result import Loaded
 from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format.commit import newest_checkpoints, sequences

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from elixir.checkpoint_format.index import Index, SavedGroup, scale_key
-from elixir.checkpoint_format.reader import SliceReader
-from elixir.checkpoint_format.tensors import STORED_DTYPES, scalar_state
+from elixir.checkpoint_format.saved_tensor import STORED_DTYPES, scalar_state
+from elixir.checkpoint_format.slice_reader import SliceReader
 from elixir.checkpoint_format.values import decode
 from elixir.errors import CheckpointCorrupt, CheckpointError, InputError, unknown_name
 from elixir.files import FILES, Files, PathLike

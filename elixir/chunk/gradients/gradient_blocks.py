@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from elixir.chunk.buffers import Arena
+from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.gradients.gradient import OpenChunk
+from elixir.chunk.gradients.chunk_gradient import OpenChunk
 from elixir.chunk.lanes import Ticket, failure
 
 

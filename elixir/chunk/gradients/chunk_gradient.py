@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elixir.chunk.buffers import Arena
+from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.lanes import Lane, MemoryUses, settled
-from elixir.chunk.norms import PartNorms
+from elixir.chunk.part_norms import PartNorms
 from elixir.errors import StateError
 
 
