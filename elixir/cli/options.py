@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -69,6 +70,17 @@ def _count(text: str, most: int = LARGEST_COUNT) -> int:
         raise argparse.ArgumentTypeError(f"must be at least 1, found {shortened(str(value))}")
     if value > most:
         raise argparse.ArgumentTypeError(f"must be at most {most:,}, found {shortened(str(value))}")
+    return value
+
+
+def _amount(text: str) -> float:
+    """A positive number, such as ``1e9``."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number such as 1e9, found {shortened(repr(text))}")
     return value
 
 
@@ -140,6 +152,8 @@ FLAGS: dict[str, Flag] = {
         "numbers of devices to try (default: 1, 2, 4, ... up to a whole machine)", "N,M", _list_of(_count)
     ),
     "--network": _bytes("bytes a second between machines, per machine and direction, such as 50GB for 400 Gbit/s"),
+    "--prices": _flag("CSV file of what machines cost an hour, as example/prices.csv: also say costs", "FILE"),
+    "--tokens": _flag("with --prices: length of the run, such as 1e9 (or its samples)", "N", _amount),
     # Budgets.
     "--device-memory": _bytes("budget of each device, such as 80GiB (default: all but a reserve)"),
     "--host-memory@plan": _bytes(
@@ -303,13 +317,17 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "sweep": (
         "Models x machines x world sizes x batches on paper: what fits, how fast, bound by what.",
         {
-            "": f"models --hardware --world-sizes --batches {_BUDGETS} --network --no-overlap --csv --plot --json",
+            "": f"models --hardware --world-sizes --batches {_BUDGETS} --network --no-overlap --prices --tokens "
+            "--csv --plot --json",
             STEP: f"--seq --dtype --activation-checkpointing --optimizer --fused-kernels {_SEARCH}",
         },
     ),
     "fit": (
         "The smallest known machine that can train a model, and how fast.",
-        {"": f"model --hardware --world-sizes {_BUDGETS} {_SEARCH} --network --no-overlap --json", STEP: _ASKED},
+        {
+            "": f"model --hardware --world-sizes {_BUDGETS} {_SEARCH} --network --no-overlap --prices --tokens --json",
+            STEP: _ASKED,
+        },
     ),
     "explain": (
         "Why every chunk of a plan is where it is: what the step would take elsewhere.",

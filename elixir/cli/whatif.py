@@ -12,8 +12,11 @@ from elixir.cli import files, from_flags, output
 from elixir.errors import ArtifactError, InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from elixir.hardware.profile import HardwareProfile
     from elixir.plan.plan import Plan
+    from elixir.search.whatif.prices import Prices
     from elixir.search.whatif.trial import SweepRow
     from elixir.step_trace import StepTrace
 
@@ -29,6 +32,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     from elixir.search.whatif.sweep import sweep
     from elixir.show.sweep import plot_sweep, to_frame
 
+    prices = _prices(args)
     machines = [files.find_timed_hardware(name) for name in args.hardware]
     with output.progress() as progress:
         rows = sweep(
@@ -52,9 +56,10 @@ def run_sweep(args: argparse.Namespace) -> int:
     if args.json:
         import dataclasses
 
-        output.say_json({"rows": [dataclasses.asdict(row) for row in rows]})
+        output.say_json({"rows": [dataclasses.asdict(row) for row in rows], **_costs(rows, prices)})
         return 0
-    _print_rows(rows, "on paper")
+    _print_rows(rows, "on paper", prices)
+    _say_cheapest(rows, prices, args.tokens)
     _say_host_memory(args, machines)
     output.say_written(written)
     return 0
@@ -65,6 +70,7 @@ def run_fit(args: argparse.Namespace) -> int:
     files.refuse_artifact(args.model)
     from elixir.search.whatif.sweep import fit
 
+    prices = _prices(args)
     machines = None if args.hardware is None else [files.find_timed_hardware(name) for name in args.hardware]
     with output.progress() as progress:
         found = fit(
@@ -80,7 +86,7 @@ def run_fit(args: argparse.Namespace) -> int:
     if args.json:
         import dataclasses
 
-        output.say_json(dataclasses.asdict(found))
+        output.say_json({**dataclasses.asdict(found), **_costs(found.rows, prices)})
     elif found.best is None:
         _print_rows(found.rows, f"{found.model}: the most devices of each machine")
     else:
@@ -98,7 +104,9 @@ def run_fit(args: argparse.Namespace) -> int:
             f"{format_bytes(best.device_peak_bytes or 0)} of each device and {format_bytes(best.host_peak_bytes or 0)} "
             f"of host memory"
         )
-        _print_rows(found.rows, "the fewest devices of each machine, smallest first")
+        _say_cost(best, prices, args.tokens)
+        _print_rows(found.rows, "the fewest devices of each machine, smallest first", prices)
+        _say_cheapest(found.rows, prices, args.tokens)
         _say_host_memory(args, machines)
     if found.best is None:
         last = found.rows[-1]
@@ -251,10 +259,58 @@ def _retrace(plan: Plan, args: argparse.Namespace, hardware: HardwareProfile) ->
     return replace(StepQuestion.again(plan), **given).trace(hardware)
 
 
-def _print_rows(rows: list[SweepRow] | tuple[SweepRow, ...], title: str) -> None:
+def _prices(args: argparse.Namespace) -> Prices | None:
+    """The user's price file, read before anything is traced; None without one."""
+    if args.prices is None:
+        if args.tokens is not None:
+            raise InputError("--tokens needs --prices FILE")
+        return None
+    from elixir.search.whatif.prices import Prices
+
+    return Prices.read(args.prices)
+
+
+def _costs(rows: Sequence[SweepRow], prices: Prices | None) -> dict[str, Any]:
+    """What each row costs, in the order of rows, for JSON; nothing without a price file."""
+    if prices is None:
+        return {}
+    costs = [prices.cost(row) for row in rows]
+    return {
+        "currency": prices.currency,
+        "costs": [
+            None if cost is None else {"per_hour": cost.per_hour, f"per_million_{cost.unit}": cost.per_million}
+            for cost in costs
+        ],
+    }
+
+
+def _say_cost(row: SweepRow, prices: Prices | None, amount: float | None) -> None:
+    """Says what a row costs, or that the price file does not name its machine."""
+    if prices is None:
+        return
+    from elixir.show.sweep import cost_text
+
+    cost = prices.cost(row)
+    if cost is None:
+        output.note(f"the price file has no offer of {row.machine}")
+    else:
+        output.say(cost_text(row, cost, prices.currency, amount))
+
+
+def _say_cheapest(rows: Sequence[SweepRow], prices: Prices | None, amount: float | None) -> None:
+    """Says which of the rows costs least per token, if there are prices of several."""
+    if prices is None:
+        return
+    priced = [(cost.per_million, at) for at, row in enumerate(rows) if (cost := prices.cost(row)) is not None]
+    if len(priced) > 1:
+        output.say("the cheapest of these for a run:")
+        _say_cost(rows[min(priced)[1]], prices, amount)
+
+
+def _print_rows(rows: Sequence[SweepRow], title: str, prices: Prices | None = None) -> None:
     from elixir.show.sweep import reasons, sweep_table
 
-    output.say_tables(sweep_table(rows, title))
+    output.say_tables(sweep_table(rows, title, prices))
     for number, reason in enumerate(reasons(rows), 1):
         output.say(f"[{number}] {reason}")
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from elixir.errors import InputError
+from elixir.search.whatif.prices import Prices, RunCost
 from elixir.search.whatif.trial import SweepRow
 from elixir.show.style import DARK, PALE, RESOURCE_LABELS, SMALL_PT, TEXT_PT, finish, new_figure, swatch, title_style
 from elixir.show.tables import list_table, range_cell
@@ -39,8 +40,11 @@ def to_frame(rows: Sequence[SweepRow]) -> pandas.DataFrame:
     return frame.astype(dict.fromkeys(whole, "Int64"))
 
 
-def sweep_table(rows: Sequence[SweepRow], title: str = "on paper") -> Table:
-    """One line per combination; what does not fit has a number, counted from 1, into `reasons` (rich)."""
+def sweep_table(rows: Sequence[SweepRow], title: str = "on paper", prices: Prices | None = None) -> Table:
+    """One line per combination; what does not fit has a number, counted from 1, into `reasons` (rich).
+
+    With `prices` a column says what an hour and a million tokens cost.
+    """
     jobs = {(row.model, row.batch) for row in rows}
     columns = [
         "machine",
@@ -49,12 +53,15 @@ def sweep_table(rows: Sequence[SweepRow], title: str = "on paper") -> Table:
         "peak of device, host",
         "bound by, chunks with states on host",
     ]
+    if prices is not None:
+        columns.append(f"{prices.currency} an hour, a million")
     body = []
     for row in rows:
         machine = f"{row.world_size} x {row.machine}"
+        cost = [] if prices is None else [_cost_cell(prices.cost(row))]
         if not row.fits:
             number = reasons(rows).index(row.reason) + 1
-            body.append([machine, "-", "-", "-", f"does not fit [{number}]"])
+            body.append([machine, "-", "-", "-", f"does not fit [{number}]", *cost])
             continue
         body.append(
             [
@@ -63,6 +70,7 @@ def sweep_table(rows: Sequence[SweepRow], title: str = "on paper") -> Table:
                 f"{_speed(row)}\n{speed_of_device(row, 'T')}",
                 f"{format_bytes(row.device_peak_bytes or 0)}\n{format_bytes(row.host_peak_bytes or 0)}",
                 f"{RESOURCE_LABELS.get(row.bound_by or '', row.bound_by or '')}\n{_states(row)}",
+                *cost,
             ]
         )
     if len(jobs) > 1:
@@ -79,6 +87,23 @@ def speed_of_device(row: SweepRow, unit: str = "") -> str:
         return "-"
     share = "" if row.peak_share is None else f" ({100 * row.peak_share:.0f} %)"
     return f"{row.device_flops_per_s / 1e12:.3g}{unit and f' {unit}'}{share}"
+
+
+def _cost_cell(cost: RunCost | None) -> str:
+    return "-" if cost is None else f"{cost.per_hour:.2f}\n{cost.per_million:.3g}"
+
+
+def cost_text(row: SweepRow, cost: RunCost, currency: str, amount: float | None) -> str:
+    """One sentence on what a row costs, with the offer it rests on; of a run of `amount` tokens or samples if given."""
+    offer = cost.offer
+    text = (
+        f"{row.world_size} x {row.machine}: {cost.per_hour:.2f} {currency} an hour ({offer.source}, read on "
+        f"{offer.read_on}), {cost.per_million:.3g} {currency} a million {cost.unit}"
+    )
+    if amount is None:
+        return text
+    days = cost.of(amount) / cost.per_hour / 24
+    return f"{text}, {cost.of(amount):,.2f} {currency} and {days:,.1f} days for {amount:,.0f} {cost.unit}"
 
 
 def _states(row: SweepRow) -> str:

@@ -11,7 +11,9 @@ import pytest
 
 from elixir.cli import main
 from elixir.cli.options import build_parser, normalise
+from elixir.hardware.profile import preset_names
 from elixir.plan.plan import Plan
+from elixir.search.whatif.prices import Prices
 from elixir.search.whatif.trial import SweepRow
 from tests.common.command_line import fails, run
 
@@ -86,6 +88,71 @@ def test_fit_names_the_smallest_and_lists_the_others(capsys: pytest.CaptureFixtu
     status, out, _ = run(capsys, *argv, "--json")
     assert status == 0
     assert json.loads(out)["best"]["machine"] == "t4"
+
+
+def test_fit_says_what_an_hour_and_a_run_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "prices.csv"
+    table.write_text(
+        "# a comment\nmachine,devices,per_hour,currency,source,read_on\nt4,1,0.5,EUR,a shop,2026-11-09\n"
+        "t4,4,1.2,EUR,another,2026-11-10\nh200,8,80,EUR,a third,2026-11-11\n"
+    )
+    argv = [*"fit opt-125m --seq 64 --batch 2 --hardware h200,t4 --assume nominal".split(), "--prices", str(table)]
+    status, out, _ = run(capsys, *argv, "--json")
+    assert status == 0
+    found = json.loads(out)
+    assert [row["machine"] for row in found["rows"]] == ["t4", "h200"]
+    assert [cost["per_hour"] for cost in found["costs"]] == [0.5, 80.0]  # an H200 is rented with seven others
+    speed = found["rows"][0]["tokens_per_s"]
+    assert found["costs"][0]["per_million_tokens"] == pytest.approx(0.5 / 3600 / speed * 1e6)
+    status, out, _ = run(capsys, *argv, "--tokens", "3.6e9")
+    assert status == 0
+    assert "1 x t4: 0.50 EUR an hour (a shop, read on 2026-11-09)" in out
+    assert f"{0.5 * 1e6 / speed:,.2f} EUR and {1e6 / speed / 24:,.1f} days for 3,600,000,000 tokens" in out
+    assert out.index("the cheapest of these for a run") < out.rindex("1 x t4: 0.50 EUR an hour")
+
+
+def test_a_machine_is_rented_in_whole_offers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "prices.csv"
+    table.write_text(
+        "machine,devices,per_hour,currency,source,read_on\nt4,1,0.5,EUR,a,2026-11-09\nt4,4,1.2,EUR,b,2026-11-10\n"
+    )
+    argv = "sweep opt-125m --seq 64 --hardware t4,l4 --world-sizes 1,2,4 --assume nominal --json".split()
+    status, out, _ = run(capsys, *argv, "--prices", str(table))
+    assert status == 0
+    assert [cost and cost["per_hour"] for cost in json.loads(out)["costs"]] == [0.5, 1.0, 1.2, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "expected the columns"),
+        ("machine,devices\nt4,1\n", "expected the columns"),
+        ("HEAD\nt4,0,1,EUR,a,2026-11-09\n", "line 2: devices and per_hour must be positive"),
+        ("HEAD\nt4,1,nan,EUR,a,2026-11-09\n", "line 2: devices and per_hour must be positive"),
+        ("HEAD\n\nt4,one,1,EUR,a,2026-11-09\n", "line 3: devices and per_hour must be numbers"),
+        ("HEAD\nt4,1,1,EUR,a,yesterday\n", "line 2: Invalid isoformat"),
+        ("HEAD\nt4,1,1,EUR,a\n", "line 2: expected 6 values"),
+        ("HEAD\nt4,1,1,EUR,a,2026-11-09,more\n", "line 2: expected 6 values"),
+        ("HEAD\nt4,1,1,EUR,a,2026-11-09\nl4,1,1,USD,a,2026-11-09\n", "one currency, found EUR, USD"),
+        ("HEAD\n", "found no price"),
+    ],
+)
+def test_a_price_file_that_makes_no_sense_is_refused_by_line(
+    content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "prices.csv"
+    table.write_text(content.replace("HEAD", "machine,devices,per_hour,currency,source,read_on"))
+    assert says in fails(capsys, "fit", "opt-125m", "--prices", str(table))
+
+
+def test_the_length_of_a_run_needs_prices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--tokens needs --prices" in fails(capsys, "fit", "opt-125m", "--tokens", "1e9")
+
+
+def test_the_example_of_prices_names_presets() -> None:
+    prices = Prices.read(Path(__file__).parents[3] / "example" / "prices.csv")
+    assert {offer.machine for offer in prices.offers} <= set(preset_names())
+    assert all(offer.source for offer in prices.offers)
 
 
 def test_fit_ends_with_2_where_nothing_does_and_still_says_why(capsys: pytest.CaptureFixture[str]) -> None:
